@@ -5,11 +5,9 @@ use std::{hint::black_box, thread, time::Duration};
 use candle_core::{DType, Device, Tensor};
 use candle_distributed::{
     mesh::{ALL, DeviceMesh, P, Replica},
-    plan::strategy::{Full, ShardingStrategy},
-    train::{DataParallel, ShardedVars, parameter_infos},
-    types::WorldSize,
+    train::{DataParallel, FullyShard, Units},
 };
-use candle_nn::{AdamW, Linear, Module, Optimizer, ParamsAdamW, VarBuilder, VarMap, linear};
+use candle_nn::{AdamW, Linear, Module, Optimizer, ParamsAdamW, SGD, VarBuilder, VarMap, linear};
 use criterion::{BenchmarkId, Criterion, Throughput, criterion_group, criterion_main};
 
 type Outcome = Result<(), Box<dyn std::error::Error>>;
@@ -167,57 +165,47 @@ fn broadcast(c: &mut Criterion) -> Outcome {
     Ok(())
 }
 
-/// Gathers a unit; returns how many parameters it has.
-type Gather = fn(&ShardedVars, &Replica, &str) -> candle_core::Result<usize>;
-
-/// One collective for the unit, and one for each parameter, which has a gradient.
-const GATHERS: [(&str, Gather); 2] = [
-    ("unit", |vars, ctx, unit| Ok(black_box(vars.gather_unit(ctx, unit)?).len())),
-    ("parameters", |vars, ctx, unit| Ok(black_box(vars.all_gather_unit(ctx, unit)?).len())),
-];
-
 /// The parameters of a transformer of 176 MiB in 14 units, of which each slot has rows: all of them
-/// gathered, one unit after the other.
+/// gathered, one unit after the other, by one collective for each unit.
 fn gather_units(c: &mut Criterion) -> Outcome {
     const UNITS: usize = 14;
     const SIZE: usize = 524;
-    let block = |unit: usize| {
-        let shapes: [(&str, &[usize]); 6] = [
-            ("attn.qkv", &[3 * SIZE, SIZE]),
-            ("attn.out", &[SIZE, SIZE]),
-            ("mlp.up", &[4 * SIZE, SIZE]),
-            ("mlp.down", &[SIZE, 4 * SIZE]),
-            ("norm.weight", &[SIZE]),
-            ("norm.bias", &[SIZE]),
-        ];
-        shapes.map(|(name, shape)| (format!("h.{unit}.{name}"), shape.to_vec()))
+    const SHAPES: [(&str, &[usize]); 6] = [
+        ("attn.qkv", &[3 * SIZE, SIZE]),
+        ("attn.out", &[SIZE, SIZE]),
+        ("mlp.up", &[4 * SIZE, SIZE]),
+        ("mlp.down", &[SIZE, 4 * SIZE]),
+        ("norm.weight", &[SIZE]),
+        ("norm.bias", &[SIZE]),
+    ];
+    let declare = |vb: VarBuilder<'_>| {
+        let mut names = (0..UNITS).flat_map(|unit| SHAPES.map(|(name, shape)| (unit, name, shape)));
+        names.try_for_each(|(unit, name, shape)| vb.pp("h").pp(unit).get(shape, name).map(drop))
     };
-    let ones = |(name, shape)| Ok((name, Tensor::ones(shape, DType::F32, &Device::Cpu)?));
-    let model: Vec<(String, Tensor)> =
-        (0..UNITS).flat_map(block).map(ones).collect::<candle_core::Result<_>>()?;
-    let bytes: usize = model.iter().map(|(_, tensor)| tensor.elem_count() * size_of::<f32>()).sum();
+    let gather = |_: &Replica, model: &Units, x: Tensor| {
+        for unit in 0..UNITS {
+            model.unit(&format!("h.{unit}"), &x, |vb, x| {
+                black_box(vb.get(SIZE, "norm.bias")?);
+                Ok(x.clone())
+            })?;
+        }
+        x.mean_all()
+    };
+    let items: usize = SHAPES.iter().map(|(_, shape)| shape.iter().product::<usize>()).sum();
+    let bytes = UNITS * items * size_of::<f32>();
     assert_eq!(bytes >> 20, 176);
-    let infos = parameter_infos(model.iter().map(|(name, tensor)| (name, tensor)))?;
     let mut group = c.benchmark_group("mesh/gather_176MiB_in_14_units");
     group.throughput(Throughput::Bytes(bytes as u64)).sample_size(10);
-    for slots in [2_u32, 4] {
-        let mesh = DeviceMesh::cpu(slots as usize)?;
-        let plan = Full::default().plan(&infos, WorldSize::new(slots.into())?)?;
-        let vars =
-            ShardedVars::shard(&mesh, &plan, model.iter().map(|(name, tensor)| (name, tensor)))?;
-        for (name, gather) in GATHERS {
-            let vars = vars.clone();
-            let all = mesh.pmap(move |ctx, ()| {
-                for unit in 0..UNITS {
-                    assert_eq!(gather(&vars, ctx, &format!("h.{unit}"))?, 6);
-                }
-                Ok(())
-            });
-            all.call_sharded(())?;
-            group.bench_function(BenchmarkId::new(name, slots), |b| {
-                b.iter(|| all.call_sharded(()));
-            });
-        }
+    for slots in [2, 4] {
+        let mesh = DeviceMesh::cpu(slots)?;
+        let mut model =
+            FullyShard::builder(&mesh, declare).build(|group| SGD::new(group.vars, 0.0))?;
+        let x = Tensor::zeros((slots, 1), DType::F32, &Device::Cpu)?;
+        assert_eq!(model.units().len(), UNITS);
+        model.evaluate(x.clone(), gather)?;
+        group.bench_function(BenchmarkId::new("unit", slots), |b| {
+            b.iter(|| model.evaluate(x.clone(), gather));
+        });
     }
     group.finish();
     Ok(())

@@ -13,8 +13,11 @@ use std::{collections::BTreeMap, env, process::Command, time::Instant};
 
 use candle_core::{DType, Device, Result, Tensor};
 use candle_distributed::{
-    mesh::{ALL, DeviceMesh, Run, RunLayout},
-    types::Launched,
+    mesh::{
+        ALL, DeviceMesh,
+        support::{Run, RunLayout},
+    },
+    types::LaunchEnv,
 };
 use ferrompi::{Mpi, ReduceOp};
 
@@ -33,7 +36,7 @@ const LISTS: [&str; 4] = ["gather", "start gather", "reduce", "start reduce"];
 const LIST_SIZES: [(usize, usize); 3] = [(4 << 10, 1000), (4 << 20, 50), (64 << 20, 8)];
 
 fn main() {
-    if Launched::from_env().unwrap().is_some() {
+    if LaunchEnv::from_env().unwrap().is_some() {
         as_rank(&env::args().nth(1).unwrap());
     } else {
         [2, 4].into_iter().for_each(report);

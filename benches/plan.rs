@@ -13,9 +13,7 @@ use candle_distributed::{
         reshard::Reshard,
         search::Search,
         source,
-        strategy::{
-            Full, LayerOrder, LayerWise, Layout, ShardingStrategy, StrategyKind, WholeTensor,
-        },
+        strategy::{Full, Hybrid, LayerOrder, LayerWise, Layout, ShardingStrategy, WholeTensor},
     },
     types::{Placement, WorldSize},
 };
@@ -33,16 +31,16 @@ fn world(size: u64) -> WorldSize {
 
 fn strategies() -> [(&'static str, Box<dyn ShardingStrategy>); 7] {
     [
-        ("full", StrategyKind::Full.create()),
+        ("full", Box::new(Full::default())),
         ("row_ragged", Box::new(Full::new(Layout::ROWS))),
         ("block_ragged", Box::new(Full::new(Layout::BLOCKS))),
-        ("layer_wise", StrategyKind::LayerWise.create()),
+        ("layer_wise", Box::new(LayerWise::default())),
         (
             "layer_wise_contiguous",
             Box::new(LayerWise::default().with_order(LayerOrder::Contiguous)),
         ),
         ("whole_tensor", Box::new(WholeTensor)),
-        ("hybrid", StrategyKind::Hybrid.create()),
+        ("hybrid", Box::new(Hybrid::default())),
     ]
 }
 

@@ -9,5 +9,5 @@ use libfuzzer_sys::fuzz_target;
 
 fuzz_target!(|text: &[u8]| {
     // Whether it is refused is a matter of the text.
-    let _ = dist_train::fuzzing::index(text);
+    let _ = dist_checkpoint::fuzzing::index(text);
 });

@@ -2,7 +2,7 @@
 
 #[cfg(doctest)]
 mod guide;
-#[path = "../../crates/dyn-batch/tests/lengths/mod.rs"]
+#[path = "../../crates/dyn-batch/tests/all/lengths.rs"]
 pub mod lengths;
 pub mod padding;
 

@@ -9,7 +9,7 @@ use candle_distributed::{
     batch::{
         Batch, BatchConfig, Buckets, Cost, Cut, DistributedBatchSampler, DistributedConfig,
         DynamicBatchSampler, DynamicBatchStrategy, Overlong, Packing, PaddingReport, StepLayout,
-        balance,
+        support::balance,
     },
     sampler::{DistributedSampler, Order, SamplerConfig},
     types::{Epoch, Placement, WorldSize},
@@ -63,7 +63,7 @@ pub fn pairs_met_again(lengths: &[u32], window: u64, max_tokens: u64) -> f64 {
             SamplerConfig::default().with_order(Order::Streaming).with_epoch(Epoch::new(epoch));
         let order =
             DistributedSampler::new(lengths.len() as u64, Placement::SINGLE, order).unwrap();
-        sampler.iter_in(&order).map(|batch| batch.unwrap().indices).collect::<Vec<_>>()
+        sampler.iter_order(&order).map(|batch| batch.unwrap().indices).collect::<Vec<_>>()
     };
     let mut batch_of = vec![0_usize; lengths.len()];
     for (nth, batch) in batches(0).iter().enumerate() {
@@ -148,7 +148,7 @@ pub fn rows(lengths: &[u32], row_length: u64, packing: Packing) -> u64 {
         .with_strategy(DynamicBatchStrategy::Pack(packing))
         .with_max_tokens(row_length);
     let config = config.with_max_sequence_length(row_length).with_overlong(Overlong::Truncate);
-    DynamicBatchSampler::new(lengths, config).unwrap().plan().unwrap().len() as u64
+    DynamicBatchSampler::new(lengths, config).unwrap().iter().count() as u64
 }
 
 /// A number of rows below which no packing can come: the bound L2 of Martello and Toth ("Lower bounds and reduction

@@ -1,4 +1,4 @@
-//! Runs programs, and shows each command before it runs so that it can be repeated by hand.
+//! Runs programs, and prints each command first, so that a person can repeat it.
 
 use std::{
     env,
@@ -9,16 +9,16 @@ use std::{
     process::{Command, Stdio},
 };
 
-/// What a command of this package returns: its error is printed once, by `main`.
+/// The result of a command of this package; `main` prints its error.
 pub(crate) type Result<T = (), E = Box<dyn Error>> = std::result::Result<T, E>;
 
-/// The root of the workspace.
+/// Returns the root of the workspace.
 #[expect(clippy::expect_used, reason = "the path is this package's own, as cargo gave it")]
 pub(crate) fn root() -> &'static Path {
     Path::new(env!("CARGO_MANIFEST_DIR")).parent().expect("this package is a folder in the root")
 }
 
-/// Where `cargo xtask tools` has pip put programs.
+/// The folder where `.ci/tools` has pip put programs.
 fn tools() -> PathBuf {
     root().join("target/tools/bin")
 }
@@ -55,20 +55,19 @@ impl Call {
         self
     }
 
-    /// Shows the command and runs it; its output goes where ours goes.
+    /// Prints the command and runs it; its output goes where ours goes.
     pub(crate) fn run(&self) -> Result {
         println!("$ {self}");
         let status = self.command().status()?;
         if status.success() { Ok(()) } else { Err(format!("`{self}` failed: {status}").into()) }
     }
 
-    /// Runs the command unseen and returns what it printed.
+    /// Runs the command without printing it, and returns its output.
     pub(crate) fn read(&self) -> Result<String> {
         self.output_of(self.command().stderr(Stdio::piped()))
     }
 
-    /// Shows the command and returns what it printed; what it says on standard error meanwhile goes
-    /// where ours goes.
+    /// Prints the command, runs it and returns its output; its standard error goes where ours goes.
     pub(crate) fn run_and_read(&self) -> Result<String> {
         println!("$ {self}");
         self.output_of(self.command().stderr(Stdio::inherit()))
@@ -77,15 +76,15 @@ impl Call {
     fn output_of(&self, command: &mut Command) -> Result<String> {
         let output = command.stdout(Stdio::piped()).spawn()?.wait_with_output()?;
         if !output.status.success() {
-            let said = String::from_utf8_lossy(&output.stderr);
+            let stderr = String::from_utf8_lossy(&output.stderr);
             let reason =
-                if said.is_empty() { output.status.to_string() } else { said.into_owned() };
+                if stderr.is_empty() { output.status.to_string() } else { stderr.into_owned() };
             return Err(format!("`{self}` failed: {reason}").into());
         }
         Ok(String::from_utf8(output.stdout)?)
     }
 
-    /// Whether the command succeeds, for asking if a tool is installed.
+    /// Returns true if the command succeeds, without printing it.
     pub(crate) fn succeeds(&self) -> bool {
         self.command().output().is_ok_and(|output| output.status.success())
     }
@@ -97,8 +96,8 @@ impl Call {
         command
     }
 
-    /// For cargo the one that runs us, unless a toolchain is named first: `+nightly` is understood
-    /// by rustup's cargo only, which is the one that a shell finds.
+    /// Returns the cargo that runs us for `cargo`, unless the call names a toolchain: only rustup's
+    /// cargo, which a shell finds, understands `+nightly`.
     fn executable(&self) -> OsString {
         let names_toolchain = self.args.first().is_some_and(|arg| arg.starts_with('+'));
         let ours = env::var_os("CARGO").filter(|_| self.program == "cargo" && !names_toolchain);
@@ -106,12 +105,12 @@ impl Call {
     }
 }
 
-/// The folders in which programs are looked for, those of `tools` last: what a person has installed
-/// goes first.
+/// Returns the search path of programs, with `tools` last: programs that a person installed go
+/// first.
 fn search_path() -> OsString {
     let path = env::var_os("PATH").unwrap_or_default();
     let folders = env::split_paths(&path).chain(iter::once(tools()));
-    // A folder with a separator in its name cannot be listed; then there are no tools of ours.
+    // A folder with a separator in its name cannot be listed; then our tools are left out.
     env::join_paths(folders).unwrap_or(path)
 }
 
@@ -125,7 +124,7 @@ impl fmt::Display for Call {
     }
 }
 
-/// The word as a shell would need it.
+/// Returns the word as a shell needs it.
 fn quoted(word: &str) -> String {
     let plain = |c: char| c.is_alphanumeric() || "-_=/.:,+".contains(c);
     if !word.is_empty() && word.chars().all(plain) { word.to_owned() } else { format!("'{word}'") }

@@ -1,5 +1,4 @@
-//! `cargo xtask devices`: what can be checked of the code for devices on a machine that has none of
-//! them.
+//! `cargo xtask devices`: checks the code for devices, as far as a machine without them can.
 
 use crate::{
     cmd::{Call, Result},
@@ -7,22 +6,22 @@ use crate::{
     tools,
 };
 
-/// Builds what is behind the features of devices and of several processes, where its toolkit is
-/// installed; runs what needs no device.
+/// Builds the code behind the features of devices and of several processes, if their toolkits are
+/// installed, and runs the tests that need no device.
 #[derive(clap::Args)]
 pub(crate) struct Args {
-    /// Fails if a toolkit is missing, instead of skipping what needs it.
+    /// Fail if a toolkit is missing, instead of skipping its check
     #[arg(long)]
     strict: bool,
 }
 
-/// What is checked, and what it takes.
+/// A check, and the toolkit that it needs.
 struct Check {
-    /// A command that says so if the toolkit is there.
+    /// A command that shows whether the toolkit is there.
     probe: Call,
-    /// A word of its answer.
+    /// A word of its output if it is.
     answer: &'static str,
-    /// What to type to get it.
+    /// The command that installs it.
     install: &'static str,
     calls: Vec<Call>,
 }
@@ -30,9 +29,9 @@ struct Check {
 impl Check {
     fn run(&self, strict: bool) -> Result<Done> {
         if self.probe.read().is_ok_and(|answer| answer.contains(self.answer)) {
-            return tools::run_with(&[], strict, &self.calls);
+            return tools::run_calls(&self.calls);
         }
-        tools::skipped(format!("its toolkit is missing; get it with `{}`", self.install), strict)
+        tools::skip(format!("its toolkit is missing; get it with `{}`", self.install), strict)
     }
 }
 
@@ -52,7 +51,7 @@ fn metal() -> Check {
         probe: Call::new("rustup", "target list --installed"),
         answer: target,
         install: "rustup target add aarch64-apple-darwin",
-        // It stands on the mesh, and forwards the feature.
+        // It needs the mesh, and forwards the feature.
         calls: vec![
             Call::cargo("check --package dist-train --features metal --target").arg(target),
         ],
@@ -87,7 +86,7 @@ fn nccl() -> Check {
     Check {
         probe: Call::new("nvcc", "--version"),
         answer: "release",
-        install: "what docs/devices.md says",
+        install: "the commands of docs/devices.md",
         calls: vec![["--", "-D", "warnings"].into_iter().fold(clippy, Call::arg)],
     }
 }
@@ -101,7 +100,7 @@ mod tests {
     }
 
     #[test]
-    fn a_missing_toolkit_is_told_by_its_probe() {
+    fn a_missing_toolkit_skips_its_check() {
         assert_eq!(check(Call::cargo("--version"), "cargo").run(true).unwrap(), Done::Passed);
         for missing in
             [check(Call::cargo("--version"), "no such toolkit"), check(Call::new("gone", ""), "")]

@@ -1,5 +1,5 @@
-//! `cargo xtask soak`: a training run of several processes, of which one is killed again and again,
-//! ends as an undisturbed one does, whatever befalls its files meanwhile.
+//! `cargo xtask soak`: kills processes of a training run again and again, damages its files, and
+//! compares its end with an undisturbed run.
 
 use std::{
     fs::{self, File},
@@ -18,33 +18,32 @@ use crate::{
 };
 
 /// Kills ranks of a training run at random moments, damages its files, starts it twice at once, and
-/// compares its end with that of a run that nobody disturbed: the same losses and the same model, to
-/// the bit.
+/// checks that losses and model equal those of an undisturbed run, to the bit.
 #[derive(clap::Args)]
 pub(crate) struct Args {
-    /// How many processes train.
+    /// Number of processes that train
     #[arg(long, default_value_t = 4)]
     ranks: usize,
-    /// How often one of them is killed. In the first half the run is started a second time, too,
-    /// before every third kill.
+    /// Number of kills; in the first half the run is also started a second time before every third
+    /// kill
     #[arg(long, default_value_t = 20)]
     kills: usize,
-    /// How many steps the run has.
+    /// Number of steps of the run
     #[arg(long, default_value_t = 100)]
     steps: usize,
-    /// Chooses the moments and the ranks.
+    /// Seed of the moments and ranks
     #[arg(long, default_value_t = 0)]
     seed: u64,
-    /// Builds with this profile.
+    /// Profile of the build
     #[arg(long, default_value = "release")]
     profile: String,
 }
 
-/// How long all processes may live on when one of them has been killed.
+/// Time limit for all processes to exit after a kill.
 const LIMIT: Duration = Duration::from_secs(60);
-/// How long a run may take to make its next step.
-const PATIENCE: Duration = Duration::from_secs(240);
-/// Before every so many kills the run is started a second time while it trains.
+/// Time limit for the next step of a run.
+const STEP_LIMIT: Duration = Duration::from_secs(240);
+/// The run is started a second time before every kill with this multiple.
 const SECOND_EVERY: usize = 3;
 /// Often, so that many kills fall into the writing of a checkpoint.
 const CHECKPOINT_EVERY: &str = "2";
@@ -84,19 +83,19 @@ pub(crate) fn run(args: &Args) -> Result {
     Ok(())
 }
 
-/// What is run, and where.
+/// A soak: its options, program and folder.
 struct Soak<'a> {
     args: &'a Args,
     program: PathBuf,
     home: PathBuf,
 }
 
-/// What became of one kill.
+/// The outcome of one kill.
 struct Report {
     rank: usize,
     step: usize,
     ended_after: Duration,
-    /// Whether the run was started a second time before, which was refused.
+    /// Whether a second start before the kill was refused.
     is_second_refused: bool,
 }
 
@@ -145,7 +144,7 @@ impl<'a> Soak<'a> {
         Ok(command.stdin(Stdio::null()).stdout(log.try_clone()?).stderr(log).spawn()?)
     }
 
-    /// Lets the run come to its end.
+    /// Runs to the end.
     fn finish(&self, name: &str) -> Result {
         let mut run = self.start(name)?;
         let (mut steps, mut since) = (0, Instant::now());
@@ -154,16 +153,16 @@ impl<'a> Soak<'a> {
             if now != steps {
                 (steps, since) = (now, Instant::now());
             }
-            if since.elapsed() > PATIENCE {
+            if since.elapsed() > STEP_LIMIT {
                 self.end_all(name, &mut run)?;
-                return Err(format!("the run made no step in {PATIENCE:?} after {steps}").into());
+                return Err(format!("the run made no step in {STEP_LIMIT:?} after {steps}").into());
             }
             thread::sleep(Duration::from_millis(20));
         }
         if run.wait()?.success() { Ok(()) } else { Err(self.failed("the run failed")) }
     }
 
-    /// Resumes the run until a random moment, and kills one of its processes.
+    /// Resumes the run, and kills one of its processes at a random moment.
     fn disturb(&self, name: &str, kill: usize) -> Result<Report> {
         let random = |what: &str, below: usize| random(self.args.seed, kill, what, below);
         let (share, rank) =
@@ -172,16 +171,16 @@ impl<'a> Soak<'a> {
         let mut run = self.start(name)?;
         let start = Instant::now();
         let mut processes = Vec::new();
-        // A moment in the middle of a step, of the writing of a checkpoint, or of the beginning.
+        // The kill may hit a step, the writing of a checkpoint, or the start.
         let pause = Duration::from_micros(random("pause", 100_000) as u64);
         while self.steps(name) < step || processes.len() < self.args.ranks {
             processes = self.processes(name)?;
             if run.try_wait()?.is_some() {
-                return Err(self.failed("the run ended before anybody disturbed it"));
+                return Err(self.failed("the run ended before the kill"));
             }
-            if start.elapsed() > PATIENCE {
+            if start.elapsed() > STEP_LIMIT {
                 self.end_all(name, &mut run)?;
-                return Err(format!("step {step} was not reached in {PATIENCE:?}").into());
+                return Err(format!("step {step} was not reached in {STEP_LIMIT:?}").into());
             }
         }
         let is_second_refused = self.has_second_start(kill);
@@ -201,20 +200,20 @@ impl<'a> Soak<'a> {
             thread::sleep(Duration::from_millis(20));
         }
         if run.wait()?.success() {
-            return Err(self.failed("the run came to its end though a process was killed"));
+            return Err(self.failed("the run succeeded although a process was killed"));
         }
         let ended_after = killed.elapsed();
         Ok(Report { rank, step: self.steps(name), ended_after, is_second_refused })
     }
 
-    /// Whether the run is started a second time before this kill: in the first half of them, since
-    /// it makes several steps until the second start is refused, and must not end meanwhile. For the
-    /// same reason a soak of fewer than four kills has no second start.
+    /// Returns true if the run is started a second time before this kill: only in the first half, since
+    /// the run makes several steps until the second start is refused, and must not end meanwhile. For
+    /// the same reason a soak of fewer than four kills has no second start.
     fn has_second_start(&self, kill: usize) -> bool {
         kill.is_multiple_of(SECOND_EVERY) && kill + 1 < self.args.kills / 2
     }
 
-    /// Starts the run a second time while it trains, which must be refused and harm nothing.
+    /// Starts the run a second time while it trains; the second start must fail and harm nothing.
     fn refuse_second(&self, name: &str) -> Result {
         let mut second = self.start(name)?;
         let start = Instant::now();
@@ -226,13 +225,13 @@ impl<'a> Soak<'a> {
             thread::sleep(Duration::from_millis(20));
         }
         if second.wait()?.success() {
-            return Err(self.failed("a second start of the run ended well beside the first"));
+            return Err(self.failed("a second start of the run succeeded beside the first"));
         }
         Ok(())
     }
 
-    /// Flips a bit in a file of the newest checkpoint, if there is an older one to fall back on and
-    /// chance will have it; says what was done.
+    /// Flips a bit in a file of the newest checkpoint, at random and only if there is an older
+    /// checkpoint; returns a description of the damage.
     fn damage(&self, name: &str, kill: usize) -> Result<Option<String>> {
         let random = |what: &str, below: usize| random(self.args.seed, kill, what, below);
         let mut checkpoints = folders(&self.home.join(name).join("checkpoints"))?;
@@ -252,13 +251,13 @@ impl<'a> Soak<'a> {
         Ok(Some(format!("byte {at} of {} is damaged", file.display())))
     }
 
-    /// How many steps the metrics speak of.
+    /// Returns the number of steps in the metrics.
     fn steps(&self, name: &str) -> usize {
         let metrics = fs::read_to_string(self.home.join(name).join("metrics.jsonl"));
         metrics.map_or(0, |metrics| metrics.lines().count())
     }
 
-    /// The processes that train, without the launcher.
+    /// Returns the processes that train, without the launcher.
     fn processes(&self, name: &str) -> Result<Vec<u32>> {
         let pattern = format!(
             "^{} train .*--out {}$",
@@ -277,7 +276,7 @@ impl<'a> Soak<'a> {
     }
 
     fn failed(&self, what: &str) -> Box<dyn std::error::Error> {
-        format!("{what}; what it said is in {}", self.home.join("log").display()).into()
+        format!("{what}; its output is in {}", self.home.join("log").display()).into()
     }
 
     fn losses(&self, name: &str) -> Result<Vec<Value>> {
@@ -288,11 +287,11 @@ impl<'a> Soak<'a> {
     }
 
     fn model(&self, name: &str) -> Result<Vec<u8>> {
-        Ok(fs::read(self.home.join(name).join("model.safetensors"))?)
+        Ok(fs::read(self.home.join(name).join("model/model.safetensors"))?)
     }
 }
 
-/// What lies in a folder, if there is one.
+/// Returns the entries of a folder, none if it is missing.
 fn entries(folder: &Path) -> Result<Vec<PathBuf>> {
     if !folder.exists() {
         return Ok(Vec::new());
@@ -301,15 +300,15 @@ fn entries(folder: &Path) -> Result<Vec<PathBuf>> {
     Ok(entries.map(|entry| entry.map(|entry| entry.path())).collect::<std::io::Result<_>>()?)
 }
 
-/// The folders in a folder, if there is one.
+/// Returns the folders in a folder, none if it is missing.
 fn folders(folder: &Path) -> Result<Vec<PathBuf>> {
     let mut entries = entries(folder)?;
     entries.retain(|path| path.is_dir());
     Ok(entries)
 }
 
-/// A number below `below` that depends on all of these.
-#[expect(clippy::expect_used, reason = "what is below a `usize` is one")]
+/// Returns a number below `below` that depends on all arguments.
+#[expect(clippy::expect_used, reason = "a number below a `usize` is a `usize`")]
 fn random(seed: u64, kill: usize, what: &str, below: usize) -> usize {
     let mut hasher = DefaultHasher::new();
     (seed, kill, what).hash(&mut hasher);
@@ -317,7 +316,7 @@ fn random(seed: u64, kill: usize, what: &str, below: usize) -> usize {
 }
 
 fn signal(signal: &str, process: u32) -> Result {
-    // Whoever has ended meanwhile need not be told.
+    // A process that has exited meanwhile needs no signal.
     Command::new("kill").args([signal, &process.to_string()]).stderr(Stdio::null()).status()?;
     Ok(())
 }

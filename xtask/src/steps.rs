@@ -1,4 +1,4 @@
-//! The steps of a command, one after the other, and a summary of how each went.
+//! Runs the steps of a command one after the other, and prints a summary.
 
 use std::{
     fmt,
@@ -13,17 +13,15 @@ pub(crate) struct Step<'a, W> {
     pub(crate) work: W,
 }
 
-/// How a step that did not fail went.
+/// The outcome of a step that did not fail.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) enum Done {
     Passed,
-    /// It did what it could, but there is something to know.
-    Noted(String),
-    /// It did nothing, and this is why.
+    /// It did nothing, for this reason.
     Skipped(String),
 }
 
-/// Runs the steps up to the first that fails, then tells how each went.
+/// Runs the steps up to the first that fails, and prints the outcome of each.
 pub(crate) fn run_all<W>(steps: &[Step<'_, W>], run: impl Fn(&W) -> Result<Done>) -> Result {
     let mut outcomes = Vec::new();
     let mut result = Ok(());
@@ -60,9 +58,6 @@ impl fmt::Display for Outcome {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Outcome::Done(Done::Passed, time) => write!(f, "passed  {:>6.1} s", time.as_secs_f64()),
-            Outcome::Done(Done::Noted(note), time) => {
-                write!(f, "passed  {:>6.1} s, {note}", time.as_secs_f64())
-            }
             Outcome::Done(Done::Skipped(reason), _) => write!(f, "skipped, {reason}"),
             Outcome::Failed(time) => write!(f, "FAILED  {:>6.1} s", time.as_secs_f64()),
             Outcome::NotRun => write!(f, "not run"),
@@ -101,10 +96,6 @@ mod tests {
     fn the_summary_says_why_a_step_was_skipped() {
         let outcome = |done| Outcome::Done(done, Duration::from_secs(2)).to_string();
         assert_eq!(outcome(Done::Passed), "passed     2.0 s");
-        assert_eq!(
-            outcome(Done::Noted("2 files differ".into())),
-            "passed     2.0 s, 2 files differ"
-        );
         assert_eq!(outcome(Done::Skipped("no tool".into())), "skipped, no tool");
     }
 }

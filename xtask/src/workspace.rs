@@ -1,4 +1,4 @@
-//! What the workspace consists of: its packages as cargo sees them, and its files.
+//! The packages of the workspace as cargo sees them, and its files.
 
 use std::{
     fs, io,
@@ -9,30 +9,30 @@ use cargo_metadata::{Metadata, MetadataCommand, Package};
 
 use crate::cmd::{self, Result};
 
-/// Asks cargo about this workspace, on this machine.
+/// Reads the metadata of this workspace on this machine.
 pub(crate) fn read() -> Result<Metadata> {
     let on_this_machine = ["--filter-platform".to_owned(), "host-tuple".to_owned()];
     Ok(MetadataCommand::new().current_dir(cmd::root()).other_options(on_this_machine).exec()?)
 }
 
-/// The packages that users depend on: those under `crates/`.
+/// Returns the packages that users depend on, in `crates/`.
 pub(crate) fn crates(metadata: &Metadata) -> impl Iterator<Item = &Package> {
     let packages = metadata.workspace_packages();
     packages.into_iter().filter(|package| folder(package).starts_with("crates/"))
 }
 
-/// A package's folder, relative to the root, with `/` on every system.
+/// Returns a package's folder, relative to the root, with `/` on every system.
 pub(crate) fn folder(package: &Package) -> String {
     let manifest = package.manifest_path.as_std_path();
     relative(manifest.parent().unwrap_or(manifest))
 }
 
-/// A path as it is shown: relative to the root, with `/` on every system.
+/// Returns a path for messages: relative to the root, with `/` on every system.
 pub(crate) fn relative(path: &Path) -> String {
     path.strip_prefix(cmd::root()).unwrap_or(path).to_string_lossy().replace('\\', "/")
 }
 
-/// Every file below `dir` in the order of its path, without hidden folders and build outputs.
+/// Returns every file below `dir` in the order of its path, without hidden folders and build outputs.
 ///
 /// A folder that does not exist has no files.
 pub(crate) fn files_below(dir: &Path) -> io::Result<Vec<PathBuf>> {

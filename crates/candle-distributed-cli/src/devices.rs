@@ -14,9 +14,9 @@ use candle_core::Device;
 #[cfg(feature = "nccl")]
 use candle_distributed::mesh::NcclStore;
 #[cfg(any(feature = "mpi", feature = "nccl"))]
-use candle_distributed::types::Launched;
+use candle_distributed::types::LaunchEnv;
 use candle_distributed::{
-    mesh::{DeviceMesh, DeviceMeshBuilder, THREAD_VARIABLES, init_threads},
+    mesh::{DeviceMesh, DeviceMeshBuilder, init_threads, support::THREAD_VARIABLES},
     types::{Placement, Rank, WorldSize, human::Printable},
 };
 use clap::{ValueEnum, value_parser};
@@ -173,7 +173,7 @@ impl DeviceArgs {
 
     #[cfg(any(feature = "mpi", feature = "nccl"))]
     fn place_among_processes(&self, how: &str) -> Result<Place> {
-        let Some(launched) = Launched::from_env()? else {
+        let Some(launched) = LaunchEnv::from_env()? else {
             return Err(Error::usage(format!(
                 "this engine needs a launcher to start its processes: {how}"
             )));
@@ -248,7 +248,7 @@ impl DeviceArgs {
         if !matches!(self.device, DeviceArg::Cuda) {
             return Err(Error::usage("--engine nccl needs --device cuda"));
         }
-        let launched = Launched::from_env()?.ok_or_else(|| {
+        let launched = LaunchEnv::from_env()?.ok_or_else(|| {
             Error::usage(
                 "--engine nccl needs a launcher: candle-distributed launch, torchrun or srun",
             )

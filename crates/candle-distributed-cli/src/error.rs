@@ -221,6 +221,12 @@ impl From<train::Error> for ErrorKind {
     }
 }
 
+impl From<CheckpointError> for ErrorKind {
+    fn from(error: CheckpointError) -> Self {
+        train::Error::from(error).into()
+    }
+}
+
 impl fmt::Display for Error {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         self.kind.fmt(f)
@@ -247,7 +253,9 @@ fn is_bad_setting_or_file(error: &train::Error) -> bool {
             !matches!(fault, Io { .. } | Lost { .. } | NotFinite { .. })
         }
         // The model is this program's own, so it is the checkpoint that is of another one.
-        train::Error::Parameter(_) | train::Error::Setting(_) => true,
+        train::Error::Parameter(_) | train::Error::Init { .. } | train::Error::Setting { .. } => {
+            true
+        }
         _ => false,
     }
 }

@@ -60,15 +60,25 @@ struct Line {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::train::{corpus::Corpus, run_dir, settings::tests::settings, transformer::MODEL};
+    use crate::train::{
+        run_dir,
+        settings::tests::{finetune, settings},
+    };
+
+    /// Returns the fingerprint of the paragraphs.
+    fn fingerprint() -> String {
+        let text = tempfile::NamedTempFile::new().unwrap();
+        fs::write(text.path(), PARAGRAPHS).unwrap();
+        let finetune = finetune();
+        let folder = finetune.open_folder().unwrap();
+        let seed = candle_distributed::types::Seed::new(0);
+        finetune.examples(&folder, Some(text.path()), seed).unwrap().0
+    }
 
     #[test]
     fn a_whole_run_is_read_and_others_are_refused() {
-        let settings = Settings {
-            data: Some(TEXT.into()),
-            text: Corpus::new([PARAGRAPHS], MODEL.longest_sequence()).fingerprint(),
-            ..settings()
-        };
+        let settings =
+            Settings { data: Some(TEXT.into()), text: fingerprint(), ..settings() }.sealed();
         let run_json = serde_json::to_vec(&settings).unwrap();
         let metrics = run_dir::tests::line(0, "1", 1.0);
         outcome(&run_json, metrics.as_bytes()).unwrap();

@@ -20,10 +20,8 @@ pub(crate) const LENGTHS: &str = "--lengths takes a text file of whole numbers, 
                                   separated by white space, an .npy array, or a JSON list; with \
                                   --field NAME the lines of a .jsonl file; - is standard input";
 pub(crate) const ORDER: &str = "--order takes positions in the list of lengths, counted from 0, as \
-                                `candle-distributed sample` prints them in any --format (those of \
-                                --mix with --concatenated); - is standard input";
-pub(crate) const JSON_LINES: &str =
-    "each line of a .jsonl file must be a JSON string, or an object with a string field `text`";
+                                `candle-distributed sample` prints them in any --format; - is \
+                                standard input";
 pub(crate) const EXAMPLE_LINES: &str = "each line of a .jsonl file must be a JSON string, or an object with \
                                         strings \"text\", or \"prompt\" and \"completion\", or with \
                                         \"messages\" that have \"role\" and \"content\"";
@@ -76,7 +74,8 @@ pub(crate) const OTHER_MODEL: &str =
     "give --model the folder as it was, or start a new run in another folder";
 pub(crate) const PACKED_ROWS: &str =
     "a smaller --batch-size or --max-tokens makes steps of fewer rows";
-pub(crate) const MODEL_OPTION: &str = "--model FOLDER names the model to fine-tune";
+pub(crate) const MODEL_OPTION: &str =
+    "--model FOLDER names the model to fine-tune, or a run that has ended";
 pub(crate) const LORA_ON: &str = "--lora-on takes the names of linear layers, whole or their ends: \
                                   q_proj,k_proj,v_proj,o_proj,gate_proj,up_proj,down_proj";
 pub(crate) const HALF_ADAPTERS: &str =
@@ -87,9 +86,7 @@ pub(crate) const MAX_TOKENS: &str =
     "a step holds at least one sequence: --context cuts sequences, or refuses longer ones";
 pub(crate) const RUN: &str = "candle-distributed train --out DIR creates a run in DIR; without \
                               --out it is created under runs";
-pub(crate) const TEXT: &str = "the text has changed, or an earlier version of this program started \
-                               the run and took another fingerprint of the same text: start a \
-                               new run in another folder";
+pub(crate) const TEXT: &str = "the text has changed since: start a new run in another folder";
 pub(crate) const SAME_RUN: &str = "every process needs the same arguments, the same text and the \
                                    same folder of the run";
 pub(crate) const OTHER_RUN: &str =
@@ -112,11 +109,6 @@ pub(crate) const MEMORY_OF_PARTS: &str = "more processes, --keep inputs, a small
      --memory-limit replaces what the system says";
 pub(crate) const WRITE_LATER: &str = "`candle-distributed generate` has the model of a run write, where there \
                                       is room for it; --no-sample says nothing of it";
-pub(crate) const WEIGHTS: &str = "--weights takes a .safetensors file, or the folder of a run that \
-                                  has ended: --n-layers, --hidden, --n-heads and --context must be \
-                                  those of its model";
-pub(crate) const OTHER_WEIGHTS: &str =
-    "give --weights the file that it was, or start a new run in another folder";
 pub(crate) const MODEL: &str = "a model is a .safetensors file, a model.safetensors.index.json, a \
                                 folder with either, or a manifest such as \
                                 {\"w\": {\"dtype\": \"F32\", \"shape\": [10, 4]}}";
@@ -144,12 +136,6 @@ impl Error {
         self.advice.clone().or_else(|| of(&self.kind))
     }
 }
-
-/// Options of `plan` by their old names, which say too little beside those of `train`.
-const RENAMED: [(&str, &str); 2] = [
-    ("--keep", "`plan` calls it --stay-gathered PATTERN"),
-    ("--layers", "`plan` calls it --layer-pattern PATTERN"),
-];
 
 /// What to write instead of arguments that are refused.
 pub(crate) fn of_arguments(fault: &clap::Error) -> Option<Cow<'static, str>> {
@@ -183,18 +169,14 @@ fn of_whole_number(fault: &clap::Error) -> Option<Cow<'static, str>> {
 
 const NOT_NEGATIVE: &str = "it is a count, at least 0";
 
-/// What to write instead of an option of `plan` that there is no more.
+/// What to write instead of a value that no option takes.
 fn of_option(fault: &clap::Error) -> Option<&'static str> {
     let context = |kind| fault.get(kind).map(ToString::to_string);
     let is_f16 = context(ContextKind::InvalidValue).is_some_and(|value| value == "f16");
     if is_f16 && context(ContextKind::InvalidArg)?.starts_with("--dtype") {
         return Some("f16 loses small gradients without a loss scaler: bf16 has the range of f32");
     }
-    let is_of_plan = context(ContextKind::Usage)?.contains(" plan ");
-    let option = context(ContextKind::InvalidArg)?;
-    let is_unknown = fault.kind() == clap::error::ErrorKind::UnknownArgument;
-    let renamed = RENAMED.iter().find(|(old, _)| is_of_plan && is_unknown && option == *old);
-    renamed.map(|(_, advice)| *advice)
+    None
 }
 
 /// What to do about an error of this kind.
@@ -307,7 +289,7 @@ fn plan(error: &plan::Error) -> Option<&'static str> {
 fn training(error: &train::Error) -> Option<&'static str> {
     match error {
         train::Error::Gradient(_) => Some(GRADIENT),
-        train::Error::Checkpoint(CheckpointError::NoneLeft { .. }) => Some(NONE_LEFT),
+        train::Error::Checkpoint(CheckpointError::NoUsableCheckpoint { .. }) => Some(NONE_LEFT),
         train::Error::Checkpoint(CheckpointError::Locked { .. }) => Some(LOCKED),
         _ => None,
     }

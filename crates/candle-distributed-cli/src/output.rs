@@ -9,11 +9,13 @@ use std::{
     path::{Path, PathBuf},
 };
 
-use candle_distributed::types::human::Printable;
+use candle_distributed::types::{
+    files::{self, AtomicFile},
+    human::Printable,
+};
 use clap::builder::{Styles, styling::Style};
 use indicatif::{ProgressBar, ProgressStyle};
 use serde::Serialize;
-use tempfile::NamedTempFile;
 
 use crate::error::{Error, Result};
 
@@ -129,160 +131,25 @@ pub(crate) fn file(path: &Path, content: &[u8]) -> Result<()> {
 }
 
 fn write(path: &Path, content: &[u8]) -> io::Result<()> {
-    let known = match fs::metadata(path) {
-        Ok(known) => known,
-        Err(error) if error.kind() == io::ErrorKind::NotFound => {
-            return replace(path, content, None);
-        }
+    let stream = match fs::metadata(path) {
+        Ok(known) => standard_stream(&known)?,
+        Err(error) if error.kind() == io::ErrorKind::NotFound => None,
         Err(error) => return Err(error),
     };
-    if let Some(mut stream) = standard_stream(&known)? {
-        stream.write_all(content)
-    } else if known.is_file() {
-        replace(path, content, Some(&known))
-    } else {
-        File::options().write(true).open(path)?.write_all(content)
+    match stream {
+        Some(mut stream) => stream.write_all(content),
+        None => files::write(path, content),
     }
 }
 
 /// Makes a file of this content where there must be none yet: of any number of programs that make
 /// it at once, one succeeds.
 pub(crate) fn new_file(path: &Path, content: &[u8]) -> Result<()> {
-    let made = written_beside(path, content)
-        .and_then(|partial| partial.persist_noclobber(path).map_err(io::Error::from));
-    made.map(drop).map_err(|source| Error::write(path, source))
-}
-
-/// Replaces the file at the end of the links that `path` may be.
-fn replace(path: &Path, content: &[u8], known: Option<&Metadata>) -> io::Result<()> {
-    let mut partial = Partial::of(path, known)?;
-    partial.file.write_all(content)?;
-    partial.persisted()
-}
-
-/// A file that is written a part at a time, under another name: an interrupted program never leaves
-/// half of the one that it is to become.
-#[derive(Debug)]
-pub(crate) struct Partial {
-    file: NamedTempFile,
-    target: PathBuf,
-}
-
-impl Partial {
-    /// One that is to become the file at `path`, which need not be there yet.
-    pub(crate) fn new(path: &Path) -> Result<Self> {
-        let known = match fs::metadata(path) {
-            Ok(known) => Ok(Some(known)),
-            Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
-            Err(error) => Err(error),
-        };
-        let opened = known.and_then(|known| Self::of(path, known.as_ref()));
-        opened.map_err(|source| Error::write(path, source))
-    }
-
-    fn of(path: &Path, known: Option<&Metadata>) -> io::Result<Self> {
-        let target = followed(path)?;
-        let file = beside(&target)?;
-        if let Some(known) = known {
-            // First, as another owner takes some permissions away.
-            keep_owner(file.as_file(), known)?;
-            file.as_file().set_permissions(known.permissions())?;
-        }
-        Ok(Self { file, target })
-    }
-
-    /// Where it is until it is whole.
-    pub(crate) fn path(&self) -> &Path {
-        self.file.path()
-    }
-
-    /// The file to write to.
-    pub(crate) fn file(&mut self) -> &mut File {
-        self.file.as_file_mut()
-    }
-
-    /// Gives the file its name, once all of it is on disk.
-    pub(crate) fn persist(self) -> Result<()> {
-        let target = self.target.clone();
-        self.persisted().map_err(|source| Error::write(target, source))
-    }
-
-    fn persisted(self) -> io::Result<()> {
-        self.file.as_file().sync_all()?;
-        self.file.persist(&self.target)?;
-        Ok(())
-    }
-}
-
-/// Gives a file the owner and the group of another one, as far as the system allows: mostly root
-/// alone may give files away.
-#[cfg(unix)]
-fn keep_owner(file: &File, known: &Metadata) -> io::Result<()> {
-    use std::os::unix::fs::{MetadataExt, fchown};
-
-    let made = file.metadata()?;
-    for (owner, group) in [
-        ((made.uid() != known.uid()).then_some(known.uid()), None),
-        (None, (made.gid() != known.gid()).then_some(known.gid())),
-    ] {
-        match fchown(file, owner, group) {
-            // It is not ours to give, or this file system knows no owners.
-            Err(error) if is_refused(&error) => {}
-            changed => changed?,
-        }
-    }
-    Ok(())
-}
-
-#[cfg(unix)]
-fn is_refused(error: &io::Error) -> bool {
-    use io::ErrorKind::{InvalidInput, PermissionDenied, Unsupported};
-
-    matches!(error.kind(), PermissionDenied | InvalidInput | Unsupported)
-}
-
-#[cfg(not(unix))]
-fn keep_owner(_: &File, _: &Metadata) -> io::Result<()> {
-    Ok(())
-}
-
-/// A file of this content beside the target, on disk.
-fn written_beside(target: &Path, content: &[u8]) -> io::Result<NamedTempFile> {
-    let mut partial = beside(target)?;
-    partial.write_all(content)?;
-    partial.as_file().sync_all()?;
-    Ok(partial)
-}
-
-/// An empty file beside the target.
-///
-/// Its own name is random and was nobody's before: a name that others know is one that they write
-/// to as well, or have made a link of.
-fn beside(target: &Path) -> io::Result<NamedTempFile> {
-    let folder = match target.parent() {
-        Some(folder) if !folder.as_os_str().is_empty() => folder,
-        _ => Path::new("."),
-    };
-    let mut builder = tempfile::Builder::new();
-    builder.prefix(".").suffix(".partial");
-    // The permissions that the system gives new files; without this they would be their owner's.
-    #[cfg(unix)]
-    builder.permissions(std::os::unix::fs::PermissionsExt::from_mode(0o666));
-    builder.tempfile_in(folder)
-}
-
-/// The path without the links that it is, if any; there need not be a file at their end.
-fn followed(path: &Path) -> io::Result<PathBuf> {
-    /// As many as Linux follows.
-    const MAX_LINKS: usize = 40;
-    let mut target = path.to_path_buf();
-    for _ in 0..MAX_LINKS {
-        // What cannot be read as a link is none.
-        let Ok(next) = fs::read_link(&target) else { return Ok(target) };
-        target.pop();
-        target.push(next);
-    }
-    Err(io::Error::other("too many links"))
+    let made = AtomicFile::replacing(path).and_then(|mut file| {
+        file.write_all(content)?;
+        file.persist_new()
+    });
+    made.map_err(|source| Error::write(path, source))
 }
 
 /// Standard output or standard error, if `known` describes it: where that is a file, as in
@@ -319,7 +186,7 @@ pub(crate) fn keep_damaged(path: &Path, lines: &[u64], content: &[u8]) -> Result
     if lines.is_empty() {
         return Ok(());
     }
-    let beside = keep_beside(path, "damaged", content)?;
+    let beside = back_up(path, "damaged", content)?;
     warning(format_args!(
         "{} {}; the whole file is kept as {}",
         path.display(),
@@ -329,18 +196,10 @@ pub(crate) fn keep_damaged(path: &Path, lines: &[u64], content: &[u8]) -> Result
     Ok(())
 }
 
-/// Keeps the content of the file at `path` in another one, whose name says in a word what it is, and
-/// returns where.
-pub(crate) fn keep_beside(path: &Path, what: &str, content: &[u8]) -> Result<PathBuf> {
-    let mut number = 1_u32;
-    loop {
-        let beside = path.with_extension(format!("{what}-{number:04}.jsonl"));
-        match File::create_new(&beside).and_then(|mut file| file.write_all(content)) {
-            Ok(()) => return Ok(beside),
-            Err(error) if error.kind() == io::ErrorKind::AlreadyExists => number += 1,
-            Err(source) => return Err(Error::write(beside, source)),
-        }
-    }
+/// Backs up the content of the file at `path`, with a word in the name that says why, and returns the
+/// path of the copy.
+pub(crate) fn back_up(path: &Path, word: &str, content: &[u8]) -> Result<PathBuf> {
+    files::back_up(path, word, content).map_err(|source| Error::write(path, source))
 }
 
 /// A progress bar of `n_steps`, drawn if stderr is a terminal.

@@ -35,12 +35,9 @@ pub(crate) const FAINT: RGBColor = RGBColor(105, 111, 123);
 pub(crate) const GRID: RGBColor = RGBColor(226, 229, 234);
 pub(crate) const FITS: RGBColor = RGBColor(23, 120, 75);
 pub(crate) const LIMIT: RGBColor = RGBColor(192, 38, 45);
-/// Letters on a light background, also in dark mode.
-pub(crate) const ON_LIGHT: RGBColor = RGBColor(44, 48, 57);
 
 // Okabe and Ito's colors: readers who confuse red and green can tell them apart, and so can a gray
 // print.
-pub(crate) const SKY: RGBColor = RGBColor(86, 180, 233);
 pub(crate) const BLUE: RGBColor = RGBColor(0, 114, 178);
 pub(crate) const ORANGE: RGBColor = RGBColor(230, 159, 0);
 pub(crate) const GREEN: RGBColor = RGBColor(0, 158, 115);
@@ -65,14 +62,6 @@ const IN_THE_DARK: [(RGBColor, RGBColor); 6] = [
 
 /// The background in dark mode.
 const DARK_PAPER: RGBColor = RGBColor(24, 27, 33);
-
-/// A ramp from dark to light, for things in a row.
-const RAMP: [RGBColor; 4] = [
-    RGBColor(33, 72, 138),
-    RGBColor(38, 126, 178),
-    RGBColor(54, 168, 150),
-    RGBColor(132, 196, 104),
-];
 
 /// The rules that make a picture dark where the reader's system is.
 ///
@@ -175,7 +164,7 @@ pub(crate) fn dashes(area: &Area<'_>, columns: Range<i32>, y: i32, color: RGBCol
 }
 
 /// About the width of a text of the size [`TEXT`], in pixels: that of wide fonts.
-pub(crate) fn text_width(text: &str) -> i32 {
+fn text_width(text: &str) -> i32 {
     let width = |char| match char {
         'i' | 'j' | 'l' | '.' | ',' | ':' | '|' | '\'' | ' ' => 5,
         'f' | 'r' | 't' | '(' | ')' | '[' | ']' | '-' | '/' => 6,
@@ -192,31 +181,6 @@ pub(crate) fn plain<X: Ranged, Y: Ranged, B: DrawingBackend>(
 ) {
     axes.disable_x_mesh().bold_line_style(GRID).light_line_style(TRANSPARENT).axis_style(FAINT);
     axes.label_style((FONT, TEXT, &INK));
-}
-
-/// The color of a step of a ramp. Every other step is lighter, so that neighbors differ however
-/// many steps there are.
-pub(crate) fn ramp(step: usize, n_steps: usize) -> RGBColor {
-    let at = step * (RAMP.len() - 1);
-    let steps = n_steps.saturating_sub(1).max(1);
-    let next = RAMP[(at / steps + 1).min(RAMP.len() - 1)];
-    let color = blend(RAMP[(at / steps).min(RAMP.len() - 1)], next, at % steps, steps);
-    if step.is_multiple_of(2) { color } else { blend(color, WHITE, 1, 5) }
-}
-
-/// `part` of `whole` on the way from one color to another.
-fn blend(from: RGBColor, to: RGBColor, part: usize, whole: usize) -> RGBColor {
-    RGBColor(
-        mix(from.0, to.0, part, whole),
-        mix(from.1, to.1, part, whole),
-        mix(from.2, to.2, part, whole),
-    )
-}
-
-#[expect(clippy::expect_used, reason = "says why it cannot fail")]
-fn mix(from: u8, to: u8, part: usize, whole: usize) -> u8 {
-    let sum = usize::from(from) * (whole - part) + usize::from(to) * part;
-    u8::try_from(sum / whole).expect("a mean of two bytes is a byte")
 }
 
 /// How the numbers of an axis are written: all in one unit.
@@ -289,13 +253,5 @@ mod tests {
             part.starts_with("<svg ") && !part.contains("style") && !part.contains("http"),
             "{part}"
         );
-    }
-
-    #[test]
-    fn neighbors_on_a_ramp_differ() {
-        for n_steps in 1..200 {
-            let colors: Vec<_> = (0..n_steps).map(|step| ramp(step, n_steps)).collect();
-            assert!(colors.windows(2).all(|pair| pair[0] != pair[1]), "{n_steps}");
-        }
     }
 }

@@ -3,7 +3,8 @@
 #![cfg(feature = "mpi")]
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
-mod support;
+#[path = "all/pins.rs"]
+mod pins;
 
 use std::{
     fs,
@@ -12,6 +13,8 @@ use std::{
     thread,
     time::{Duration, Instant},
 };
+
+use crate::pins::Losses;
 
 /// Long enough for any of these runs on a machine that does something else besides, and far shorter
 /// than the deadline of processes that are not given another.
@@ -70,6 +73,13 @@ fn differ(data: &Path, ranks: [&[&str]; 2], words: &[&str]) {
     }
 }
 
+/// The losses of a run.
+fn losses(run: &str) -> Vec<f64> {
+    let metrics = fs::read_to_string(Path::new(run).join("metrics.jsonl")).unwrap();
+    let step = |line: &str| serde_json::from_str::<serde_json::Value>(line).unwrap();
+    metrics.lines().map(|line| step(line)["loss"].as_f64().unwrap()).collect()
+}
+
 #[test]
 fn processes_say_what_they_do_not_have_in_common() {
     let (home, data) = home();
@@ -83,7 +93,10 @@ fn processes_say_what_they_do_not_have_in_common() {
         ),
         (&["--seed", "3"], ["--seed 0, rank 1", "--seed 3"]),
         (&["--check"], ["--check false, rank 1", "--check true"]),
-        (&["--max-grad-norm", "1"], ["learns by {}, rank 1", "learns by {\"max_grad_norm\":1.0}"]),
+        (
+            &["--max-grad-norm", "1"],
+            ["\"warmup_steps\":0}, rank 1", "\"warmup_steps\":0,\"max_grad_norm\":1.0}"],
+        ),
         (
             &["--strategy", "full", "--optimizer-in-backward"],
             ["is not sharded, rank 1", "is sharded by"],
@@ -139,11 +152,6 @@ fn copies_of_a_sharded_model_learn_over_processes() {
     train(&["--steps", "6", "--out", &whole]);
     let sharded = ["--strategy", "full", "--replicas", "2"];
     train(&[&sharded[..], &["--steps", "6", "--out", &copies]].concat());
-    let losses = |run: &str| -> Vec<f64> {
-        let metrics = fs::read_to_string(Path::new(run).join("metrics.jsonl")).unwrap();
-        let step = |line: &str| serde_json::from_str::<serde_json::Value>(line).unwrap();
-        metrics.lines().map(|line| step(line)["loss"].as_f64().unwrap()).collect()
-    };
     assert_eq!(losses(&whole).len(), 6);
     for (found, expected) in losses(&copies).iter().zip(losses(&whole)) {
         assert!((found - expected).abs() < 1e-6 * expected, "{found}, {expected}");
@@ -156,8 +164,19 @@ fn copies_of_a_sharded_model_learn_over_processes() {
         let row = printed.lines().find(|line| line.trim_start().starts_with(name)).unwrap();
         row.split("  ").map(str::trim).filter(|cell| !cell.is_empty()).nth(1).unwrap().to_owned()
     };
-    // A block of the two: 12 · 128² + 2 · 128 parameters of 4 bytes.
-    assert_eq!(row("parameters"), "769.00 KiB", "{printed}");
+    // A block of the two: 4 · 128² + 3 · 352 · 128 + 2 · 128 parameters of 4 bytes.
+    assert_eq!(row("parameters"), "785.00 KiB", "{printed}");
+}
+
+#[test]
+fn losses_of_processes_are_those_of_the_file() {
+    let (home, data) = home();
+    let out = home.path().join("run").to_str().unwrap().to_owned();
+    let small = ["--n-layers", "2", "--hidden", "32", "--n-heads", "4", "--context", "32"];
+    let args = [&small[..], &["--max-tokens", "256", "--no-sample", "--out", &out]].concat();
+    let trained = train(&data, [&args, &args]);
+    assert!(trained.status.success(), "{}", String::from_utf8_lossy(&trained.stderr));
+    pins::check(&Losses::from([("mpi-2".to_owned(), losses(&out))]));
 }
 
 /// What each of four processes may take: more than it needs of a model in parts, and less than of all

@@ -3,6 +3,7 @@
 #![cfg_attr(feature = "batch", doc = "[`batch`]: crate::batch")]
 #![cfg_attr(feature = "plan", doc = "[`plan`]: crate::plan")]
 #![cfg_attr(feature = "mesh", doc = "[`mesh`]: crate::mesh")]
+#![cfg_attr(feature = "checkpoint", doc = "[`checkpoint`]: crate::checkpoint")]
 #![cfg_attr(feature = "train", doc = "[`train`]: crate::train")]
 #![cfg_attr(feature = "ops", doc = "[`ops`]: crate::ops")]
 #![cfg_attr(feature = "models", doc = "[`models`]: crate::models")]
@@ -14,6 +15,9 @@
 
 #[doc(inline)]
 pub use core_types as types;
+#[cfg(feature = "checkpoint")]
+#[doc(inline)]
+pub use dist_checkpoint as checkpoint;
 #[cfg(feature = "sampler")]
 #[doc(inline)]
 pub use dist_sampler as sampler;

@@ -4,7 +4,8 @@ use std::{cmp::Reverse, collections::BinaryHeap};
 
 use crate::rank::WorldSize;
 
-/// The owner of each of `weights`: the heaviest first, each to the owner with the least so far.
+/// Returns the owner of each of `weights`: the heaviest first, each to the owner with the least so
+/// far.
 ///
 /// Among owners with equal sums the one with the fewest items comes first, then the one with the
 /// lowest number; among equal weights, the one that stands first in the slice. So items of weight 0
@@ -44,8 +45,8 @@ pub fn longest_first(weights: &[u64], owners: WorldSize) -> Vec<usize> {
     owner_of
 }
 
-/// The owner of each of `weights`, where every owner takes equally many: the heaviest first, in
-/// turn from the first owner to the last and back again.
+/// Returns the owner of each of `weights`, where every owner takes equally many: the heaviest first,
+/// in turn from the first owner to the last and back again.
 ///
 /// The items of a last, shorter round go to the first owners. Among equal weights the one that
 /// stands first in the slice comes first.
@@ -63,11 +64,11 @@ pub fn longest_first(weights: &[u64], owners: WorldSize) -> Vec<usize> {
 /// ```
 /// use core_types::{WorldSize, balance};
 ///
-/// assert_eq!(balance::back_and_forth(&[9, 8, 7, 6, 5], WorldSize::new(2)?), [0, 1, 1, 0, 0]);
+/// assert_eq!(balance::snake_order(&[9, 8, 7, 6, 5], WorldSize::new(2)?), [0, 1, 1, 0, 0]);
 /// # Ok::<(), core_types::Error>(())
 /// ```
 #[must_use]
-pub fn back_and_forth(weights: &[u64], owners: WorldSize) -> Vec<usize> {
+pub fn snake_order(weights: &[u64], owners: WorldSize) -> Vec<usize> {
     let n_owners = owners.as_usize();
     let mut owner_of = vec![0; weights.len()];
     for (nth, item) in heaviest_first(weights).into_iter().enumerate() {
@@ -78,7 +79,7 @@ pub fn back_and_forth(weights: &[u64], owners: WorldSize) -> Vec<usize> {
     owner_of
 }
 
-/// The positions of `weights`, the heaviest first; equal ones in the order in which they stand.
+/// Returns the positions of `weights`, the heaviest first; equal ones in the order in which they stand.
 fn heaviest_first(weights: &[u64]) -> Vec<usize> {
     let mut order: Vec<usize> = (0..weights.len()).collect();
     order.sort_by_key(|&item| Reverse(weights[item]));
@@ -110,8 +111,8 @@ mod tests {
 
     #[test]
     fn a_last_short_round_goes_to_the_first_owners() {
-        assert_eq!(back_and_forth(&[6, 5, 4, 3], world(3)), [0, 1, 2, 0]);
-        assert_eq!(back_and_forth(&[6, 5, 4, 3, 2, 1], world(3)), [0, 1, 2, 2, 1, 0]);
+        assert_eq!(snake_order(&[6, 5, 4, 3], world(3)), [0, 1, 2, 0]);
+        assert_eq!(snake_order(&[6, 5, 4, 3, 2, 1], world(3)), [0, 1, 2, 2, 1, 0]);
     }
 
     #[test]
@@ -140,7 +141,7 @@ mod tests {
             weights in prop::collection::vec(0_u64..1000, 0..60),
             n_owners in 1_u64..9,
         ) {
-            let owner_of = back_and_forth(&weights, world(n_owners));
+            let owner_of = snake_order(&weights, world(n_owners));
             let mut counts = vec![0; world(n_owners).as_usize()];
             for owner in owner_of {
                 counts[owner] += 1;

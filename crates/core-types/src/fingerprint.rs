@@ -1,6 +1,15 @@
 //! One number that tells different inputs apart.
 
+use std::{
+    fs::File,
+    io::{self, Read},
+    path::Path,
+};
+
 use crate::index::Seed;
+
+/// Bytes of a file that are read at a time: whole words, so that only a file's last word is short.
+const PART_BYTES: usize = 1 << 20;
 
 /// A hash of a sequence of words and byte strings, the same on every machine and in every version
 /// of Rust.
@@ -33,30 +42,52 @@ pub struct Fingerprint {
 }
 
 impl Fingerprint {
-    /// The fingerprint of nothing.
+    /// Returns the fingerprint of nothing.
     pub const fn new() -> Self {
         Self { sum: 0, n_words: 0 }
     }
 
+    /// Returns the fingerprint of the bytes of a file, as [`write_bytes`](Self::write_bytes) of all of
+    /// them gives it, without holding them in memory.
+    ///
+    /// # Errors
+    ///
+    /// If the file cannot be read.
+    pub fn read(path: &Path) -> io::Result<Self> {
+        let mut file = File::open(path)?;
+        let mut fingerprint = Self::new();
+        fingerprint.write_u64(file.metadata()?.len());
+        let mut part = Vec::with_capacity(PART_BYTES);
+        while file.by_ref().take(PART_BYTES as u64).read_to_end(&mut part)? > 0 {
+            fingerprint.write_words(&part);
+            part.clear();
+        }
+        Ok(fingerprint)
+    }
+
     /// Adds a word.
-    pub fn word(&mut self, word: u64) -> &mut Self {
+    pub fn write_u64(&mut self, word: u64) -> &mut Self {
         self.sum = self.sum.wrapping_add(Seed::new(word).derive(self.n_words).as_u64());
         self.n_words = self.n_words.wrapping_add(1);
         self
     }
 
     /// Adds a byte string and where it ends: `"ab"` and `"c"` are not `"a"` and `"bc"`.
-    pub fn bytes(&mut self, bytes: &[u8]) -> &mut Self {
-        self.word(bytes.len() as u64);
-        for chunk in bytes.chunks(size_of::<u64>()) {
-            let mut word = [0; size_of::<u64>()];
-            word[..chunk.len()].copy_from_slice(chunk);
-            self.word(u64::from_le_bytes(word));
-        }
+    pub fn write_bytes(&mut self, bytes: &[u8]) -> &mut Self {
+        self.write_u64(bytes.len() as u64);
+        self.write_words(bytes);
         self
     }
 
-    /// The number.
+    fn write_words(&mut self, bytes: &[u8]) {
+        for chunk in bytes.chunks(size_of::<u64>()) {
+            let mut word = [0; size_of::<u64>()];
+            word[..chunk.len()].copy_from_slice(chunk);
+            self.write_u64(u64::from_le_bytes(word));
+        }
+    }
+
+    /// Returns the number.
     #[must_use]
     pub const fn finish(&self) -> u64 {
         self.sum
@@ -66,7 +97,7 @@ impl Fingerprint {
 impl Extend<u64> for Fingerprint {
     fn extend<I: IntoIterator<Item = u64>>(&mut self, words: I) {
         for word in words {
-            self.word(word);
+            self.write_u64(word);
         }
     }
 }
@@ -88,7 +119,7 @@ mod tests {
     fn of_bytes(strings: &[&[u8]]) -> u64 {
         let mut fingerprint = Fingerprint::new();
         for string in strings {
-            fingerprint.bytes(string);
+            fingerprint.write_bytes(string);
         }
         fingerprint.finish()
     }
@@ -119,10 +150,22 @@ mod tests {
     }
 
     #[test]
+    fn file_has_the_fingerprint_of_its_bytes() {
+        let path = std::env::temp_dir().join(format!("fingerprint-{}", std::process::id()));
+        for len in [0, 1, PART_BYTES, 2 * PART_BYTES + 3] {
+            let bytes: Vec<u8> = (0..=250).cycle().take(len).collect();
+            std::fs::write(&path, &bytes).unwrap();
+            assert_eq!(Fingerprint::read(&path).unwrap().finish(), of_bytes(&[&bytes]), "{len}");
+        }
+        std::fs::remove_file(&path).unwrap();
+        assert_eq!(Fingerprint::read(&path).unwrap_err().kind(), io::ErrorKind::NotFound);
+    }
+
+    #[test]
     fn words_may_come_in_parts() {
         let mut parts = Fingerprint::new();
         parts.extend([7, 8]);
-        parts.word(9);
+        parts.write_u64(9);
         assert_eq!(parts, [7, 8, 9].into_iter().collect());
     }
 }

@@ -19,7 +19,7 @@ pub struct HumanBytes(pub u128);
 
 impl fmt::Display for HumanBytes {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let unit = BinaryUnit::of(self.0);
+        let unit = BinaryUnit::for_bytes(self.0);
         write!(f, "{} {}", unit.count(self.0), unit.name())
     }
 }
@@ -31,7 +31,7 @@ impl fmt::Display for HumanBytes {
 /// ```
 /// use core_types::human::BinaryUnit;
 ///
-/// let unit = BinaryUnit::of(3 << 30);
+/// let unit = BinaryUnit::for_bytes(3 << 30);
 /// assert_eq!((unit.count(1 << 30), unit.name()), ("1.00".to_owned(), "GiB"));
 /// assert_eq!((unit.count(3 << 30), unit.bytes()), ("3.00".to_owned(), 1 << 30));
 /// ```
@@ -44,22 +44,22 @@ impl BinaryUnit {
     const NAMES: [&str; 7] = ["B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB"];
     const EIB: u32 = 6;
 
-    /// The largest unit that leaves something of `bytes` before the point.
-    pub fn of(bytes: u128) -> Self {
+    /// Returns the largest unit that leaves something of `bytes` before the point.
+    pub fn for_bytes(bytes: u128) -> Self {
         Self { level: (bytes.max(1).ilog2() / 10).min(Self::EIB) }
     }
 
-    /// `B`, `KiB`, `MiB` and so on.
+    /// Returns `B`, `KiB`, `MiB` and so on.
     pub fn name(self) -> &'static str {
         Self::NAMES[self.level as usize]
     }
 
-    /// The number of bytes in one of this unit.
+    /// Returns the number of bytes in one of this unit.
     pub fn bytes(self) -> u64 {
         1 << (10 * self.level)
     }
 
-    /// How many of this unit `bytes` are, with two digits after the point.
+    /// Writes `bytes` in this unit, with two digits after the point.
     pub fn count(self, bytes: u128) -> String {
         let hundredths = bytes.saturating_mul(100) >> (10 * self.level);
         format!("{}.{:02}", hundredths / 100, hundredths % 100)
@@ -74,16 +74,16 @@ impl BinaryUnit {
 /// use core_types::human::HumanCount;
 ///
 /// assert_eq!(HumanCount(16_060_522_496).to_string(), "16,060,522,496");
-/// assert_eq!(HumanCount(1).of("rank"), "1 rank");
-/// assert_eq!(HumanCount(8).of("rank"), "8 ranks");
+/// assert_eq!(HumanCount(1).with_noun("rank"), "1 rank");
+/// assert_eq!(HumanCount(8).with_noun("rank"), "8 ranks");
 /// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct HumanCount(pub u128);
 
 impl HumanCount {
-    /// The number with its noun, which gets an s unless there is exactly one.
+    /// Writes the number with its noun, which gets an s unless the number is 1.
     #[must_use]
-    pub fn of(self, noun: &str) -> String {
+    pub fn with_noun(self, noun: &str) -> String {
         let plural = if self.0 == 1 { "" } else { "s" };
         format!("{self} {noun}{plural}")
     }
@@ -101,8 +101,7 @@ impl fmt::Display for HumanCount {
     }
 }
 
-/// A text from somewhere else, such as a name from a file or a path, that cannot change what stands
-/// around it on a terminal.
+/// Untrusted text, such as a name from a file or a path, displayed with control characters escaped.
 ///
 /// Control characters are written as escapes: they could move the cursor, hide a part of a message
 /// or add a line to it. So are the characters that reverse the direction of text, or break a line
@@ -125,17 +124,19 @@ pub struct Printable<T>(pub T);
 
 impl<T: fmt::Display> fmt::Display for Printable<T> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(Escaping(f), "{}", self.0)
+        write!(EscapeWriter(f), "{}", self.0)
     }
 }
 
-/// Writes what it is given with the characters escaped that [`Printable`] names.
-struct Escaping<'a, 'b>(&'a mut fmt::Formatter<'b>);
+/// A writer that escapes the characters named by [`Printable`].
+struct EscapeWriter<'a, 'b>(&'a mut fmt::Formatter<'b>);
 
-impl Write for Escaping<'_, '_> {
+impl Write for EscapeWriter<'_, '_> {
     fn write_str(&mut self, text: &str) -> fmt::Result {
         let mut rest = text;
-        while let Some((at, found)) = rest.char_indices().find(|&(_, found)| is_harmful(found)) {
+        while let Some((at, found)) =
+            rest.char_indices().find(|&(_, found)| is_terminal_unsafe(found))
+        {
             self.0.write_str(&rest[..at])?;
             write!(self.0, "{}", found.escape_default())?;
             rest = &rest[at + found.len_utf8()..];
@@ -144,9 +145,8 @@ impl Write for Escaping<'_, '_> {
     }
 }
 
-/// Whether `found` is a control character, one that sets the direction of text, or one that breaks a
-/// line.
-fn is_harmful(found: char) -> bool {
+/// Returns true if `found` is a control character, sets the direction of text, or breaks a line.
+fn is_terminal_unsafe(found: char) -> bool {
     found.is_control()
         || matches!(
             found,

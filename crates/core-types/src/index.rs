@@ -17,7 +17,7 @@ impl Seed {
         Self(value)
     }
 
-    /// The seed's value.
+    /// Returns the seed's value.
     pub const fn as_u64(self) -> u64 {
         self.0
     }
@@ -78,7 +78,7 @@ impl Epoch {
         Self(value)
     }
 
-    /// The epoch's number.
+    /// Returns the epoch's number.
     pub const fn as_u64(self) -> u64 {
         self.0
     }

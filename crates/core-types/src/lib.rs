@@ -1,6 +1,6 @@
 //! [`Epoch`]: crate::Epoch
 //! [`Fingerprint`]: crate::Fingerprint
-//! [`Launched`]: crate::Launched
+//! [`LaunchEnv`]: crate::LaunchEnv
 //! [`Launcher`]: crate::Launcher
 //! [`Placement`]: crate::Placement
 //! [`Rank`]: crate::Rank
@@ -11,8 +11,12 @@
 #![doc = include_str!("../README.md")]
 #![forbid(unsafe_code)]
 
+#[doc(hidden)]
 pub mod balance;
+#[cfg(feature = "files")]
+pub mod files;
 mod fingerprint;
+#[doc(hidden)]
 pub mod human;
 mod index;
 mod launch;
@@ -23,7 +27,7 @@ pub mod split;
 pub use crate::{
     fingerprint::Fingerprint,
     index::{Epoch, Seed},
-    launch::{Error as LaunchError, Launched, Launcher},
+    launch::{Error as LaunchError, LaunchEnv, Launcher},
     rank::{Error, Placement, Rank, Result, WorldSize},
     shuffle::shuffle,
 };

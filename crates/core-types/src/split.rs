@@ -11,8 +11,6 @@
 //! | [`last_takes_rest`] | ⌊len / world⌋ each; the last takes the remainder too | the `DistributedSampler` spec |
 //! | [`strided`] | round-robin: rank, rank + world, … | PyTorch's `DistributedSampler`, SPDL |
 //! | [`proportional`] | shares follow given weights | ranks of unequal speed |
-//!
-//! The functions that end in `_owner` answer the opposite question: whose is this item?
 
 use std::ops::Range;
 
@@ -107,6 +105,7 @@ pub fn strided(len: u64, place: Placement) -> Strided {
 /// assert_eq!(owner.map(|rank| rank.as_u64()), Some(3));
 /// # Ok::<(), core_types::Error>(())
 /// ```
+#[doc(hidden)]
 pub fn balanced_owner(len: u64, world_size: WorldSize, item: u64) -> Option<Rank> {
     let world = world_size.as_u64();
     let (size, extra) = (len / world, len % world);
@@ -130,6 +129,7 @@ pub fn balanced_owner(len: u64, world_size: WorldSize, item: u64) -> Option<Rank
 /// assert_eq!(owner.map(|rank| rank.as_u64()), Some(3));
 /// # Ok::<(), core_types::Error>(())
 /// ```
+#[doc(hidden)]
 pub fn last_takes_rest_owner(len: u64, world_size: WorldSize, item: u64) -> Option<Rank> {
     let last = world_size.as_u64() - 1;
     let rank = match len / world_size.as_u64() {
@@ -149,6 +149,7 @@ pub fn last_takes_rest_owner(len: u64, world_size: WorldSize, item: u64) -> Opti
 /// assert_eq!(split::strided_owner(WorldSize::new(4)?, 9).as_u64(), 1);
 /// # Ok::<(), core_types::Error>(())
 /// ```
+#[doc(hidden)]
 pub fn strided_owner(world_size: WorldSize, item: u64) -> Rank {
     Rank::in_world(item % world_size.as_u64())
 }
@@ -180,7 +181,7 @@ pub fn proportional(len: u64, weights: &[u64], rank: Rank) -> Range<u64> {
     bound(rank.as_usize())..bound(rank.as_usize() + 1)
 }
 
-/// Returns what [`proportional`] gives to each rank, in rank order.
+/// Returns the range of [`proportional`] for each rank, in rank order.
 ///
 /// # Complexity
 ///
@@ -193,6 +194,7 @@ pub fn proportional(len: u64, weights: &[u64], rank: Rank) -> Range<u64> {
 /// let parts: Vec<_> = split::proportional_parts(10, &[2, 0, 1]).collect();
 /// assert_eq!(parts, [0..6, 6..6, 6..10]);
 /// ```
+#[doc(hidden)]
 pub fn proportional_parts(len: u64, weights: &[u64]) -> impl Iterator<Item = Range<u64>> + '_ {
     let total: u128 = weights.iter().copied().map(u128::from).sum();
     let mut sum = 0;
@@ -227,27 +229,27 @@ pub struct Strided {
 }
 
 impl Strided {
-    /// The number of items.
+    /// Returns the number of items.
     pub fn len(self) -> u64 {
         self.len
     }
 
-    /// Whether the rank owns nothing.
+    /// Returns true if the rank owns nothing.
     pub fn is_empty(self) -> bool {
         self.len == 0
     }
 
-    /// The distance from one item to the next.
+    /// Returns the distance from one item to the next.
     pub fn step(self) -> u64 {
         self.step
     }
 
-    /// The `n`-th item, or `None` beyond the end.
+    /// Returns the `n`-th item, or `None` beyond the end.
     pub fn get(self, n: u64) -> Option<u64> {
         (n < self.len).then(|| self.first + n * self.step)
     }
 
-    /// The items in ascending order.
+    /// Returns the items in ascending order.
     pub fn iter(self) -> impl DoubleEndedIterator<Item = u64> {
         (0..self.len).map(move |n| self.first + n * self.step)
     }

@@ -13,7 +13,7 @@ pub enum Error {
     #[error("data set of length 0 has no samples to distribute")]
     EmptyDataSet,
     /// The data set is longer than
-    /// [`DistributedSampler::MAX_LEN`](crate::DistributedSampler::MAX_LEN).
+    /// 2^63 samples.
     #[error("data set of length {len} is too long, the limit is {max}")]
     DataSetTooLong {
         /// The length that was asked for.

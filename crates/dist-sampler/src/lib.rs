@@ -14,9 +14,9 @@ mod error;
 mod mixture;
 mod order;
 mod partition;
+mod reshard;
 mod sampler;
 mod state;
-mod unread;
 
 pub use crate::{
     config::{Order, Partition, SamplerConfig, Tail},

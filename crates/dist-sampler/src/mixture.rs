@@ -47,20 +47,20 @@ use crate::{
 pub struct Mixture {
     samplers: Vec<DistributedSampler>,
     weights: Vec<u64>,
-    cycle: Vec<Turn>,
+    cycle: Vec<CycleEntry>,
     len: u64,
 }
 
 /// One entry of the cycle: which data set is read, and how often it was read in the cycle before.
 #[derive(Clone, Copy, Debug)]
-struct Turn {
+struct CycleEntry {
     source: usize,
     before: u64,
 }
 
 impl Mixture {
     /// The longest cycle of an interleaving.
-    pub const MAX_CYCLE: u64 = 1 << 20;
+    const MAX_CYCLE: u64 = 1 << 20;
 
     /// Interleaves `samplers`, all of them of the same rank, with one weight each; a weight of 0
     /// leaves its sampler out.
@@ -69,7 +69,7 @@ impl Mixture {
     ///
     /// [`Error::MixtureWeights`] if there are more or fewer weights than samplers,
     /// [`Error::NoMixtureWeight`] if none is above 0, and [`Error::MixtureCycle`] if a cycle would
-    /// be longer than [`MAX_CYCLE`](Self::MAX_CYCLE).
+    /// be longer than 2^20 entries.
     pub fn new(samplers: Vec<DistributedSampler>, weights: &[u64]) -> Result<Self> {
         if weights.len() != samplers.len() {
             return Err(Error::MixtureWeights { weights: weights.len(), samplers: samplers.len() });
@@ -81,14 +81,14 @@ impl Mixture {
         let weights: Vec<u64> = weights.iter().map(|weight| weight / divisor).collect();
         let cycle = cycle(&weights)?;
         let mut mixture = Self { samplers, weights, cycle, len: 0 };
-        mixture.len = mixture.first_missing();
+        mixture.len = mixture.first_exhausted();
         Ok(mixture)
     }
 
     /// The first entry whose data set has no more samples.
     #[expect(clippy::expect_used, reason = "`new` refuses weights that are all 0")]
-    fn first_missing(&self) -> u64 {
-        let missing = |(turn, &Turn { source, before }): (u64, &Turn)| {
+    fn first_exhausted(&self) -> u64 {
+        let missing = |(turn, &CycleEntry { source, before }): (u64, &CycleEntry)| {
             // A turn comes around as often as its data set has samples for it.
             let samples = self.samplers[source].len().saturating_sub(before);
             let rounds = samples.div_ceil(self.weights[source]);
@@ -116,7 +116,7 @@ impl Mixture {
     #[expect(clippy::expect_used, reason = "the mixture ends where the first data set ends")]
     fn entry(&self, n: u64) -> (usize, u64) {
         let (round, turn) = self.place(n);
-        let Turn { source, before } = self.cycle[turn];
+        let CycleEntry { source, before } = self.cycle[turn];
         let index = self.samplers[source].get(round * self.weights[source] + before);
         (source, index.expect("a data set has samples for all of its entries"))
     }
@@ -133,7 +133,9 @@ impl Mixture {
         (0..self.len).map(|n| self.entry(n))
     }
 
-    /// Where each sampler stands after `n` entries, to be resumed in this or another world.
+    /// Returns the state of each sampler after `n` entries, or after all of them if there are fewer.
+    ///
+    /// The states do not hold the place in the cycle: a mixture of resumed samplers starts a new one.
     pub fn states(&self, n: u64) -> Vec<SamplerState> {
         let (round, turn) = self.place(n.min(self.len));
         let in_round =
@@ -148,7 +150,7 @@ impl Mixture {
 
 /// The order in which data sets of these weights take turns: the one furthest behind is next.
 #[expect(clippy::expect_used, reason = "there is a weight above 0, so there is a data set")]
-fn cycle(weights: &[u64]) -> Result<Vec<Turn>> {
+fn cycle(weights: &[u64]) -> Result<Vec<CycleEntry>> {
     let turns = weights.iter().fold(0_u64, |sum, &weight| sum.saturating_add(weight));
     if turns > Mixture::MAX_CYCLE {
         return Err(Error::MixtureCycle { turns, max: Mixture::MAX_CYCLE });
@@ -161,7 +163,7 @@ fn cycle(weights: &[u64]) -> Result<Vec<Turn>> {
         let source =
             (0..weights.len()).rev().max_by_key(|&source| due(source)).expect("a data set");
         read[source] += 1;
-        Turn { source, before: read[source] - 1 }
+        CycleEntry { source, before: read[source] - 1 }
     };
     Ok((0..turns).map(next).collect())
 }
@@ -236,6 +238,15 @@ mod tests {
                 mixture.states(n).iter().map(SamplerState::consumed).collect::<Vec<_>>(),
                 read
             );
+        }
+    }
+
+    #[test]
+    fn states_beyond_the_end_equal_the_last() {
+        let mixture = mixture(&[5, 50], &[2, 1]).unwrap();
+        let last = mixture.states(mixture.len());
+        for beyond in [1, 2, 3, 100] {
+            assert_eq!(mixture.states(mixture.len() + beyond), last);
         }
     }
 

@@ -10,7 +10,7 @@ use core_types::{
 use crate::{
     config::{Partition, Tail},
     error::{Error, Result},
-    unread::Left,
+    reshard::Left,
 };
 
 /// The rule by which positions are dealt out to ranks.
@@ -37,14 +37,14 @@ impl Rule {
 ///
 /// Positions at and beyond `len` are the repetitions that [`Tail::Pad`] asks for.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
-pub(crate) struct Deal {
+pub(crate) struct ShareRule {
     len: u64,
     world_size: WorldSize,
     rule: Rule,
 }
 
-impl Deal {
-    /// A deal of `len` positions, which are at most 2^63, so that padding cannot overflow.
+impl ShareRule {
+    /// Positions that ranks share, `len` of them, which are at most 2^63, so that padding cannot overflow.
     pub(crate) fn new(len: u64, world_size: WorldSize, rule: Rule) -> Result<Self> {
         if let Rule::Proportional(weights) = &rule {
             if weights.len() != world_size.as_usize() {
@@ -57,7 +57,7 @@ impl Deal {
         Ok(Self { len, world_size, rule })
     }
 
-    /// The same deal of another number of positions.
+    /// The same rule for another number of positions.
     pub(crate) fn of_len(&self, len: u64) -> Self {
         Self { len, ..self.clone() }
     }

@@ -27,12 +27,12 @@ pub struct SamplerState {
 
 impl SamplerState {
     /// The version that is written and read.
-    pub const VERSION: u32 = 1;
+    pub(crate) const VERSION: u32 = 1;
 
     /// The most worlds that may have read one epoch, one after the other.
     ///
     /// An index of a resumed epoch takes a step for each of them.
-    pub const MAX_STAGES: usize = 1024;
+    pub(crate) const MAX_STAGES: usize = 1024;
 
     /// The epoch that was being read.
     pub fn epoch(&self) -> Epoch {

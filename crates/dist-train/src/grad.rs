@@ -2,19 +2,24 @@
 //! sums.
 
 use std::{
+    collections::BTreeMap,
     fmt,
     sync::{Arc, OnceLock},
 };
 
 use candle_core::{DType, Tensor, Var, backprop::GradStore};
+use core_types::{WorldSize, balance};
 use pmap_mesh::{ALL, DeviceMesh, Replica, Specs, TensorTree, Uneven};
 
 use crate::{
     agreement,
     batch::Layout,
-    error::{Result, training::Refusal},
+    error::{
+        Doing, Result,
+        training::{Refusal, TrainingError},
+    },
     loss::{Loss, ShardLoss},
-    ownership,
+    optim::clip,
 };
 
 /// Value and gradient of a loss over a batch that the devices of a mesh share; made by
@@ -103,7 +108,7 @@ impl<I: TensorTree> ValueAndGrad<I> {
         Self { uneven, ..self }
     }
 
-    /// Returns a loss that is infinite or NaN, and its gradients, instead of an error.
+    /// Returns a loss and gradients that are infinite or NaN, instead of an error.
     pub fn allow_non_finite(self) -> Self {
         Self { allow_non_finite: true, ..self }
     }
@@ -115,15 +120,15 @@ impl<I: TensorTree> ValueAndGrad<I> {
     ///
     /// # Errors
     ///
-    /// [`Error::Training`](crate::Error::Training) if a loss is no scalar of floats, not finite, or
-    /// no shard has weight; [`Error::Mesh`](crate::Error::Mesh) with those of
+    /// [`Error::Training`](crate::Error::Training) if a loss is no scalar of floats, if a loss or a
+    /// gradient is not finite, or if no shard has weight; [`Error::Mesh`](crate::Error::Mesh) with those of
     /// [`PMap::call`](pmap_mesh::PMap::call).
     #[expect(clippy::expect_used, reason = "a call that succeeded has run every replica")]
     #[track_caller]
     pub fn call(&self, batch: I) -> Result<(f64, GradStore)> {
         let sizes: Vec<u64> = self.params.iter().map(|var| var.elem_count() as u64).collect();
         // Every process has the sums of all parameters, divided among its own slots.
-        let owned = Arc::new(ownership::divide(&sizes, self.mesh.devices().len()));
+        let owned = Arc::new(divide(&sizes, self.mesh.devices().len()));
         let outcome: Arc<(Refusal, OnceLock<f64>)> = Arc::default();
         let step = self.mesh.pmap({
             let layout = Layout::of(&batch);
@@ -152,15 +157,29 @@ impl<I: TensorTree> ValueAndGrad<I> {
             results.shards().iter().all(Option::is_some).then_some(results)
         });
         let results = refusal.of(results)?;
+        let mut sums = BTreeMap::new();
+        for (owned, of_slot) in owned.iter().zip(results.shards()) {
+            let of_slot = of_slot.iter().flatten();
+            sums.extend(
+                owned.iter().zip(of_slot).filter_map(|(&index, sum)| Some((index, sum.as_ref()?))),
+            );
+        }
         let mut grads = GradStore::default();
-        for (owned, sums) in owned.iter().zip(results.shards()) {
-            for (&param, sum) in owned.iter().zip(sums.iter().flatten()) {
-                if let Some(sum) = sum {
-                    grads.insert(&self.params[param], sum.clone());
-                }
-            }
+        // In the order of parameters, so that every process has the same error.
+        for (index, sum) in sums {
+            self.check_finite(index, sum)?;
+            grads.insert(&self.params[index], sum.clone());
         }
         Ok((*mean.get().expect("every replica has set the mean"), grads))
+    }
+
+    fn check_finite(&self, index: usize, gradient: &Tensor) -> Result<()> {
+        if self.allow_non_finite || clip::squares(gradient).doing("reading a gradient")?.is_finite()
+        {
+            return Ok(());
+        }
+        let shape = gradient.dims().to_vec();
+        Err(TrainingError::NonFiniteGradient { index, shape }.into())
     }
 }
 
@@ -282,4 +301,28 @@ pub(crate) fn sums_of(
     let listed: Vec<usize> = wanted.iter().filter_map(|&var| positions[var]).collect();
     let mut sums = ctx.psum_list(list, &listed, ALL)?.into_iter();
     Ok(wanted.iter().map(|&var| positions[var].and_then(|_| sums.next())).collect())
+}
+
+/// Returns the positions in `sizes` of what each of `n_owners` slots gets, so that none has much more to do
+/// than another.
+pub(crate) fn divide(sizes: &[u64], n_owners: usize) -> Vec<Vec<usize>> {
+    #[expect(clippy::expect_used, reason = "owners are slots of one mesh: 1 to 1024 of them")]
+    let owners = WorldSize::new(n_owners as u64).expect("the slots of a mesh are a world");
+    let mut owned = vec![Vec::new(); n_owners];
+    for (var, owner) in balance::longest_first(sizes, owners).into_iter().enumerate() {
+        owned[owner].push(var);
+    }
+    owned
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn everything_has_one_owner_and_sums_are_even() {
+        assert_eq!(divide(&[5, 1, 9, 3, 3, 1], 2), [vec![1, 2, 5], vec![0, 3, 4]]);
+        assert_eq!(divide(&[1], 3), [vec![0], vec![], vec![]]);
+        assert_eq!(divide(&[], 2), [vec![], vec![]] as [Vec<usize>; 2]);
+    }
 }

@@ -10,7 +10,6 @@
 //! [`ParameterError`]: crate::ParameterError
 //! [`Schedule`]: crate::Schedule
 //! [`Sgd`]: crate::Sgd
-//! [`ShardedVars`]: crate::ShardedVars
 //! [`ShardingError`]: crate::ShardingError
 //! [`StateDict`]: crate::StateDict
 //! [`StatefulOptimizer`]: crate::StatefulOptimizer
@@ -31,9 +30,8 @@ mod agreement;
 mod batch;
 mod batch_norm;
 mod check;
-mod checkpoint;
 mod data_parallel;
-mod dtype;
+mod device;
 mod error;
 mod feed;
 mod fsdp;
@@ -42,43 +40,35 @@ mod gradient_report;
 mod lora;
 mod loss;
 mod metrics;
-mod moving;
 mod optim;
-mod ownership;
 mod parameters;
-mod processes;
 mod progress;
 mod schedule;
 mod sharded;
 mod step;
-mod stored;
 mod tree;
 mod units;
 
-#[cfg(any(test, fuzzing))]
-pub use crate::checkpoint::fuzzing;
+pub use dist_checkpoint::{
+    Checkpoint, Checkpoints, Error as CheckpointError, FilePart, ParameterError, SkippedCheckpoint,
+    StateDict,
+};
+
 pub use crate::{
     batch_norm::SyncBatchNorm,
-    checkpoint::{Checkpoints, read::Checkpoint, state_dict::StateDict},
     data_parallel::{
         DataParallel,
         builder::{DataParallelBuilder, Group},
     },
     error::{
-        Error, Result,
-        checkpoint::{CheckpointError, FilePart, PassedOver},
-        gradient::GradientError,
-        lora::LoraError,
-        parameter::ParameterError,
-        setting::SettingError,
-        sharding::ShardingError,
+        Error, Result, gradient::GradientError, lora::LoraError, sharding::ShardingError,
         training::TrainingError,
     },
     feed::{Feed, Feeding, feed},
-    fsdp::{FullyShard, accumulation::Accumulation, builder::FullyShardBuilder, keep::Keep},
+    fsdp::{FullyShard, builder::FullyShardBuilder},
     grad::{ValueAndGrad, value_and_grad},
     gradient_report::{GradientReport, PrefixCheck, Verdict},
-    lora::{Lora, linear::LoraLinear},
+    lora::{Lora, linear::LoraLinear, save::PretrainedFiles},
     loss::{Loss, Weight},
     metrics::{
         MeanLoss, StepMetrics,
@@ -92,12 +82,11 @@ pub use crate::{
     },
     parameters::{
         declare::{Declared, declare},
-        save::PretrainedFiles,
+        describe::parameter_infos,
     },
     schedule::Schedule,
-    sharded::{ShardedVars, describe::parameter_infos},
     step::rules::{Evaluation, Step},
-    units::{Units, rules::UnitRules},
+    units::{Units, accumulation::Accumulation, keep::Keep, rules::UnitRules},
 };
 
 // The README links to the file; the line above it, which comes first, to this page instead.

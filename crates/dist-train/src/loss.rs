@@ -88,6 +88,11 @@ impl<A> Loss<A> {
         Loss { value: self.value, weight: self.weight, aux }
     }
 
+    /// Returns the tensor to differentiate.
+    pub(crate) fn value(&self) -> &Tensor {
+        &self.value
+    }
+
     /// The loss of the whole batch, and the sums of the rest, the same on every replica.
     pub(crate) fn evaluate(
         self,

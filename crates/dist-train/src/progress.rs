@@ -24,7 +24,5 @@ pub(crate) struct TrainerState {
     pub(crate) progress: Progress,
     /// The learning rate of each group, without the schedule's factor.
     pub(crate) learning_rates: BTreeMap<String, f64>,
-    /// Absent in checkpoints of versions that had none.
-    #[serde(default)]
-    pub(crate) schedule: Option<Schedule>,
+    pub(crate) schedule: Schedule,
 }

@@ -4,7 +4,7 @@ use std::f64::consts::PI;
 
 use serde::{Deserialize, Serialize};
 
-use crate::error::setting::SettingError;
+use crate::error::{Error, Result};
 
 /// How learning rates rise and fall: a factor for each update, by which the rate of every group is
 /// multiplied.
@@ -113,19 +113,16 @@ impl Schedule {
     }
 
     /// Refuses floors that are no fraction, and warm-ups that are not over before the end.
-    pub(crate) fn check(&self) -> Result<(), SettingError> {
-        if !(0.0..=1.0).contains(&self.floor) {
-            let name = "the least factor of the learning rate";
-            return Err(SettingError { name, value: self.floor, expected: "from 0 to 1" });
-        }
-        match self.curve {
-            Curve::Linear(steps) | Curve::Cosine(steps) if self.warmup >= steps => {
-                let name = "the number of warm-up steps";
-                let expected = "less than the steps of the schedule";
-                Err(SettingError { name, value: self.warmup as f64, expected })
-            }
-            Curve::Constant | Curve::Linear(_) | Curve::Cosine(_) | Curve::InverseSqrt => Ok(()),
-        }
+    pub(crate) fn check(&self) -> Result<()> {
+        let is_fraction = (0.0..=1.0).contains(&self.floor);
+        let name = "the least factor of the learning rate";
+        Error::check_setting(is_fraction, name, self.floor, "from 0 to 1")?;
+        let ends = match self.curve {
+            Curve::Linear(steps) | Curve::Cosine(steps) => self.warmup < steps,
+            Curve::Constant | Curve::InverseSqrt => true,
+        };
+        let name = "the number of warm-up steps";
+        Error::check_setting(ends, name, self.warmup as f64, "less than the steps of the schedule")
     }
 }
 

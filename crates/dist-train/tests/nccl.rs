@@ -14,23 +14,22 @@ mod random;
 use std::{cell::Cell, process::ExitCode};
 
 use candle_core::{Device, cuda_backend::cudarc::driver::CudaContext};
-use core_types::Launched;
+use core_types::LaunchEnv;
 use pmap_mesh::{DeviceMesh, DeviceMeshBuilder, NcclStore};
 use process_tests::{Case, Engine, ranks};
 
-const CASES: [Case; 7] = [
+const CASES: [Case; 6] = [
     Case::succeeds("training", 1),
     Case::succeeds("beginnings", 1),
     Case::succeeds("refusals", 1),
     Case::succeeds("losses", 1),
     Case::succeeds("checkpoints", 1),
-    Case::succeeds("sharded", 1),
     Case::succeeds("fully-sharded", 1),
 ];
 
 /// One of the processes of a case.
 struct Nccl {
-    launched: Launched,
+    launched: LaunchEnv,
     n_meshes: Cell<usize>,
 }
 

@@ -24,10 +24,7 @@ pub struct Sequence {
 /// let batches = sampler.iter().collect::<Result<Vec<_>, _>>()?;
 /// assert_eq!(batches[0].indices, [0, 1, 2]);
 /// assert_eq!((batches[0].len(), batches[0].padded_length), (3, 5));
-/// assert_eq!(
-///     (batches[0].padded_tokens(), batches[0].real_tokens, batches[0].padding_tokens()),
-///     (15, 12, 3)
-/// );
+/// assert_eq!((batches[0].padded_tokens(), batches[0].real_tokens), (15, 12));
 /// # Ok::<(), dyn_batch::Error>(())
 /// ```
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
@@ -62,11 +59,6 @@ impl Batch {
     /// No batch of a sampler overflows; one that was changed by hand saturates.
     pub fn padded_tokens(&self) -> u64 {
         self.rows.saturating_mul(self.padded_length)
-    }
-
-    /// How many of the [`padded_tokens`](Self::padded_tokens) are padding.
-    pub fn padding_tokens(&self) -> u64 {
-        self.padded_tokens().saturating_sub(self.real_tokens)
     }
 }
 

@@ -132,6 +132,7 @@ const TABLE: [(ElemType, &str, u64, u64, bool); 32] = [
 
 impl ElemType {
     /// The type of this name, if this crate knows it.
+    #[doc(hidden)]
     pub fn from_name(name: &str) -> Option<Self> {
         TABLE.iter().find(|row| row.1 == name).map(|row| row.0)
     }
@@ -142,17 +143,19 @@ impl ElemType {
     }
 
     /// The elements of one block, the least that can be held: 1 for types of whole bytes.
+    #[doc(hidden)]
     pub const fn block_numel(self) -> u64 {
         TABLE[self as usize].2
     }
 
     /// The bytes of one block.
+    #[doc(hidden)]
     pub const fn block_bytes(self) -> u64 {
         TABLE[self as usize].3
     }
 
     /// Whether parameters of this type can be trained: floats of at least 8 bits, but no scales.
-    pub const fn is_trainable(self) -> bool {
+    pub(crate) const fn is_trainable(self) -> bool {
         TABLE[self as usize].4
     }
 

@@ -2,4 +2,4 @@
 
 /// The version of the serialized form of a [`ShardingPlan`](crate::ShardingPlan); it changes
 /// whenever that form does.
-pub const FORMAT_VERSION: u32 = 1;
+pub(crate) const FORMAT_VERSION: u32 = 1;

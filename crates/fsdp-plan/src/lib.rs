@@ -23,17 +23,12 @@ mod cut;
 mod elem;
 mod error;
 mod format;
-mod groups;
-mod names;
 mod param;
-mod path;
 mod pattern;
 mod plan;
-mod render;
 pub mod report;
 pub mod reshard;
 pub mod search;
-mod shares;
 pub mod source;
 pub mod strategy;
 
@@ -41,8 +36,21 @@ pub use self::{
     cut::{Cut, ShardAssignment},
     elem::ElemType,
     error::{CutError, Error, ParameterError, Result, SourceError},
-    format::FORMAT_VERSION,
     param::ParameterInfo,
     pattern::Pattern,
-    plan::{PlannedParameter, ShardingPlan, ShardsOfRank},
+    plan::{PlannedParameter, ShardingPlan},
 };
+
+/// What the crates of this workspace share with the planner; it may change with any version.
+#[doc(hidden)]
+pub mod support {
+    pub use crate::{
+        cost::{
+            schedule::{Calls, HandedOver, Schedule, UnitSchedule},
+            transfer::{Collective, Scope, Transfer},
+        },
+        source::safetensors::{
+            MAX_HEADER_LEN, PREFIX_LEN, SafetensorsHeader, StoredTensor, header_len,
+        },
+    };
+}

@@ -7,9 +7,14 @@ use serde::{Deserialize, Serialize};
 
 use crate::{
     error::{Error, Result},
-    param::ParameterInfo,
-    path,
+    param::{ParameterInfo, path},
 };
+
+/// The longest pattern, in bytes. Names of parameters are some ten times shorter.
+const MAX_BYTES: usize = 4096;
+
+/// The most braces that may be open at one place of a pattern. The compiler of regular expressions recurses for each.
+const MAX_DEPTH: usize = 16;
 
 /// A pattern that picks parameters by their dotted names.
 ///
@@ -20,20 +25,19 @@ use crate::{
 ///   whole name or the whole layer. `*` and `?` stay within a component, `**` matches any number of
 ///   components, `{a,b}` either of several.
 ///
-/// A pattern may come from a file that nobody has checked, so it has at most
-/// [`MAX_BYTES`](Self::MAX_BYTES), and braces within braces at most [`MAX_DEPTH`](Self::MAX_DEPTH)
-/// deep.
+/// A pattern may come from an unchecked file, so it has at most 4,096 bytes, and braces within braces
+/// at most 16 deep.
 ///
 /// # Examples
 ///
 /// ```
-/// use fsdp_plan::{ElemType, ParameterInfo, Pattern};
+/// use fsdp_plan::Pattern;
 ///
-/// let norm = ParameterInfo::new("model.layers.10.norm.weight", [64], ElemType::F32)?;
-/// for (pattern, picks) in
+/// let norm = "model.layers.10.norm.weight";
+/// for (pattern, is_match) in
 ///     [("norm", true), ("layers.1", false), ("model.layers.*.norm.*", true), ("*.weight", false)]
 /// {
-///     assert_eq!(pattern.parse::<Pattern>()?.picks(&norm), picks, "{pattern}");
+///     assert_eq!(pattern.parse::<Pattern>()?.matches(norm), is_match, "{pattern}");
 /// }
 /// # Ok::<(), fsdp_plan::Error>(())
 /// ```
@@ -46,14 +50,6 @@ pub struct Pattern {
 }
 
 impl Pattern {
-    /// The longest pattern, in bytes. Names of parameters are some ten times shorter.
-    pub const MAX_BYTES: usize = 4096;
-
-    /// The most braces that may be open at one place of a pattern.
-    ///
-    /// The compiler of regular expressions recurses for each of them.
-    pub const MAX_DEPTH: usize = 16;
-
     /// The pattern of components that `text` is, which holds no character of a glob.
     pub(crate) fn components(text: &str) -> Self {
         Self { text: text.to_owned(), glob: None }
@@ -65,26 +61,12 @@ impl Pattern {
     }
 
     /// Whether the pattern picks `info`, by its name or its layer.
-    pub fn picks(&self, info: &ParameterInfo) -> bool {
+    pub(crate) fn picks(&self, info: &ParameterInfo) -> bool {
         self.matches(info.name()) || self.matches(info.layer())
     }
 
-    /// The first components of `name` that the pattern matches: the shortest prefix at which it
-    /// does.
-    ///
-    /// # Examples
-    ///
-    /// ```
-    /// # use fsdp_plan::Pattern;
-    /// let expert: Pattern = "model.layers.*.experts.*".parse()?;
-    /// assert_eq!(
-    ///     expert.prefix_of("model.layers.3.experts.7.up.weight"),
-    ///     Some("model.layers.3.experts.7")
-    /// );
-    /// assert_eq!(expert.prefix_of("model.layers.3.norm.weight"), None);
-    /// # Ok::<(), fsdp_plan::Error>(())
-    /// ```
-    pub fn prefix_of<'a>(&self, name: &'a str) -> Option<&'a str> {
+    /// Returns the shortest prefix of `name`, in whole components, that the pattern matches.
+    pub(crate) fn prefix_of<'a>(&self, name: &'a str) -> Option<&'a str> {
         let ends = name.match_indices('.').map(|(end, _)| end).chain([name.len()]);
         ends.map(|end| &name[..end]).find(|prefix| self.matches(prefix))
     }
@@ -129,12 +111,12 @@ fn check(text: &str) -> Result<(), String> {
     if text.is_empty() {
         return Err(String::from("it is empty"));
     }
-    if text.len() > Pattern::MAX_BYTES {
-        return Err(format!("it has {} bytes, the limit is {}", text.len(), Pattern::MAX_BYTES));
+    if text.len() > MAX_BYTES {
+        return Err(format!("it has {} bytes, the limit is {MAX_BYTES}", text.len()));
     }
     let depth = brace_depth(text);
-    if depth > Pattern::MAX_DEPTH {
-        return Err(format!("it nests {depth} braces, the limit is {}", Pattern::MAX_DEPTH));
+    if depth > MAX_DEPTH {
+        return Err(format!("it nests {depth} braces, the limit is {MAX_DEPTH}"));
     }
     Ok(())
 }
@@ -254,10 +236,10 @@ mod tests {
         let nested = |depth| format!("{}a{}", "{".repeat(depth), "}".repeat(depth));
         let long = |len, of: &str| format!("*{}", of.repeat(len - 1));
         for (pattern, limit) in [
-            (nested(Pattern::MAX_DEPTH + 1), "nests 17 braces, the limit is 16"),
+            (nested(MAX_DEPTH + 1), "nests 17 braces, the limit is 16"),
             (nested(250), "nests 250 braces"),
             (nested(200_000), "has 400001 bytes, the limit is 4096"),
-            (long(Pattern::MAX_BYTES + 1, "a"), "has 4097 bytes"),
+            (long(MAX_BYTES + 1, "a"), "has 4097 bytes"),
             (long(200_000, "?"), "has 200000 bytes"),
             ("a".repeat(600_000), "has 600000 bytes"),
         ] {
@@ -269,12 +251,12 @@ mod tests {
             assert_eq!(from_json(&pattern), Err(error.to_string()));
         }
         for pattern in [
-            nested(Pattern::MAX_DEPTH),
-            long(Pattern::MAX_BYTES, "a"),
-            long(Pattern::MAX_BYTES, "?"),
-            long(Pattern::MAX_BYTES, "*"),
-            "{a,b}".repeat(Pattern::MAX_BYTES / 5),
-            "[z]".repeat(Pattern::MAX_BYTES / 3),
+            nested(MAX_DEPTH),
+            long(MAX_BYTES, "a"),
+            long(MAX_BYTES, "?"),
+            long(MAX_BYTES, "*"),
+            "{a,b}".repeat(MAX_BYTES / 5),
+            "[z]".repeat(MAX_BYTES / 3),
         ] {
             let read = pattern.parse::<Pattern>();
             assert!(read.is_ok(), "{:?}", read.map_err(|error| error.to_string()));

@@ -8,7 +8,7 @@ use serde::Serialize;
 use crate::{
     arithmetic::index,
     error::{Error, Result},
-    plan::{PlannedParameter, ShardingPlan},
+    plan::{PlannedParameter, ShardingPlan, ShardsOfRank},
 };
 
 /// What has to move when a model that is sharded by one plan is to be sharded by another: to resume
@@ -196,7 +196,7 @@ impl<'a> Reshard<'a> {
     ///
     /// [`Error::World`] if the new plan has no such rank.
     pub fn moves_to(&self, rank: Rank) -> Result<impl Iterator<Item = Move>> {
-        let mut shards = self.to.shards_of_rank(rank)?;
+        let mut shards = ShardsOfRank::new(self.to, rank, 0..self.to.parameters().len())?;
         let shards = iter::from_fn(move || shards.next_shard());
         Ok(shards.flat_map(move |(param_idx, shard)| {
             let part = shard.start_offset..shard.start_offset + shard.shard_size;

@@ -5,7 +5,7 @@ use serde::Serialize;
 
 use crate::{
     cost::{CostModel, Links, PlanCost, max_kept_units},
-    error::{Error, Result},
+    error::{Error, ParameterError, Result},
     param::ParameterInfo,
     plan::ShardingPlan,
     strategy::{Full, Hsdp, Layout, ShardingStrategy},
@@ -56,7 +56,6 @@ pub struct Search {
     world_size: WorldSize,
     budget_bytes: u64,
     model: CostModel,
-    layouts: Vec<Layout>,
 }
 
 /// What a [`Search`] finds.
@@ -99,7 +98,7 @@ impl Search {
     /// gradients and optimizer: what a device has, less activations and what its drivers take.
     pub fn new(world_size: WorldSize, budget_bytes: u64) -> Self {
         let model = CostModel::default().with_links(Links::H100);
-        Self { world_size, budget_bytes, model, layouts: vec![Layout::Dim0, Layout::ROWS] }
+        Self { world_size, budget_bytes, model }
     }
 
     /// Sets what plans cost. Default: that of [`CostModel`] over [`Links::H100`], which are also
@@ -107,13 +106,6 @@ impl Search {
     #[must_use]
     pub fn with_model(mut self, model: CostModel) -> Self {
         self.model = if model.links().is_some() { model } else { model.with_links(Links::H100) };
-        self
-    }
-
-    /// Sets the layouts to try. Default: [`Layout::Dim0`] and [`Layout::ROWS`].
-    #[must_use]
-    pub fn with_layouts(mut self, layouts: impl IntoIterator<Item = Layout>) -> Self {
-        self.layouts = layouts.into_iter().collect();
         self
     }
 
@@ -127,15 +119,16 @@ impl Search {
     /// # Errors
     ///
     /// What stands in the way of every plan: the error of the last layout, if none of them can be
-    /// planned; [`Error::Zero`] without layouts; [`Error::TotalTooLarge`] if the bytes that a
+    /// planned; [`Error::TotalTooLarge`] if the bytes that a
     /// device lacks do not fit into 64 bits.
     pub fn run(&self, parameters: &[ParameterInfo]) -> Result<Outcome> {
         let mut found: Option<Candidate> = None;
         let mut smallest: Option<Candidate> = None;
-        let mut error = Error::Zero { what: "the number of layouts" };
+        // Replaced if no plan is found, since there are layouts to try.
+        let mut error = Error::Parameters(ParameterError::Empty);
         let world = self.world_size.as_u64();
         for group in (1..=world).filter(|group| world.is_multiple_of(*group)) {
-            for &layout in &self.layouts {
+            for layout in [Layout::Dim0, Layout::ROWS] {
                 match self.candidate(parameters, layout, world / group) {
                     Ok(candidate) if self.fits(&candidate) => {
                         keep(&mut found, self.keep_units(candidate)?, rank_by_time);
@@ -207,4 +200,21 @@ fn rank_by_time(candidate: &Candidate, best: &Candidate) -> bool {
 
 fn rank_by_memory(candidate: &Candidate, best: &Candidate) -> bool {
     candidate.cost.peak_bytes() < best.cost.peak_bytes()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::elem::ElemType;
+
+    #[test]
+    fn equally_fast_plans_are_ranked_by_memory() {
+        // A single rank sends nothing. Adam counts steps once per tensor, and a flat unit is one tensor.
+        let parameters =
+            ["a", "b"].map(|name| ParameterInfo::new(name, [4], ElemType::F32).unwrap());
+        let search = Search::new(WorldSize::ONE, 1 << 20);
+        let [dim0, flat] = [Layout::Dim0, Layout::Flat]
+            .map(|layout| search.candidate(&parameters, layout, 1).unwrap());
+        assert!(rank_by_time(&flat, &dim0) && !rank_by_time(&dim0, &flat));
+    }
 }

@@ -1,4 +1,4 @@
-//! What operations are told beside their tensors.
+//! Settings of operations.
 
 use candle_core::Tensor;
 
@@ -28,7 +28,7 @@ pub struct AttentionConfig {
     /// of a continued sequence. (PyTorch's `is_causal` aligns the first ones instead; for as many
     /// queries as keys the two agree.)
     pub causal: bool,
-    /// What q·kᵀ is multiplied by. Default: `None`, one over the root of the heads' size.
+    /// The factor of q·kᵀ. Default: `None`, one over the root of the heads' size.
     pub scale: Option<f64>,
     /// How many keys each sequence of the batch has; those after them are padding, which no
     /// query sees. Default: `None`, all.
@@ -42,17 +42,10 @@ pub struct AttentionConfig {
 }
 
 impl AttentionConfig {
-    /// A query sees no key of a later position.
+    /// Hides the keys of later positions from each query.
     #[must_use]
     pub fn causal() -> Self {
         Self { causal: true, ..Self::default() }
-    }
-
-    /// Multiplies q·kᵀ by `scale`.
-    #[must_use]
-    pub fn with_scale(mut self, scale: f64) -> Self {
-        self.scale = Some(scale);
-        self
     }
 
     /// Hides the padding of sequences of these lengths.
@@ -69,13 +62,13 @@ impl AttentionConfig {
         self
     }
 
-    /// What q·kᵀ of heads of `size` is multiplied by.
+    /// Returns the factor of q·kᵀ for heads of `size`.
     pub(crate) fn scale(&self, size: usize) -> f64 {
         self.scale.unwrap_or_else(|| 1.0 / (size as f64).sqrt())
     }
 }
 
-/// What decides which elements are dropped.
+/// The key of the random numbers that choose the dropped elements.
 ///
 /// The same key drops the same elements, so each use in a step needs another `call`: say, step ·
 /// layers + layer.

@@ -2,23 +2,25 @@
 //!
 //! `torch.autograd.Function` and `jax.custom_vjp` do the same.
 
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::sync::{Arc, OnceLock};
 
 use candle_core::{DType, Tensor, backprop::GradStore};
 
 use crate::{
-    autograd::{MultiBackward, record_copy, seeded},
+    autograd::{Mailbox, MultiBackward, record_copy, seeded},
     error::{Error, Result},
 };
 
-/// A copy of `output` whose gradient becomes those of `inputs` by `backward`.
+/// Returns a copy of `output` with a backward of your own, which computes the gradients of `inputs`.
 ///
 /// candle's own custom operations have at most three inputs, and compute when they are applied.
-/// Here any number of tensors have become `output` before, by whatever means, on any device;
-/// nothing of its history is kept. `backward` is called during candle's backward pass, at most once
-/// in each, without a lock. It is given the output and its gradient, and returns a gradient for
-/// each input in turn, of the input's shape. For an input that does not [track](Tensor::track_op)
-/// operations what it returns is dropped, for a variable it may be `None`.
+/// Here `output` is computed before, from any number of inputs, on any device; its own history is
+/// dropped. Each backward pass of candle calls `backward` at most once, without a lock, with the
+/// output and its gradient. `backward` returns a gradient for each input in turn, of the input's
+/// shape. The gradient of an input that does not [track](Tensor::track_op) operations is dropped,
+/// and the gradient of a variable may be `None`.
+///
+/// Several threads may differentiate the result at once, like any tensor of candle.
 ///
 /// If no input tracks operations, neither does the result.
 ///
@@ -56,12 +58,12 @@ where
     if !inputs.iter().any(|input| input.track_op()) {
         return Ok(output.detach());
     }
-    let wanted = inputs.iter().map(|input| Wanted::of(input)).collect();
+    let wanted = inputs.iter().map(|input| Wanted::new(input)).collect();
     record_copy(inputs, output, Custom { backward, wanted })
 }
 
-/// The gradients of all variables that `output` depends on, where `grad` is that of `output`: what
-/// `output.backward(grad)` is in PyTorch.
+/// Returns the gradients of all variables that `output` depends on, where its own is `grad`:
+/// PyTorch's `output.backward(grad)`.
 ///
 /// # Shapes
 ///
@@ -85,8 +87,8 @@ pub fn backward_from(output: &Tensor, grad: Tensor) -> Result<GradStore> {
     Ok(seed(output, grad)?.backward()?)
 }
 
-/// [`backward_from`] several outputs at once, each with its gradient: what
-/// `torch.autograd.backward(outputs, grads)` is in PyTorch.
+/// Differentiates several outputs at once, each with its gradient: PyTorch's
+/// `torch.autograd.backward(outputs, grads)`.
 ///
 /// # Errors
 ///
@@ -126,11 +128,10 @@ fn seed(output: &Tensor, grad: Tensor) -> Result<Tensor> {
     seeded(output, grad)
 }
 
-/// [`with_backward`] for several outputs: copies of `outputs`, whose gradients become those of
-/// `inputs` together.
+/// Returns copies of `outputs` with one backward of your own: [`with_backward`] for several outputs.
 ///
-/// `backward` is given the outputs, and the gradient of each of which candle's backward pass has
-/// one. Outputs of integers are handed back as they are, and have none.
+/// `backward` gets the outputs, and the gradient of each output that the pass used. Integer outputs
+/// have no gradient, and are returned unchanged.
 ///
 /// # Errors
 ///
@@ -170,18 +171,19 @@ where
     let Some(tracked) = inputs.iter().find(|input| input.track_op()) else {
         return Ok(outputs.iter().map(Tensor::detach).collect());
     };
-    let together = Arc::new(Together {
-        outputs: OnceLock::new(),
-        grads: Mutex::new(vec![None; outputs.len()]),
-    });
-    let nothing = Tensor::zeros((), DType::F32, tracked.device())?;
+    let together = Arc::new(Together { outputs: OnceLock::new(), grads: Mailbox::default() });
+    let nothing = Tensor::zeros(outputs.len(), DType::F32, tracked.device())?;
     // candle comes to it when it has been to all outputs, which start from it.
     let token = with_backward(inputs, &nothing, {
         let together = Arc::clone(&together);
-        move |_, _| {
+        move |_, grad| {
             let outputs = together.outputs.get();
             let outputs = outputs.ok_or_else(|| candle_core::Error::msg("an output is missing"))?;
-            backward(outputs, together.taken())
+            let mut grads = vec![None; outputs.len()];
+            for (index, grad) in together.grads.take(&grad)? {
+                grads[index] = Some(grad);
+            }
+            backward(outputs, grads)
         }
     })?;
     let output = |(index, output): (usize, &Tensor)| {
@@ -190,8 +192,7 @@ where
         }
         let (together, nothing) = (Arc::clone(&together), nothing.clone());
         with_backward(&[&token], output, move |_, grad| {
-            together.grads()[index] = Some(grad);
-            Ok(vec![Some(nothing.clone())])
+            Ok(vec![Some(together.grads.leave(index, grad, &nothing)?)])
         })
     };
     let results: Vec<Tensor> = outputs.iter().enumerate().map(output).collect::<Result<_>>()?;
@@ -204,19 +205,8 @@ where
 struct Together {
     /// There when the backward pass begins.
     outputs: OnceLock<Vec<Tensor>>,
-    /// Left by the outputs, until all are there.
-    grads: Mutex<Vec<Option<Tensor>>>,
-}
-
-impl Together {
-    fn taken(&self) -> Vec<Option<Tensor>> {
-        self.grads().iter_mut().map(Option::take).collect()
-    }
-
-    /// Whoever panicked with the lock had left a gradient or none.
-    fn grads(&self) -> MutexGuard<'_, Vec<Option<Tensor>>> {
-        self.grads.lock().unwrap_or_else(PoisonError::into_inner)
-    }
+    /// Gradients of the outputs, from these to the inputs.
+    grads: Mailbox<Tensor>,
 }
 
 struct Custom<F> {
@@ -236,7 +226,7 @@ enum Wanted {
 }
 
 impl Wanted {
-    fn of(input: &Tensor) -> Self {
+    fn new(input: &Tensor) -> Self {
         match (input.track_op(), input.is_variable()) {
             (false, _) => Self::No,
             (true, true) => Self::Optional,
@@ -357,9 +347,6 @@ mod tests {
                 let found: f64 = grads.get(var).unwrap().to_scalar().unwrap();
                 assert!((found - slope * factor).abs() < 1e-9, "{used:?}: {found}");
             }
-            // A second pass begins anew.
-            let again = outputs[used[0]].backward().unwrap();
-            assert!(again.get(&vars[0]).is_some());
         }
         assert!(backward_from_many([]).unwrap().get(&vars[0]).is_none());
     }

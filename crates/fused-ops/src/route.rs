@@ -18,9 +18,9 @@ pub(crate) enum Route {
 }
 
 impl Route {
-    /// The route of inputs, with their names, which must have one floating type and lie on one
-    /// device.
-    pub(crate) fn of(op: &'static str, inputs: &[(&'static str, &Tensor)]) -> Result<Self> {
+    /// Returns the route of inputs, each with its name: they must have one floating type and lie on
+    /// one device.
+    pub(crate) fn new(op: &'static str, inputs: &[(&'static str, &Tensor)]) -> Result<Self> {
         let (_, first) = inputs[0];
         for &(input, tensor) in inputs {
             let here = first.device().location();
@@ -57,7 +57,7 @@ macro_rules! route {
         $fused:ident($($argument:expr),*),
         $composed:expr $(,)?
     ) => {
-        match $crate::route::Route::of($op, &[$((stringify!($input), $input)),+])? {
+        match $crate::route::Route::new($op, &[$((stringify!($input), $input)),+])? {
             $crate::route::Route::F32 => $fused::<f32>($($argument),*),
             $crate::route::Route::F64 => $fused::<f64>($($argument),*),
             $crate::route::Route::Half(half) => {

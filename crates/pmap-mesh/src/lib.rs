@@ -1,9 +1,8 @@
-//! [Coming from JAX]: crate::coming_from_jax
+//! [Coming from JAX]: https://docs.rs/crate/pmap-mesh/latest/source/docs/coming-from-jax.md
 //! [`DeviceMesh`]: crate::DeviceMesh
 //! [`Error`]: crate::Error
 //! [`P`]: crate::P
 //! [`PMap`]: crate::PMap
-//! [`Pending`]: crate::Pending
 //! [`Replica`]: crate::Replica
 //! [`Sharded`]: crate::Sharded
 //! [`TensorTree`]: crate::TensorTree
@@ -11,9 +10,12 @@
 // those above come first, they go to the crate itself.
 #![doc = include_str!("../README.md")]
 
+mod axes;
+mod device;
 mod ending;
 mod engine;
 mod error;
+mod grid;
 mod mesh;
 mod pmap;
 mod reduce;
@@ -24,39 +26,45 @@ mod sync;
 #[cfg(feature = "nccl")]
 pub use crate::engine::nccl::NcclStore;
 pub use crate::{
-    engine::{
-        call::CollectiveCall,
-        layout::{Run, RunLayout},
-        traffic::{Tally, Traffic},
-    },
+    axes::{ALL, MeshAxes},
+    device::threads::init_threads,
     error::{
-        CollectiveError, Error, LayoutFault, MeshError, ProcessError, ReplicaError, Result,
-        ValueError, one_line,
+        CollectiveError, Error, MeshError, ProcessError, ReplicaError, Result, ValueError,
+        fault::{Side, SpecFault},
     },
-    mesh::{
-        DeviceMesh, DeviceMeshBuilder,
-        axes::{ALL, MeshAxes},
-        threads::{THREAD_VARIABLES, init_threads},
-    },
+    mesh::{DeviceMesh, builder::DeviceMeshBuilder},
     pmap::{PMap, sharded::Sharded},
     replica::{
         Replica,
-        pending::Pending,
         rng::{BatchKey, BatchKeys, ReplicaRng},
     },
-    spec::{
-        P, Specs,
-        cut::Uneven,
-        fault::{Side, SpecFault},
-        tree::TensorTree,
-    },
+    spec::{P, Specs, cut::Uneven, tree::TensorTree},
 };
+
+/// Items for the crates that stand on this one, which may change with any version.
+///
+/// Some of its errors carry such items too: they can be displayed, and are not to be matched.
+#[doc(hidden)]
+pub mod support {
+    pub use crate::{
+        device::threads::THREAD_VARIABLES,
+        engine::{
+            layout::{Run, RunLayout},
+            traffic::{Tally, Traffic},
+        },
+        error::{LayoutFault, call::CollectiveCall},
+        replica::pending::Pending,
+    };
+}
+
+#[doc(hidden)]
+pub use crate::error::one_line;
 
 /// For [`tensor_tree!`], whose callers may have candle under another name.
 #[doc(hidden)]
 pub use candle_core::Tensor as __Tensor;
 
-// The README links to the file; the line above it, which comes first, to this page instead.
-#[cfg(doc)]
+// The programs of this page are tested.
+#[cfg(doctest)]
 #[doc = include_str!("../docs/coming-from-jax.md")]
-pub mod coming_from_jax {}
+mod coming_from_jax {}

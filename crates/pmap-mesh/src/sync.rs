@@ -1,6 +1,9 @@
-//! Waiting for another thread, first by giving way, then asleep; and locks.
+//! Waiting for another thread, first by giving way, then asleep; locks; and panics caught.
 
 use std::{
+    any::Any,
+    mem,
+    panic::{AssertUnwindSafe, catch_unwind},
     sync::{Mutex, MutexGuard, PoisonError},
     thread,
     time::{Duration, Instant},
@@ -52,4 +55,34 @@ pub(crate) fn soon(ready: impl Fn() -> bool) -> bool {
 /// whole between any two statements.
 pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Runs a function that may panic, and returns its result or the message of its panic.
+pub(crate) fn catch<T>(run: impl FnOnce() -> T) -> Result<T, String> {
+    // Whatever a panic leaves half done is owned by the replica and dropped with it.
+    catch_unwind(AssertUnwindSafe(run)).map_err(|payload| {
+        let message = panic_message(&*payload);
+        discard(payload);
+        message
+    })
+}
+
+/// Drops what a panic was raised with, which may panic in turn: outside of `catch_unwind` that
+/// would end the program.
+fn discard(payload: Box<dyn Any + Send>) {
+    if let Err(again) = catch_unwind(AssertUnwindSafe(|| drop(payload))) {
+        // That one may panic as well, and so on: it is left where it is.
+        mem::forget(again);
+    }
+}
+
+fn panic_message(payload: &(dyn Any + Send)) -> String {
+    if let Some(text) = payload.downcast_ref::<&str>() {
+        (*text).to_owned()
+    } else if let Some(text) = payload.downcast_ref::<String>() {
+        text.clone()
+    } else {
+        // `std::panic::panic_any` takes anything.
+        "no message".to_owned()
+    }
 }

@@ -1,5 +1,5 @@
-//! What collectives hold at most, counted by the allocator; alone in their process and one at a
-//! time, so that nothing else counts.
+//! The peak memory of collectives, counted by a global allocator: a program of its own, whose tests
+//! run one at a time, so that nothing else counts.
 
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
@@ -7,7 +7,10 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use candle_core::{DType, Device, Result, Tensor};
 use peak_alloc::PeakAlloc;
-use pmap_mesh::{ALL, DeviceMesh, Replica, Run, RunLayout};
+use pmap_mesh::{
+    ALL, DeviceMesh, Replica,
+    support::{Run, RunLayout},
+};
 use process_tests::nothing;
 
 #[global_allocator]

@@ -3,7 +3,7 @@
 //!
 //! The program starts itself once for each GPU, as a launcher does: it tells each process its rank,
 //! and ends the others when one has failed. With one GPU that is a world of one, in which nothing
-//! is sent.
+//! is sent. It is a program of its own, without a harness.
 
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
@@ -12,7 +12,7 @@ mod conformance;
 use std::{cell::Cell, process::ExitCode};
 
 use candle_core::{DType, Device, Tensor, Var, cuda_backend::cudarc::driver::CudaContext};
-use core_types::Launched;
+use core_types::LaunchEnv;
 use pmap_mesh::{ALL, DeviceMesh, DeviceMeshBuilder, NcclStore};
 use process_tests::{Case, Engine, ranks};
 
@@ -45,7 +45,7 @@ const CASES: &[Case] = &[
 
 /// One of the processes of a case.
 struct Nccl {
-    launched: Launched,
+    launched: LaunchEnv,
     n_meshes: Cell<usize>,
 }
 

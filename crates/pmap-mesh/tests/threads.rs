@@ -1,4 +1,6 @@
-//! Who says how many threads candle's kernels use: a program, in time, or a warning.
+//! The number of threads of candle's kernels: set in time by a program, or warned about.
+//!
+//! A program of its own: its tests start it again with environments that other tests must not see.
 
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
@@ -8,7 +10,7 @@ use std::{
 };
 
 use candle_core::{DType, Device, Tensor};
-use pmap_mesh::{DeviceMesh, Error, MeshError, THREAD_VARIABLES, init_threads};
+use pmap_mesh::{DeviceMesh, Error, MeshError, init_threads, support::THREAD_VARIABLES};
 
 /// Says to a test that it is the process that another one has started.
 const CHILD: &str = "PMAP_MESH_TEST_THREADS";

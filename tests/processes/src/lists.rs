@@ -6,7 +6,10 @@ use std::slice;
 
 use candle_core::{DType, Device, Result, Tensor, Var};
 use core_types::Seed;
-use pmap_mesh::{MeshAxes, Replica, Run, RunLayout};
+use pmap_mesh::{
+    MeshAxes, Replica,
+    support::{Run, RunLayout},
+};
 
 use crate::assert_same;
 

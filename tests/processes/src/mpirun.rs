@@ -13,7 +13,7 @@ use std::{
     thread,
 };
 
-use core_types::Launched;
+use core_types::LaunchEnv;
 
 use crate::{Case, LIMIT};
 
@@ -29,7 +29,7 @@ pub fn main_and_then(
     run: impl FnOnce(&str, usize),
     more: impl FnOnce(),
 ) -> ExitCode {
-    if let Some(launched) = Launched::from_env().unwrap() {
+    if let Some(launched) = LaunchEnv::from_env().unwrap() {
         run(&env::args().nth(1).unwrap(), launched.placement().world_size().as_usize());
     } else if Command::new("mpirun").arg("--version").output().is_err() {
         eprintln!("SKIPPED: there is no mpirun; nothing was checked");

@@ -14,7 +14,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use core_types::Launched;
+use core_types::LaunchEnv;
 
 use crate::{Case, LIMIT};
 
@@ -23,8 +23,8 @@ const LOOK: Duration = Duration::from_millis(20);
 
 /// The `main` of a test: starts every case on all `devices`, and in a process that it has started
 /// calls `run` with what the launcher says, the name of the case and the number of ranks.
-pub fn main(cases: &[Case], devices: usize, run: impl FnOnce(Launched, &str, usize)) -> ExitCode {
-    if let Some(launched) = Launched::from_env().unwrap() {
+pub fn main(cases: &[Case], devices: usize, run: impl FnOnce(LaunchEnv, &str, usize)) -> ExitCode {
+    if let Some(launched) = LaunchEnv::from_env().unwrap() {
         run(launched, &env::args().nth(1).unwrap(), launched.placement().world_size().as_usize());
     } else if devices == 0 {
         eprintln!("SKIPPED: there is no device; nothing was checked");

@@ -1,25 +1,25 @@
 //! `cargo xtask tidy`: the house rules that no compiler checks.
 //!
-//! Each rule is a function from what it looks at to the list of violations. All of them run before
-//! the report, so that one run shows everything there is to mend.
+//! Each rule is a function that returns violations. All of them run before the report, so that one run
+//! shows them all.
 
-mod checklist;
-mod direction;
 mod imports;
-mod package;
+mod size;
+mod surface;
 mod text;
 
-use std::{fmt, fs};
+use std::{collections::BTreeSet, fmt, fs, path::Path};
 
-use cargo_metadata::{Metadata, TargetKind};
+use cargo_metadata::{Package, TargetKind};
 
 use crate::{
     cmd::{self, Result},
+    tidy::{imports::Tree, surface::Uses},
     workspace,
 };
 
-/// A broken rule, and where.
-#[derive(Debug, PartialEq, Eq, PartialOrd, Ord)]
+/// A broken rule, and its place.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 struct Violation {
     /// Relative to the root, with `/` on every system.
     path: String,
@@ -56,32 +56,114 @@ pub(crate) fn run() -> Result {
     }
 }
 
+/// Violations that are known and end later: a part of their text, and the reason.
+const KNOWN: [(&str, &str); 3] = [
+    // `error` and `hf` name types of `train`; they go below it with the library for fine-tuning.
+    ("crates/candle-distributed-cli/src/", "circle of folders"),
+    // It holds a library for fine-tuning, which the same change takes out, with most files of `train`.
+    ("crates/candle-distributed-cli:", "lines of code in a crate"),
+    ("crates/candle-distributed-cli/src/train:", "files in a folder"),
+];
+
 fn violations() -> Result<Vec<Violation>> {
-    let metadata = workspace::read()?;
     let files = own_files()?;
-    let mut violations = direction::check(&metadata, &read);
-    violations.extend(package::check(&metadata, &read));
-    violations.extend(checklist::check(&files, &read));
-    violations.extend(roots(&metadata).iter().flat_map(|root| imports::check(root, &read)));
+    let users: Vec<_> = files.iter().map(|path| (path, uses(path))).collect();
+    let mut violations = Vec::new();
+    let metadata = workspace::read()?;
+    let program = metadata.workspace_packages().into_iter().filter(|one| one.name == "xtask");
+    for package in workspace::crates(&metadata).chain(program) {
+        violations.extend(of_package(package, &users));
+    }
+    violations.extend(size::folders(files.iter()));
     for path in &files {
         let text = fs::read_to_string(cmd::root().join(path))?;
         violations.extend(text::check(path, &text));
     }
     violations.sort();
-    Ok(violations)
+    Ok(without_known(violations))
 }
 
-/// The root files of the crates and of this program.
-fn roots(metadata: &Metadata) -> Vec<String> {
-    let own = metadata.workspace_packages().into_iter().filter(|package| package.name == "xtask");
-    let targets = workspace::crates(metadata).chain(own).flat_map(|package| &package.targets);
-    let ours = targets.filter(|target| {
-        target.kind.iter().any(|kind| matches!(kind, TargetKind::Lib | TargetKind::Bin))
-    });
-    ours.map(|target| workspace::relative(target.src_path.as_std_path())).collect()
+/// Leaves out the known violations, one for each entry of the list; an entry too many is a violation.
+fn without_known(mut violations: Vec<Violation>) -> Vec<Violation> {
+    for (place, rule) in KNOWN {
+        let is_known = |violation: &Violation| {
+            let text = violation.to_string();
+            text.starts_with(place) && text.contains(rule)
+        };
+        match violations.iter().position(is_known) {
+            Some(nth) => drop(violations.remove(nth)),
+            None => violations.push(Violation::new(
+                "xtask/src/tidy/mod.rs",
+                1,
+                format!("`{place}` no longer has its known violation, {rule}"),
+            )),
+        }
+    }
+    violations
 }
 
-/// The paths of our sources, manifests and pages, relative to the root.
+/// Returns the violations of rules about a whole package.
+fn of_package(package: &Package, users: &[(&String, Uses)]) -> Vec<Violation> {
+    let folder = workspace::folder(package);
+    let mut violations = Vec::new();
+    let mut sources = BTreeSet::new();
+    for (root, is_library) in roots(package) {
+        let tree = match Tree::read(&root, &read) {
+            Ok(tree) => tree,
+            Err(unread) => return vec![unread],
+        };
+        violations.extend(imports::circles_of_files(&tree));
+        violations.extend(imports::circles_of_folders(&tree));
+        sources.extend(tree.modules.iter().map(|module| module.file.clone()));
+        if is_library {
+            let users = users.iter().filter(|(path, _)| is_user(path, &folder));
+            let users: Vec<_> = users.map(|(_, uses)| uses).collect();
+            violations.extend(surface::unused(&tree, &users));
+        }
+    }
+    let sources: Vec<_> = sources.iter().filter_map(|path| read(path)).collect();
+    violations.extend(size::lines(&folder, &sources));
+    violations
+}
+
+/// Returns the root files of the library and programs of a package, and whether each is a library.
+fn roots(package: &Package) -> Vec<(String, bool)> {
+    let mut roots = Vec::new();
+    for target in &package.targets {
+        let is_library = target.kind.contains(&TargetKind::Lib);
+        if is_library || target.kind.contains(&TargetKind::Bin) {
+            roots.push((workspace::relative(target.src_path.as_std_path()), is_library));
+        }
+    }
+    roots
+}
+
+/// Returns the names that a file uses; manifests use none.
+fn uses(path: &str) -> Uses {
+    let text = read(path).unwrap_or_default();
+    match path.rsplit_once('.') {
+        Some((_, "rs")) => Uses::of_code(&text),
+        Some((_, "md")) => Uses::of_page(&text),
+        _ => Uses::default(),
+    }
+}
+
+fn is_rust(path: &str) -> bool {
+    Path::new(path).extension().is_some_and(|end| end == "rs")
+}
+
+/// Returns true if a file is a user of the library in `folder`: a file of another package, an example,
+/// a program or a page.
+fn is_user(path: &str, folder: &str) -> bool {
+    let page = path.starts_with("docs/") || path.contains("/docs/") || path.ends_with("README.md");
+    match path.strip_prefix(folder).and_then(|rest| rest.strip_prefix('/')) {
+        _ if !is_rust(path) => page,
+        Some(rest) => rest.starts_with("examples/") || rest.starts_with("src/bin/"),
+        None => true,
+    }
+}
+
+/// Returns the paths of our sources, manifests and pages, relative to the root.
 fn own_files() -> Result<Vec<String>> {
     let mut files = Vec::new();
     for entry in fs::read_dir(cmd::root())? {
@@ -96,7 +178,7 @@ fn own_files() -> Result<Vec<String>> {
     Ok(files.iter().map(|path| workspace::relative(path)).collect())
 }
 
-/// The text of a file, given relative to the root, if there is one.
+/// Returns the text of a file, given relative to the root, or `None` if there is none.
 fn read(path: &str) -> Option<String> {
     fs::read_to_string(cmd::root().join(path)).ok()
 }
@@ -119,10 +201,37 @@ mod tests {
     }
 
     #[test]
-    fn the_roots_of_libraries_and_programs_are_found() {
-        let roots = roots(&workspace::read().unwrap());
-        for root in ["crates/core-types/src/lib.rs", "xtask/src/main.rs"] {
-            assert!(roots.contains(&root.to_owned()), "{roots:?}");
+    fn a_known_violation_is_left_out_once() {
+        let known =
+            || KNOWN.map(|(place, rule)| Violation::new(place.trim_end_matches(':'), 1, rule));
+        assert!(without_known(known().to_vec()).is_empty());
+        let again = [known().as_slice(), &known()[..1]].concat();
+        assert_eq!(without_known(again).len(), 1);
+        assert_eq!(without_known(known()[1..].to_vec()).len(), 1);
+    }
+
+    #[test]
+    fn users_are_other_packages_examples_programs_and_pages() {
+        for (path, expected) in [
+            ("crates/b/src/lib.rs", true),
+            ("crates/a/src/lib.rs", false),
+            ("crates/a/tests/all/main.rs", false),
+            ("crates/a/examples/x.rs", true),
+            ("crates/a/src/bin/x.rs", true),
+            ("crates/a/README.md", true),
+            ("docs/memory.md", true),
+            ("CHANGELOG.md", false),
+        ] {
+            assert_eq!(is_user(path, "crates/a"), expected, "{path}");
         }
+    }
+
+    #[test]
+    fn the_roots_of_libraries_and_programs_are_found() {
+        let metadata = workspace::read().unwrap();
+        let root =
+            |name: &str| roots(workspace::crates(&metadata).find(|one| one.name == name).unwrap());
+        assert_eq!(root("core-types"), [("crates/core-types/src/lib.rs".to_owned(), true)]);
+        assert_eq!(root("candle-distributed-cli").len(), 2);
     }
 }

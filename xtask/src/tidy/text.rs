@@ -20,6 +20,9 @@ pub(super) fn check(path: &str, text: &str) -> Vec<Violation> {
     if Path::new(path).extension().is_some_and(|end| end == "rs") {
         violations.extend(module_docs(path, text));
     }
+    if path.ends_with("/Cargo.toml") {
+        violations.extend(lints(path, text));
+    }
     violations
 }
 
@@ -27,6 +30,13 @@ fn module_docs(path: &str, text: &str) -> Option<Violation> {
     let page = path.ends_with("lib.rs") && text.starts_with("#![doc = include_str!");
     let documented = page || text.starts_with("//!");
     (!documented).then(|| Violation::new(path, 1, "a module starts with its `//!` documentation"))
+}
+
+fn lints(path: &str, text: &str) -> Option<Violation> {
+    let is_member = !path.starts_with("fuzz/");
+    let has_lints = text.replace('\r', "").contains("[lints]\nworkspace = true\n");
+    (is_member && !has_lints)
+        .then(|| Violation::new(path, 1, "a package has `[lints] workspace = true`"))
 }
 
 fn unfinished(path: &str, text: &str) -> Vec<Violation> {
@@ -61,6 +71,12 @@ mod tests {
             lines("crates/a/src/lib.rs", "#![doc = include_str!(\"../README.md\")]\n").is_empty()
         );
         assert!(lines("crates/a/src/b.rs", "//! What it is for.\n").is_empty());
+    }
+
+    #[test]
+    fn a_package_without_the_lints_is_found() {
+        assert_eq!(lines("crates/a/Cargo.toml", "[package]\n"), [1]);
+        assert!(lines("crates/a/Cargo.toml", "[lints]\r\nworkspace = true\r\n").is_empty());
     }
 
     #[test]

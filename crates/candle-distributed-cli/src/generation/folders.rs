@@ -12,7 +12,7 @@ use crate::{
         folder::Folder,
     },
     hint,
-    train::{model::Model, run_dir, settings::Settings, transformer::Transformer},
+    train::{model::Model, run_dir, settings::Settings},
 };
 
 /// How PEFT describes adapters, in their folder.
@@ -35,36 +35,50 @@ pub(crate) fn open(path: &Path, adapter: Option<&Path>) -> Result<Writer> {
     of_folder(Folder::open(path)?, adapter)
 }
 
-fn of_run(path: &Path, settings: &Settings, adapter: Option<&Path>) -> Result<Writer> {
-    let product = run_dir::product_of(path, settings);
-    if !product.exists() {
-        let fault = format!("{} has not ended: there is no {}", path.display(), product.display());
-        return Err(Error::usage(fault).hinted(hint::UNFINISHED));
+/// Returns the folder of the model at `path`, which is in Hugging Face's form or of a run that has
+/// ended.
+///
+/// # Errors
+///
+/// If the run has not ended, or has trained adapters alone.
+pub(crate) fn model_folder(path: &Path) -> Result<PathBuf> {
+    let Some(settings) = Settings::read(path)? else { return Ok(path.to_owned()) };
+    let product = product(path, &settings)?;
+    if product == run_dir::adapter_in(path) {
+        let fault = format!("{} holds adapters, and not their model", product.display());
+        return Err(Error::usage(fault).hinted(hint::ADAPTER));
     }
-    let Some(finetune) = &settings.finetune else { return of_bytes(product, settings, adapter) };
+    Ok(product)
+}
+
+fn product(path: &Path, settings: &Settings) -> Result<PathBuf> {
+    let product = run_dir::product_of(path, settings);
+    if product.exists() {
+        return Ok(product);
+    }
+    let fault = format!("{} has not ended: there is no {}", path.display(), product.display());
+    Err(Error::usage(fault).hinted(hint::UNFINISHED))
+}
+
+fn of_run(path: &Path, settings: &Settings, adapter: Option<&Path>) -> Result<Writer> {
+    let product = product(path, settings)?;
     if product != run_dir::adapter_in(path) {
         return of_folder(Folder::open(&product)?, adapter);
     }
-    let folder = Folder::open(&finetune.folder).map_err(|error| error.hinted(hint::ADAPTER))?;
+    let finetune = &settings.finetune;
+    let folder = finetune.open_folder().map_err(|error| error.hinted(hint::ADAPTER))?;
     finetune.check_folder(&folder).map_err(|error| error.hinted(hint::ADAPTER))?;
     of_folder(folder, Some(adapter.unwrap_or(&product)))
 }
 
 fn of_folder(folder: Folder, adapter: Option<&Path>) -> Result<Writer> {
     let llama = folder.llama().clone();
-    let model = Model::Llama(match adapters(adapter)? {
+    let model = Model(match adapters(adapter)? {
         Some(lora) => Llama::with_lora(llama, lora),
         None => llama,
     });
     let files = folder.weights()?;
-    Writer::new(model, &files, Some(folder))
-}
-
-/// The transformer over bytes, whose file has the effect of adapters that the run trained.
-fn of_bytes(file: PathBuf, settings: &Settings, adapter: Option<&Path>) -> Result<Writer> {
-    let lora = adapters(adapter)?;
-    let model = Model::Bytes(Transformer { config: settings.config(), lora });
-    Writer::new(model, &[file], None)
+    Writer::new(model, &files, folder)
 }
 
 fn adapters(path: Option<&Path>) -> Result<Option<Lora>> {

@@ -11,8 +11,8 @@ mod weights;
 mod writer;
 
 pub(crate) use self::{
-    folders::open,
-    prompt::{Prompt, Words},
+    folders::{model_folder, open},
+    prompt::Prompt,
     sampling::Sampling,
     writer::{Length, Written},
 };

@@ -8,11 +8,7 @@ use serde::Serialize;
 
 use crate::{
     error::Result,
-    generation::{
-        prompt::{Prompt, Words},
-        sampling::Chooser,
-        weights,
-    },
+    generation::{prompt::Prompt, sampling::Chooser, weights},
     hf::folder::Folder,
     train::model::Model,
 };
@@ -22,8 +18,8 @@ use crate::{
 pub(crate) struct Writer {
     model: Model,
     units: Units,
-    /// Where its tokenizer comes from; its tokens are bytes if there is none.
-    folder: Option<Folder>,
+    /// Where its tokenizer comes from.
+    folder: Folder,
 }
 
 /// How much a model writes.
@@ -61,6 +57,8 @@ pub(crate) enum Stop {
 impl Length {
     /// As much as is seen at a glance.
     pub(crate) const GLANCE: Self = Self { max_tokens: 64, ignore_end: false };
+    /// About as much of a model whose tokens are bytes.
+    pub(crate) const GLANCE_OF_BYTES: Self = Self { max_tokens: 320, ignore_end: false };
 }
 
 impl Writer {
@@ -69,7 +67,7 @@ impl Writer {
     /// # Errors
     ///
     /// If the weights, or the adapters, are not those of the model.
-    pub(crate) fn new(model: Model, files: &[PathBuf], folder: Option<Folder>) -> Result<Self> {
+    pub(crate) fn new(model: Model, files: &[PathBuf], folder: Folder) -> Result<Self> {
         Ok(Self { units: weights::load(&model, files)?, model, folder })
     }
 
@@ -85,17 +83,14 @@ impl Writer {
         length: Length,
         chooser: &mut Chooser,
     ) -> Result<Written> {
-        let prompt_ids = prompt.ids(self.words(), self.model.context())?;
+        let tokenizer = self.folder.tokenizer();
+        let prompt_ids = prompt.ids(tokenizer, self.model.context())?;
         let (ids, stop) = self.continued(&prompt_ids, length, chooser)?;
         let text = match prompt {
-            Prompt::Text(_) => self.words().decode(&[&prompt_ids[..], &ids].concat())?,
-            Prompt::Messages(_) => self.words().decode(&ids)?,
+            Prompt::Text(_) => tokenizer.decode(&[&prompt_ids[..], &ids].concat(), false)?,
+            Prompt::Messages(_) => tokenizer.decode(&ids, false)?,
         };
         Ok(Written { prompt_ids, ids, text, stop })
-    }
-
-    fn words(&self) -> Words<'_> {
-        Words(self.folder.as_ref().map(Folder::tokenizer))
     }
 
     fn continued(
@@ -110,7 +105,7 @@ impl Writer {
                 break;
             }
             let next = chooser.choose(&self.logits(&ids)?.i(ids.len() - 1)?)?;
-            if self.words().is_end(next) && !length.ignore_end {
+            if self.folder.tokenizer().is_end(next) && !length.ignore_end {
                 return Ok((ids.split_off(prompt.len()), Stop::End));
             }
             ids.push(next);

@@ -12,11 +12,11 @@ use serde::{Deserialize, Serialize};
 use crate::{
     error::{Error, Result},
     hf::{
+        files,
         lines::{self, Item, Place},
         tokenizer::{Answered, Tokenizer},
     },
     hint,
-    train::corpus,
 };
 
 /// The label of a token that is not to be predicted, as in PyTorch.
@@ -33,6 +33,8 @@ pub(crate) enum Overlong {
     Truncate,
     /// Leave them out
     Skip,
+    /// Cut them into several
+    Split,
 }
 
 /// Sequences of tokens with their labels.
@@ -76,7 +78,7 @@ impl Examples {
         overlong: Overlong,
     ) -> Result<Self> {
         let mut read = Self { examples: Vec::new(), n_overlong: 0, files: Files::default() };
-        for file in corpus::files(path)? {
+        for file in files::list(path)? {
             let Some(text) = read.files.text(&file)? else { continue };
             for (place, item) in lines::items(&file, &text)? {
                 let example = encode(tokenizer, &item).map_err(|error| error.at(place))?;
@@ -87,6 +89,21 @@ impl Examples {
             return Err(Error::usage(format!("no text to learn from in {}", path.display())));
         }
         Ok(read)
+    }
+
+    /// Makes an example of each text.
+    pub(crate) fn of_texts(
+        texts: impl IntoIterator<Item = String>,
+        tokenizer: &Tokenizer,
+        context: usize,
+        overlong: Overlong,
+    ) -> Result<Self> {
+        let mut made = Self { examples: Vec::new(), n_overlong: 0, files: Files::default() };
+        for (n, text) in (1..).zip(texts) {
+            let place = Place::of_text(n);
+            made.add(tokenizer.text(&text)?, &place, context, overlong)?;
+        }
+        Ok(made)
     }
 
     /// The length of every example, in tokens.
@@ -126,9 +143,9 @@ impl Examples {
     pub(crate) fn fingerprint(&self) -> String {
         let mut fingerprint = Fingerprint::new();
         for Answered { ids, answers } in &self.examples {
-            fingerprint.word(ids.len() as u64);
+            fingerprint.write_u64(ids.len() as u64);
             fingerprint.extend(ids.iter().map(|&id| id.into()));
-            fingerprint.word(answers.len() as u64);
+            fingerprint.write_u64(answers.len() as u64);
             fingerprint
                 .extend(answers.iter().flat_map(|answer| [answer.start, answer.end]).map(word));
         }
@@ -177,6 +194,10 @@ impl Examples {
             match overlong {
                 Overlong::Skip => return Ok(()),
                 Overlong::Truncate => example = cut(example, context),
+                Overlong::Split => {
+                    self.examples.extend(split(&example, context));
+                    return Ok(());
+                }
                 Overlong::Error => {
                     let long = format!("{place} has {len} tokens, and the context is {context}");
                     return Err(Error::usage(long).hinted(hint::OVERLONG));
@@ -184,7 +205,7 @@ impl Examples {
             }
         }
         // The first token has none before it that could predict it.
-        if example.answers.iter().any(|answer| answer.end > answer.start.max(1)) {
+        if has_target(&example) {
             self.examples.push(example);
             return Ok(());
         }
@@ -237,6 +258,24 @@ fn encode(tokenizer: &Tokenizer, item: &Item) -> Result<Answered> {
         Item::Answer { prompt, completion } => tokenizer.answer(prompt, completion),
         Item::Messages(messages) => tokenizer.conversation(messages),
     }
+}
+
+/// Returns true if a token is to be predicted, before which there is another.
+fn has_target(example: &Answered) -> bool {
+    example.answers.iter().any(|answer| answer.end > answer.start.max(1))
+}
+
+/// Cuts an example into parts of at most so many tokens. Those without a target are left out.
+fn split(example: &Answered, n_tokens: usize) -> Vec<Answered> {
+    let parts = (0..).step_by(n_tokens).zip(example.ids.chunks(n_tokens));
+    let parts = parts.map(|(start, ids)| {
+        let end = start + ids.len();
+        let within = |answer: &Range<usize>| {
+            answer.start.clamp(start, end) - start..answer.end.clamp(start, end) - start
+        };
+        Answered { ids: ids.to_vec(), answers: example.answers.iter().map(within).collect() }
+    });
+    parts.filter(has_target).collect()
 }
 
 /// The first tokens of an example.

@@ -19,6 +19,9 @@ use crate::{
     hint, input,
 };
 
+/// How errors name the model that comes with the program.
+const BUILT_IN: &str = "the model of this program";
+
 /// The weights, in one file or in those of an index.
 const ONE_FILE: &str = "model.safetensors";
 const INDEX: &str = "model.safetensors.index.json";
@@ -56,10 +59,23 @@ impl Folder {
         let llama = llama.map_err(|fault| refused(&file, fault).hinted(hint::FAMILY))?;
         let vocab_size = llama.config().vocab_size;
         let tokenizer = if path.join(tokenizer::FILE).exists() || has_weights(path)? {
-            Tokenizer::open(path, vocab_size)?
+            Tokenizer::open(path, &config, vocab_size)?
         } else {
-            Tokenizer::bytes(path, vocab_size)?
+            Tokenizer::bytes(path, &config, vocab_size)?
         };
+        Ok(Self { path: path.to_owned(), config, llama, tokenizer })
+    }
+
+    /// Makes a folder that lies nowhere, of a `config.json` whose tokens are bytes.
+    ///
+    /// # Errors
+    ///
+    /// As of [`open`](Self::open).
+    pub(crate) fn of_config(config: String) -> Result<Self> {
+        let path = Path::new(BUILT_IN);
+        let llama = LlamaConfig::from_json(&config).and_then(Llama::from_config);
+        let llama = llama.map_err(|fault| refused(path, fault))?;
+        let tokenizer = Tokenizer::bytes(path, &config, llama.config().vocab_size)?;
         Ok(Self { path: path.to_owned(), config, llama, tokenizer })
     }
 

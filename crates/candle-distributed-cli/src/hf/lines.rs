@@ -31,6 +31,13 @@ pub(crate) struct Place<'a> {
     n: u64,
 }
 
+impl Place<'static> {
+    /// Returns the place of a text that the program makes itself.
+    pub(crate) fn of_text(n: u64) -> Self {
+        Self { path: Path::new("the stories"), unit: "text", n }
+    }
+}
+
 impl fmt::Display for Place<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{} {} of {}", self.unit, self.n, self.path.display())

@@ -64,14 +64,14 @@ impl Tokenizer {
     ///
     /// If a file cannot be read or is none of its kind, if a token has a number that the model does
     /// not have, or if no token ends a text.
-    pub(crate) fn open(folder: &Path, vocab_size: usize) -> Result<Self> {
+    pub(crate) fn open(folder: &Path, config: &str, vocab_size: usize) -> Result<Self> {
         let mut files = BTreeMap::new();
         for name in [FILE, CONFIG, SPECIAL_TOKENS, GENERATION, CHAT_TEMPLATE].iter().chain(&OLDER) {
             if let Some(bytes) = input::read_if_there(&folder.join(name))? {
                 files.insert((*name).to_owned(), bytes);
             }
         }
-        Self::of_files(folder, files, vocab_size)
+        Self::of_files(folder, files, &Ids::read(folder, config)?, vocab_size)
     }
 
     /// The tokenizer of a folder that has none: a token for each byte, and the one that ends a text.
@@ -79,10 +79,10 @@ impl Tokenizer {
     /// # Errors
     ///
     /// If `config.json` names no such token beyond the bytes.
-    pub(crate) fn bytes(folder: &Path, vocab_size: usize) -> Result<Self> {
+    pub(crate) fn bytes(folder: &Path, config: &str, vocab_size: usize) -> Result<Self> {
+        let ids = Ids::read(folder, config)?;
         let config = folder.join(files::CONFIG);
-        let Ids { eos_token_id } = input::read_json(&config, "the properties of a model")?;
-        let end = eos_token_id.into_iter().flat_map(OneOrMore::into_vec).next();
+        let end = ids.eos_token_id.clone().into_iter().flat_map(OneOrMore::into_vec).next();
         let Some(end) = end.filter(|&end| end >= byte_tokenizer::N_BYTES) else {
             let none = "without a tokenizer.json the tokens are bytes, and eos_token_id must be one \
                         beyond them, such as 256";
@@ -92,18 +92,19 @@ impl Tokenizer {
         let config = byte_tokenizer::tokenizer_config_json();
         let files = [(FILE, tokenizer), (CONFIG, config)];
         let files = files.map(|(name, value)| (name.to_owned(), value.to_string().into_bytes()));
-        Self::of_files(folder, files.into(), vocab_size)
+        Self::of_files(folder, files.into(), &ids, vocab_size)
     }
 
     fn of_files(
         folder: &Path,
         files: BTreeMap<String, Vec<u8>>,
+        of_model: &Ids,
         vocab_size: usize,
     ) -> Result<Self> {
         let inner = inner(folder, &files)?;
         check_vocabulary(folder, &inner, vocab_size)?;
         let special = SpecialTokens::read(folder, &files)?;
-        let (end, ends) = special.ends(folder, &files, &inner)?;
+        let (end, ends) = special.ends(folder, &files, of_model, &inner)?;
         let chat = chat_template(folder, &files, &special)?;
         Ok(Self { inner, path: folder.to_owned(), files, end, ends, chat })
     }
@@ -298,7 +299,7 @@ struct NamedTemplate {
 }
 
 /// What `config.json` and `generation_config.json` say of tokens.
-#[derive(Debug, Default, Deserialize)]
+#[derive(Clone, Debug, Default, Deserialize)]
 struct Ids {
     eos_token_id: Option<OneOrMore>,
 }
@@ -308,6 +309,15 @@ struct Ids {
 enum OneOrMore {
     One(u32),
     More(Vec<u32>),
+}
+
+impl Ids {
+    /// Reads those of the `config.json` of a folder.
+    fn read(folder: &Path, config: &str) -> Result<Self> {
+        let what = "the properties of a model";
+        serde_json::from_str(config)
+            .map_err(|source| Error::json(folder.join(files::CONFIG), what, source))
+    }
 }
 
 impl OneOrMore {
@@ -359,6 +369,7 @@ impl SpecialTokens {
         &self,
         folder: &Path,
         files: &BTreeMap<String, Vec<u8>>,
+        of_model: &Ids,
         inner: &tokenizers::Tokenizer,
     ) -> Result<(u32, BTreeSet<u32>)> {
         let mut ends = Vec::new();
@@ -367,10 +378,8 @@ impl SpecialTokens {
             let unknown = || refused(folder, format!("eos_token {text:?} is not in {FILE}"));
             ends.push(inner.token_to_id(text).ok_or_else(unknown)?);
         }
-        let config = folder.join(files::CONFIG);
-        let of_model: Ids = input::read_json(&config, "the properties of a model")?;
         let of_generation: Ids = read_part(folder, files, GENERATION)?;
-        let more = [of_model, of_generation].into_iter().filter_map(|ids| ids.eos_token_id);
+        let more = [of_model.clone(), of_generation].into_iter().filter_map(|ids| ids.eos_token_id);
         ends.extend(more.flat_map(OneOrMore::into_vec));
         let Some(&first) = ends.first() else {
             let none = format!("no token of {} ends a text", folder.display());
@@ -439,8 +448,18 @@ mod tests {
     use super::*;
     use crate::hf::golden;
 
+    fn open_sized(folder: &Path, vocab_size: usize) -> Result<Tokenizer> {
+        let config = std::fs::read_to_string(folder.join(files::CONFIG)).unwrap();
+        Tokenizer::open(folder, &config, vocab_size)
+    }
+
+    fn bytes(folder: &Path, vocab_size: usize) -> Result<Tokenizer> {
+        let config = std::fs::read_to_string(folder.join(files::CONFIG)).unwrap();
+        Tokenizer::bytes(folder, &config, vocab_size)
+    }
+
     fn open(folder: &Path) -> Result<Tokenizer> {
-        Tokenizer::open(folder, 320)
+        open_sized(folder, 320)
     }
 
     fn refusal(model: &str, name: &str, change: impl FnOnce(&mut Value)) -> String {
@@ -575,8 +594,8 @@ mod tests {
 
     #[test]
     fn tokens_that_the_model_does_not_know_are_refused() {
-        assert!(Tokenizer::open(&golden::path("llama3"), 320).is_ok());
-        let fault = Tokenizer::open(&golden::path("llama3"), 319).unwrap_err().to_string();
+        assert!(open_sized(&golden::path("llama3"), 320).is_ok());
+        let fault = open_sized(&golden::path("llama3"), 319).unwrap_err().to_string();
         assert!(fault.contains("<|eot_id|>"), "{fault}");
         assert!(fault.ends_with("has number 319, and the model has 319 tokens"), "{fault}");
     }
@@ -607,7 +626,7 @@ mod tests {
                 .unwrap();
         };
         config("[256]");
-        let tokenizer = Tokenizer::bytes(home.path(), 260).unwrap();
+        let tokenizer = bytes(home.path(), 260).unwrap();
         let all = String::from_utf8_lossy(&(0..=255).collect::<Vec<u8>>()).into_owned();
         for text in ["to be\n\n or not", "Straße 🗼", &all] {
             let ids = tokenizer.begin(text).unwrap();
@@ -621,18 +640,18 @@ mod tests {
             fs::write(home.path().join(name), bytes).unwrap();
         }
         config("256");
-        let read = Tokenizer::open(home.path(), 257).unwrap();
+        let read = open_sized(home.path(), 257).unwrap();
         assert_eq!(read.answer("a", "b").unwrap(), tokenizer.answer("a", "b").unwrap());
         for end in ["255", "null", "[]"] {
             config(end);
-            let fault = Tokenizer::bytes(home.path(), 257).unwrap_err().to_string();
+            let fault = bytes(home.path(), 257).unwrap_err().to_string();
             assert!(fault.contains("eos_token_id must be one beyond them"), "{fault}");
         }
         config("[256, 257]");
-        let fault = Tokenizer::bytes(home.path(), 258).unwrap_err().to_string();
+        let fault = bytes(home.path(), 258).unwrap_err().to_string();
         assert!(fault.contains("eos_token_id 257 is not in tokenizer.json"), "{fault}");
         config("257");
-        assert!(Tokenizer::bytes(home.path(), 257).is_err());
+        assert!(bytes(home.path(), 257).is_err());
     }
 
     /// Every value of a JSON document in turn is another one.

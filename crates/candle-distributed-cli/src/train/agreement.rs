@@ -7,7 +7,6 @@ use std::{
     time::{Duration, Instant},
 };
 
-use candle_core::{Device, Tensor};
 use candle_distributed::mesh::DeviceMesh;
 
 use crate::{
@@ -46,10 +45,10 @@ fn differences(said: &[(usize, Vec<String>)]) -> String {
 /// Checks that all processes reach the folder in which the first one is about to write, by a file
 /// that it makes there for a moment.
 pub(crate) fn check_shared(mesh: &DeviceMesh, path: &Path) -> Result<()> {
-    if mesh.local_slots().len() == mesh.len() {
+    if !mesh.spans_processes() {
         return Ok(());
     }
-    let token = if is_first(mesh) { Some(token(path)?) } else { None };
+    let token = if mesh.is_first_process() { Some(token(path)?) } else { None };
     let word = match &token {
         Some(token) => token.path().display().to_string(),
         None => "somebody else makes it".into(),
@@ -109,32 +108,18 @@ fn appears(path: &Path) -> bool {
 
 /// The error of a process if it is the first; the others end without a word.
 fn of_first(mesh: &DeviceMesh, error: impl FnOnce() -> Error) -> Error {
-    if is_first(mesh) {
+    if mesh.is_first_process() {
         error()
     } else {
         ErrorKind::SaidByFirst { exit_code: error::BAD_INPUT, is_of_all: false }.into()
     }
 }
 
-fn is_first(mesh: &DeviceMesh) -> bool {
-    mesh.local_slots().start == 0
-}
-
 /// What each process says, by the rank of its first device.
 fn gather(mesh: &DeviceMesh, words: &[String]) -> Result<Vec<(usize, Vec<String>)>> {
-    let mut lists: Vec<Vec<Tensor>> = vec![Vec::new(); mesh.local_slots().len()];
-    for word in words {
-        lists[0].push(Tensor::new(word.as_bytes(), &Device::Cpu)?);
-    }
-    let mut said = Vec::new();
-    for (rank, list) in mesh.process_allgather(lists)?.iter().enumerate() {
-        let words = list.iter().map(Tensor::to_vec1::<u8>);
-        let words = words.map(|word| Ok(String::from_utf8_lossy(&word?).into_owned()));
-        said.push((rank, words.collect::<candle_core::Result<Vec<String>>>()?));
-    }
+    let texts = mesh.gather_texts(words)?.into_iter().enumerate();
     // Only the first device of each process speaks.
-    said.retain(|(_, words)| !words.is_empty());
-    Ok(said)
+    Ok(texts.filter(|(_, words)| !words.is_empty()).collect())
 }
 
 #[cfg(test)]

@@ -82,7 +82,7 @@ pub(crate) fn compare(runs: &[(&str, &Metrics)]) -> Result<String> {
 
 fn title(metrics: &Metrics) -> String {
     let Some(first) = metrics.steps().first() else { return String::from("no step is done yet") };
-    let steps = HumanCount(metrics.done().into()).of("step");
+    let steps = HumanCount(metrics.done().into()).with_noun("step");
     format!("loss {:.3} → {:.3} nats per token, {steps}", first.loss, last_loss(metrics))
 }
 

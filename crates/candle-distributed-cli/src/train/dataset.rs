@@ -2,41 +2,28 @@
 
 use std::collections::BTreeMap;
 
-use candle_core::{DType, Device, Result, Tensor};
+use candle_core::{Device, Result, Tensor};
 use candle_distributed::{
-    batch::{Batch, Collator},
+    batch::{Batch, Collator, PackedRow},
     mesh::tensor_tree,
 };
 
-use crate::{
-    hf::examples::Examples,
-    train::{corpus::Corpus, finetune::Rows},
-};
-
-/// Sequences, and how they become tensors.
-#[derive(Debug)]
-pub(crate) enum DataSet {
-    /// Bytes, a row for each sequence.
-    Bytes(Corpus),
-    /// Tokens of a model's tokenizer.
-    Texts(Texts),
-}
+use crate::{hf::examples::Examples, train::finetune::Rows};
 
 /// Sequences of tokens, and how they lie in rows.
 #[derive(Debug)]
-pub(crate) struct Texts {
+pub(crate) struct DataSet {
     pub(crate) examples: Examples,
     pub(crate) rows: Rows,
     /// How many devices share the rows of a step: empty ones fill it up to a multiple.
     pub(crate) devices: usize,
 }
 
-/// The tensors of a step, all [rows, length] but the targets of bytes.
+/// The tensors of a step, all [rows, length].
 pub(crate) struct Tensors {
     /// Token ids, `U32`, padded with 0 on the right.
     pub(crate) ids: Tensor,
-    /// What is predicted. Of bytes: the weights of all but the first [rows, length − 1], `F32`, 1
-    /// where there is a prediction and 0 where there is padding. Of tokens: their labels, `I64`.
+    /// The labels of the tokens, `I64`.
     pub(crate) targets: Tensor,
     /// How sequences lie in rows, if several share one.
     pub(crate) packing: Option<Packing>,
@@ -52,48 +39,24 @@ tensor_tree!(Tensors { data: [ids, targets, packing] });
 tensor_tree!(Packing { data: [segment_ids, position_ids] });
 
 impl DataSet {
-    /// The length of every sequence, in tokens.
+    /// Returns the length of every sequence, in tokens.
     pub(crate) fn lengths(&self) -> Vec<u64> {
-        match self {
-            Self::Bytes(corpus) => corpus.lengths(),
-            Self::Texts(texts) => texts.examples.lengths(),
-        }
+        self.examples.lengths()
     }
 
-    /// The first tokens of the first sequence, at most so many.
+    /// Returns the first tokens of the first sequence, at most so many.
     pub(crate) fn beginning(&self, n_tokens: usize) -> Vec<u32> {
-        match self {
-            Self::Bytes(corpus) => {
-                corpus.sequence(0).iter().take(n_tokens).map(|&byte| byte.into()).collect()
-            }
-            Self::Texts(texts) => texts.examples.ids(0).iter().take(n_tokens).copied().collect(),
-        }
+        self.examples.ids(0).iter().take(n_tokens).copied().collect()
     }
 
-    /// The tensors of a step: of a batch of padded rows, or of batches that are packed rows.
+    /// Returns the tensors of a step: of a batch of padded rows, or of batches that are packed rows.
     pub(crate) fn collate(&self, batches: &[Batch], device: &Device) -> Result<Tensors> {
-        match self {
-            Self::Bytes(corpus) => of_bytes(&batches[0], corpus, device),
-            Self::Texts(texts) => match texts.rows {
-                Rows::Padded => texts.padded(&batches[0], device),
-                Rows::Packed => texts.packed(batches, device),
-            },
+        match self.rows {
+            Rows::Padded => self.padded(&batches[0], device),
+            Rows::Packed => self.packed(batches, device),
         }
     }
-}
 
-/// The bytes of a batch.
-fn of_bytes(batch: &Batch, corpus: &Corpus, device: &Device) -> Result<Tensors> {
-    let tokens = |index: u64| corpus.sequence(index).iter().map(|&byte| byte.into()).collect();
-    let sequences: BTreeMap<u64, Vec<u32>> =
-        batch.indices.iter().map(|&index| (index, tokens(index))).collect();
-    let padded = Collator::default().pad(batch, |index| &sequences[&index], device)?;
-    // What predicts a token is the one before it.
-    let weights = padded.mask.narrow(1, 1, padded.mask.dim(1)? - 1)?.to_dtype(DType::F32)?;
-    Ok(Tensors { ids: padded.ids, targets: weights, packing: None })
-}
-
-impl Texts {
     /// A row for each sequence.
     fn padded(&self, batch: &Batch, device: &Device) -> Result<Tensors> {
         let mut batch = batch.clone();
@@ -132,7 +95,8 @@ impl Texts {
         let answers = self.answers(&batch);
         let row = Collator::default().pack(&batch, |index| self.examples.ids(index), device)?;
         let targets = row.labels_where(|index| &answers[&index])?;
-        let packing = Packing { segment_ids: row.segment_ids, position_ids: row.position_ids };
+        let PackedRow { segment_ids, position_ids, .. } = row.rows;
+        let packing = Packing { segment_ids, position_ids };
         Ok(Tensors { ids: row.ids, targets, packing: Some(packing) })
     }
 
@@ -162,23 +126,4 @@ fn filled_up(rows: &Tensor, n_rows: usize, fill: i64) -> Result<Tensor> {
     }
     let empty = Tensor::full(fill, (n_rows - there, length), rows.device())?;
     Tensor::cat(&[rows, &empty.to_dtype(rows.dtype())?], 0)
-}
-
-#[cfg(test)]
-mod tests {
-    use candle_distributed::batch::{BatchConfig, DynamicBatchSampler};
-
-    use super::*;
-
-    #[test]
-    fn padding_has_no_weight() {
-        let corpus = Corpus::new(["ab\n\ncdef"], 129);
-        let config = BatchConfig::default().with_max_batch_size(2);
-        let sampler = DynamicBatchSampler::new(corpus.lengths(), config).unwrap();
-        let batch = sampler.iter_in([1, 0]).next().unwrap().unwrap();
-        let Tensors { ids, targets, .. } =
-            DataSet::Bytes(corpus).collate(&[batch], &Device::Cpu).unwrap();
-        assert_eq!(ids.to_vec2::<u32>().unwrap(), [[99, 100, 101, 102], [97, 98, 0, 0]]);
-        assert_eq!(targets.to_vec2::<f32>().unwrap(), [[1.0, 1.0, 1.0], [1.0, 0.0, 0.0]]);
-    }
 }

@@ -1,13 +1,13 @@
 //! The model on the devices: whole on each of them, or in parts.
 
-use std::{ops::Range, path::Path};
+use std::path::Path;
 
-use candle_core::{DType, Tensor};
+use candle_core::DType;
 use candle_distributed::{
     mesh::{DeviceMesh, Replica, Uneven},
     train::{
-        AdamW, Checkpoint, DataParallel, Declared, Evaluation, FullyShard, GradientReport, Group,
-        Lora, Loss, PretrainedFiles, StateDict, Step, Units,
+        AdamW, Checkpoint, DataParallel, Evaluation, FullyShard, GradientReport, Group, Lora, Loss,
+        PretrainedFiles, StateDict, Step, Units,
     },
     types::{Seed, WorldSize},
 };
@@ -16,8 +16,7 @@ use candle_nn::{Optimizer, ParamsAdamW, VarBuilder};
 use crate::{
     error::Result,
     train::{
-        data::INIT_STREAM, dataset::Tensors, model::Model, parameters, settings::Settings,
-        sharding::Sharding,
+        data::INIT_STREAM, dataset::Tensors, model::Model, settings::Settings, sharding::Sharding,
     },
 };
 
@@ -41,14 +40,10 @@ pub(crate) enum Held {
 macro_rules! with_settings {
     ($builder:expr, $settings:expr, $model:expr) => {{
         let mut builder = $builder.uneven(Uneven::Pad);
-        builder = match ($model.lora(), $model) {
-            (Some(_), _) => builder
-                .init(init_seed($settings))
-                .train_only(Lora::PATTERNS)
-                .allow_missing(Lora::PATTERNS),
-            (None, Model::Bytes(_)) => builder.init_with(initial_values($settings, $model)?),
-            (None, Model::Llama(_)) => builder.init(init_seed($settings)),
-        };
+        builder = builder.init(init_seed($settings));
+        if $model.lora().is_some() {
+            builder = builder.train_only(Lora::PATTERNS).allow_missing(Lora::PATTERNS);
+        }
         if let Some(weights) = $settings.pretrained() {
             builder = builder.weights(weights);
         }
@@ -142,15 +137,6 @@ impl Distributed {
         })
     }
 
-    /// Hands each parameter to `f` whole, one after the other in the order of names. Every process
-    /// calls it.
-    pub(crate) fn for_each_whole(&self, mut f: impl FnMut(Tensor) -> Result<()>) -> Result<()> {
-        match &self.held {
-            Held::Whole(model) => model.variables().into_values().try_for_each(f),
-            Held::Sharded(model) => model.for_each_whole(|_, tensor| f(tensor)),
-        }
-    }
-
     /// Writes files into a folder. Every process calls it, and the first one writes.
     pub(crate) fn save_pretrained(&self, folder: &Path, files: PretrainedFiles) -> Result<()> {
         match &self.held {
@@ -204,18 +190,7 @@ fn build(model: &Model) -> impl Fn(VarBuilder<'_>) -> candle_core::Result<()> + 
 
 /// The seed of what has no value yet.
 fn init_seed(settings: &Settings) -> Seed {
-    let own = settings.finetune.as_ref().and_then(|finetune| finetune.init);
-    Seed::new(own.unwrap_or(settings.seed)).derive(INIT_STREAM)
-}
-
-fn initial_values(
-    settings: &Settings,
-    model: &Model,
-) -> Result<impl Fn(&Declared, Range<usize>) -> candle_core::Result<Tensor> + Send + Sync + use<>> {
-    let parameters = model.parameters()?;
-    let names = parameters.iter().map(|info| info.name().to_owned());
-    let dtype = settings.recipe.precision().dtype();
-    Ok(parameters::initial_values(init_seed(settings), names.collect(), dtype))
+    Seed::new(settings.finetune.init.unwrap_or(settings.seed)).derive(INIT_STREAM)
 }
 
 #[cfg(test)]
@@ -241,7 +216,7 @@ fn adamw(
 
 #[cfg(test)]
 mod tests {
-    use candle_core::Device;
+    use candle_core::{Device, Tensor};
     use serde_json::{Value, json};
 
     use super::*;
@@ -276,7 +251,7 @@ mod tests {
     fn fine_tuned(model: &str, steps: u64, more: &Value) -> Settings {
         let folder = golden::folder(model);
         let finetune = Finetune {
-            folder: folder.path().to_owned(),
+            folder: Some(folder.path().to_owned()),
             config: finetune::config_of(&folder).unwrap(),
             weights: None,
             init: None,
@@ -296,7 +271,7 @@ mod tests {
             recipe[option] = value.clone();
         }
         let recipe = serde_json::from_value(recipe).unwrap();
-        Settings { steps, finetune: Some(finetune), recipe, ..settings() }
+        Settings { steps, finetune, recipe, ..settings() }
     }
 
     /// The loss and the norm of the gradients of each step on the batches that `expected` has.

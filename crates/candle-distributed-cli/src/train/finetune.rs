@@ -1,4 +1,4 @@
-//! What makes a run the fine-tuning of a model from a Hugging Face folder, as `run.json` records it.
+//! Which model a run trains on which texts, as `run.json` records it.
 
 use std::path::{Path, PathBuf};
 
@@ -17,17 +17,18 @@ use crate::{
         folder::Folder,
     },
     hint,
-    train::{data::VALIDATION_STREAM, model_file},
+    train::{data::VALIDATION_STREAM, model_file, stories},
 };
 
 /// The layers that have adapters unless others are asked for, as in PEFT.
 pub(crate) const ADAPTED: [&str; 2] = ["q_proj", "v_proj"];
 
-/// How a model of a folder is fine-tuned.
+/// How a model is trained.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub(crate) struct Finetune {
-    /// The folder that the model comes from.
-    pub(crate) folder: PathBuf,
+    /// The folder that the model comes from; `None` if it is the one of this program.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(crate) folder: Option<PathBuf>,
     /// Its `config.json`.
     pub(crate) config: Value,
     /// The fingerprint of its weights, in hexadecimal digits; `None` if they were made at random.
@@ -81,14 +82,27 @@ impl Finetune {
         llama.map_err(|fault| Error::usage(fault.to_string()))
     }
 
-    /// The examples under `path` in two parts: those to learn from, and those that are held out.
+    /// The folder of the model, where it is now.
+    pub(crate) fn open_folder(&self) -> Result<Folder> {
+        match &self.folder {
+            Some(path) => Folder::open(path),
+            None => Folder::of_config(self.config.to_string()),
+        }
+    }
+
+    /// The examples under `path`, or short stories, in two parts: those to learn from, and those that
+    /// are held out.
     pub(crate) fn examples(
         &self,
         folder: &Folder,
-        path: &Path,
+        path: Option<&Path>,
         seed: Seed,
     ) -> Result<(String, Examples, Option<Examples>)> {
-        let read = Examples::read(path, folder.tokenizer(), self.context, self.overlong)?;
+        let (tokenizer, context) = (folder.tokenizer(), self.context);
+        let read = match path {
+            Some(path) => Examples::read(path, tokenizer, context, self.overlong)?,
+            None => Examples::of_texts(stories::stories(), tokenizer, context, self.overlong)?,
+        };
         let fingerprint = read.fingerprint();
         let Some(Validation { fraction, .. }) = self.validation else {
             return Ok((fingerprint, read, None));
@@ -126,7 +140,7 @@ impl Finetune {
     /// All of it in a form that no other has, but for the place of its folder.
     #[expect(clippy::expect_used, reason = "its fields are names and numbers")]
     pub(crate) fn words(&self) -> String {
-        let anywhere = Self { folder: PathBuf::new(), ..self.clone() };
+        let anywhere = Self { folder: None, ..self.clone() };
         serde_json::to_string(&anywhere).expect("it is made of what JSON has")
     }
 }
@@ -143,7 +157,7 @@ pub(crate) fn weights_fingerprint(folder: &Folder) -> Result<Option<String>> {
     let mut fingerprint = Fingerprint::new();
     for path in folder.weights()? {
         let of_file = model_file::fingerprint(&path);
-        fingerprint.bytes(of_file.map_err(|source| Error::read(&path, source))?.as_bytes());
+        fingerprint.write_bytes(of_file.map_err(|source| Error::read(&path, source))?.as_bytes());
     }
     Ok(Some(format!("{:016x}", fingerprint.finish())))
 }
@@ -152,8 +166,8 @@ pub(crate) fn weights_fingerprint(folder: &Folder) -> Result<Option<String>> {
 pub(crate) fn tokenizer_fingerprint(folder: &Folder) -> String {
     let mut fingerprint = Fingerprint::new();
     for (name, content) in folder.tokenizer().files() {
-        fingerprint.bytes(name.as_bytes());
-        fingerprint.bytes(content);
+        fingerprint.write_bytes(name.as_bytes());
+        fingerprint.write_bytes(content);
     }
     format!("{:016x}", fingerprint.finish())
 }

@@ -1,16 +1,15 @@
 //! What a run shows to people and programs: progress bar, metrics, summary.
 
-use std::path::Path;
-
 use candle_distributed::{
     batch::{Batch, PaddingReport},
     train::{GradientReport, MeanLoss, StepMetrics},
+    types::files::AtomicFolder,
 };
 use indicatif::ProgressBar;
 
 use crate::{
     error::Result,
-    output::{self, Partial},
+    output,
     train::{
         memory::Memory, run_dir::RunDir, sharding::Needs, traffic::StepTraffic,
         validation::Validated,
@@ -109,19 +108,9 @@ impl Journal {
         done == self.steps || done.is_multiple_of(self.steps.div_ceil(LINES))
     }
 
-    /// Opens the file of the model.
-    pub(crate) fn open_model(&self) -> Result<Partial> {
-        self.run_dir.open_model()
-    }
-
-    /// Saves the model that was written.
-    pub(crate) fn save(&mut self, model: Partial) -> Result<()> {
-        self.run_dir.save(model)
-    }
-
     /// Gives the folder of the model, which is written, its name.
-    pub(crate) fn save_folder(&mut self, partial: &Path) -> Result<()> {
-        self.run_dir.save_folder(partial)
+    pub(crate) fn save(&mut self, partial: AtomicFolder) -> Result<()> {
+        self.run_dir.save(partial)
     }
 
     /// Prints a summary of the run, whose model is saved.

@@ -285,9 +285,16 @@ impl fmt::Display for Memory {
 mod tests {
     use super::*;
     use crate::train::{
+        built_in::Sizes as Asked,
         model::Model,
-        transformer::{Config, MODEL, Transformer},
+        settings::{
+            Settings,
+            tests::{finetune_of, settings},
+        },
     };
+
+    /// The model of this program.
+    const OWN: Asked = Asked { n_layers: None, hidden: None, n_heads: None };
 
     #[test]
     fn a_line_says_what_is_whole_and_what_is_sharded() {
@@ -302,12 +309,12 @@ mod tests {
         assert!(sharded.to_string().contains(words), "{sharded}");
     }
 
-    fn model(config: Config) -> Model {
-        Model::Bytes(Transformer::plain(config))
+    fn model(sizes: Asked) -> Model {
+        Settings { finetune: finetune_of(&sizes), ..settings() }.trained_model().unwrap()
     }
 
     /// What a model of this many parameters takes in a process of four devices, without batches.
-    fn predicted(config: Config, sharding: Option<&Sharding>) -> Prediction {
+    fn predicted(config: Asked, sharding: Option<&Sharding>) -> Prediction {
         let parameters = &model(config).parameters().unwrap();
         let work = Work {
             check: false,
@@ -326,23 +333,23 @@ mod tests {
 
     #[test]
     fn devices_of_a_process_share_a_whole_model_and_divide_one_in_parts() {
-        let all = 475_776 * 4;
-        let largest = 512 * 128 * 4;
-        let whole = predicted(MODEL, None);
+        let all = model(OWN).parameters().unwrap().iter().map(ParameterInfo::bytes).sum::<u64>();
+        let largest = 352 * 128 * 4;
+        let whole = predicted(OWN, None);
         let kept = (65 + 4 * 12) << 20;
         assert_eq!(whole.total(), 1 + all * (1 + 5 + 2) + 4 * 2 * largest + kept);
 
         let sharding = |keep| Sharding { keep, ..Sharding::full() };
-        let parts = predicted(MODEL, Some(&sharding(Keep::Inputs)));
-        let block = 12 * 128 * 128 + 2 * 128;
+        let parts = predicted(OWN, Some(&sharding(Keep::Inputs)));
+        let block = 4 * 128 * 128 + 3 * 352 * 128 + 2 * 128;
         let terms: Vec<u64> = parts.terms.iter().map(|(_, bytes)| *bytes).collect();
-        // Each of 16 parameters has a count of steps on each device.
-        let state = 2 * all + 4 * 16 * 4;
+        // Each of 21 parameters has a count of steps on each device.
+        let state = 2 * all + 4 * 21 * 4;
         let unit = block * 4;
         let expected = [1, all, all, state, unit, 4 * unit, 4 * 2 * largest, 0, kept];
         assert_eq!(terms, expected);
 
-        let gathered = predicted(MODEL, Some(&sharding(Keep::Gathered)));
+        let gathered = predicted(OWN, Some(&sharding(Keep::Gathered)));
         assert_eq!(gathered.terms[4], ("gathered parameters", all));
     }
 
@@ -350,10 +357,10 @@ mod tests {
     fn the_largest_process_need_not_be_the_first() {
         let whole_tensors =
             Sharding { strategy: crate::strategy::Strategy::WholeTensor, ..Sharding::full() };
-        let parameters = &Model::PLAIN.parameters().unwrap();
+        let parameters = &model(OWN).parameters().unwrap();
         let of_ranks = |ranks| Work {
             check: false,
-            sizes: Model::PLAIN.sizes(),
+            sizes: model(OWN).sizes(),
             precision: Precision::F32,
             parameters,
             sharding: Some(&whole_tensors),
@@ -375,7 +382,7 @@ mod tests {
 
     #[test]
     fn a_model_in_parts_may_be_too_large_to_write_in_one_process() {
-        let model = model(Config { hidden: 1024, layers: 12, ..MODEL });
+        let model = model(Asked { hidden: Some(1024), n_layers: Some(12), ..OWN });
         let parameters = &model.parameters().unwrap();
         let all: u64 = parameters.iter().map(ParameterInfo::numel).sum();
         let full = Sharding::full();
@@ -405,7 +412,7 @@ mod tests {
         let parameters = &[];
         let work = Work {
             check: false,
-            sizes: Model::PLAIN.sizes(),
+            sizes: model(OWN).sizes(),
             precision: Precision::F32,
             parameters,
             sharding: None,
@@ -416,6 +423,6 @@ mod tests {
             base_bytes: 0,
         };
         let layers = |layers| work.computed_bytes(layers);
-        assert_eq!((layers(1), layers(2)), (9_216, 15_360));
+        assert_eq!((layers(1), layers(2)), (12_080, 21_040));
     }
 }

@@ -2,7 +2,7 @@
 //! bytes or that of a Hugging Face folder.
 
 pub(crate) mod agreement;
-pub(crate) mod corpus;
+pub(crate) mod built_in;
 pub(crate) mod curve;
 pub(crate) mod data;
 pub(crate) mod dataset;
@@ -14,9 +14,7 @@ pub(crate) mod measured;
 pub(crate) mod memory;
 pub(crate) mod model;
 pub(crate) mod model_file;
-pub(crate) mod parameters;
 pub(crate) mod precision;
-pub(crate) mod pretrained;
 pub(crate) mod products;
 pub(crate) mod recipe;
 pub(crate) mod resumed;
@@ -25,7 +23,7 @@ pub(crate) mod session;
 pub(crate) mod settings;
 pub(crate) mod sharding;
 pub(crate) mod stop;
+pub(crate) mod stories;
 pub(crate) mod traffic;
 pub(crate) mod trainer;
-pub(crate) mod transformer;
 pub(crate) mod validation;

@@ -46,7 +46,7 @@ impl Products<'_> {
 
     /// Whether the model has the effect of its adapters, if it has some.
     pub(crate) fn merges(&self) -> bool {
-        self.settings.finetune.as_ref().is_some_and(|finetune| finetune.merge)
+        self.settings.finetune.merge
     }
 
     fn write(&self, model: &Distributed, files: PretrainedFiles, to: &Path) -> Result<()> {

@@ -19,9 +19,8 @@ pub(crate) struct Recipe {
     #[arg(long, value_name = "RATE", visible_alias = "learning-rate")]
     #[serde(default, skip_serializing_if = "Option::is_none")]
     lr: Option<f64>,
-    /// How the learning rate falls from its peak [default: along a straight line through all steps
-    /// to a tenth, cut off by 10 steps of warm-up; with --model along a cosine, after a warm-up of
-    /// a twentieth of the steps]
+    /// How the learning rate falls from its peak [default: along a cosine, after a warm-up of a
+    /// twentieth of the steps]
     #[arg(long, value_enum)]
     #[serde(default, skip_serializing_if = "Option::is_none")]
     lr_schedule: Option<Curve>,
@@ -40,7 +39,7 @@ pub(crate) struct Recipe {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(crate) max_grad_norm: Option<f64>,
     /// By how much of itself a parameter shrinks in each step, times the learning rate; norms and
-    /// biases of --model do not [default: 0.01]
+    /// biases do not [default: 0.01]
     #[arg(long, value_name = "DECAY")]
     #[serde(default, skip_serializing_if = "Option::is_none")]
     weight_decay: Option<f64>,
@@ -49,8 +48,7 @@ pub(crate) struct Recipe {
     #[arg(long, value_enum)]
     #[serde(default, skip_serializing_if = "Option::is_none")]
     dtype: Option<Precision>,
-    /// Train low-rank adapters of this rank, while the parameters of --model or --weights stay as
-    /// they are
+    /// Train low-rank adapters of this rank, while the parameters of --model stay as they are
     #[arg(long, value_name = "RANK")]
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(crate) lora: Option<usize>,
@@ -58,8 +56,7 @@ pub(crate) struct Recipe {
     #[arg(long, value_name = "ALPHA", requires = "lora")]
     #[serde(default, skip_serializing_if = "Option::is_none")]
     lora_alpha: Option<f64>,
-    /// The linear layers that have adapters, by the ends of their names [default: `q_proj,v_proj`;
-    /// of --weights all]
+    /// The linear layers that have adapters, by the ends of their names [default: `q_proj,v_proj`]
     #[arg(long, value_name = "NAMES", value_delimiter = ',', requires = "lora")]
     #[serde(default, skip_serializing_if = "Option::is_none")]
     lora_on: Option<Vec<String>>,
@@ -105,9 +102,13 @@ impl Recipe {
         self.adapters(&["any"]).map(drop)
     }
 
-    /// The recipe with what fine-tuning goes by where nothing else is asked for.
-    pub(crate) fn of_finetuning(self, steps: u64) -> Self {
-        let lr = if self.lora.is_some() { 2e-4 } else { 2e-5 };
+    /// Returns the recipe with its defaults where nothing else is asked for.
+    pub(crate) fn with_defaults(self, steps: u64, is_own_model: bool) -> Self {
+        let lr = match (is_own_model, self.lora) {
+            (true, _) => PEAK_LEARNING_RATE,
+            (false, Some(_)) => 2e-4,
+            (false, None) => 2e-5,
+        };
         let warmup_steps = match self.lr_schedule {
             None => Some(steps / 20),
             Some(_) => self.warmup_steps,
@@ -116,7 +117,7 @@ impl Recipe {
             lr: self.lr.or(Some(lr)),
             lr_schedule: self.lr_schedule.or(Some(Curve::Cosine)),
             warmup_steps,
-            max_grad_norm: self.max_grad_norm.or(Some(1.0)),
+            max_grad_norm: self.max_grad_norm.or((!is_own_model).then_some(1.0)),
             ..self
         }
     }
@@ -145,22 +146,23 @@ impl Recipe {
 
     /// The learning rate of the step that `step` others come before, of `steps` in all.
     pub(crate) fn learning_rate(&self, step: u64, steps: u64) -> f64 {
-        let factor = match self.schedule(steps) {
-            Some(schedule) => schedule.factor(step),
-            None => default_factor(step, steps),
-        };
-        self.lr.unwrap_or(PEAK_LEARNING_RATE) * factor
+        self.lr.unwrap_or(PEAK_LEARNING_RATE) * self.schedule(steps).factor(step)
     }
 
-    fn schedule(&self, steps: u64) -> Option<Schedule> {
-        let schedule = match self.lr_schedule? {
+    /// The library's schedule; a cosine after a warm-up of a twentieth of the steps unless another is
+    /// asked for.
+    fn schedule(&self, steps: u64) -> Schedule {
+        let Some(curve) = self.lr_schedule else {
+            return Schedule::cosine(steps).warmup(steps / 20);
+        };
+        let schedule = match curve {
             Curve::Constant => Schedule::constant(),
             Curve::Linear => Schedule::linear(steps),
             Curve::Cosine => Schedule::cosine(steps),
             Curve::InverseSqrt => Schedule::inverse_sqrt(),
         };
         let warmup = self.warmup_steps.unwrap_or(0);
-        Some(schedule.warmup(warmup).floor(self.min_lr_rate.unwrap_or(0.0)))
+        schedule.warmup(warmup).floor(self.min_lr_rate.unwrap_or(0.0))
     }
 
     /// The options by their names, as they are typed.
@@ -193,16 +195,6 @@ impl Recipe {
 }
 
 const PEAK_LEARNING_RATE: f64 = 3e-3;
-const WARMUP_STEPS: u64 = 10;
-
-/// A linear warm-up over the first steps, and a linear decay to a tenth that begins with it: the
-/// lesser of both. (Schedules of the library let the decay begin after the warm-up, and runs of
-/// earlier versions are resumed with the same numbers.)
-fn default_factor(step: u64, steps: u64) -> f64 {
-    let warmup = (step + 1) as f64 / WARMUP_STEPS as f64;
-    let decay = 1.0 - 0.9 * step as f64 / steps as f64;
-    warmup.min(decay)
-}
 
 #[cfg(test)]
 mod tests {
@@ -220,10 +212,10 @@ mod tests {
 
     #[test]
     fn the_default_rises_and_falls() {
-        let found = rates(&Recipe::default(), 20);
-        assert_near(&found[..3], &[0.1, 0.2, 0.3]);
-        assert_near(&found[9..12], &[0.595, 0.55, 0.505]);
-        assert_near(&found[19..], &[0.145]);
+        let found = rates(&Recipe::default(), 42);
+        assert_near(&found[..3], &[0.5, 1., 1.]);
+        assert_near(&found[22..23], &[0.5]);
+        assert!(found[3..].is_sorted_by(|left, right| left > right), "{found:?}");
     }
 
     #[test]

@@ -2,7 +2,7 @@
 
 use candle_distributed::{
     batch::BatchState,
-    train::{self, Checkpoint, CheckpointError, Checkpoints},
+    train::{Checkpoint, CheckpointError, Checkpoints},
 };
 
 use crate::{
@@ -32,19 +32,14 @@ impl Resumed {
         }
         Ok(Some(Self { batches: checkpoint.state()?, checkpoint }))
     }
-
-    /// Whether it says of which run it is: a checkpoint of an early version does not.
-    pub(crate) fn is_known(&self) -> bool {
-        self.checkpoint.run().is_some()
-    }
 }
 
 /// The error if no checkpoint is taken.
-fn refused(error: train::Error) -> Error {
+fn refused(error: CheckpointError) -> Error {
     use CheckpointError::{Header, Io};
 
     // One that is damaged is passed over, so this one cannot be read at all.
-    let is_unreadable = matches!(error, train::Error::Checkpoint(Io { .. } | Header { .. }));
+    let is_unreadable = matches!(error, Io { .. } | Header { .. });
     let error = Error::from(error);
     if is_unreadable { error.hinted(hint::UNREADABLE) } else { error }
 }

@@ -10,23 +10,19 @@ use std::{
 };
 
 use candle_distributed::{
-    plan::ParameterInfo,
     train::{Checkpoints, Metrics, peak_bytes},
+    types::files::{self, AtomicFolder},
 };
 use serde::Serialize;
 
 use crate::{
     error::{Error, Result},
-    input,
-    output::{self, Partial},
+    input, output,
     train::{
-        curve,
-        model::Model,
-        model_file,
+        curve, model_file,
         session::Session,
         settings::{self, Settings},
         traffic::StepTraffic,
-        transformer::{MODEL, Transformer},
         validation::{self, Validated},
     },
 };
@@ -49,14 +45,12 @@ pub(crate) fn adapter_in(path: &Path) -> PathBuf {
     path.join(ADAPTER)
 }
 
-/// What a run ends with: the file of the transformer over bytes; of a model from a folder, a folder
-/// like it, or that of its adapters.
+/// Returns the folder that a run ends with: of its model, or of its adapters alone.
 pub(crate) fn product_of(path: &Path, settings: &Settings) -> PathBuf {
-    match &settings.finetune {
-        None => model_file::in_folder(path),
-        Some(finetune) if settings.recipe.lora.is_some() && !finetune.merge => adapter_in(path),
-        Some(_) => path.join(MODEL_FOLDER),
+    if settings.recipe.lora.is_some() && !settings.finetune.merge {
+        return adapter_in(path);
     }
+    path.join(MODEL_FOLDER)
 }
 
 /// The folder of what did best on the examples that were held out.
@@ -69,14 +63,9 @@ pub(crate) fn sample_in(path: &Path) -> PathBuf {
     path.join(SAMPLE)
 }
 
-/// A folder beside another one, in which it is written before it gets its name.
-pub(crate) fn partial_of(folder: &Path) -> PathBuf {
-    folder.with_extension("partial")
-}
-
-/// A folder in which a model is merged with its adapters before it gets its name.
-pub(crate) fn merged_in(path: &Path) -> PathBuf {
-    path.join("merged.partial")
+/// Makes a folder beside another one, in which that is written before it gets its name.
+pub(crate) fn folder_beside(folder: &Path) -> Result<AtomicFolder> {
+    AtomicFolder::new(folder).map_err(|source| Error::write(folder, source))
 }
 
 /// The checkpoints of the run with these settings in `path`; those of other runs are refused.
@@ -98,16 +87,9 @@ pub(crate) fn metrics(path: &Path) -> Result<Metrics> {
 /// The names of what the folder `path` holds of a run.
 pub(crate) fn contents(path: &Path) -> Result<Vec<&'static str>> {
     let mut found = Vec::new();
-    for name in [
-        settings::FILE,
-        METRICS,
-        validation::FILE,
-        model_file::FILE,
-        MODEL_FOLDER,
-        BEST,
-        ADAPTER,
-        CHECKPOINTS,
-    ] {
+    for name in
+        [settings::FILE, METRICS, validation::FILE, MODEL_FOLDER, BEST, ADAPTER, CHECKPOINTS]
+    {
         let path = path.join(name);
         // A link counts wherever it leads.
         match fs::symlink_metadata(&path) {
@@ -149,7 +131,7 @@ impl Seen {
     /// by a second call, which is to come once the run is locked.
     pub(crate) fn in_folder(path: &Path) -> Result<Self> {
         let settings = input::read_if_there(&path.join(settings::FILE))?;
-        let products = [model_file::FILE, MODEL_FOLDER, ADAPTER].map(|name| path.join(name));
+        let products = [MODEL_FOLDER, ADAPTER].map(|name| path.join(name));
         let products = products.iter().map(|product| written(product)).collect::<Result<_>>()?;
         Ok(Self { settings, products, checkpoints: saved(&path.join(CHECKPOINTS))? })
     }
@@ -212,13 +194,9 @@ pub(crate) fn is_complete(path: &Path, settings: &Settings) -> Result<bool> {
 /// Why the model in `path` does not complete the run of these settings, if it does not.
 fn incomplete(path: &Path, settings: &Settings) -> Result<Option<String>> {
     let model = product_of(path, settings);
-    let (is_of_kind, kind) = match settings.finetune {
-        None => (model.is_file(), "file"),
-        Some(_) => (model.is_dir(), "folder"),
-    };
-    if !is_of_kind {
+    if !model.is_dir() {
         // The model of the run could not take its place.
-        return Err(Error::usage(format!("{} is not a {kind}", model.display())));
+        return Err(Error::usage(format!("{} is not a folder", model.display())));
     }
     let done = metrics(path)?.done();
     let steps = settings.steps;
@@ -228,35 +206,12 @@ fn incomplete(path: &Path, settings: &Settings) -> Result<Option<String>> {
     if settings.recipe.lora.is_some() && !adapter_in(path).is_dir() {
         return Ok(Some("its adapter is gone".into()));
     }
-    let Some(known) = &settings.model_fingerprint else {
-        // An early version wrote the run, with a small model.
-        return match input::read_if_there(&model)? {
-            Some(bytes) => other_model(&bytes),
-            None => Ok(Some("it is gone".into())),
-        };
-    };
     match model_file::fingerprint_of_model(&model, &settings.model_files) {
-        Ok(found) if found == *known => Ok(None),
+        Ok(found) if Some(&found) == settings.model_fingerprint.as_ref() => Ok(None),
         Ok(_) => Ok(Some("it is not as the run wrote it".into())),
         Err(error) if is_nothing(&error) => Ok(Some("it is gone".into())),
         Err(source) => Err(Error::read(model, source)),
     }
-}
-
-/// Why these bytes are no model of this program, if they are none.
-fn other_model(bytes: &[u8]) -> Result<Option<String>> {
-    let found = match safetensors::SafeTensors::deserialize(bytes) {
-        Ok(found) => found,
-        Err(fault) => return Ok(Some(fault.to_string())),
-    };
-    let expected = Model::Bytes(Transformer::plain(MODEL)).parameters()?;
-    let is_there = |parameter: &ParameterInfo| {
-        found.tensor(parameter.name()).is_ok_and(|tensor| {
-            tensor.shape().iter().map(|&size| size as u64).eq(parameter.shape().iter().copied())
-        })
-    };
-    let is_model = found.len() == expected.len() && expected.iter().all(is_there);
-    Ok((!is_model).then(|| "it has other parameters".into()))
 }
 
 /// Makes the first folder of those that [`numbered`] names which is not there yet, and returns its
@@ -300,6 +255,7 @@ impl RunDir {
     /// checkpoint is left: nothing else tells that these steps were ever done.
     pub(crate) fn resume(path: &Path, settings: &Settings, step: u64) -> Result<Self> {
         fs::create_dir_all(path).map_err(|source| Error::write(path, source))?;
+        remove_partial(path);
         let metrics = path.join(METRICS);
         // A run may be killed before its first step, and `--resume` may start one.
         let known = input::read_if_there(&metrics)?.unwrap_or_default();
@@ -308,7 +264,7 @@ impl RunDir {
         if step == 0 && kept.done() > 0 {
             // A run that is killed before its first checkpoint leaves the same, and must go on
             // without anybody's help.
-            let beside = output::keep_beside(&metrics, "unsaved", &known)?;
+            let beside = output::back_up(&metrics, "unsaved", &known)?;
             output::warning(format_args!(
                 "{} ends with step {}, but there is no checkpoint in {}: the run starts anew, and \
                  the whole file is kept as {}",
@@ -331,9 +287,7 @@ impl RunDir {
             output::warning(format_args!("{name} lacks the metrics of {steps}"));
         }
         output::file(&metrics, &kept.lines(&known))?;
-        if settings.finetune.is_some() {
-            validation::keep_up_to(path, step)?;
-        }
+        validation::keep_up_to(path, step)?;
         let file = File::options().append(true).open(&metrics);
         let file = file.map_err(|source| Error::write(&metrics, source))?;
         settings.write(path)?;
@@ -346,9 +300,8 @@ impl RunDir {
     }
 
     /// This session.
-    #[expect(clippy::expect_used, reason = "says why it cannot fail")]
     pub(crate) fn session(&self) -> &Session {
-        self.settings.sessions.last().expect("a run is opened by one of its sessions")
+        self.settings.session()
     }
 
     /// Adds to the settings how much memory this session took, and draws how the run went so far.
@@ -416,20 +369,9 @@ impl RunDir {
         Ok(())
     }
 
-    /// Opens the file of the model.
-    pub(crate) fn open_model(&self) -> Result<Partial> {
-        Partial::new(&model_file::in_folder(&self.path))
-    }
-
-    /// Gives the file of the model, which is written, its name; that completes the run.
-    pub(crate) fn save(&mut self, model: Partial) -> Result<()> {
-        self.set_fingerprint(model.path())?;
-        model.persist()
-    }
-
-    /// The same of a folder.
-    pub(crate) fn save_folder(&mut self, partial: &Path) -> Result<()> {
-        self.set_fingerprint(partial)?;
+    /// Gives the folder of the model, which is written, its name; that completes the run.
+    pub(crate) fn save(&mut self, partial: AtomicFolder) -> Result<()> {
+        self.set_fingerprint(partial.path())?;
         let folder = product_of(&self.path, &self.settings);
         if let Some(beside) = move_model(&folder)? {
             output::warning(format_args!(
@@ -438,7 +380,7 @@ impl RunDir {
                 beside.display()
             ));
         }
-        fs::rename(partial, &folder).map_err(|source| Error::write(folder, source))
+        partial.persist().map_err(|source| Error::write(folder, source))
     }
 
     /// Records the model that is about to get its name: it is never there without that.
@@ -449,6 +391,20 @@ impl RunDir {
         self.settings.model_files = names;
         self.settings.model_fingerprint = Some(fingerprint);
         self.settings.write(&self.path)
+    }
+}
+
+/// Removes what a run has left that was killed while it wrote a file or its model. What cannot be
+/// removed harms nobody.
+fn remove_partial(run: &Path) {
+    let Ok(entries) = fs::read_dir(run) else { return };
+    for entry in entries.flatten() {
+        if !files::is_partial(entry.file_name()) {
+            continue;
+        }
+        let path = entry.path();
+        let removed = if path.is_dir() { fs::remove_dir_all(path) } else { fs::remove_file(path) };
+        drop(removed);
     }
 }
 
@@ -474,7 +430,7 @@ fn keep_unsaved(path: &Path, settings: &Settings) -> Result<()> {
     let validations = path.join(validation::FILE);
     match input::read_if_there(&validations)? {
         Some(known) if !known.is_empty() => {
-            output::keep_beside(&validations, "unsaved", &known).map(drop)
+            output::back_up(&validations, "unsaved", &known).map(drop)
         }
         Some(_) | None => Ok(()),
     }
@@ -483,12 +439,10 @@ fn keep_unsaved(path: &Path, settings: &Settings) -> Result<()> {
 /// Gives a model that does not complete its run another name, if there is one: what made it is
 /// gone, and the run will end with one of its own. Nobody else does so meanwhile, the run is locked.
 fn move_model(model: &Path) -> Result<Option<PathBuf>> {
-    let ending = model.extension().map_or_else(OsString::new, |_| ".safetensors".into());
     let mut number = 1_u32;
     loop {
         let mut name = model.file_stem().map_or_else(OsString::new, OsString::from);
         name.push(format!(".unsaved-{number:04}"));
-        name.push(&ending);
         let beside = model.with_file_name(name);
         match fs::symlink_metadata(&beside) {
             Ok(_) => number += 1,
@@ -532,7 +486,7 @@ pub(crate) mod tests {
         assert!(is_refused(&run));
         assert!(RunDir::create(&run, &settings()).is_err(), "another program made it meanwhile");
 
-        for name in [model_file::FILE, METRICS, settings::FILE, CHECKPOINTS] {
+        for name in [MODEL_FOLDER, METRICS, settings::FILE, CHECKPOINTS] {
             let other = parent.path().join(name.replace('.', "-"));
             fs::create_dir(&other).unwrap();
             fs::write(other.join(name), "kept").unwrap();

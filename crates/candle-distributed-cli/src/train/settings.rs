@@ -15,11 +15,8 @@ use crate::{
         data::{Batching, ORDER_STREAM, Schedule},
         finetune::{ADAPTED, Finetune, Rows},
         model::Model,
-        model_file,
-        pretrained::Pretrained,
         recipe::Recipe,
         session::Session,
-        transformer::{Config, LINEAR_LAYERS, MODEL, Transformer},
     },
 };
 
@@ -34,7 +31,7 @@ pub(crate) struct Settings {
     pub(crate) format_version: u32,
     pub(crate) seed: u64,
     pub(crate) steps: u64,
-    /// The text to learn from; this program's own sources if there is none.
+    /// The text to learn from; `None` for short stories.
     pub(crate) data: Option<PathBuf>,
     /// The fingerprint of that text, in hexadecimal digits.
     pub(crate) text: String,
@@ -42,25 +39,15 @@ pub(crate) struct Settings {
     /// Whether a loss that is not a number lets the run go on.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub(crate) allow_non_finite: bool,
-    /// The sizes of the model; runs of early versions do not record them.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub(crate) model: Option<Config>,
-    /// The model that it began with; new parameters by its seed if there is none.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub(crate) weights: Option<Pretrained>,
-    /// The model of a folder that it fine-tunes; the transformer over bytes if there is none.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub(crate) finetune: Option<Finetune>,
+    /// The model, and how it is trained.
+    pub(crate) finetune: Finetune,
     /// How it learns.
     #[serde(default, skip_serializing_if = "Recipe::is_default")]
     pub(crate) recipe: Recipe,
-    /// Where it ran, in order; runs of early versions do not record it.
-    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    /// Where it ran, in order. A run that has begun has at least one.
     pub(crate) sessions: Vec<Session>,
-    /// The fingerprint of what makes it this run, by which damage is noticed; early versions do not
-    /// write it.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub(crate) identity: Option<String>,
+    /// The fingerprint of what makes it this run, by which damage is noticed.
+    pub(crate) identity: String,
     /// The files that the run wrote into the folder of its model, once there is one: others may be
     /// put beside them.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
@@ -90,43 +77,25 @@ impl Settings {
                 self.format_version
             )));
         }
-        if self.identity.as_ref().is_some_and(|known| *known != self.identity()) {
+        if self.identity != self.identity() || self.sessions.is_empty() {
             return Err(Error::usage(format!(
-                "{name} is damaged: seed, steps, text, max_tokens, model, weights, finetune or recipe \
-                 is not what was written"
+                "{name} is damaged: seed, steps, text, max_tokens, finetune, recipe \
+                 or sessions is not what was written"
             )));
         }
-        self.config().check()?;
         self.recipe.check(self.steps)?;
-        self.check_weights()
+        self.check_adapters()
     }
 
     /// Refuses adapters of parameters that have learnt nothing.
-    pub(crate) fn check_weights(&self) -> Result<()> {
-        match (self.recipe.lora, &self.weights) {
-            (Some(rank), None) if self.finetune.is_none() => {
-                let missing =
-                    format!("--lora {rank} needs the --weights that its adapters are for");
-                Err(Error::usage(missing).hinted(hint::WEIGHTS))
+    pub(crate) fn check_adapters(&self) -> Result<()> {
+        match (self.recipe.lora, &self.finetune.folder) {
+            (Some(rank), None) => {
+                let missing = format!("--lora {rank} needs the --model that its adapters are for");
+                Err(Error::usage(missing).hinted(hint::MODEL_OPTION))
             }
             _ => Ok(()),
         }
-    }
-
-    /// Refuses the model of another run that has other heads: their number leaves no trace in the
-    /// shapes of its parameters, and it would be another model in silence.
-    pub(crate) fn check_heads(&self) -> Result<()> {
-        let Some(weights) = &self.weights else { return Ok(()) };
-        let folder =
-            weights.path.parent().filter(|path| model_file::in_folder(path) == weights.path);
-        let Some(run) = folder.map(Self::read).transpose()?.flatten() else { return Ok(()) };
-        let (found, own) = (run.config().heads, self.config().heads);
-        if found == own {
-            return Ok(());
-        }
-        let path = weights.path.display();
-        let other = format!("{path} was trained with --n-heads {found}, this run has {own}");
-        Err(Error::usage(other).hinted(hint::WEIGHTS))
     }
 
     /// Writes the settings of the run in `path`.
@@ -145,44 +114,32 @@ impl Settings {
         serde_json::to_vec_pretty(self).map_err(|source| Error::write(path, source.into()))
     }
 
-    /// The sizes of the transformer over bytes. Early versions, which do not record them, trained this one alone.
-    pub(crate) fn config(&self) -> Config {
-        self.model.unwrap_or(MODEL)
-    }
-
     /// The model.
     pub(crate) fn trained_model(&self) -> Result<Model> {
-        let Some(finetune) = &self.finetune else {
-            let lora = self.recipe.adapters(&LINEAR_LAYERS)?;
-            return Ok(Model::Bytes(Transformer { config: self.config(), lora }));
-        };
-        let llama = finetune.llama()?;
-        Ok(Model::Llama(match self.recipe.adapters(&ADAPTED)? {
+        let llama = self.finetune.llama()?;
+        Ok(Model(match self.recipe.adapters(&ADAPTED)? {
             Some(lora) => llama.with_lora(lora),
             None => llama,
         }))
     }
 
-    /// The weights that it began with, a file or a folder; random ones if there are none.
+    /// The folder of the weights that it began with; `None` if they were made at random.
     pub(crate) fn pretrained(&self) -> Option<&Path> {
-        match &self.finetune {
-            Some(finetune) if finetune.init.is_some() => None,
-            Some(finetune) => Some(&finetune.folder),
-            None => self.weights.as_ref().map(|weights| weights.path.as_path()),
+        match self.finetune.init {
+            Some(_) => None,
+            None => self.finetune.folder.as_deref(),
         }
     }
 
     /// Whether sequences share the rows of a batch.
     pub(crate) fn is_packed(&self) -> bool {
-        self.finetune.as_ref().is_some_and(|finetune| finetune.rows == Rows::Packed)
+        self.finetune.rows == Rows::Packed
     }
 
     /// How sequences are put into steps.
     pub(crate) fn batching(&self) -> Batching {
         let bucketed = Batching::bucketed(self.max_tokens);
-        let Some(&Finetune { rows, batch_size, context, .. }) = self.finetune.as_ref() else {
-            return bucketed;
-        };
+        let Finetune { rows, batch_size, context, .. } = self.finetune;
         match (rows, batch_size) {
             (Rows::Padded, None) => bucketed,
             (Rows::Padded, Some(_)) => Batching {
@@ -209,22 +166,21 @@ impl Settings {
     pub(crate) fn identity(&self) -> String {
         let mut fingerprint: Fingerprint =
             [self.seed, self.steps, self.max_tokens].into_iter().collect();
-        fingerprint.bytes(self.text.as_bytes());
-        if let Some(Config { vocabulary, context, layers, heads, hidden }) = self.model {
-            let sizes = [vocabulary, context, layers, heads, hidden];
-            fingerprint.extend(sizes.map(|size| size as u64));
-        }
-        if let Some(Pretrained { fingerprint: weights, .. }) = &self.weights {
-            fingerprint.bytes(weights.as_bytes());
-        }
-        if let Some(finetune) = &self.finetune {
-            fingerprint.bytes(finetune.words().as_bytes());
-        }
-        // Runs of earlier versions keep their identity.
-        if !self.recipe.is_default() {
-            fingerprint.bytes(self.recipe.words().as_bytes());
-        }
+        fingerprint.write_bytes(self.text.as_bytes());
+        fingerprint.write_bytes(self.finetune.words().as_bytes());
+        fingerprint.write_bytes(self.recipe.words().as_bytes());
         format!("{:016x}", fingerprint.finish())
+    }
+
+    /// Returns the latest session, which a run has that is read or trained.
+    #[expect(clippy::expect_used, reason = "says why it cannot fail")]
+    pub(crate) fn session(&self) -> &Session {
+        self.sessions.last().expect("a run is opened by one of its sessions")
+    }
+
+    /// Returns the settings with their identity.
+    pub(crate) fn sealed(self) -> Self {
+        Self { identity: self.identity(), ..self }
     }
 
     /// The same settings with another session, after those sessions whose steps are kept.
@@ -240,6 +196,10 @@ pub(crate) mod tests {
     use std::{collections::BTreeSet, fs};
 
     use super::*;
+    use crate::{
+        hf::{examples::Overlong, folder::Folder},
+        train::{built_in, finetune::tokenizer_fingerprint},
+    };
 
     fn session(first_step: u64) -> Session {
         Session {
@@ -254,8 +214,32 @@ pub(crate) mod tests {
         }
     }
 
+    /// The model of this program.
+    pub(crate) fn finetune() -> Finetune {
+        finetune_of(&built_in::Sizes::default())
+    }
+
+    /// The same of other sizes.
+    pub(crate) fn finetune_of(sizes: &built_in::Sizes) -> Finetune {
+        let config = built_in::config(sizes, None).unwrap();
+        let folder = Folder::of_config(config.to_string()).unwrap();
+        Finetune {
+            folder: None,
+            config,
+            weights: None,
+            init: Some(7),
+            tokenizer: tokenizer_fingerprint(&folder),
+            context: 128,
+            rows: Rows::Padded,
+            overlong: Overlong::Split,
+            batch_size: None,
+            validation: None,
+            merge: true,
+        }
+    }
+
     pub(crate) fn settings() -> Settings {
-        Settings {
+        let settings = Settings {
             format_version: 1,
             seed: 7,
             steps: 20,
@@ -263,51 +247,40 @@ pub(crate) mod tests {
             text: String::new(),
             max_tokens: 4096,
             allow_non_finite: false,
-            model: None,
-            weights: None,
-            finetune: None,
+            finetune: finetune(),
             recipe: Recipe::default(),
             sessions: vec![session(0)],
-            identity: None,
+            identity: String::new(),
             model_files: vec![],
             model_fingerprint: None,
-        }
+        };
+        settings.sealed()
     }
 
     #[test]
-    fn settings_of_early_versions_are_read_and_sessions_whose_steps_are_lost_are_dropped() {
-        let parent = tempfile::tempdir().unwrap();
-        let early = r#"{
-            "format_version": 1, "seed": 7, "steps": 20, "data": null, "text": "",
-            "max_tokens": 4096
-        }"#;
-        fs::write(parent.path().join(FILE), early).unwrap();
-        let known = Settings::read(parent.path()).unwrap().unwrap();
-        assert_eq!(known, Settings { sessions: vec![], ..settings() });
-
-        let steps = [0, 8, 12, 8];
+    fn sessions_whose_steps_are_lost_are_dropped() {
+        let steps = [8, 12, 8];
         let resumed =
-            steps.into_iter().fold(known, |known, step| known.with_session(session(step)));
+            steps.into_iter().fold(settings(), |known, step| known.with_session(session(step)));
         assert_eq!(resumed.sessions, [session(0), session(8)]);
     }
 
     #[test]
     fn an_identity_tells_runs_apart() {
         let run = settings();
-        let weights = Pretrained { path: "a".into(), fingerprint: String::from("0") };
+        let other = Finetune { init: Some(8), ..finetune() };
         let clipped = serde_json::from_str(r#"{"max_grad_norm": 1}"#).unwrap();
         let others = [
             Settings { seed: 8, ..run.clone() },
             Settings { steps: 21, ..run.clone() },
             Settings { max_tokens: 4097, ..run.clone() },
             Settings { text: String::from("0"), ..run.clone() },
-            Settings { model: Some(MODEL), ..run.clone() },
             Settings { recipe: clipped, ..run.clone() },
-            Settings { weights: Some(weights.clone()), ..run.clone() },
+            Settings { finetune: other, ..run.clone() },
         ];
         let mut identities: BTreeSet<String> = others.iter().map(Settings::identity).collect();
         identities.insert(run.identity());
-        assert_eq!(identities.len(), 8);
+        assert_eq!(identities.len(), 7);
         // The same run elsewhere, or on other devices, is the same run.
         let moved = Settings { data: Some("text".into()), sessions: vec![], ..run.clone() };
         assert_eq!(moved.identity(), run.identity());
@@ -317,7 +290,6 @@ pub(crate) mod tests {
     fn settings_that_have_changed_on_disk_are_refused() {
         let parent = tempfile::tempdir().unwrap();
         let run = settings();
-        let run = Settings { identity: Some(run.identity()), ..run };
         run.write(parent.path()).unwrap();
         assert_eq!(Settings::read(parent.path()).unwrap().unwrap(), run);
         let file = parent.path().join(FILE);

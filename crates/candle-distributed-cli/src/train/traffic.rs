@@ -1,8 +1,11 @@
 //! What a device hands over in the collectives of a step.
 
 use candle_distributed::{
-    mesh::{DeviceMesh, Tally, Traffic},
-    plan::cost::{self, HandedOver},
+    mesh::{
+        DeviceMesh,
+        support::{Tally, Traffic},
+    },
+    plan::support::{self, HandedOver},
 };
 use serde::{Deserialize, Serialize};
 
@@ -59,7 +62,7 @@ impl StepTraffic {
 
 impl From<HandedOver> for StepTraffic {
     fn from(planned: HandedOver) -> Self {
-        let calls = |cost::Calls { count, bytes, .. }| Calls { calls: count, bytes };
+        let calls = |support::Calls { count, bytes, .. }| Calls { calls: count, bytes };
         Self {
             all_gather: calls(planned.all_gather),
             reduce_scatter: calls(planned.reduce_scatter),

@@ -52,7 +52,7 @@ impl HeldOut {
     ///
     /// If they are less than a step: the mean of so few would go up and down by chance.
     pub(crate) fn new(data: DataSet, settings: &Settings, every: u64) -> Result<Self> {
-        let batch_size = settings.finetune.as_ref().and_then(|finetune| finetune.batch_size);
+        let batch_size = settings.finetune.batch_size;
         let lengths = data.lengths();
         let (found, least, unit) = match batch_size {
             Some(batch_size) => (lengths.len() as u64, batch_size, "examples"),

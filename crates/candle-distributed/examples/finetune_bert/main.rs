@@ -110,7 +110,7 @@ fn accuracy(model: &mut Model) -> Result<f64> {
     let texts = Texts::draw(Seed::new(5), 1000);
     let config = BatchConfig::default().with_max_batch_size(50);
     let mut right = 0.0;
-    for batch in &DynamicBatchSampler::new(texts.lengths(), config)? {
+    for batch in DynamicBatchSampler::new(texts.lengths(), config)?.iter() {
         let batch = texts.collate(&batch?)?;
         let done = model.evaluate(batch, |_: &Replica, model, batch| loss(model, batch, None))?;
         right += f64::from(done.aux.to_scalar::<f32>()?);

@@ -46,7 +46,7 @@ impl Texts {
         let tokens = |n: u64| &self.tokens[n as usize][..];
         let padded = Collator::default().pad(batch, tokens, &Device::Cpu)?;
         let labels = padded.per_sequence(|n| self.labels[n as usize])?;
-        Ok((padded.ids, padded.mask, labels))
+        Ok((padded.ids, padded.rows.mask, labels))
     }
 }
 

@@ -20,8 +20,7 @@ impl Tokens {
     /// A sequence in each row of `ids` [rows, length], `u32`, with its padding behind it: no token
     /// sees what comes after it, so padding needs no mask.
     ///
-    /// Those of `dyn_batch::PaddedTensors`, for example, unless padding is on the left: positions
-    /// count from a row's beginning.
+    /// Those of `dyn_batch::Collator::pad`, for example.
     pub fn rows(ids: Tensor) -> Self {
         Self { ids, packing: None }
     }
@@ -29,7 +28,7 @@ impl Tokens {
     /// Several sequences in each row: `ids`, `segment_ids` and `position_ids` [rows, length], `u32`.
     /// A token sees those before it in its row that have its segment id.
     ///
-    /// Those of `dyn_batch::PackedTensors`, for example, one below the other.
+    /// Those of `dyn_batch::Collator::pack`, for example, one below the other.
     pub fn packed(ids: Tensor, segment_ids: Tensor, position_ids: Tensor) -> Self {
         Self { ids, packing: Some(Packing { segment_ids, position_ids }) }
     }

@@ -1,7 +1,7 @@
 //! What one launcher says about this process.
 
 use super::{
-    Launched,
+    LaunchEnv,
     error::{Error, Result},
     launcher::Launcher,
     vars::{Number, Vars},
@@ -59,7 +59,7 @@ impl Claim {
     }
 
     /// What it says, checked, if rank and size are both there.
-    pub(super) fn complete(&self) -> Result<Option<Launched>> {
+    pub(super) fn complete(&self) -> Result<Option<LaunchEnv>> {
         let (Some(rank), Some(size)) = (self.rank, self.size) else { return Ok(None) };
         let world_size = size.size(WorldSize::MAX)?;
         let rank = rank.rank_below(size)?;
@@ -67,7 +67,7 @@ impl Claim {
         // There are no more local ranks than ranks, whether or not the launcher says how many.
         let n_local = self.local_size.unwrap_or(size);
         let local_rank = self.local_rank.map(|local| local.rank_below(n_local)).transpose()?;
-        Ok(Some(Launched {
+        Ok(Some(LaunchEnv {
             placement: Placement::of(rank, world_size),
             launcher: self.launcher,
             local_rank,
@@ -76,7 +76,7 @@ impl Claim {
     }
 
     /// The error that half a claim is, unless `launched`, which is complete, says the same.
-    pub(super) fn half_beside(&self, launched: Option<Launched>) -> Option<Error> {
+    pub(super) fn half_beside(&self, launched: Option<LaunchEnv>) -> Option<Error> {
         let (found, missing) = match (self.rank, self.size) {
             (Some(_), Some(_)) => return None,
             (Some(rank), None) => (rank, self.size_name),

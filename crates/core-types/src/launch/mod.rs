@@ -22,43 +22,31 @@ use vars::Vars;
 use crate::rank;
 use crate::rank::{Placement, Rank, WorldSize};
 
-/// A process that a launcher started as one of several: its placement, and what the launcher says
-/// about its machine.
+/// The placement that a launcher assigned to this process, and its place on its machine.
 ///
 /// # Examples
 ///
 /// ```
-/// use core_types::{Launched, Launcher, Placement};
+/// use core_types::LaunchEnv;
 ///
-/// let vars = |name: &str| {
-///     let value = match name {
-///         "OMPI_COMM_WORLD_RANK" => "5",
-///         "OMPI_COMM_WORLD_SIZE" => "8",
-///         "OMPI_COMM_WORLD_LOCAL_RANK" => "1",
-///         _ => return None,
-///     };
-///     Some(value.to_owned())
-/// };
-/// let launched = Launched::from_vars(vars)?.expect("Open MPI's variables are there");
-/// assert_eq!(launched.placement(), Placement::new(5, 8)?);
-/// assert_eq!(launched.launcher(), Launcher::OpenMpi);
-/// assert_eq!(launched.local_rank().map(|rank| rank.as_usize()), Some(1)); // the GPU to take
-/// assert_eq!(launched.local_world_size(), None);
-/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// if let Some(launched) = LaunchEnv::from_env()? {
+///     let gpu = launched.local_rank().map_or(0, |rank| rank.as_usize());
+///     println!("{} on GPU {gpu}, started by {}", launched.placement(), launched.launcher());
+/// }
+/// # Ok::<(), core_types::LaunchError>(())
 /// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
 #[cfg_attr(feature = "serde", serde(try_from = "Unchecked", into = "Unchecked"))]
-pub struct Launched {
+pub struct LaunchEnv {
     placement: Placement,
     launcher: Launcher,
     local_rank: Option<Rank>,
     local_world_size: Option<WorldSize>,
 }
 
-impl Launched {
-    /// Returns which rank the environment says this process is, or `None` if no launcher has set
-    /// anything.
+impl LaunchEnv {
+    /// Reads the rank of this process from the environment; `None` if no launcher has set one.
     ///
     /// This is for programs, at their start. A library takes a [`Placement`] instead, so that equal
     /// arguments give equal results. On `None` the program runs alone: [`Placement::SINGLE`].
@@ -114,9 +102,9 @@ impl Launched {
     /// # Examples
     ///
     /// ```
-    /// use core_types::{Launched, Placement};
+    /// use core_types::{LaunchEnv, Placement};
     ///
-    /// let me = Launched::from_env()?.map_or(Placement::SINGLE, Launched::placement);
+    /// let me = LaunchEnv::from_env()?.map_or(Placement::SINGLE, LaunchEnv::placement);
     /// println!("{me}");
     /// # Ok::<(), core_types::LaunchError>(())
     /// ```
@@ -136,32 +124,22 @@ impl Launched {
         from_lookup(&|name| env::var_os(name))
     }
 
-    /// Returns what [`Launched::from_env`] would if `lookup` were the environment.
-    ///
-    /// # Errors
-    ///
-    /// Those of [`Launched::from_env`].
-    pub fn from_vars(lookup: impl Fn(&str) -> Option<String>) -> Result<Option<Self>> {
-        from_lookup(&|name| lookup(name).map(OsString::from))
-    }
-
-    /// Which rank this process is, and of how many.
+    /// Returns the rank of this process, and the size of its world.
     pub fn placement(self) -> Placement {
         self.placement
     }
 
-    /// The launcher that said so; the innermost if several did.
+    /// Returns the launcher that assigned the rank; the innermost if several did.
     pub fn launcher(self) -> Launcher {
         self.launcher
     }
 
-    /// The number of this process among those on its machine, if a launcher said it: the device to
-    /// use.
+    /// Returns the rank of this process on its machine, if a launcher assigned one: the device to use.
     pub fn local_rank(self) -> Option<Rank> {
         self.local_rank
     }
 
-    /// The number of this world's processes on this machine, if a launcher said it.
+    /// Returns the number of this world's processes on this machine, if a launcher set it.
     pub fn local_world_size(self) -> Option<WorldSize> {
         self.local_world_size
     }
@@ -174,7 +152,7 @@ impl Launched {
 }
 
 /// The whole decision, as a function of what `lookup` finds.
-fn from_lookup(lookup: &dyn Fn(&str) -> Option<OsString>) -> Result<Option<Launched>> {
+fn from_lookup(lookup: &dyn Fn(&str) -> Option<OsString>) -> Result<Option<LaunchEnv>> {
     let vars = Vars(lookup);
     let mut claims = vec![Claim::torch(&vars)?, Claim::open_mpi(&vars)?, Claim::pmi(&vars)?];
     claims.extend(slurm::claim(&vars)?);
@@ -191,7 +169,7 @@ fn from_lookup(lookup: &dyn Fn(&str) -> Option<OsString>) -> Result<Option<Launc
 
 /// The first of `all`, which come from the inside out, if each of the others agrees with it or has
 /// started it.
-fn innermost(all: &[Launched]) -> Result<Option<Launched>> {
+fn innermost(all: &[LaunchEnv]) -> Result<Option<LaunchEnv>> {
     let Some(&first) = all.first() else { return Ok(None) };
     let agree = || all.iter().filter(|one| one.placement == first.placement);
     for other in all {
@@ -209,14 +187,14 @@ fn innermost(all: &[Launched]) -> Result<Option<Launched>> {
     // Rank and size on a machine belong together, so both are those of one launcher.
     let by_rank = agree().find(|one| one.local_rank.is_some());
     let local = by_rank.or_else(|| agree().find(|one| one.local_world_size.is_some()));
-    Ok(Some(Launched {
+    Ok(Some(LaunchEnv {
         local_rank: local.and_then(|one| one.local_rank),
         local_world_size: local.and_then(|one| one.local_world_size),
         ..first
     }))
 }
 
-/// What a [`Launched`] looks like before it is checked.
+/// What a [`LaunchEnv`] looks like before it is checked.
 #[cfg(feature = "serde")]
 #[derive(serde::Serialize, serde::Deserialize)]
 struct Unchecked {
@@ -227,7 +205,7 @@ struct Unchecked {
 }
 
 #[cfg(feature = "serde")]
-impl TryFrom<Unchecked> for Launched {
+impl TryFrom<Unchecked> for LaunchEnv {
     type Error = rank::Error;
 
     fn try_from(unchecked: Unchecked) -> rank::Result<Self> {
@@ -246,9 +224,9 @@ impl TryFrom<Unchecked> for Launched {
 }
 
 #[cfg(feature = "serde")]
-impl From<Launched> for Unchecked {
-    fn from(launched: Launched) -> Self {
-        let Launched { placement, launcher, local_rank, local_world_size } = launched;
+impl From<LaunchEnv> for Unchecked {
+    fn from(launched: LaunchEnv) -> Self {
+        let LaunchEnv { placement, launcher, local_rank, local_world_size } = launched;
         Self { placement, launcher, local_rank, local_world_size }
     }
 }

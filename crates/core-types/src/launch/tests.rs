@@ -3,12 +3,12 @@
 use super::{vars::WHOLE_NUMBER, *};
 
 /// What variables, given as in a shell, come to.
-fn outcome(vars: &str) -> Result<Option<Launched>> {
+fn outcome(vars: &str) -> Result<Option<LaunchEnv>> {
     let find = |name: &str| {
         let mut pairs = vars.split_whitespace().filter_map(|pair| pair.split_once('='));
         pairs.find(|pair| pair.0 == name).map(|pair| pair.1.to_owned())
     };
-    Launched::from_vars(find)
+    from_lookup(&|name| find(name).map(OsString::from))
 }
 
 /// The outcome as one line: `torchrun: 3 of 8, local 1 of 2`, `alone`, or the error's text.
@@ -18,7 +18,7 @@ fn words(vars: &str) -> String {
         Ok(None) => return "alone".to_owned(),
         Err(error) => return error.to_string(),
     };
-    let Launched { placement, launcher, local_rank, local_world_size } = launched;
+    let LaunchEnv { placement, launcher, local_rank, local_world_size } = launched;
     let local = match (local_rank, local_world_size) {
         (Some(rank), Some(size)) => format!(", local {rank} of {size}"),
         (Some(rank), None) => format!(", local {rank}"),
@@ -332,11 +332,11 @@ fn deserializing_checks_what_reading_checks() {
         r#"{"placement":{"rank":3,"world_size":4},"launcher":"open_mpi","#,
         r#""local_rank":1,"local_world_size":2}"#
     );
-    let launched: Launched = serde_json::from_str(json).unwrap();
+    let launched: LaunchEnv = serde_json::from_str(json).unwrap();
     assert_eq!(serde_json::to_string(&launched).unwrap(), json);
     for (from, to) in
         [("\"local_rank\":1", "\"local_rank\":2"), ("size\":2", "size\":5"), ("\":3", "\":4")]
     {
-        assert!(serde_json::from_str::<Launched>(&json.replace(from, to)).is_err(), "{to}");
+        assert!(serde_json::from_str::<LaunchEnv>(&json.replace(from, to)).is_err(), "{to}");
     }
 }

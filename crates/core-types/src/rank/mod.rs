@@ -43,17 +43,17 @@ impl WorldSize {
         }
     }
 
-    /// The number of ranks.
+    /// Returns the number of ranks.
     pub fn as_u64(self) -> u64 {
         u64::from(self.0)
     }
 
-    /// The number of ranks, for indexing.
+    /// Returns the number of ranks, for indexing.
     pub fn as_usize(self) -> usize {
         self.0 as usize
     }
 
-    /// Every rank of this world in order, each with its world.
+    /// Returns every rank of this world in order, each with its world.
     ///
     /// # Examples
     ///
@@ -108,12 +108,12 @@ impl Rank {
         Self(rank as u32)
     }
 
-    /// The rank's number.
+    /// Returns the rank's number.
     pub fn as_u64(self) -> u64 {
         u64::from(self.0)
     }
 
-    /// The rank's number, for indexing.
+    /// Returns the rank's number, for indexing.
     pub fn as_usize(self) -> usize {
         self.0 as usize
     }
@@ -170,17 +170,17 @@ impl Placement {
         Self { rank, world_size }
     }
 
-    /// Which rank this is.
+    /// Returns the rank.
     pub fn rank(self) -> Rank {
         self.rank
     }
 
-    /// The size of the world it belongs to.
+    /// Returns the size of its world.
     pub fn world_size(self) -> WorldSize {
         self.world_size
     }
 
-    /// Whether no rank comes after this one.
+    /// Returns true if this is the last rank.
     pub fn is_last(self) -> bool {
         self.rank.0 + 1 == self.world_size.0
     }

@@ -1,7 +1,7 @@
 //! The order of an epoch: which sample stands at each position.
 
+mod cached;
 mod exact;
-mod held;
 mod stratified;
 mod streaming;
 mod swaps;
@@ -9,8 +9,8 @@ mod table;
 mod torch;
 mod weighted;
 
+use cached::{CachedOrder, Rule};
 use core_types::{Epoch, Seed};
-use held::{Held, Rule};
 pub use stratified::Quota;
 pub(crate) use stratified::Strata;
 use streaming::{SHORTEST, Streaming};
@@ -24,13 +24,13 @@ const STREAMING_FROM: u64 = 1 << 14;
 
 /// The order of one epoch.
 #[derive(Clone, Debug)]
-pub(crate) enum Samples {
+pub(crate) enum EpochOrder {
     Sequential,
     Streaming {
         len: u64,
         permutation: Streaming,
     },
-    Held(Held),
+    Cached(CachedOrder),
     /// Draws by weight, `len` of them per epoch.
     Weighted {
         len: u64,
@@ -39,15 +39,15 @@ pub(crate) enum Samples {
     },
 }
 
-impl Samples {
+impl EpochOrder {
     pub(crate) fn new(len: u64, order: Order, seed: Seed, epoch: Epoch) -> Result<Self> {
-        let held = |rule| Held::new(rule, len, seed, epoch).map(Self::Held);
+        let cached = |rule| CachedOrder::new(rule, len, seed, epoch).map(Self::Cached);
         match order {
             Order::Sequential => Ok(Self::Sequential),
-            Order::Exact => held(Rule::Exact),
-            Order::Torch => held(Rule::Torch),
-            Order::Shuffled if len < STREAMING_FROM => held(Rule::Exact),
-            Order::Streaming if len < SHORTEST => held(Rule::Exact),
+            Order::Exact => cached(Rule::Exact),
+            Order::Torch => cached(Rule::Torch),
+            Order::Shuffled if len < STREAMING_FROM => cached(Rule::Exact),
+            Order::Streaming if len < SHORTEST => cached(Rule::Exact),
             Order::Shuffled | Order::Streaming => {
                 let permutation = Streaming::new(len, seed.derive(epoch.as_u64()));
                 Ok(Self::Streaming { len, permutation })
@@ -64,7 +64,7 @@ impl Samples {
     /// An epoch of what the strata hold.
     pub(crate) fn stratified(strata: Strata, seed: Seed, epoch: Epoch) -> Result<Self> {
         let len = strata.len();
-        Held::new(Rule::Stratified(Box::new(strata)), len, seed, epoch).map(Self::Held)
+        CachedOrder::new(Rule::Stratified(Box::new(strata)), len, seed, epoch).map(Self::Cached)
     }
 
     /// Turns this into the order of another epoch, in the memory it has.
@@ -74,7 +74,7 @@ impl Samples {
             Self::Sequential => {}
             Self::Weighted { seed, .. } => *seed = epoch_seed,
             Self::Streaming { len, permutation } => *permutation = Streaming::new(*len, epoch_seed),
-            Self::Held(held) => held.reseed(seed, epoch),
+            Self::Cached(order) => order.reseed(seed, epoch),
         }
     }
 
@@ -83,7 +83,7 @@ impl Samples {
     pub(crate) fn fingerprint(&self) -> u64 {
         match self {
             Self::Weighted { table, .. } => table.fingerprint(),
-            Self::Held(held) => held.fingerprint(),
+            Self::Cached(order) => order.fingerprint(),
             Self::Sequential | Self::Streaming { .. } => 0,
         }
     }
@@ -94,7 +94,7 @@ impl Samples {
             Self::Sequential => position,
             Self::Streaming { permutation, .. } => permutation.get(position),
             Self::Weighted { table, seed, .. } => table.draw(*seed, position),
-            Self::Held(held) => entry(held.samples(), position),
+            Self::Cached(order) => entry(order.samples(), position),
         }
     }
 
@@ -105,8 +105,8 @@ impl Samples {
             Self::Streaming { permutation, .. } => permutation.fill(first, step, out),
             Self::Weighted { table, seed, .. } => table.fill(*seed, first, step, out),
             Self::Sequential => write(out, |n| first + n * step),
-            Self::Held(held) => {
-                let samples = held.samples();
+            Self::Cached(order) => {
+                let samples = order.samples();
                 write(out, |n| entry(samples, first + n * step));
             }
         }
@@ -122,7 +122,7 @@ impl Samples {
             Self::Weighted { len, table, seed } => {
                 (0..*len).find(|&position| table.draw(*seed, position) == sample)
             }
-            Self::Held(held) => held
+            Self::Cached(order) => order
                 .samples()
                 .iter()
                 .position(|&entry| u64::from(entry) == sample)

@@ -238,12 +238,12 @@ fn sweep(slots: &mut [u64], is_heavy: &[u64], layout: Layout) {
     let (n_slots, capacity) = (slots.len(), layout.capacity());
     let mut light = ones(is_heavy.iter().map(|word| !word)).take_while(|&slot| slot < n_slots);
     let mut heavy = ones(is_heavy.iter().copied());
-    let mut giver = heavy.next().map(|sample| (sample, slots[sample]));
-    while let Some((sample, mass)) = giver {
+    let mut donor = heavy.next().map(|sample| (sample, slots[sample]));
+    while let Some((sample, mass)) = donor {
         let rest = fill_up(slots, &mut light, (sample, mass), layout);
-        giver = heavy.next().map(|next| (next, slots[next] - (capacity - rest)));
+        donor = heavy.next().map(|next| (next, slots[next] - (capacity - rest)));
         // Room in the slot of the last heavy sample is its own.
-        let alias = giver.map_or(sample, |(next, _)| next);
+        let alias = donor.map_or(sample, |(next, _)| next);
         slots[sample] = layout.pack(rest, alias as u64);
     }
     // As many masses are left as slots, and all fit: each is as large as its slot.

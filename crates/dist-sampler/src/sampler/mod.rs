@@ -9,11 +9,11 @@ use core_types::{Epoch, Placement, Rank, split};
 use crate::{
     config::{Partition, SamplerConfig},
     error::{Error, Result},
-    order::{Quota, Samples, Strata},
-    partition::{Deal, Positions, Rule},
+    order::{EpochOrder, Quota, Strata},
+    partition::{Positions, Rule, ShareRule},
+    reshard::Unread,
     sampler::indices::Indices,
     state::{SamplerState, Stage},
-    unread::Unread,
 };
 
 /// Which samples one rank reads in one epoch.
@@ -63,14 +63,14 @@ pub struct DistributedSampler {
     placement: Placement,
     config: SamplerConfig,
     epoch: Epoch,
-    samples: Samples,
+    samples: EpochOrder,
     /// The other worlds that have read a part of the epoch; none unless this sampler was resumed
     /// from one.
     earlier: Vec<Stage>,
     /// The positions that they have not read.
     unread: Unread,
     /// How these are dealt out to this world.
-    deal: Deal,
+    shares: ShareRule,
     /// This rank's part, of which it has read `consumed`.
     positions: Positions,
     consumed: u64,
@@ -78,7 +78,7 @@ pub struct DistributedSampler {
 
 impl DistributedSampler {
     /// The longest data set: 2^63 samples.
-    pub const MAX_LEN: u64 = 1 << 63;
+    pub(crate) const MAX_LEN: u64 = 1 << 63;
 
     /// Returns the sampler of `placement` over a data set of `len` samples, at the epoch of the
     /// configuration.
@@ -86,14 +86,14 @@ impl DistributedSampler {
     /// # Errors
     ///
     /// - [`Error::EmptyDataSet`] and [`Error::DataSetTooLong`], if the length is 0 or above
-    ///   [`MAX_LEN`](Self::MAX_LEN).
+    ///   2^63.
     /// - [`Error::TooLongToShuffle`] and [`Error::OutOfMemory`], if the order has to be held in
     ///   memory and can't be.
     /// - [`Error::RankWeights`] and [`Error::NoRankWeight`], if a proportional partition does not
     ///   fit the world.
     pub fn new(len: u64, placement: Placement, config: SamplerConfig) -> Result<Self> {
         check_len(len)?;
-        let samples = Samples::new(len, config.order, config.seed, config.epoch)?;
+        let samples = EpochOrder::new(len, config.order, config.seed, config.epoch)?;
         Self::over(len, samples, placement, config)
     }
 
@@ -139,7 +139,7 @@ impl DistributedSampler {
         check_len(draws)?;
         Self::over(
             draws,
-            Samples::weighted(weights, draws, config.seed, config.epoch)?,
+            EpochOrder::weighted(weights, draws, config.seed, config.epoch)?,
             placement,
             config,
         )
@@ -186,19 +186,19 @@ impl DistributedSampler {
         let strata = Strata::new(labels, quota)?;
         check_len(strata.len())?;
         let len = strata.len();
-        let samples = Samples::stratified(strata, config.seed, config.epoch)?;
+        let samples = EpochOrder::stratified(strata, config.seed, config.epoch)?;
         Self::over(len, samples, placement, config.with_partition(Partition::Contiguous))
     }
 
     fn over(
         len: u64,
-        samples: Samples,
+        samples: EpochOrder,
         placement: Placement,
         config: SamplerConfig,
     ) -> Result<Self> {
-        let deal =
-            Deal::new(len, placement.world_size(), Rule::new(config.partition, config.tail))?;
-        let positions = deal.positions(placement);
+        let shares =
+            ShareRule::new(len, placement.world_size(), Rule::new(config.partition, config.tail))?;
+        let positions = shares.positions(placement);
         Ok(Self {
             len,
             placement,
@@ -207,7 +207,7 @@ impl DistributedSampler {
             samples,
             earlier: Vec::new(),
             unread: Unread::from(0..len),
-            deal,
+            shares,
             positions,
             consumed: 0,
         })
@@ -234,8 +234,11 @@ impl DistributedSampler {
     /// # Ok::<(), Box<dyn std::error::Error>>(())
     /// ```
     pub fn with_rank_weights(mut self, weights: &[u64]) -> Result<Self> {
-        self.deal =
-            Deal::new(self.len, self.placement.world_size(), Rule::Proportional(weights.to_vec()))?;
+        self.shares = ShareRule::new(
+            self.len,
+            self.placement.world_size(),
+            Rule::Proportional(weights.to_vec()),
+        )?;
         self.move_to(Vec::new(), Unread::from(0..self.len), 0);
         Ok(self)
     }
@@ -261,8 +264,8 @@ impl DistributedSampler {
     /// Deals out the positions that `earlier` worlds have left `unread`, and moves to the
     /// `consumed`-th index of this rank.
     fn move_to(&mut self, earlier: Vec<Stage>, unread: Unread, consumed: u64) {
-        self.deal = self.deal.of_len(unread.len());
-        self.positions = self.deal.positions(self.placement);
+        self.shares = self.shares.of_len(unread.len());
+        self.positions = self.shares.positions(self.placement);
         self.earlier = earlier;
         self.unread = unread;
         self.consumed = consumed;
@@ -286,8 +289,8 @@ impl DistributedSampler {
     /// ```
     pub fn state(&self, read: u64) -> SamplerState {
         let stage = Stage {
-            world_size: self.deal.world_size(),
-            rule: self.deal.rule().clone(),
+            world_size: self.shares.world_size(),
+            rule: self.shares.rule().clone(),
             consumed: self.consumed.saturating_add(read),
         };
         SamplerState {
@@ -320,7 +323,7 @@ impl DistributedSampler {
     /// - [`Error::StateMismatch`] if data set, order or seed are not those of the state.
     /// - [`Error::StateConsumed`], [`Error::RankWeights`] or [`Error::NoRankWeight`] if the state
     ///   contradicts itself.
-    /// - [`Error::StateStages`] above [`SamplerState::MAX_STAGES`].
+    /// - [`Error::StateStages`] above 1,024 worlds.
     ///
     /// The sampler is then unchanged.
     pub fn resume(&mut self, state: &SamplerState) -> Result<()> {
@@ -332,7 +335,7 @@ impl DistributedSampler {
         }
         let unread_after_last = unread_after(last, unread.clone())?;
         self.reorder(state.epoch);
-        if last.world_size == self.deal.world_size() && last.rule == *self.deal.rule() {
+        if last.world_size == self.shares.world_size() && last.rule == *self.shares.rule() {
             self.move_to(earlier.to_vec(), unread, last.consumed);
         } else {
             self.move_to(state.stages.clone(), unread_after_last, 0);
@@ -367,16 +370,19 @@ impl DistributedSampler {
 
     /// The rank whose samples these are, and its world.
     #[doc(alias = "num_replicas")]
+    #[doc(hidden)]
     pub fn placement(&self) -> Placement {
         self.placement
     }
 
     /// The choices the sampler was made with.
+    #[doc(hidden)]
     pub fn config(&self) -> SamplerConfig {
         self.config
     }
 
     /// The number of samples in the whole data set, or of draws in an epoch of all ranks.
+    #[doc(hidden)]
     pub fn data_set_len(&self) -> u64 {
         self.len
     }
@@ -547,7 +553,7 @@ impl DistributedSampler {
     /// ```
     pub fn rank_of(&self, index: u64) -> Option<Rank> {
         let position = self.position_of(index)?;
-        self.deal.owner(self.unread.index_of(position)?)
+        self.shares.owner(self.unread.index_of(position)?)
     }
 }
 
@@ -565,8 +571,8 @@ fn unread_after(stage: &Stage, unread: Unread) -> Result<Unread> {
     if stage.consumed > len {
         return Err(Error::StateConsumed { consumed: stage.consumed, len });
     }
-    let deal = Deal::new(len, stage.world_size, stage.rule.clone())?;
-    Ok(unread.then(deal.unread_after(stage.consumed)))
+    let shares = ShareRule::new(len, stage.world_size, stage.rule.clone())?;
+    Ok(unread.then(shares.unread_after(stage.consumed)))
 }
 
 fn same<T: PartialEq + Debug>(what: &'static str, state: &T, sampler: &T) -> Result<()> {

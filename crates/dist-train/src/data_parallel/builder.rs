@@ -24,7 +24,6 @@ use crate::{
         InitialValues, Initializer,
         declare::{Declared, declare},
     },
-    processes::agreed,
     progress::Progress,
     schedule::Schedule,
     step::{inventory::Inventory, options::Options, rates::Rates, roles::Choices},
@@ -291,12 +290,12 @@ impl<'a, B> DataParallelBuilder<'a, B> {
         O: Optimizer,
     {
         let mesh = self.mesh;
-        let Prepared { inventory, vars, dtype } = agreed(mesh, self.prepared())?;
+        let Prepared { inventory, vars, dtype } = mesh.all_ok(self.prepared())?;
         let dtypes = vars.iter().map(|var| var.dtype());
         let settings = sync::settings(&inventory, dtypes, &self.options, self.sharing, self.seed);
         sync::check_settings(mesh, &settings)?;
         let sets = vars::sets(mesh, vars.clone(), self.sharing).map_err(cannot_build);
-        let sets = agreed(mesh, sets)?;
+        let sets = mesh.all_ok(sets)?;
         sync::begin_alike(mesh, &inventory, &sets)?;
 
         let devices = mesh.devices();
@@ -320,7 +319,7 @@ impl<'a, B> DataParallelBuilder<'a, B> {
             vars::add(&self.vars, &inventory, &vars)?;
             Ok(workers)
         });
-        let workers = agreed(mesh, workers.map_err(cannot_build))?;
+        let workers = mesh.all_ok(workers.map_err(cannot_build))?;
         let own = learning_rates(&workers[0]);
         let bits = sync::of_numbers(own.iter().map(|rate| rate.to_bits()));
         sync::check_settings(mesh, &[("the optimizers' learning rates", bits)])?;

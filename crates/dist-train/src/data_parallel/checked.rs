@@ -13,11 +13,11 @@ use crate::{
         DataParallel,
         slot::{Slot, lock},
     },
+    device::moved,
     error::{Doing, Result},
     grad::{differentiate, has_halves, sums},
     gradient_report::GradientReport,
     loss::Loss,
-    moving::moved,
     step::rules::{Rules, Then},
     tree,
 };

@@ -24,11 +24,11 @@ use self::{
 use crate::{
     batch::Layout,
     error::{Doing, Result, training::Refusal},
+    lora::save::{PretrainedFiles, save},
     loss::Loss,
-    parameters::save::{PretrainedFiles, save},
+    parameters::describe::parameter_infos,
     progress::Progress,
     schedule::Schedule,
-    sharded::describe::parameter_infos,
     step::{
         inventory::Inventory,
         options::{EVALUATION, Options},

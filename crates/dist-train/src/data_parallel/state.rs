@@ -1,15 +1,14 @@
 //! Saving and loading a model in training.
 
 use candle_core::{Tensor, Var};
+use dist_checkpoint::{Checkpoint, StateDict, TensorKey};
 
 use crate::{
-    checkpoint::{key::TensorKey, read::Checkpoint, state_dict::StateDict},
     data_parallel::{DataParallel, slot::lock},
+    device::moved,
     error::{Doing, Result},
-    moving::moved,
-    optim::StatefulOptimizer,
-    processes::agreed,
-    progress::Progress,
+    optim::{StatefulOptimizer, add_state, load_state},
+    progress::{Progress, TrainerState},
 };
 
 impl<M, O: StatefulOptimizer> DataParallel<M, O> {
@@ -27,20 +26,20 @@ impl<M, O: StatefulOptimizer> DataParallel<M, O> {
     /// be written, and those of [`check_in_sync`](Self::check_in_sync).
     pub fn state_dict(&self) -> Result<StateDict> {
         self.check_in_sync()?;
-        agreed(&self.mesh, self.state_of_slots())
+        self.mesh.all_ok(self.state_of_slots())
     }
 
     /// What the slots of this process keep.
     fn state_of_slots(&self) -> Result<StateDict> {
         let mut state = StateDict::new(&self.mesh, self.inventory.saved_shapes())
-            .with_trainer(self.rates.state(self.progress));
+            .with_trainer(&self.rates.state(self.progress))?;
         for (local_slot, worker) in self.workers.iter().enumerate() {
             let slot = lock(&worker.slot);
             for &var in &slot.saved {
                 let key = TensorKey::model(self.inventory.name(var), 0);
                 state.add(local_slot, key, slot.vars[var].as_detached_tensor())?;
                 if let Some((optimizer, position)) = slot.optimizer_of(var) {
-                    state.add_optimizer(local_slot, key, optimizer, position)?;
+                    add_state(&mut state, local_slot, key, optimizer, position)?;
                 }
             }
         }
@@ -50,9 +49,6 @@ impl<M, O: StatefulOptimizer> DataParallel<M, O> {
     /// Gives all variables and optimizers the values of a checkpoint, whatever number of devices
     /// wrote it, and resumes its count of steps, random numbers and learning rates; accumulated
     /// gradients are dropped. Every process of the mesh calls this, with the same checkpoint.
-    ///
-    /// A checkpoint of [`ShardedVars`](crate::ShardedVars) knows of no random numbers: then those
-    /// of its number of steps follow, with this model's seed.
     ///
     /// # Errors
     ///
@@ -65,13 +61,14 @@ impl<M, O: StatefulOptimizer> DataParallel<M, O> {
     /// may then be changed.
     pub fn load(&mut self, checkpoint: &Checkpoint) -> Result<()> {
         checkpoint.check_fits(&self.mesh, &self.inventory.saved_shapes())?;
-        let rates = match checkpoint.trainer() {
+        let trainer = checkpoint.trainer::<TrainerState>()?;
+        let rates = match &trainer {
             Some(state) => self.rates.resumed(state)?,
             None => self.rates.clone(),
         };
-        agreed(&self.mesh, self.load_slots(checkpoint))?;
+        self.mesh.all_ok(self.load_slots(checkpoint))?;
         self.rates = rates;
-        self.resume(checkpoint);
+        self.resume(checkpoint.step(), trainer);
         Ok(())
     }
 
@@ -89,7 +86,7 @@ impl<M, O: StatefulOptimizer> DataParallel<M, O> {
             for group in &mut slot.optimizers {
                 for (position, &var) in group.vars.iter().enumerate() {
                     let key = TensorKey::model(self.inventory.name(var), 0);
-                    checkpoint.load_optimizer(key, &mut group.optimizer, position)?;
+                    load_state(checkpoint, key, &mut group.optimizer, position)?;
                 }
             }
         }
@@ -97,9 +94,8 @@ impl<M, O: StatefulOptimizer> DataParallel<M, O> {
     }
 
     /// Resumes the count of steps and of random numbers.
-    fn resume(&mut self, checkpoint: &Checkpoint) {
-        let step = checkpoint.step();
-        self.progress = match checkpoint.trainer() {
+    fn resume(&mut self, step: u64, trainer: Option<TrainerState>) {
+        self.progress = match trainer {
             Some(state) => state.progress,
             None => Progress { steps: step, batches: step, ..self.progress },
         };

@@ -3,14 +3,13 @@
 
 use std::fmt;
 
-use candle_core::{DType, Device, Tensor, Var};
+use candle_core::{DType, Var};
 use core_types::{Fingerprint, Seed};
 use pmap_mesh::{ALL, DeviceMesh};
 
 use crate::{
     data_parallel::vars::{Sharing, VarSet},
     error::{Doing, Error, Result, training::TrainingError},
-    processes::gather_numbers,
     step::{inventory::Inventory, options::Options, roles::Role},
 };
 
@@ -25,11 +24,11 @@ pub(crate) type Settings<const N: usize> = [(&'static str, u64); N];
 /// [`TrainingError::OtherModel`] and [`TrainingError::OtherOption`] with the first difference,
 /// [`Error::Mesh`] if a process does not answer.
 pub(crate) fn check_settings<const N: usize>(mesh: &DeviceMesh, here: &Settings<N>) -> Result<()> {
-    if mesh.local_slots().len() == mesh.len() {
+    if !mesh.spans_processes() {
         return Ok(());
     }
     let numbers = here.map(|(_, number)| number);
-    let all = gather_numbers(mesh, &vec![numbers; mesh.devices().len()])?;
+    let all = mesh.gather_numbers(&vec![numbers; mesh.devices().len()])?;
     for (n, (option, _)) in here.iter().enumerate() {
         if let Some(replica) = all.iter().position(|numbers| numbers[n] != all[0][n]) {
             let error = match *option {
@@ -82,7 +81,7 @@ pub(crate) fn settings(
 ///
 /// [`Error::Mesh`] if a process does not answer.
 pub(super) fn begin_alike(mesh: &DeviceMesh, inventory: &Inventory, sets: &[VarSet]) -> Result<()> {
-    if mesh.local_slots().len() == mesh.len() {
+    if !mesh.spans_processes() {
         return Ok(());
     }
     let vars: Vec<Vec<Var>> = slot_sets(mesh, sets).map(|set| set.vars.clone()).collect();
@@ -109,7 +108,7 @@ fn slot_sets<'a>(mesh: &DeviceMesh, sets: &'a [VarSet]) -> impl Iterator<Item = 
 /// Checks that the variables of all slots are the same to the bit, given the
 /// [fingerprints](of_slots) of those of this process.
 pub(super) fn check(mesh: &DeviceMesh, inventory: &Inventory, here: Vec<Vec<u64>>) -> Result<()> {
-    let slots = gathered(mesh, here)?;
+    let slots = mesh.gather_number_lists(here)?;
     for (replica, vars) in slots.iter().enumerate() {
         if let Some(var) = (0..vars.len()).find(|&var| vars[var] != slots[0][var]) {
             return Err(Error::Diverged { name: inventory.name(var).to_owned(), replica });
@@ -139,14 +138,14 @@ pub(super) fn of_slots(slots: &[&[Var]]) -> Result<Vec<Vec<u64>>> {
 pub(crate) fn of_value(var: &Var) -> candle_core::Result<u64> {
     let mut bytes = Vec::new();
     var.as_detached_tensor().force_contiguous()?.write_bytes(&mut bytes)?;
-    Ok(Fingerprint::new().bytes(&bytes).finish())
+    Ok(Fingerprint::new().write_bytes(&bytes).finish())
 }
 
 /// A fingerprint of names, shapes and types.
 fn of_form(inventory: &Inventory, dtypes: impl IntoIterator<Item = DType>) -> u64 {
     let mut form = Fingerprint::new();
     for ((name, shape), dtype) in inventory.parameters.iter().zip(dtypes) {
-        form.bytes(name.as_bytes()).bytes(dtype.as_str().as_bytes());
+        form.write_bytes(name.as_bytes()).write_bytes(dtype.as_str().as_bytes());
         form.extend([shape.len() as u64]);
         form.extend(shape.iter().map(|&size| size as u64));
     }
@@ -157,7 +156,7 @@ fn of_form(inventory: &Inventory, dtypes: impl IntoIterator<Item = DType>) -> u6
 fn of_groups(inventory: &Inventory) -> u64 {
     let mut groups = Fingerprint::new();
     for group in &inventory.roles.groups {
-        groups.bytes(group.as_bytes());
+        groups.write_bytes(group.as_bytes());
     }
     groups.extend(inventory.roles.of.iter().map(|&role| match role {
         Role::Trained(group) => group as u64,
@@ -168,28 +167,12 @@ fn of_groups(inventory: &Inventory) -> u64 {
 
 /// A fingerprint of what has no numbers of its own.
 pub(crate) fn of_debug(value: &impl fmt::Debug) -> u64 {
-    Fingerprint::new().bytes(format!("{value:?}").as_bytes()).finish()
+    Fingerprint::new().write_bytes(format!("{value:?}").as_bytes()).finish()
 }
 
 /// A fingerprint of numbers, in their order.
 pub(crate) fn of_numbers(numbers: impl IntoIterator<Item = u64>) -> u64 {
     numbers.into_iter().collect::<Fingerprint>().finish()
-}
-
-/// The numbers of all slots, given those of this process's slots.
-pub(crate) fn gathered(mesh: &DeviceMesh, here: Vec<Vec<u64>>) -> Result<Vec<Vec<u64>>> {
-    // Tensors have no unsigned numbers of 64 bits: the same bits travel as signed ones.
-    let sent = here.into_iter().map(|numbers| {
-        let signed: Vec<i64> = numbers.into_iter().map(u64::cast_signed).collect();
-        Ok(vec![Tensor::new(signed, &Device::Cpu)?])
-    });
-    let sent: candle_core::Result<_> = sent.collect();
-    let all = mesh.process_allgather(sent.doing("sending fingerprints")?)?;
-    let numbers = |tensor: &Tensor| {
-        Ok(tensor.to_vec1::<i64>()?.into_iter().map(i64::cast_unsigned).collect())
-    };
-    let all: candle_core::Result<_> = all.iter().flatten().map(numbers).collect();
-    all.doing("receiving fingerprints")
 }
 
 #[cfg(test)]

@@ -9,8 +9,8 @@ use candle_nn::{Init, VarBuilder, VarMap, var_builder::SimpleBackend};
 use pmap_mesh::DeviceMesh;
 
 use crate::{
-    moving::moved,
-    ownership,
+    device::moved,
+    grad::divide,
     step::{
         inventory::Inventory,
         roles::{Role, Roles},
@@ -182,11 +182,11 @@ pub(super) fn parts(
     let sizes = inventory.sizes();
     let trained = inventory.roles.trained();
     let trained_sizes: Vec<u64> = trained.iter().map(|&var| sizes[var]).collect();
-    let saved_by_set = ownership::divide(&sizes, n_sets);
+    let saved_by_set = divide(&sizes, n_sets);
     let mut parts = Vec::new();
     for (number, set) in sets.iter().enumerate() {
         let saved_here = &saved_by_set[first_set + number];
-        let divided = ownership::divide(&trained_sizes, set.slots.len());
+        let divided = divide(&trained_sizes, set.slots.len());
         for (place, (&slot, owned)) in set.slots.iter().zip(divided).enumerate() {
             let owned: Vec<usize> = owned.into_iter().map(|position| trained[position]).collect();
             // What nobody updates is the first slot's.

@@ -2,7 +2,9 @@
 
 use std::fmt;
 
-use crate::{error::listed::Listed, gradient_report::PrefixCheck};
+use dist_checkpoint::support::listed::Listed;
+
+use crate::gradient_report::PrefixCheck;
 
 /// Why gradients are not those of the loss, or cannot be compared with it.
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]

@@ -4,8 +4,7 @@ use std::path::PathBuf;
 
 use candle_core::DType;
 use core_types::human::Printable;
-
-use crate::error::listed::Listed;
+use dist_checkpoint::support::listed::Listed;
 
 /// Why a model cannot have these adapters.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]

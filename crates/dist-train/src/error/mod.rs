@@ -1,20 +1,22 @@
 //! What can go wrong in training: the mesh, the plan, parameters, shards, checkpoints, candle.
 
-pub(crate) mod checkpoint;
 pub(crate) mod gradient;
-mod listed;
 pub(crate) mod lora;
-pub(crate) mod parameter;
-pub(crate) mod setting;
+mod setting;
 pub(crate) mod sharding;
 pub(crate) mod training;
 
-use pmap_mesh::one_line;
+use std::{
+    io,
+    path::{Path, PathBuf},
+};
+
+use core_types::human::Printable;
+use dist_checkpoint::{Error as CheckpointError, ParameterError};
+use pmap_mesh::{ProcessError, one_line};
 
 use self::{
-    checkpoint::CheckpointError, gradient::GradientError, lora::LoraError,
-    parameter::ParameterError, setting::SettingError, sharding::ShardingError,
-    training::TrainingError,
+    gradient::GradientError, lora::LoraError, sharding::ShardingError, training::TrainingError,
 };
 
 /// The result of training on a mesh.
@@ -32,7 +34,7 @@ pub type Result<T, E = Error> = std::result::Result<T, E>;
 pub enum Error {
     /// The mesh failed, or a replica on it.
     #[error(transparent)]
-    Mesh(#[from] pmap_mesh::Error),
+    Mesh(pmap_mesh::Error),
     /// A sharding plan cannot be made of the tensors.
     #[error(transparent)]
     Plan(#[from] fsdp_plan::Error),
@@ -44,7 +46,7 @@ pub enum Error {
     Sharding(#[from] ShardingError),
     /// A checkpoint cannot be read or written.
     #[error(transparent)]
-    Checkpoint(#[from] CheckpointError),
+    Checkpoint(CheckpointError),
     /// A step would train something wrong, or the options of a model do not fit it.
     #[error(transparent)]
     Training(#[from] TrainingError),
@@ -54,10 +56,35 @@ pub enum Error {
     /// Adapters do not fit the model, or cannot be those of the folder.
     #[error(transparent)]
     Lora(#[from] LoraError),
-    /// A setting is a number that it cannot be.
-    #[error(transparent)]
-    Setting(#[from] SettingError),
+    /// A setting of an optimizer, of clipping or of a check is a number with which every result would
+    /// be wrong.
+    #[error("{name} is {value}, it must be {expected}")]
+    Setting {
+        /// The setting, in words.
+        name: &'static str,
+        /// Its value.
+        value: f64,
+        /// What it may be, in words.
+        expected: &'static str,
+    },
 
+    /// A file that steps are to be written to has something else in it.
+    #[error("{}: no line of it is a step", Printable(path.display()))]
+    NoMetrics {
+        /// The file.
+        path: PathBuf,
+    },
+    /// A parameter cannot be initialized as the constructor wants it to be: a bound is no number, a
+    /// width is negative, or integers are to be drawn.
+    #[error("parameter {name} of {dtype} cannot be initialized by {init}", name = Printable(name))]
+    Init {
+        /// The parameter.
+        name: String,
+        /// The initializer, as `Debug` shows it.
+        init: String,
+        /// The type of its items.
+        dtype: &'static str,
+    },
     /// The model or an optimizer of a data-parallel step could not be built.
     #[error("the model cannot be built: {}", one_line(cause))]
     Model {
@@ -110,10 +137,64 @@ pub enum Error {
     },
 }
 
+impl From<pmap_mesh::Error> for Error {
+    fn from(error: pmap_mesh::Error) -> Self {
+        match error {
+            pmap_mesh::Error::Process(ProcessError::Peer { slot, reason }) => {
+                Self::OtherProcess { slot, reason }
+            }
+            error => Self::Mesh(error),
+        }
+    }
+}
+
+impl From<CheckpointError> for Error {
+    fn from(error: CheckpointError) -> Self {
+        match error {
+            CheckpointError::Mesh(error) => Self::from(error),
+            CheckpointError::OtherProcess { slot, reason } => Self::OtherProcess { slot, reason },
+            CheckpointError::Parameter(error) => Self::Parameter(error),
+            CheckpointError::Plan(error) => Self::Plan(error),
+            CheckpointError::Tensor { doing, cause } => Self::Tensor { doing, cause },
+            CheckpointError::Load { cause } => match cause.downcast::<Self>() {
+                Ok(error) => *error,
+                Err(cause) => Self::Checkpoint(CheckpointError::Load { cause }),
+            },
+            error => Self::Checkpoint(error),
+        }
+    }
+}
+
+impl From<Error> for CheckpointError {
+    /// For functions that load a checkpoint: it decides by the error whether another one is tried.
+    fn from(error: Error) -> Self {
+        match error {
+            Error::Mesh(error) => Self::from(error),
+            Error::OtherProcess { slot, reason } => Self::OtherProcess { slot, reason },
+            Error::Parameter(error) => Self::Parameter(error),
+            Error::Tensor { doing, cause } => Self::Tensor { doing, cause },
+            Error::Checkpoint(error) => error,
+            error => Self::Load { cause: Box::new(error) },
+        }
+    }
+}
+
 impl From<Error> for candle_core::Error {
     /// For functions that run in replicas, which return candle's errors.
     fn from(error: Error) -> Self {
         Self::wrap(error)
+    }
+}
+
+/// Names the path that an error of the system is about.
+pub(crate) trait At<T> {
+    /// Turns the system's error into [`CheckpointError::Io`].
+    fn at(self, path: &Path) -> Result<T>;
+}
+
+impl<T> At<T> for io::Result<T> {
+    fn at(self, path: &Path) -> Result<T> {
+        self.map_err(|cause| CheckpointError::Io { path: path.to_owned(), cause }.into())
     }
 }
 

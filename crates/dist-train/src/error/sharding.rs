@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use crate::error::listed::Listed;
+use dist_checkpoint::support::listed::Listed;
 
 /// Why a plan cannot be carried out on a mesh.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]

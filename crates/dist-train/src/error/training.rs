@@ -5,7 +5,9 @@ use std::{
     sync::{Mutex, MutexGuard, PoisonError},
 };
 
-use crate::error::{Result, listed::Listed};
+use dist_checkpoint::support::listed::Listed;
+
+use crate::error::Result;
 
 /// Why a step would train something wrong, or a model cannot be trained as the options say.
 ///
@@ -13,7 +15,7 @@ use crate::error::{Result, listed::Listed};
 /// step; no variable has changed, unless optimizers run [inside the backward
 /// pass](crate::FullyShardBuilder::optimizer_in_backward). What a replica finds out alone, in a unit that it enters
 /// ([`UnknownUnit`](Self::UnknownUnit), [`Captured`](Self::Captured),
-/// [`NotRepeatable`](Self::NotRepeatable), [`Differentiated`](Self::Differentiated)), is such an error
+/// [`ParameterOutsideUnit`](Self::ParameterOutsideUnit), [`NotRepeatable`](Self::NotRepeatable), [`Differentiated`](Self::Differentiated)), is such an error
 /// on a mesh of one process; one of several ends as with any error of a replica.
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
 #[non_exhaustive]
@@ -57,6 +59,14 @@ pub enum TrainingError {
         slot: usize,
         /// Its loss.
         value: f64,
+    },
+    /// A gradient of [`value_and_grad`](crate::value_and_grad) is infinite or NaN.
+    #[error("the gradient of parameter {index}, of shape {shape:?}, is not finite")]
+    NonFiniteGradient {
+        /// Its index in the list of parameters.
+        index: usize,
+        /// Its shape.
+        shape: Vec<usize>,
     },
     /// The norm of the gradients is infinite or NaN.
     #[error("the norm of the gradients is {value}{}", Culprit(variable.as_deref()))]
@@ -144,6 +154,17 @@ pub enum TrainingError {
     Captured {
         /// The unit.
         unit: String,
+    },
+    /// A loss uses a parameter outside the function of its unit, where it would get no gradient.
+    #[error(
+        "the loss uses parameter {parameter} outside the function of unit {unit}, where it gets no \
+         gradient: return it from the function as one of a tuple"
+    )]
+    ParameterOutsideUnit {
+        /// The unit.
+        unit: String,
+        /// The parameter.
+        parameter: String,
     },
     /// A unit's function had another result when it was run again for the backward pass.
     #[error(

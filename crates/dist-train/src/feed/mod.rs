@@ -5,7 +5,7 @@ mod ahead;
 use rayon::ThreadPoolBuilder;
 
 pub use self::ahead::Feeding;
-use crate::error::{Error, Result, setting::SettingError};
+use crate::error::{Error, Result};
 
 /// Makes batches on background threads while steps are taken: the workers of PyTorch's
 /// `DataLoader`, as threads.
@@ -83,10 +83,8 @@ impl<I: Iterator> Feed<I> {
         if threads == 0 {
             return Ok(Feeding::new(batches, f, None, 0));
         }
-        if depth == 0 {
-            let name = "the number of batches that are made ahead";
-            return Err(SettingError { name, value: 0.0, expected: "at least 1" }.into());
-        }
+        let name = "the number of batches that are made ahead";
+        Error::check_setting(depth > 0, name, 0.0, "at least 1")?;
         let pool = ThreadPoolBuilder::new()
             .num_threads(threads)
             .thread_name(|thread| format!("feed-{thread}"))

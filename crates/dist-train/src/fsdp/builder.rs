@@ -22,27 +22,29 @@ use crate::{
     error::{Doing, Error, Result, sharding::ShardingError, training::TrainingError},
     fsdp::{
         FullyShard,
-        accumulation::Accumulation,
-        keep::{Keep, KeepRules},
-        model::{Model, Unit, UnitMember},
         slot::{Part, PartsOptimizer, Slot},
     },
     grad::widened_dtype,
     parameters::{
         InitialValues, Initializer,
         declare::{Declared, declare},
+        describe::declared_infos,
     },
-    processes::agreed,
     progress::Progress,
     schedule::Schedule,
-    sharded::{OwnedPart, ShardedVars, describe::declared_infos, precision::Precision},
+    sharded::{OwnedPart, ShardedVars, precision::Precision},
     step::{
         inventory::Inventory,
         options::Options,
         rates::Rates,
         roles::{Choices, Role},
     },
-    units::rules::{Member, UnitRules},
+    units::{
+        accumulation::Accumulation,
+        keep::{Keep, KeepRules},
+        model::{Model, Unit, UnitMember},
+        rules::{Member, UnitRules},
+    },
 };
 
 /// Builds a [`FullyShard`]: made by [`FullyShard::builder`].
@@ -419,14 +421,14 @@ impl<'a, B> FullyShardBuilder<'a, B> {
         O: Optimizer,
     {
         let mesh = self.mesh;
-        let prepared = agreed(mesh, self.prepared())?;
+        let prepared = mesh.all_ok(self.prepared())?;
         self.check_alike(&prepared)?;
-        let model = agreed(mesh, self.filled(prepared))?;
-        if has_others(mesh) {
-            check_repeated(mesh, &model)?;
+        let model = mesh.all_ok(self.filled(prepared))?;
+        if mesh.spans_processes() {
+            check_replicas_equal(mesh, &model)?;
         }
         let slots = mesh.local_slots().map(|slot| of_slot(&model, slot, &optimizer));
-        let slots: Vec<Slot<O>> = agreed(mesh, slots.collect())?;
+        let slots: Vec<Slot<O>> = mesh.all_ok(slots.collect())?;
         let groups = &model.inventory.roles.groups;
         let own: Vec<f64> = (0..groups.len()).map(|group| slots[0].learning_rate(group)).collect();
         let bits = sync::of_numbers(own.iter().map(|rate| rate.to_bits()));
@@ -477,7 +479,7 @@ impl<'a, B> FullyShardBuilder<'a, B> {
             let init = initial.init.fingerprint(&declared)?;
             Ok(Fingerprints { init, weights: initial.fingerprint(&declared)? })
         };
-        let values = has_others(self.mesh).then(fingerprints).transpose()?;
+        let values = self.mesh.spans_processes().then(fingerprints).transpose()?;
         Ok(Prepared { declared, inventory, units, keeps, plan, initial, values })
     }
 
@@ -520,15 +522,10 @@ impl<'a, B> FullyShardBuilder<'a, B> {
     fn filled(&self, prepared: Prepared) -> Result<Model> {
         let Prepared { declared, inventory, units, keeps, plan, initial, .. } = prepared;
         let home = &self.mesh.devices()[0];
-        let vars = ShardedVars::cut(self.mesh, &plan, |info| {
-            let declared = &declared[position(&inventory, info.name())];
-            let initial = &initial;
-            Ok(move |run| initial.items(declared, run, home))
+        let names = units.iter().map(|(unit, members)| (unit, names_of(members)));
+        let vars = ShardedVars::new(self.mesh, plan, names, self.precision, |info, run| {
+            initial.items(&declared[position(&inventory, info.name())], run, home)
         })?;
-        let vars = vars.with_units(
-            units.iter().map(|(unit, members)| (unit, names_of(members))),
-            self.precision,
-        )?;
         let unit = |(name, members): (String, Vec<Member>)| {
             let members = of_roles(members, &inventory, &declared);
             let unit = Unit { members, keep: keeps[&name] };
@@ -595,14 +592,9 @@ impl<B> fmt::Debug for FullyShardBuilder<'_, B> {
     }
 }
 
-/// Whether other processes have slots of the mesh.
-fn has_others(mesh: &DeviceMesh) -> bool {
-    mesh.local_slots().len() < mesh.len()
-}
-
 /// Checks that parts which several slots keep are the same: those of parameters that are not cut,
 /// and those of other groups.
-pub(super) fn check_repeated(mesh: &DeviceMesh, model: &Model) -> Result<()> {
+pub(super) fn check_replicas_equal(mesh: &DeviceMesh, model: &Model) -> Result<()> {
     let Model { vars, inventory, .. } = model;
     let plan = vars.plan();
     let group = plan.shard_group().as_usize();
@@ -619,18 +611,18 @@ pub(super) fn check_repeated(mesh: &DeviceMesh, model: &Model) -> Result<()> {
     if periods.iter().all(Option::is_none) {
         return Ok(());
     }
-    let of_slot = |slot| {
+    let of_slot = |slot| -> Result<Vec<u64>> {
         let mut found = vec![Fingerprint::new(); periods.len()];
         for OwnedPart { param_idx, var, .. } in vars.owned_parts(slot)? {
             let param = position(inventory, plan.parameters()[param_idx].info().name());
             if periods[param].is_some() {
-                found[param].word(sync::of_value(&var).doing("comparing parameters")?);
+                found[param].write_u64(sync::of_value(&var).doing("comparing parameters")?);
             }
         }
         Ok(found.iter().map(Fingerprint::finish).collect())
     };
-    let here = agreed(mesh, mesh.local_slots().map(of_slot).collect())?;
-    let slots = sync::gathered(mesh, here)?;
+    let here = mesh.all_ok(mesh.local_slots().map(of_slot).collect())?;
+    let slots = mesh.gather_number_lists(here)?;
     for (param, period) in periods.into_iter().enumerate() {
         let Some(period) = period else { continue };
         let differs = |&slot: &usize| slots[slot][param] != slots[slot % period][param];
@@ -743,9 +735,9 @@ fn of_slot<O>(
     let Model { vars, inventory, .. } = model;
     let trained = inventory.roles.trained();
     let part = |owned: OwnedPart| {
-        let OwnedPart { param_idx, start, var, is_told } = owned;
+        let OwnedPart { param_idx, start, var, is_primary } = owned;
         let param = position(inventory, vars.plan().parameters()[param_idx].info().name());
-        Part { var, start, param, trained: trained.binary_search(&param).ok(), is_told }
+        Part { var, start, param, trained: trained.binary_search(&param).ok(), is_primary }
     };
     let parts: Vec<Part> = vars.owned_parts(slot)?.into_iter().map(part).collect();
     let of_params = |(group, params): (usize, Vec<usize>)| {

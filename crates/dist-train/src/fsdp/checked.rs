@@ -13,19 +13,18 @@ use crate::{
     agreement,
     batch::Layout,
     check::{Checked, check_gradients},
+    device::moved,
     error::{Doing, Result},
-    fsdp::{
-        FullyShard,
-        accumulation::Whole,
-        lock,
-        session::{Common, Purpose, Session},
-    },
+    fsdp::{FullyShard, lock, run_loss},
     gradient_report::GradientReport,
     loss::Loss,
-    moving::moved,
     step::rules::{Rules, Then},
     tree,
-    units::Units,
+    units::{
+        Units,
+        accumulation::UnreducedGrads,
+        session::{PassContext, PassKind, Session},
+    },
 };
 
 impl<O: Optimizer + Send + 'static> FullyShard<O> {
@@ -102,7 +101,7 @@ fn compute<A: TensorTree>(
     let whole = whole.with_weight(&rules.refusal)?;
     let mut computed = Computed { mean: whole.mean(), used: Vec::new(), sums: Vec::new() };
     if wanted == Wanted::Gradients {
-        let gradients = session.differentiate(here, whole.weight(), Whole::default())?;
+        let gradients = session.differentiate(here, whole.weight(), UnreducedGrads::default())?;
         computed.used = agreement::any(ctx, &gradients.used)?;
         computed.sums = gradients.sums;
     }
@@ -122,19 +121,18 @@ where
     fn run(&mut self, wanted: Wanted, allow_non_finite: bool) -> Result<Computed<Vec<SlotSums>>> {
         let Self { model, batch, loss, .. } = self;
         let rules = Rules { allow_non_finite, ..model.rules(Then::Keep) };
-        let common = Common::new(&model.model, rules, wanted == Wanted::Gradients);
+        let common = PassContext::new(&model.model, rules, wanted == Wanted::Gradients);
         let rules = &common.rules;
         let purpose = match wanted {
-            Wanted::Loss => Purpose::Evaluation,
-            Wanted::Gradients => Purpose::Gradients,
+            Wanted::Loss => PassKind::Evaluation,
+            Wanted::Gradients => PassKind::Gradients,
         };
         let layout = Layout::of(batch);
         let found = OnceLock::new();
         let sums: Vec<Mutex<SlotSums>> = model.slots.iter().map(|_| Mutex::default()).collect();
         let call = model.mesh.pmap_scoped(|ctx, shard: I| {
             let session = Session::new(ctx, &common, purpose.clone())?;
-            let units = Units::sharded(Arc::clone(&session));
-            let here = layout.explain(shard, |shard| loss(ctx, &units, shard))?;
+            let here = run_loss(ctx, &session, &layout, shard, &*loss)?;
             if wanted == Wanted::Loss {
                 session.finish_gathering()?;
             }
@@ -167,7 +165,7 @@ where
                 return Ok(None);
             }
             // Of what is used, every slot has the sums of its parts.
-            vars.gather_of(name, |slot, part| sums[slot][part].clone()).map(Some)
+            vars.gather_with(name, |slot, part| sums[slot][part].clone()).map(Some)
         };
         self.names.iter().zip(used).map(whole).collect()
     }

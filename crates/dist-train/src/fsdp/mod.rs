@@ -1,18 +1,8 @@
 //! Fully sharded training: each slot keeps its part of every parameter, and units are put together
 //! where a loss enters them.
 
-pub(crate) mod accumulation;
-mod ahead;
-mod backward;
 pub(crate) mod builder;
 mod checked;
-mod emptied;
-mod exchange;
-mod in_backward;
-pub(crate) mod keep;
-mod model;
-pub(crate) mod operation;
-pub(crate) mod session;
 mod slot;
 mod state;
 mod updates;
@@ -30,19 +20,12 @@ use fsdp_plan::{
 };
 use pmap_mesh::{DeviceMesh, Replica, TensorTree};
 
-use self::{
-    ahead::Order,
-    builder::FullyShardBuilder,
-    keep::Keep,
-    model::{Model, Unit},
-    session::{Common, Purpose, Session},
-    slot::Slot,
-};
+use self::{builder::FullyShardBuilder, slot::Slot};
 use crate::{
     batch::Layout,
     error::{Error, Result, training::TrainingError},
+    lora::save::{PretrainedFiles, save},
     loss::Loss,
-    parameters::save::{PretrainedFiles, save},
     progress::Progress,
     schedule::Schedule,
     step::{
@@ -50,7 +33,15 @@ use crate::{
         rates::Rates,
         rules::{Evaluation, Report, Rules, Step, Then},
     },
-    units::Units,
+    tree,
+    units::{
+        Units,
+        keep::Keep,
+        model::{Model, Unit},
+        prefetch::Order,
+        session::{PassContext, PassKind, Session},
+        swap_storage::reads_freed_memory,
+    },
 };
 
 /// A model whose parameters, gradients and optimizer state are cut over the devices of a mesh;
@@ -70,8 +61,9 @@ use crate::{
 /// - buffers, such as a running mean: the forward pass changes them;
 /// - in the first step of a model that enters it, also of one that was
 ///   [loaded](FullyShard::load), a unit that has another result when it is run again
-///   ([`TrainingError::NotRepeatable`]), and one that is not entered
-///   ([`TrainingError::NotEntered`]);
+///   ([`TrainingError::NotRepeatable`]), one that is not entered ([`TrainingError::NotEntered`]),
+///   and a parameter that the loss uses outside the function of its unit without being a result of
+///   it ([`TrainingError::ParameterOutsideUnit`]);
 /// - replicas that enter different units, or in another order:
 ///   [`CollectiveError::Mismatch`](pmap_mesh::CollectiveError::Mismatch) names both. Where units
 ///   are [gathered ahead](FullyShardBuilder::prefetch), it names what each gathers then, or
@@ -228,14 +220,13 @@ impl<O: Optimizer + Send + 'static> FullyShard<O> {
     {
         self.check_whole()?;
         let layout = Layout::of(&batch);
-        let common = Common::new(&self.model, self.rules(Then::Keep), false);
+        let common = PassContext::new(&self.model, self.rules(Then::Keep), false);
         let rules = &common.rules;
         let order = OnceLock::new();
         let mean = OnceLock::new();
         let call = self.mesh.pmap_scoped(|ctx, shard: I| {
-            let session = Session::new(ctx, &common, Purpose::Evaluation)?;
-            let units = Units::sharded(Arc::clone(&session));
-            let here = layout.explain(shard, |shard| loss(ctx, &units, shard))?.into();
+            let session = Session::new(ctx, &common, PassKind::Evaluation)?;
+            let here = run_loss(ctx, &session, &layout, shard, &loss)?;
             session.finish_gathering()?;
             note(&order, ctx, &session);
             let evaluated = session
@@ -267,7 +258,7 @@ impl<O: Optimizer + Send + 'static> FullyShard<O> {
         self.check_whole()?;
         self.set_rates(self.rates.after(self.progress.steps));
         let layout = Layout::of(&batch);
-        let common = Common::new(&self.model, self.rules(then), true);
+        let common = PassContext::new(&self.model, self.rules(then), true);
         let rules = &common.rules;
         let order = OnceLock::new();
         let report = OnceLock::new();
@@ -275,10 +266,9 @@ impl<O: Optimizer + Send + 'static> FullyShard<O> {
         let call = self.mesh.pmap_scoped(|ctx, shard: I| {
             let slot = &self.slots[ctx.local_index()];
             let session = Session::new(ctx, &common, self.purpose(slot))?;
-            let units = Units::sharded(Arc::clone(&session));
-            let here = layout.explain(shard, |shard| loss(ctx, &units, shard))?;
+            let here = run_loss(ctx, &session, &layout, shard, &loss)?;
             entered.get_or_init(|| session.entered());
-            let trained = slot::train(slot, ctx, &session, rules, here.into());
+            let trained = slot::train(slot, ctx, &session, rules, here);
             note(&order, ctx, &session);
             let outcome = rules.refusal.outcome(trained.map(|(whole, aux)| {
                 report.get_or_init(|| whole);
@@ -306,11 +296,11 @@ impl<O: Optimizer + Send + 'static> FullyShard<O> {
     }
 
     /// What a replica is to do with gradients.
-    fn purpose(&self, slot: &Arc<Mutex<Slot<O>>>) -> Purpose {
+    fn purpose(&self, slot: &Arc<Mutex<Slot<O>>>) -> PassKind {
         if self.model.updates_in_backward {
-            Purpose::InBackward(Arc::clone(slot) as _)
+            PassKind::InBackward(Arc::clone(slot) as _)
         } else {
-            Purpose::Training
+            PassKind::Training
         }
     }
 
@@ -377,7 +367,7 @@ impl<O> FullyShard<O> {
     /// if a process does not answer.
     pub fn check_in_sync(&self) -> Result<()> {
         self.check_whole()?;
-        builder::check_repeated(&self.mesh, &self.model)
+        builder::check_replicas_equal(&self.mesh, &self.model)
     }
 
     /// The plan by which parameters are cut.
@@ -475,6 +465,44 @@ impl<O> FullyShard<O> {
             outcome = outcome.and_then(|()| f(name, whole));
         }
         outcome
+    }
+}
+
+/// Returns the loss of this replica's shard of a batch.
+///
+/// # Errors
+///
+/// What the loss fails with, and [`TrainingError::ParameterOutsideUnit`].
+fn run_loss<I, A, L, F>(
+    ctx: &Replica,
+    session: &Arc<Session>,
+    layout: &Layout,
+    shard: I,
+    loss: F,
+) -> candle_core::Result<Loss<A>>
+where
+    I: TensorTree,
+    A: TensorTree,
+    L: Into<Loss<A>>,
+    F: Fn(&Replica, &Units, I) -> candle_core::Result<L>,
+{
+    let run = |session: &Arc<Session>, shard| {
+        let units = Units::sharded(Arc::clone(session));
+        let loss = layout.explain(shard, |shard| loss(ctx, &units, shard))?.into();
+        session.check_outside(&loss)?;
+        Ok(loss)
+    };
+    let again = session.may_free_unproven().then(|| tree::map(&shard, Tensor::clone));
+    match (run(session, shard), again) {
+        // A parameter of a unit that keeps its graph is freed and cannot be read outside. candle's
+        // error names none, so the loss runs once more and frees nothing: on all replicas alike, for
+        // all of them read the same.
+        (Err(error), Some(shard)) if reads_freed_memory(&error) => {
+            session.abandon()?;
+            let _unchanged: Loss<A> = run(&session.search()?, shard)?;
+            Err(error)
+        }
+        (outcome, _) => outcome,
     }
 }
 

@@ -8,17 +8,17 @@ use pmap_mesh::{Replica, TensorTree};
 
 use crate::{
     agreement,
-    fsdp::{
-        accumulation::Whole,
-        lock,
-        session::{Gradients, Session},
-    },
+    fsdp::lock,
     loss::Loss,
     optim::clip,
     step::{
         batch::{Batch, Totals, added},
         rules::{Report, Rules, Then},
         update::{clipped, norm, update},
+    },
+    units::{
+        accumulation::UnreducedGrads,
+        session::{Gradients, Session},
     },
 };
 
@@ -47,7 +47,7 @@ pub(super) struct Part {
     pub(super) param: usize,
     pub(super) trained: Option<usize>,
     /// Whether this slot is the one that tells of it, where several have the same.
-    pub(super) is_told: bool,
+    pub(super) is_primary: bool,
 }
 
 /// The optimizer of some of a group's parts: of all of them, or where it runs in the backward pass
@@ -69,7 +69,7 @@ struct Accumulated {
     /// The sums over all slots of the gradients of each part; none at all before the first batch.
     sums: Vec<Option<Tensor>>,
     /// What is not summed yet.
-    whole: Whole,
+    whole: UnreducedGrads,
     /// Whether any of the batches has a gradient of each trained variable.
     used: Vec<bool>,
     /// The units that the batches have entered.
@@ -115,7 +115,7 @@ impl<O> Slot<O> {
     pub(super) fn squares_here(&self, sums: &[(usize, Tensor)]) -> Result<Vec<f64>> {
         let mut here = vec![0.0; self.squares.len()];
         for (part, sum) in sums {
-            if let Part { is_told: true, trained: Some(trained), .. } = self.parts[*part] {
+            if let Part { is_primary: true, trained: Some(trained), .. } = self.parts[*part] {
                 here[trained] += clip::squares(sum)?;
             }
         }
@@ -124,7 +124,7 @@ impl<O> Slot<O> {
 
     /// Begins a batch whose loss has entered these units; returns what is known of those before it,
     /// and what was kept whole.
-    fn begin(&mut self, entered: Vec<String>) -> (Option<Totals>, Whole) {
+    fn begin(&mut self, entered: Vec<String>) -> (Option<Totals>, UnreducedGrads) {
         self.squares.fill(0.0);
         self.optimizers.iter_mut().for_each(|of_parts| of_parts.has_stepped = false);
         let Accumulated { totals, whole, .. } = &mut self.accumulated;
@@ -164,7 +164,7 @@ impl<O: Optimizer> Slot<O> {
     }
 
     /// Lets the optimizers make a step that had no part with a gradient, so that all count as many.
-    pub(super) fn step_the_rest(&mut self) -> Result<()> {
+    pub(super) fn step_remaining(&mut self) -> Result<()> {
         let waiting = self.optimizers.iter_mut().filter(|of_parts| !of_parts.has_stepped);
         update(waiting.map(|of_parts| &mut of_parts.optimizer), [], 1.0)
     }
@@ -230,7 +230,7 @@ impl<O: Optimizer> Slot<O> {
         let norm = norm(rules, &squares, factor)?;
         self.is_half_updated = true;
         self.update(sums, clipped(rules, norm, factor))?;
-        self.step_the_rest()?;
+        self.step_remaining()?;
         Ok(norm)
     }
 }

@@ -1,18 +1,17 @@
 //! Saving and loading a sharded model in training.
 
 use candle_core::{Tensor, Var};
+use dist_checkpoint::{Checkpoint, StateDict, TensorKey};
 
 use crate::{
-    checkpoint::{key::TensorKey, read::Checkpoint, state_dict::StateDict},
+    device::moved,
     error::{Doing, Result},
     fsdp::{
         FullyShard, lock,
         slot::{Part, Slot},
     },
-    moving::moved,
-    optim::StatefulOptimizer,
-    processes::agreed,
-    progress::Progress,
+    optim::{StatefulOptimizer, add_state, load_state},
+    progress::{Progress, TrainerState},
     step::inventory::Inventory,
 };
 
@@ -31,23 +30,23 @@ impl<O: StatefulOptimizer> FullyShard<O> {
     /// fails.
     pub fn state_dict(&self) -> Result<StateDict> {
         self.check_whole()?;
-        agreed(&self.mesh, self.state_of_slots())
+        self.mesh.all_ok(self.state_of_slots())
     }
 
     /// What the slots of this process keep.
     fn state_of_slots(&self) -> Result<StateDict> {
         let inventory = &self.model.inventory;
         let mut state = StateDict::new(&self.mesh, inventory.saved_shapes())
-            .with_trainer(self.rates.state(self.progress));
+            .with_trainer(&self.rates.state(self.progress))?;
         for (local_slot, slot) in self.slots.iter().enumerate() {
             let slot = lock(slot);
-            let is_saved = |part: &Part| part.is_told && inventory.roles.is_saved(part.param);
+            let is_saved = |part: &Part| part.is_primary && inventory.roles.is_saved(part.param);
             for (position, part) in slot.parts.iter().enumerate().filter(|(_, part)| is_saved(part))
             {
                 let key = key(inventory, part);
                 state.add(local_slot, key, part.var.as_detached_tensor())?;
                 if let Some((optimizer, position)) = slot.optimizer_of(position) {
-                    state.add_optimizer(local_slot, key, optimizer, position)?;
+                    add_state(&mut state, local_slot, key, optimizer, position)?;
                 }
             }
         }
@@ -65,14 +64,15 @@ impl<O: StatefulOptimizer> FullyShard<O> {
     /// Those of [`DataParallel::load`](crate::DataParallel::load).
     pub fn load(&mut self, checkpoint: &Checkpoint) -> Result<()> {
         checkpoint.check_fits(&self.mesh, &self.model.inventory.saved_shapes())?;
-        let rates = match checkpoint.trainer() {
+        let trainer = checkpoint.trainer::<TrainerState>()?;
+        let rates = match &trainer {
             Some(state) => self.rates.resumed(state)?,
             None => self.rates.clone(),
         };
-        agreed(&self.mesh, self.load_slots(checkpoint))?;
+        self.mesh.all_ok(self.load_slots(checkpoint))?;
         self.slots.iter().for_each(|slot| lock(slot).is_half_updated = false);
         self.rates = rates;
-        self.resume(checkpoint);
+        self.resume(checkpoint.step(), trainer);
         Ok(())
     }
 
@@ -98,9 +98,8 @@ impl<O: StatefulOptimizer> FullyShard<O> {
     }
 
     /// Resumes the count of steps and of random numbers.
-    fn resume(&mut self, checkpoint: &Checkpoint) {
-        let step = checkpoint.step();
-        self.progress = match checkpoint.trainer() {
+    fn resume(&mut self, step: u64, trainer: Option<TrainerState>) {
+        self.progress = match trainer {
             Some(state) => state.progress,
             None => Progress { steps: step, batches: step, ..self.progress },
         };
@@ -115,7 +114,7 @@ fn load_optimizers<O: StatefulOptimizer>(
     for of_parts in &mut slot.optimizers {
         for (position, &part) in of_parts.parts.iter().enumerate() {
             let key = key(inventory, &slot.parts[part]);
-            checkpoint.load_optimizer(key, &mut of_parts.optimizer, position)?;
+            load_state(checkpoint, key, &mut of_parts.optimizer, position)?;
         }
     }
     Ok(())

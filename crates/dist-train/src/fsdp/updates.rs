@@ -8,12 +8,9 @@ use pmap_mesh::Replica;
 
 use crate::{
     agreement,
-    fsdp::{
-        in_backward::{Known, UpdatesInBackward},
-        lock,
-        slot::Slot,
-    },
+    fsdp::{lock, slot::Slot},
     step::{rules::Rules, update::norm},
+    units::backward::{ReadyGrads, UpdatesInBackward},
 };
 
 impl<O: Optimizer + Send> UpdatesInBackward for Mutex<Slot<O>> {
@@ -21,7 +18,7 @@ impl<O: Optimizer + Send> UpdatesInBackward for Mutex<Slot<O>> {
         &self,
         ctx: &Replica,
         rules: &Rules,
-        known: &Known,
+        known: &ReadyGrads,
         sums: &mut BTreeMap<usize, Tensor>,
     ) -> Result<()> {
         let mut slot = lock(self);
@@ -31,7 +28,7 @@ impl<O: Optimizer + Send> UpdatesInBackward for Mutex<Slot<O>> {
     }
 
     fn finish(&self) -> Result<()> {
-        lock(self).step_the_rest()
+        lock(self).step_remaining()
     }
 }
 
@@ -42,7 +39,7 @@ impl<O: Optimizer> Slot<O> {
         &mut self,
         ctx: &Replica,
         rules: &Rules,
-        known: &Known,
+        known: &ReadyGrads,
         sums: &mut BTreeMap<usize, Tensor>,
     ) -> Result<Vec<(usize, Tensor)>> {
         let used = agreement::any(ctx, &known.used)?;

@@ -6,8 +6,7 @@ use fsdp_plan::ParameterInfo;
 use serde_json::{Map, Value, json};
 
 use crate::{
-    checkpoint::disk::At,
-    error::{Result, lora::LoraError},
+    error::{At, Result, lora::LoraError},
     lora::matrices::adapted_by,
 };
 

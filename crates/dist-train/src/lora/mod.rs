@@ -7,11 +7,13 @@ mod builders;
 pub(crate) mod config;
 pub(crate) mod linear;
 pub(crate) mod matrices;
+pub(crate) mod save;
 
 use std::{ops::Range, path::Path, sync::Arc};
 
 use candle_core::{Device, Result as CandleResult, Tensor};
 use candle_nn::VarBuilder;
+use dist_checkpoint::{ParameterError, StoredWeights, TensorInfo, support::AllowedNames};
 
 use self::{
     builders::{Composing, Declaring},
@@ -20,12 +22,9 @@ use self::{
     matrices::{FILE, FILE_PREFIX},
 };
 use crate::{
-    error::{Error, Result, lora::LoraError, parameter::ParameterError, setting::SettingError},
-    parameters::{
-        declare::Declared,
-        save::{Content, PretrainedFiles},
-        weights::{Allowed, Weights},
-    },
+    error::{Error, Result, lora::LoraError},
+    lora::save::{Content, PretrainedFiles},
+    parameters::declare::Declared,
 };
 
 /// Adapters of low rank for the linear layers of a model, whose own parameters stay as they are.
@@ -85,7 +84,7 @@ use crate::{
 pub struct Lora {
     config: Config,
     /// The matrices that a folder has.
-    saved: Option<Arc<Weights>>,
+    saved: Option<Arc<StoredWeights>>,
 }
 
 impl Lora {
@@ -108,8 +107,8 @@ impl Lora {
         rank: usize,
         alpha: f64,
     ) -> Result<Self> {
-        SettingError::check_positive("the rank of adapters", rank as f64)?;
-        SettingError::check_positive("the alpha of adapters", alpha)?;
+        Error::check_positive("the rank of adapters", rank as f64)?;
+        Error::check_positive("the alpha of adapters", alpha)?;
         let targets: Arc<[String]> = targets.into_iter().map(Into::into).collect();
         if targets.is_empty() {
             return Err(LoraError::NoTargets.into());
@@ -132,7 +131,7 @@ impl Lora {
     pub fn open(folder: impl AsRef<Path>) -> Result<Self> {
         let folder = folder.as_ref();
         let Config { targets, rank, alpha } = Config::read(folder)?;
-        let saved = Weights::open(folder.join(FILE))?.without_prefix(FILE_PREFIX);
+        let saved = StoredWeights::open(folder.join(FILE))?.without_prefix(FILE_PREFIX);
         Ok(Self { saved: Some(Arc::new(saved)), ..Self::new(targets.to_vec(), rank, alpha)? })
     }
 
@@ -174,7 +173,10 @@ impl Lora {
             build(declaring.builder())?;
             let adapters = declaring.into_adapters()?;
             match &lora.saved {
-                Some(saved) => Ok(saved.check_fits(&adapters, Allowed::default())?),
+                Some(saved) => {
+                    let adapters: Vec<TensorInfo> = adapters.iter().map(Declared::info).collect();
+                    Ok(saved.check_fits(&adapters, AllowedNames::default()).map_err(Error::from)?)
+                }
                 None => Ok(()),
             }
         }
@@ -256,7 +258,9 @@ impl Lora {
         let saved = self.saved.clone();
         move |declared, range| {
             let items = match &saved {
-                Some(saved) => saved.items(declared, range, &Device::Cpu)?,
+                Some(saved) => {
+                    saved.items(&declared.info(), range, &Device::Cpu).map_err(Error::from)?
+                }
                 None => None,
             };
             let name = || declared.name.clone();

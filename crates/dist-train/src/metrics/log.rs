@@ -7,9 +7,10 @@ use std::{
     time::Instant,
 };
 
+use dist_checkpoint::files;
+
 use crate::{
-    checkpoint::disk::At,
-    error::{Result, checkpoint::CheckpointError},
+    error::{At, Error, Result},
     metrics::{StepMetrics, read::Metrics},
 };
 
@@ -62,8 +63,8 @@ impl MetricsLog {
     ///
     /// # Errors
     ///
-    /// [`CheckpointError::NoMetrics`] for a file that has no step in it, and is something else
-    /// therefore; [`CheckpointError::Io`] if it cannot be opened or changed.
+    /// [`Error::NoMetrics`] for a file that has no step in it, and is something else
+    /// therefore; [`CheckpointError::Io`](crate::CheckpointError::Io) if it cannot be opened or changed.
     pub fn open(path: impl Into<PathBuf>, done: u64) -> Result<Self> {
         let path = path.into();
         if let Some(folder) = path.parent() {
@@ -111,17 +112,17 @@ fn keep_before(path: &Path, end: u64) -> Result<()> {
     };
     let mut metrics = Metrics::parse(&text);
     if metrics.steps().is_empty() && !is_begun(&text) {
-        return Err(CheckpointError::NoMetrics { path: path.to_owned() }.into());
+        return Err(Error::NoMetrics { path: path.to_owned() });
     }
     if !metrics.damaged().is_empty() {
-        keep_beside(path, "damaged", &text)?;
+        back_up(path, "damaged", &text)?;
     }
     if end == 0 && metrics.done() > 0 {
-        keep_beside(path, "unsaved", &text)?;
+        back_up(path, "unsaved", &text)?;
     }
     metrics.truncate(end);
     let kept = metrics.lines(&text);
-    if kept == text { Ok(()) } else { replace(path, &kept) }
+    if kept == text { Ok(()) } else { files::write(path, &kept).at(path) }
 }
 
 /// Whether a file without a step is what a run leaves that is killed in the line of its first.
@@ -130,31 +131,11 @@ fn is_begun(text: &[u8]) -> bool {
     text.is_empty() || (text.starts_with(start) && !text.contains(&b'\n'))
 }
 
-/// Writes what a file had into another one, under a name that is free.
-fn keep_beside(path: &Path, what: &str, text: &[u8]) -> Result<()> {
-    for number in 1_u64.. {
-        let beside = path.with_extension(format!("{what}-{number:04}.jsonl"));
-        let mut file = match File::create_new(&beside) {
-            Err(error) if error.kind() == io::ErrorKind::AlreadyExists => continue,
-            file => file.at(&beside)?,
-        };
-        file.write_all(text).and_then(|()| file.sync_all()).at(&beside)?;
-        let (path, beside) = (path.display(), beside.display());
-        tracing::warn!("{path} has {what} lines, and is kept as {beside}");
-        break;
-    }
+/// Backs up a file, and warns of the lines that the run does not go on with.
+fn back_up(path: &Path, word: &str, text: &[u8]) -> Result<()> {
+    let copy = files::back_up(path, word, text).at(path)?;
+    tracing::warn!("{} has {word} lines, and is kept as {}", path.display(), copy.display());
     Ok(())
-}
-
-/// Gives a file another content in one step: whoever reads it finds the old lines or the new ones,
-/// after a failure of the machine too.
-fn replace(path: &Path, text: &[u8]) -> Result<()> {
-    let mut partial = path.as_os_str().to_owned();
-    partial.push(".partial");
-    let partial = PathBuf::from(partial);
-    let mut file = File::create(&partial).at(&partial)?;
-    file.write_all(text).and_then(|()| file.sync_all()).at(&partial)?;
-    fs::rename(&partial, path).at(path)
 }
 
 /// The largest resident memory of this process so far, in bytes, where the system tells it: on Linux.

@@ -162,3 +162,21 @@ impl MeanLoss {
         self.sum / self.weight
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// By the predictions, 9 and 1, the mean would be 1.2.
+    #[test]
+    fn known_weights_count_in_the_mean() {
+        let step = |loss, weight, tokens| StepMetrics {
+            weight: Some(weight),
+            ..StepMetrics::new(0, loss).batch(1, tokens, tokens)
+        };
+        let mut mean = MeanLoss::default();
+        mean.add(&step(1.0, 1.0, 10));
+        mean.add(&step(3.0, 3.0, 2));
+        assert_eq!(mean.mean().to_bits(), 2.5_f64.to_bits());
+    }
+}

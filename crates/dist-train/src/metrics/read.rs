@@ -3,8 +3,7 @@
 use std::{fs, ops::Range, path::Path};
 
 use crate::{
-    checkpoint::disk::At,
-    error::Result,
+    error::{At, Result},
     metrics::{MeanLoss, StepMetrics},
 };
 

@@ -1,14 +1,15 @@
 //! AdamW, in place and with a state that can be saved.
 
-use candle_core::{Device, Result, Tensor, Var, backprop::GradStore, bail};
+use candle_core::{Result, Tensor, Var, backprop::GradStore, bail};
 use candle_nn::{Optimizer, ParamsAdamW};
 
 use crate::{
-    error::setting::SettingError,
+    error::Error,
     optim::{
-        StatefulOptimizer, assign, step_count,
+        StatefulOptimizer,
+        state::{VariableState, VariableStates},
         update::{
-            MASTER, Rule, Variable,
+            Rule,
             numbers::{Numbers, Outcome},
         },
     },
@@ -52,7 +53,7 @@ use crate::{
 /// ```
 #[derive(Debug)]
 pub struct AdamW {
-    vars: Vec<Moments>,
+    vars: VariableStates,
     params: ParamsAdamW,
 }
 
@@ -75,25 +76,16 @@ impl AdamW {
     pub fn set_params(&mut self, params: ParamsAdamW) {
         self.params = params;
     }
-
-    fn moments(&self, var: usize) -> Result<&Moments> {
-        match self.vars.get(var) {
-            Some(moments) => Ok(moments),
-            None => {
-                bail!("the optimizer has {} variables, there is no variable {var}", self.vars.len())
-            }
-        }
-    }
 }
 
 /// Refuses settings with which every step would be wrong; PyTorch's are the same.
 fn check(params: &ParamsAdamW) -> Result<()> {
     let ParamsAdamW { lr, beta1, beta2, eps, weight_decay } = *params;
-    SettingError::check_at_least_zero("the learning rate of AdamW", lr)?;
-    SettingError::check_fraction("beta1 of AdamW", beta1)?;
-    SettingError::check_fraction("beta2 of AdamW", beta2)?;
-    SettingError::check_at_least_zero("eps of AdamW", eps)?;
-    SettingError::check_at_least_zero("the weight decay of AdamW", weight_decay)?;
+    Error::check_at_least_zero("the learning rate of AdamW", lr)?;
+    Error::check_fraction("beta1 of AdamW", beta1)?;
+    Error::check_fraction("beta2 of AdamW", beta2)?;
+    Error::check_at_least_zero("eps of AdamW", eps)?;
+    Error::check_at_least_zero("the weight decay of AdamW", weight_decay)?;
     Ok(())
 }
 
@@ -104,24 +96,18 @@ impl Optimizer for AdamW {
     ///
     /// # Errors
     ///
-    /// A [`SettingError`] if a setting is negative, no number, or a beta of at least 1; if candle
+    /// [`Error::Setting`] if a setting is negative, no number, or a beta of at least 1; if candle
     /// fails.
     fn new(vars: Vec<Var>, params: ParamsAdamW) -> Result<Self> {
         check(&params)?;
-        Ok(Self { vars: vars.into_iter().map(Moments::new).collect::<Result<_>>()?, params })
+        Ok(Self { vars: VariableStates::new(vars, &["exp_avg", "exp_avg_sq"])?, params })
     }
 
     /// Updates the variables that have a gradient; integers, which have none to follow, stay as
     /// they are.
     fn step(&mut self, grads: &GradStore) -> Result<()> {
         check(&self.params)?;
-        for moments in &mut self.vars {
-            let var = moments.variable.var();
-            if let (true, Some(grad)) = (var.dtype().is_float(), grads.get(var)) {
-                moments.update(&self.params, grad)?;
-            }
-        }
-        Ok(())
+        self.vars.update_each(grads, |state, grad| update(state, &self.params, grad))
     }
 
     fn learning_rate(&self) -> f64 {
@@ -135,55 +121,24 @@ impl Optimizer for AdamW {
 
 impl StatefulOptimizer for AdamW {
     fn state(&self, var: usize) -> Result<Vec<(&'static str, Tensor)>> {
-        let moments = self.moments(var)?;
-        let mut state = vec![
-            ("step", Tensor::new(i64::from(moments.step), &Device::Cpu)?),
-            ("exp_avg", moments.exp_avg.as_detached_tensor()),
-            ("exp_avg_sq", moments.exp_avg_sq.as_detached_tensor()),
-        ];
-        state.extend(moments.variable.master().map(|master| (MASTER, master.as_detached_tensor())));
-        Ok(state)
+        self.vars.state(var)
     }
 
     fn load_state(&mut self, var: usize, name: &str, value: &Tensor) -> Result<()> {
-        self.moments(var)?;
-        let moments = &mut self.vars[var];
-        match (name, moments.variable.master()) {
-            ("step", _) => moments.step = step_count(value)?,
-            ("exp_avg", _) => assign(&moments.exp_avg, value)?,
-            ("exp_avg_sq", _) => assign(&moments.exp_avg_sq, value)?,
-            (MASTER, Some(master)) => assign(master, value)?,
-            _ => bail!("AdamW has no state {name} of variable {var}"),
-        }
-        Ok(())
+        self.vars.load("AdamW", var, name, value)
     }
 }
 
-/// A variable, and running means of its gradients.
-#[derive(Debug)]
-struct Moments {
-    variable: Variable,
-    /// The number of steps: 32 bits, as it becomes an exponent in [`f64::powi`].
-    step: i32,
-    exp_avg: Var,
-    exp_avg_sq: Var,
-}
-
-impl Moments {
-    fn new(var: Var) -> Result<Self> {
-        let variable = Variable::new(var)?;
-        Ok(Self { step: 0, exp_avg: variable.zeros()?, exp_avg_sq: variable.zeros()?, variable })
-    }
-
-    fn update(&mut self, params: &ParamsAdamW, grad: &Tensor) -> Result<()> {
-        let Some(step) = self.step.checked_add(1) else {
-            bail!("AdamW counts to {} steps of a variable", i32::MAX)
-        };
-        let rule = AdamRule::new(params, step);
-        self.variable.update(&rule, [&self.exp_avg, &self.exp_avg_sq], grad)?;
-        self.step = step;
-        Ok(())
-    }
+fn update(state: &mut VariableState, params: &ParamsAdamW, grad: &Tensor) -> Result<()> {
+    let Some(step) = state.step.checked_add(1) else {
+        bail!("AdamW counts to {} steps of a variable", i32::MAX)
+    };
+    let [(_, mean), (_, variance)] = &state.tensors[..] else {
+        bail!("AdamW has two moments of each variable")
+    };
+    state.variable.update(&AdamRule::new(params, step), [mean, variance], grad)?;
+    state.step = step;
+    Ok(())
 }
 
 /// The factors of a step, which are those that candle multiplies by.
@@ -231,7 +186,7 @@ impl Rule<2> for AdamRule {
 
 #[cfg(test)]
 mod tests {
-    use candle_core::DType;
+    use candle_core::{DType, Device};
 
     use super::*;
 
@@ -314,7 +269,7 @@ mod tests {
         let mut adam = AdamW::new_lr(vec![var.clone()], 0.1).unwrap();
         assert_eq!(adam.params().lr.to_bits(), 0.1_f64.to_bits());
         assert!(adam.load_state(0, "momentum", &var).is_err());
-        assert!(adam.load_state(0, MASTER, &var).is_err());
+        assert!(adam.load_state(0, "master", &var).is_err());
         assert!(adam.load_state(1, "step", &var).is_err());
         assert!(adam.state(1).is_err());
         let other = Tensor::zeros(3, DType::F32, &Device::Cpu).unwrap();

@@ -2,7 +2,10 @@
 
 use candle_core::{CpuStorage, DType, Device, Layout, Result, Storage, Tensor};
 
-use crate::{error::setting::SettingError, optim::update::items::Items};
+use crate::{
+    error::{Error, Result as TrainResult},
+    optim::update::items::Items,
+};
 
 /// What PyTorch adds to a norm, so that gradients of zeros can be divided by it.
 const EPSILON: f64 = 1e-6;
@@ -14,12 +17,9 @@ const BLOCK: usize = 1 << 10;
 const LANES: usize = 8;
 
 /// Refuses largest norms that cannot be: negative ones and NaN.
-pub(crate) fn check_max_norm(max_norm: f64) -> std::result::Result<(), SettingError> {
-    if max_norm >= 0.0 {
-        return Ok(());
-    }
+pub(crate) fn check_max_norm(max_norm: f64) -> TrainResult<()> {
     let name = "the largest norm of the gradients";
-    Err(SettingError { name, value: max_norm, expected: "at least 0" })
+    Error::check_setting(max_norm >= 0.0, name, max_norm, "at least 0")
 }
 
 /// The sum of the squares of a tensor's floating-point items, in double precision.

@@ -3,12 +3,14 @@
 pub(crate) mod adamw;
 pub(crate) mod clip;
 pub(crate) mod sgd;
+mod state;
 mod update;
 
-use candle_core::{DType, Result, Tensor, Var, bail};
+use candle_core::{Result, Tensor, bail};
 use candle_nn::{Optimizer, SGD};
+use dist_checkpoint::{Checkpoint, StateDict, TensorKey};
 
-use crate::moving::moved;
+use crate::error::{self, Error};
 
 /// An optimizer whose state can be written to a checkpoint and read back; what `state_dict` and
 /// `load_state_dict` are to PyTorch's optimizers.
@@ -31,6 +33,48 @@ pub trait StatefulOptimizer: Optimizer {
     fn load_state(&mut self, var: usize, name: &str, value: &Tensor) -> Result<()>;
 }
 
+/// Adds the state of an optimizer's variable number `var`, which is the range `model` of a parameter,
+/// to the tensors of a slot of this process.
+///
+/// # Errors
+///
+/// [`Error::Optimizer`] if it cannot return its state, and those of [`StateDict::add`].
+pub(crate) fn add_state(
+    state: &mut StateDict,
+    local_slot: usize,
+    model: TensorKey<'_>,
+    optimizer: &impl StatefulOptimizer,
+    var: usize,
+) -> error::Result<()> {
+    for (kind, items) in optimizer.state(var).map_err(|cause| failed(model, cause))? {
+        state.add(local_slot, TensorKey { kind, ..model }, items)?;
+    }
+    Ok(())
+}
+
+/// Loads the state of an optimizer's variable number `var`, which is the range `model` of a parameter.
+///
+/// # Errors
+///
+/// [`Error::Optimizer`] if it rejects its state, and those of [`Checkpoint::like`].
+pub(crate) fn load_state(
+    checkpoint: &Checkpoint,
+    model: TensorKey<'_>,
+    optimizer: &mut impl StatefulOptimizer,
+    var: usize,
+) -> error::Result<()> {
+    for (kind, like) in optimizer.state(var).map_err(|cause| failed(model, cause))? {
+        let value = checkpoint.like(TensorKey { kind, ..model }, &like)?;
+        optimizer.load_state(var, kind, &value).map_err(|cause| failed(model, cause))?;
+    }
+    Ok(())
+}
+
+/// Returns the error of an optimizer, about its variable `model`.
+fn failed(model: TensorKey<'_>, cause: candle_core::Error) -> Error {
+    Error::Optimizer { parameter: model.parameter.to_owned(), cause }
+}
+
 /// candle's has no momentum, so it keeps nothing.
 impl StatefulOptimizer for SGD {
     fn state(&self, _: usize) -> Result<Vec<(&'static str, Tensor)>> {
@@ -39,19 +83,5 @@ impl StatefulOptimizer for SGD {
 
     fn load_state(&mut self, _: usize, name: &str, _: &Tensor) -> Result<()> {
         bail!("SGD has no state {name}")
-    }
-}
-
-/// Replaces a tensor of a state by one of any floating-point type, on any device.
-fn assign(state: &Var, value: &Tensor) -> Result<()> {
-    state.set(&moved(value, state.device())?.to_dtype(state.dtype())?)
-}
-
-/// A number of steps that can have been taken.
-fn step_count(value: &Tensor) -> Result<i32> {
-    let steps: i64 = value.to_dtype(DType::I64)?.to_scalar()?;
-    match i32::try_from(steps) {
-        Ok(count @ 0..) => Ok(count),
-        _ => bail!("{steps} steps cannot have been taken, 0 to {} can", i32::MAX),
     }
 }

@@ -1,14 +1,15 @@
 //! Stochastic gradient descent with momentum, in place and with a state that can be saved.
 
-use candle_core::{Device, Result, Tensor, Var, backprop::GradStore, bail};
+use candle_core::{Result, Tensor, Var, backprop::GradStore};
 use candle_nn::Optimizer;
 
 use crate::{
-    error::setting::SettingError,
+    error::Error,
     optim::{
-        StatefulOptimizer, assign, step_count,
+        StatefulOptimizer,
+        state::{VariableState, VariableStates},
         update::{
-            MASTER, Rule, Variable,
+            Rule,
             numbers::{Numbers, Outcome},
         },
     },
@@ -39,18 +40,16 @@ impl Default for ParamsSgd {
 impl ParamsSgd {
     /// Refuses settings with which every step would be wrong; PyTorch's are the same.
     fn check(&self) -> Result<()> {
-        SettingError::check_at_least_zero("the learning rate of Sgd", self.lr)?;
-        SettingError::check_at_least_zero("the momentum of Sgd", self.momentum)?;
-        SettingError::check_at_least_zero("the weight decay of Sgd", self.weight_decay)?;
-        SettingError::check_fraction("the dampening of Sgd", self.dampening)?;
+        Error::check_at_least_zero("the learning rate of Sgd", self.lr)?;
+        Error::check_at_least_zero("the momentum of Sgd", self.momentum)?;
+        Error::check_at_least_zero("the weight decay of Sgd", self.weight_decay)?;
+        Error::check_fraction("the dampening of Sgd", self.dampening)?;
         if self.nesterov {
-            SettingError::check_positive("the momentum of Sgd with `nesterov`", self.momentum)?;
+            Error::check_positive("the momentum of Sgd with `nesterov`", self.momentum)?;
         }
-        if self.nesterov && self.dampening > 0.0 {
-            let name = "the dampening of Sgd with `nesterov`";
-            return Err(SettingError { name, value: self.dampening, expected: "0" }.into());
-        }
-        Ok(())
+        let is_dampened = self.nesterov && self.dampening > 0.0;
+        let name = "the dampening of Sgd with `nesterov`";
+        Ok(Error::check_setting(!is_dampened, name, self.dampening, "0")?)
     }
 }
 
@@ -83,7 +82,7 @@ impl ParamsSgd {
 /// ```
 #[derive(Debug)]
 pub struct Sgd {
-    vars: Vec<Moving>,
+    vars: VariableStates,
     params: ParamsSgd,
 }
 
@@ -97,15 +96,6 @@ impl Sgd {
     pub fn set_params(&mut self, params: ParamsSgd) {
         self.params = params;
     }
-
-    fn moving(&self, var: usize) -> Result<&Moving> {
-        match self.vars.get(var) {
-            Some(moving) => Ok(moving),
-            None => {
-                bail!("the optimizer has {} variables, there is no variable {var}", self.vars.len())
-            }
-        }
-    }
 }
 
 impl Optimizer for Sgd {
@@ -115,26 +105,19 @@ impl Optimizer for Sgd {
     ///
     /// # Errors
     ///
-    /// A [`SettingError`] if a setting is negative or no number, if dampening is at least 1, or if
+    /// [`Error::Setting`] if a setting is negative or no number, if dampening is at least 1, or if
     /// `nesterov` goes with dampening or without momentum; if candle fails.
     fn new(vars: Vec<Var>, params: ParamsSgd) -> Result<Self> {
         params.check()?;
-        let has_momentum = params.momentum > 0.0;
-        let moving = |var| Moving::new(var, has_momentum);
-        Ok(Self { vars: vars.into_iter().map(moving).collect::<Result<_>>()?, params })
+        let names = if params.momentum > 0.0 { &[MOMENTUM][..] } else { &[] };
+        Ok(Self { vars: VariableStates::new(vars, names)?, params })
     }
 
     /// Updates the variables that have a gradient; integers, which have none to follow, stay as
     /// they are.
     fn step(&mut self, grads: &GradStore) -> Result<()> {
         self.params.check()?;
-        for moving in &mut self.vars {
-            let var = moving.variable.var();
-            if let (true, Some(grad)) = (var.dtype().is_float(), grads.get(var)) {
-                moving.update(&self.params, grad)?;
-            }
-        }
-        Ok(())
+        self.vars.update_each(grads, |state, grad| update(state, &self.params, grad))
     }
 
     fn learning_rate(&self) -> f64 {
@@ -148,71 +131,40 @@ impl Optimizer for Sgd {
 
 impl StatefulOptimizer for Sgd {
     fn state(&self, var: usize) -> Result<Vec<(&'static str, Tensor)>> {
-        let moving = self.moving(var)?;
-        let mut state = Vec::new();
-        if let Some(momentum) = &moving.momentum {
-            state.push(("step", Tensor::new(i64::from(moving.step), &Device::Cpu)?));
-            state.push(("momentum_buffer", momentum.as_detached_tensor()));
-        }
-        state.extend(moving.variable.master().map(|master| (MASTER, master.as_detached_tensor())));
-        Ok(state)
+        self.vars.state(var)
     }
 
     fn load_state(&mut self, var: usize, name: &str, value: &Tensor) -> Result<()> {
-        self.moving(var)?;
-        let moving = &mut self.vars[var];
-        match (name, &moving.momentum, moving.variable.master()) {
-            ("step", Some(_), _) => moving.step = step_count(value)?,
-            ("momentum_buffer", Some(momentum), _) => assign(momentum, value)?,
-            (MASTER, _, Some(master)) => assign(master, value)?,
-            _ => bail!("Sgd has no state {name} of variable {var}"),
-        }
-        Ok(())
+        self.vars.load("Sgd", var, name, value)
     }
 }
 
-/// A variable, and where it is moving.
-#[derive(Debug)]
-struct Moving {
-    variable: Variable,
-    /// The number of steps with momentum.
-    step: i32,
-    momentum: Option<Var>,
-}
+const MOMENTUM: &str = "momentum_buffer";
 
-impl Moving {
-    fn new(var: Var, has_momentum: bool) -> Result<Self> {
-        let variable = Variable::new(var)?;
-        let momentum = has_momentum.then(|| variable.zeros()).transpose()?;
-        Ok(Self { variable, step: 0, momentum })
+fn update(state: &mut VariableState, params: &ParamsSgd, grad: &Tensor) -> Result<()> {
+    if params.momentum == 0.0 {
+        let ParamsSgd { lr, weight_decay, .. } = *params;
+        return state.variable.update(&Plain { lr, weight_decay }, [], grad);
     }
-
-    fn update(&mut self, params: &ParamsSgd, grad: &Tensor) -> Result<()> {
-        if params.momentum == 0.0 {
-            let ParamsSgd { lr, weight_decay, .. } = *params;
-            return self.variable.update(&Plain { lr, weight_decay }, [], grad);
-        }
-        // Momentum may have been set after the optimizer was made.
-        let momentum = match self.momentum.take() {
-            Some(momentum) => momentum,
-            None => self.variable.zeros()?,
-        };
-        let momentum = self.momentum.insert(momentum);
-        // The first gradient is the momentum, whatever the dampening.
-        let dampening = if self.step == 0 { 0.0 } else { params.dampening };
-        let ParamsSgd { lr, momentum: kept, weight_decay, nesterov, .. } = *params;
-        let added = 1.0 - dampening;
-        if nesterov {
-            let rule = Momentum::<true> { lr, kept, added, weight_decay };
-            self.variable.update(&rule, [momentum], grad)?;
-        } else {
-            let rule = Momentum::<false> { lr, kept, added, weight_decay };
-            self.variable.update(&rule, [momentum], grad)?;
-        }
-        // Only the first step is told from the others.
-        self.step = self.step.saturating_add(1);
-        Ok(())
+    // Momentum may have been set after the optimizer was made.
+    if state.tensors.is_empty() {
+        state.tensors.push((MOMENTUM, state.variable.zeros()?));
     }
+    let (_, momentum) = &state.tensors[0];
+    // The first gradient is the momentum, whatever the dampening.
+    let dampening = if state.step == 0 { 0.0 } else { params.dampening };
+    let ParamsSgd { lr, momentum: kept, weight_decay, nesterov, .. } = *params;
+    let added = 1.0 - dampening;
+    if nesterov {
+        let rule = Momentum::<true> { lr, kept, added, weight_decay };
+        state.variable.update(&rule, [momentum], grad)?;
+    } else {
+        let rule = Momentum::<false> { lr, kept, added, weight_decay };
+        state.variable.update(&rule, [momentum], grad)?;
+    }
+    // Only the first step is told from the others.
+    state.step = state.step.saturating_add(1);
+    Ok(())
 }
 
 /// Without momentum.
@@ -259,7 +211,7 @@ impl<const NESTEROV: bool> Rule<1> for Momentum<NESTEROV> {
 
 #[cfg(test)]
 mod tests {
-    use candle_core::DType;
+    use candle_core::{DType, Device};
 
     use super::*;
 

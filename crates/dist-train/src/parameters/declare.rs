@@ -7,6 +7,7 @@ use std::{
 
 use candle_core::{DType, Device, Result, Shape, Tensor, bail};
 use candle_nn::{Init, VarBuilder, var_builder::SimpleBackend};
+use dist_checkpoint::TensorInfo;
 
 /// A parameter that a model's constructor asks for; made by [`declare`].
 #[derive(Clone, Debug)]
@@ -20,6 +21,14 @@ pub struct Declared {
     pub dtype: DType,
     /// How the constructor wants it to be initialized.
     pub init: Init,
+}
+
+impl Declared {
+    /// Returns the facts about it that files state.
+    pub(crate) fn info(&self) -> TensorInfo {
+        let Self { name, shape, dtype, .. } = self;
+        TensorInfo { name: name.clone(), shape: shape.dims().to_vec(), dtype: *dtype }
+    }
 }
 
 /// Lists the parameters that `build` asks for, in the order in which it first does.

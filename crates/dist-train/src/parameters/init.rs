@@ -14,7 +14,7 @@ use core_types::{Fingerprint, Seed};
 use rayon::prelude::*;
 
 use crate::{
-    error::{Doing, Result, parameter::ParameterError},
+    error::{Doing, Error, Result},
     parameters::declare::Declared,
 };
 
@@ -31,8 +31,8 @@ const ITEMS_PER_TASK: usize = 4096;
 ///
 /// # Errors
 ///
-/// [`ParameterError::Init`] if the initializer is no distribution of such items,
-/// [`Error::Tensor`](crate::Error::Tensor) if candle fails.
+/// [`Error::Init`] if the initializer is no distribution of such items,
+/// [`Error::Tensor`] if candle fails.
 pub(crate) fn seeded(
     seed: Seed,
     declared: &Declared,
@@ -63,7 +63,7 @@ struct Stream(Seed);
 
 impl Stream {
     fn of(seed: Seed, name: &str) -> Self {
-        Self(seed.derive(Fingerprint::new().bytes(name.as_bytes()).finish()))
+        Self(seed.derive(Fingerprint::new().write_bytes(name.as_bytes()).finish()))
     }
 
     /// Uniform in [0, 1), of 53 bits, all of which are exact.
@@ -98,7 +98,7 @@ enum Distribution {
 
 impl Distribution {
     /// What a parameter's initializer means for its shape.
-    fn of(declared: &Declared) -> Result<Self, ParameterError> {
+    fn of(declared: &Declared) -> Result<Self, Error> {
         let distribution = match declared.init {
             Init::Const(value) => Self::Constant(value),
             Init::Randn { mean, stdev } => Self::Normal { mean, stdev },
@@ -167,8 +167,8 @@ impl Distribution {
     }
 }
 
-fn refused(declared: &Declared) -> ParameterError {
-    ParameterError::Init {
+fn refused(declared: &Declared) -> Error {
+    Error::Init {
         name: declared.name.clone(),
         init: format!("{:?}", declared.init),
         dtype: declared.dtype.as_str(),
@@ -393,10 +393,7 @@ mod tests {
             (DType::U8, Init::Const(256.0)),
         ] {
             let error = whole(0, &declared(3, dtype, init)).unwrap_err();
-            assert!(
-                matches!(error, crate::Error::Parameter(ParameterError::Init { .. })),
-                "{dtype:?} {init:?}: {error}"
-            );
+            assert!(matches!(error, Error::Init { .. }), "{dtype:?} {init:?}: {error}");
         }
     }
 

@@ -2,21 +2,21 @@
 //! seed or files, and the files that the trained ones are saved in.
 
 pub(crate) mod declare;
+pub(crate) mod describe;
 pub(crate) mod init;
-pub(crate) mod save;
-pub(crate) mod weights;
 
 use std::{fmt, ops::Range, path::Path, sync::Arc};
 
 use candle_core::{Device, Tensor};
 use core_types::{Fingerprint, Seed};
-
-use self::{
-    declare::Declared,
-    weights::{Allowed, Weights, sampled},
+use dist_checkpoint::{
+    ParameterError, StoredWeights, TensorInfo,
+    support::{AllowedNames, sampled},
 };
+
+use self::declare::Declared;
 use crate::{
-    error::{Doing, Result, parameter::ParameterError, training::TrainingError},
+    error::{Doing, Result, training::TrainingError},
     step::roles::Choices,
 };
 
@@ -61,7 +61,7 @@ impl Initializer {
                 let items = self.items(declared, run, &Device::Cpu)?;
                 let mut bytes = Vec::new();
                 items.write_bytes(&mut bytes).doing("comparing initial values")?;
-                found.bytes(&bytes);
+                found.write_bytes(&bytes);
             }
         }
         Ok(found.finish())
@@ -101,7 +101,7 @@ pub(crate) struct InitialValues {
     /// Decides on all that the weights do not have.
     pub(crate) init: Initializer,
     /// Pretrained weights.
-    pub(crate) weights: Option<Weights>,
+    pub(crate) weights: Option<StoredWeights>,
 }
 
 impl InitialValues {
@@ -112,7 +112,7 @@ impl InitialValues {
     /// # Errors
     ///
     /// [`TrainingError::TwoValues`] if the weights have one that is not open, and those of
-    /// [`Weights::open`], [`Weights::check_fits`] and of the choices' patterns.
+    /// [`StoredWeights::open`], [`StoredWeights::check_fits`] and of the choices' patterns.
     pub(crate) fn new<'a>(
         init: Initializer,
         weights: Option<&Path>,
@@ -124,24 +124,31 @@ impl InitialValues {
         let missing = choices.missing(&all.collect::<Vec<_>>())?;
         let unexpected = choices.unexpected()?;
         let Some(path) = weights else { return Ok(Self { init, weights: None }) };
-        let weights = Weights::open(path)?;
-        if let Some((twice, _)) = there.iter().find(|(declared, _)| weights.has(&declared.name)) {
+        let weights = StoredWeights::open(path)?;
+        if let Some((twice, _)) =
+            there.iter().find(|(declared, _)| weights.contains(&declared.name))
+        {
             return Err(TrainingError::TwoValues { name: twice.name.clone() }.into());
         }
-        let open: Vec<Declared> = open.into_iter().map(|(declared, _)| declared.clone()).collect();
-        weights.check_fits(&open, Allowed { missing: &missing, unexpected: &unexpected })?;
+        let open: Vec<TensorInfo> = open.into_iter().map(|(declared, _)| declared.info()).collect();
+        let allowed = AllowedNames { missing: &missing, unexpected: &unexpected };
+        weights.check_fits(&open, allowed)?;
         Ok(Self { init, weights: Some(weights) })
     }
 
-    /// A fingerprint of the [weights](Weights::fingerprint), or of their absence.
+    /// A fingerprint of the [weights](StoredWeights::fingerprint), or of their absence.
     ///
     /// # Errors
     ///
-    /// Those of [`Weights::fingerprint`].
+    /// Those of [`StoredWeights::fingerprint`].
     pub(crate) fn fingerprint(&self, declared: &[Declared]) -> Result<u64> {
-        let weights = self.weights.as_ref().map(|weights| weights.fingerprint(declared));
+        let infos: Vec<TensorInfo> = declared.iter().map(Declared::info).collect();
+        let weights = self.weights.as_ref().map(|weights| weights.fingerprint(&infos));
         let weights = weights.transpose()?;
-        Ok(Fingerprint::new().word(weights.is_some().into()).word(weights.unwrap_or(0)).finish())
+        Ok(Fingerprint::new()
+            .write_u64(weights.is_some().into())
+            .write_u64(weights.unwrap_or(0))
+            .finish())
     }
 
     /// The whole value of a parameter.
@@ -159,7 +166,7 @@ impl InitialValues {
     ///
     /// # Errors
     ///
-    /// Those of [`Weights::items`] and [`init::seeded`]; what a function returns, and
+    /// Those of [`StoredWeights::items`] and [`init::seeded`]; what a function returns, and
     /// [`ParameterError::Shape`] or [`ParameterError::Dtype`] if that is something else.
     pub(crate) fn items(
         &self,
@@ -168,7 +175,7 @@ impl InitialValues {
         device: &Device,
     ) -> Result<Tensor> {
         if let Some(weights) = &self.weights
-            && let Some(items) = weights.items(declared, range.clone(), device)?
+            && let Some(items) = weights.items(&declared.info(), range.clone(), device)?
         {
             return Ok(items);
         }

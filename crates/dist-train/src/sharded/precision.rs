@@ -1,9 +1,10 @@
 //! In which types parameters are gathered, and gradients summed.
 
 use candle_core::DType;
+use dist_checkpoint::support::elem_of;
 use fsdp_plan::cost::CostModel;
 
-use crate::{dtype::elem_of, error::training::TrainingError, grad::widened_dtype};
+use crate::{error::training::TrainingError, grad::widened_dtype};
 
 /// In which types the parameters of a sharded model are gathered, and their gradients summed.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]

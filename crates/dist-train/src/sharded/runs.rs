@@ -1,28 +1,16 @@
 //! Which items of a parameter a plan gives to whom, in candle's numbers.
 
-use std::{collections::BTreeMap, ops::Range};
+use std::ops::Range;
 
 use candle_core::DType;
 use core_types::{Placement, Rank, WorldSize};
-use fsdp_plan::{ParameterInfo, PlannedParameter, ShardingPlan};
+use dist_checkpoint::{ParameterError, support::dtype_of};
+use fsdp_plan::{ParameterInfo, ShardingPlan};
 
-use crate::{
-    dtype::dtype_of,
-    error::{Result, parameter::ParameterError},
-};
-
-/// The shapes of the parameters that are kept, by name; those that are tied to others are not.
-pub(super) fn shapes(plan: &ShardingPlan) -> BTreeMap<String, Vec<usize>> {
-    plan.parameters()
-        .iter()
-        .map(PlannedParameter::info)
-        .filter(|info| info.tied_to().is_none())
-        .map(|info| (info.name().to_owned(), shape(info)))
-        .collect()
-}
+use crate::error::Result;
 
 /// The shape of a parameter.
-pub(super) fn shape(parameter: &ParameterInfo) -> Vec<usize> {
+pub(crate) fn shape(parameter: &ParameterInfo) -> Vec<usize> {
     parameter.shape().iter().map(|&dim| index(dim)).collect()
 }
 
@@ -44,29 +32,6 @@ pub(super) fn of_rank(
     for shard in plan.shards(param_idx, rank)? {
         let start = index(shard.start_offset);
         runs.push(start..start + index(shard.shard_size));
-    }
-    Ok(runs)
-}
-
-/// A run of a parameter that is put together.
-#[derive(Clone, Debug)]
-pub(super) struct GatheredRun {
-    /// Its first item, in the parameter.
-    pub(super) start: usize,
-    /// Where it lies in what the slots of a shard group contribute, one after the other.
-    pub(super) offset: usize,
-    pub(super) len: usize,
-}
-
-/// All runs of a parameter, in the order of the ranks of a shard group.
-pub(super) fn gathered(plan: &ShardingPlan, param_idx: usize) -> Result<Vec<GatheredRun>> {
-    let mut offset = 0;
-    let mut runs = Vec::new();
-    for rank in ranks(plan.shard_group()) {
-        for run in of_rank(plan, param_idx, rank)? {
-            runs.push(GatheredRun { start: run.start, offset, len: run.len() });
-            offset += run.len();
-        }
     }
     Ok(runs)
 }

@@ -4,15 +4,20 @@
 use std::collections::{BTreeMap, BTreeSet, btree_map::Entry};
 
 use candle_core::{DType, Tensor, Var};
+use dist_checkpoint::ParameterError;
 use fsdp_plan::{
     ShardingPlan,
-    cost::{CostModel, Runtime, Transfer, UnitSchedule},
+    cost::{CostModel, Runtime},
+    support::{Transfer, UnitSchedule},
 };
-use pmap_mesh::{ALL, Pending, Replica, Run, RunLayout};
+use pmap_mesh::{
+    ALL, Replica,
+    support::{Pending, Run, RunLayout},
+};
 
-use super::{ShardedVars, check_shape, runs, unknown};
+use super::{ShardedVars, runs, unknown};
 use crate::{
-    error::{Error, Result, parameter::ParameterError},
+    error::{Error, Result},
     grad::widened_dtype,
     sharded::precision::Precision,
 };
@@ -48,18 +53,18 @@ pub(crate) struct UnderWay {
 
 /// A unit's gradients that are being summed.
 #[derive(Debug)]
-pub(crate) struct UnitSums {
+pub(crate) struct PendingReduce {
     pub(crate) unit: String,
     /// The sums over a shard group for this slot's runs; nothing where none of the trained
     /// parameters is cut.
-    of_runs: Option<Summing>,
+    of_runs: Option<ReduceState>,
     /// The gradients of replicated parameters, which are summed at the end.
     copies: Vec<Tensor>,
 }
 
 /// Sums over a shard group.
 #[derive(Debug)]
-enum Summing {
+enum ReduceState {
     Done(Vec<Tensor>),
     UnderWay(Pending<Vec<Tensor>>),
 }
@@ -67,18 +72,7 @@ enum Summing {
 /// A unit's parameters, by all of their names.
 type Names<'a> = (&'a str, Vec<(String, usize)>);
 
-/// The units of a plan, by name.
-pub(super) fn of_plan(plan: &ShardingPlan) -> Result<BTreeMap<String, Unit>> {
-    let mut names: BTreeMap<&str, Vec<(String, usize)>> = BTreeMap::new();
-    for parameter in plan.parameters() {
-        let info = parameter.info();
-        let param_idx = index_of(plan, info.name())?;
-        names.entry(info.unit()).or_default().push((info.name().to_owned(), param_idx));
-    }
-    scheduled(plan, names.into_iter().collect(), Precision::default())
-}
-
-/// Units of other parameters than the plan says, each with the names of its own.
+/// Units, each with the names of its own parameters.
 pub(super) fn of_names<'a, N: Iterator<Item = &'a str>>(
     plan: &ShardingPlan,
     units: impl Iterator<Item = (&'a String, N)>,
@@ -121,7 +115,7 @@ pub(super) fn index_of(plan: &ShardingPlan, name: &str) -> Result<usize> {
 
 /// The layout of these parameters on the ranks of a shard group, or of something of their shapes
 /// and of the type that `dtype` makes of theirs.
-pub(super) fn layout(
+fn layout(
     plan: &ShardingPlan,
     name: &str,
     params: &[usize],
@@ -188,50 +182,24 @@ impl ShardedVars {
     /// Every parameter of a unit by its name, put together by all slots of a shard group in one
     /// collective; to be called in replicas, by all of them.
     ///
-    /// Each is a variable, under which `backward` leaves the gradient of the whole: hand it to
-    /// [`reduce_unit`](Self::reduce_unit), or call [`all_gather_unit`](Self::all_gather_unit)
-    /// instead, through whose results gradients flow to the slots' variables at the price of a copy
-    /// for each slot. On a processor the slots share these variables: do not set them.
+    /// Each is a variable, under which `backward` leaves the gradient of the whole, for
+    /// [`reduce_parts`](Self::reduce_parts). On a processor the slots share these variables: do not
+    /// set them.
     ///
     /// # Errors
     ///
-    /// [`ParameterError::Unknown`] if the plan has no such unit,
+    /// [`ParameterError::Unknown`] if there is no such unit,
     /// [`ShardingError::OtherMesh`](crate::ShardingError::OtherMesh) in a replica of a mesh of
     /// another size, and those of [`Replica::gather_runs`].
-    ///
-    /// # Examples
-    ///
-    /// ```
-    /// use candle_core::{DType, Device, Tensor};
-    /// use core_types::WorldSize;
-    /// use dist_train::{ShardedVars, parameter_infos};
-    /// use fsdp_plan::strategy::{Full, ShardingStrategy};
-    /// use pmap_mesh::DeviceMesh;
-    ///
-    /// let mesh = DeviceMesh::cpu(2)?;
-    /// let w = Tensor::ones((4, 2), DType::F32, &Device::Cpu)?;
-    /// let plan = Full::default().plan(&parameter_infos([("h.0.w", &w)])?, WorldSize::new(2)?)?;
-    /// let vars = ShardedVars::shard(&mesh, &plan, [("h.0.w", &w)])?;
-    /// let step = mesh.pmap(move |ctx, x: Tensor| {
-    ///     let unit = vars.gather_unit(ctx, "h.0")?;
-    ///     let grads = x.matmul(&unit["h.0.w"])?.sum_all()?.backward()?;
-    ///     let grad = |name: &str| grads.get(&unit[name]).cloned();
-    ///     let sums = vars.reduce_unit(ctx, "h.0", grad)?;
-    ///     sums[0].1.to_vec1::<f32>()
-    ///         .map(|sum| assert_eq!(sum, [6.; 4]))
-    /// });
-    /// step.call(Tensor::ones((6, 4), DType::F32, &Device::Cpu)?)?;
-    /// # Ok::<(), Box<dyn std::error::Error>>(())
-    /// ```
     #[track_caller]
-    pub fn gather_unit(
+    pub(crate) fn gather_unit(
         &self,
         ctx: &Replica,
         unit: &str,
     ) -> candle_core::Result<BTreeMap<String, Var>> {
         let gathered = match &self.unit(unit)?.gathered {
             Some(Lists { params, layout }) => {
-                ctx.gather_runs(self.own_runs(ctx, params)?, layout, &self.0.axes.shard)?
+                ctx.gather_runs(self.own_runs(ctx, params)?, layout, &self.axes.shard)?
             }
             None => Vec::new(),
         };
@@ -248,7 +216,7 @@ impl ShardedVars {
         let pending = match &self.unit(name)?.gathered {
             Some(Lists { params, layout }) => {
                 let own = self.own_runs(ctx, params)?;
-                Some(ctx.start_gather_runs(own, layout, &self.0.axes.shard)?)
+                Some(ctx.start_gather_runs(own, layout, &self.axes.shard)?)
             }
             None => None,
         };
@@ -289,9 +257,12 @@ impl ShardedVars {
 
     /// A variable of what every slot keeps whole.
     fn copy(&self, ctx: &Replica, param_idx: usize) -> candle_core::Result<Var> {
-        let mine = self.mine(ctx, param_idx)?.reshape(runs::shape(self.info(param_idx)))?;
-        let dtype = self.0.precision.gathered(mine.dtype());
-        Var::from_tensor(&mine.detach().to_dtype(dtype)?)
+        let parts = self.parts(ctx.slot()).map_err(Error::from)?;
+        let own = parts.iter().filter(|part| part.param_idx == param_idx);
+        let own: Vec<Tensor> = own.map(|part| part.var.as_detached_tensor()).collect();
+        let whole = self.joined(param_idx, &own, ctx.device())?;
+        let dtype = self.precision.gathered(whole.dtype());
+        Var::from_tensor(&whole.to_dtype(dtype)?)
     }
 
     /// Which of a unit's parameters, given by their names, the slots of a process share when they are
@@ -312,15 +283,15 @@ impl ShardedVars {
     /// The slots of this process that share the memory of what a replica gathers, itself among them,
     /// in their order.
     pub(crate) fn sharing(&self, ctx: &Replica) -> Vec<usize> {
-        let mesh = &self.0.mesh;
+        let mesh = &self.mesh;
         let slots = mesh.local_slots().zip(mesh.devices());
         let on_processor = slots.filter(|(_, device)| device.is_cpu()).map(|(slot, _)| slot);
-        let group_size = self.0.plan.shard_group().as_usize();
+        let group_size = self.plan.shard_group().as_usize();
         sharing(ctx.slot(), group_size, on_processor)
     }
 
-    /// Sums the gradients of a unit's whole parameters over all slots; returns this slot's variables
-    /// with their parts of the sums. Those of halves are summed in single precision.
+    /// Sums the gradients of a unit's whole parameters over all slots; returns the parts of the sums
+    /// with the positions of this slot's variables. Those of halves are summed in single precision.
     ///
     /// They are summed over a shard group in one collective, and where a plan has replicas, each
     /// slot's parts over these in another: in the order of ranks within a group, and then in the
@@ -336,19 +307,6 @@ impl ShardedVars {
     /// gradient, [`ParameterError::Shape`] if one is not of its shape, and those of
     /// [`Replica::reduce_runs`].
     #[track_caller]
-    pub fn reduce_unit(
-        &self,
-        ctx: &Replica,
-        unit: &str,
-        grad: impl FnMut(&str) -> Option<Tensor>,
-    ) -> candle_core::Result<Vec<(Var, Tensor)>> {
-        let sums = self.reduce_parts(ctx, unit, grad)?;
-        let parts = self.parts(ctx.slot()).map_err(Error::from)?;
-        Ok(sums.into_iter().map(|(part, sum)| (parts[part].var.clone(), sum)).collect())
-    }
-
-    /// [`reduce_unit`](Self::reduce_unit), with the positions of this slot's variables.
-    #[track_caller]
     pub(crate) fn reduce_parts(
         &self,
         ctx: &Replica,
@@ -356,7 +314,7 @@ impl ShardedVars {
         grad: impl FnMut(&str) -> Option<Tensor>,
     ) -> candle_core::Result<Vec<(usize, Tensor)>> {
         let sums = self.begin_sums(unit, grad, |grads, layout| {
-            Ok(Summing::Done(ctx.reduce_runs(grads, layout, &self.0.axes.shard)?))
+            Ok(ReduceState::Done(ctx.reduce_runs(grads, layout, &self.axes.shard)?))
         })?;
         self.finish_reduce_parts(ctx, sums)
     }
@@ -368,9 +326,9 @@ impl ShardedVars {
         ctx: &Replica,
         unit: &str,
         grad: impl FnMut(&str) -> Option<Tensor>,
-    ) -> candle_core::Result<UnitSums> {
+    ) -> candle_core::Result<PendingReduce> {
         self.begin_sums(unit, grad, |grads, layout| {
-            Ok(Summing::UnderWay(ctx.start_reduce_runs(grads, layout, &self.0.axes.shard)?))
+            Ok(ReduceState::UnderWay(ctx.start_reduce_runs(grads, layout, &self.axes.shard)?))
         })
     }
 
@@ -379,8 +337,8 @@ impl ShardedVars {
         &self,
         name: &str,
         mut grad: impl FnMut(&str) -> Option<Tensor>,
-        sum: impl FnOnce(Vec<Tensor>, &RunLayout) -> candle_core::Result<Summing>,
-    ) -> candle_core::Result<UnitSums> {
+        sum: impl FnOnce(Vec<Tensor>, &RunLayout) -> candle_core::Result<ReduceState>,
+    ) -> candle_core::Result<PendingReduce> {
         let unit = self.unit(name)?;
         let of_runs = match &unit.reduced {
             Some(Lists { params, layout }) => {
@@ -389,7 +347,7 @@ impl ShardedVars {
             None => None,
         };
         let copies = self.grads(&unit.names, &unit.copies, &mut grad)?;
-        Ok(UnitSums { unit: name.to_owned(), of_runs, copies })
+        Ok(PendingReduce { unit: name.to_owned(), of_runs, copies })
     }
 
     /// The sums of a unit's gradients, when all have come; with the positions of this slot's
@@ -398,15 +356,15 @@ impl ShardedVars {
     pub(crate) fn finish_reduce_parts(
         &self,
         ctx: &Replica,
-        sums: UnitSums,
+        sums: PendingReduce,
     ) -> candle_core::Result<Vec<(usize, Tensor)>> {
-        let UnitSums { unit: name, of_runs, copies } = sums;
+        let PendingReduce { unit: name, of_runs, copies } = sums;
         let unit = self.unit(&name)?;
         let mut sums = Vec::new();
         if let (Some(Lists { params, layout }), Some(of_runs)) = (&unit.reduced, of_runs) {
             let of_group = match of_runs {
-                Summing::Done(sums) => sums,
-                Summing::UnderWay(pending) => pending.wait()?,
+                ReduceState::Done(sums) => sums,
+                ReduceState::UnderWay(pending) => pending.wait()?,
             };
             let reduced = self.over_replicas(ctx, of_group, layout)?;
             for (position, sum) in self.own_positions(ctx, params)?.into_iter().zip(reduced) {
@@ -426,18 +384,6 @@ impl ShardedVars {
         Ok(sums)
     }
 
-    /// The sums of gradients over all slots, for this slot's runs of a layout.
-    #[track_caller]
-    pub(super) fn reduce_runs(
-        &self,
-        ctx: &Replica,
-        grads: Vec<Tensor>,
-        layout: &RunLayout,
-    ) -> candle_core::Result<Vec<Tensor>> {
-        let sums = ctx.reduce_runs(grads, layout, &self.0.axes.shard)?;
-        self.over_replicas(ctx, sums, layout)
-    }
-
     /// A sum in the type in which the gradient of a part is held.
     fn held(&self, ctx: &Replica, position: usize, sum: &Tensor) -> candle_core::Result<Tensor> {
         let parts = self.parts(ctx.slot()).map_err(Error::from)?;
@@ -452,7 +398,7 @@ impl ShardedVars {
         sums: Vec<Tensor>,
         layout: &RunLayout,
     ) -> candle_core::Result<Vec<Tensor>> {
-        match &self.0.axes.replica {
+        match &self.axes.replica {
             // Whoever has nothing is not waited for: the same slots of other groups have nothing.
             Some(axes) if !sums.is_empty() => {
                 let all: Vec<usize> = (0..sums.len()).collect();
@@ -463,7 +409,7 @@ impl ShardedVars {
     }
 
     fn unit(&self, unit: &str) -> Result<&Unit> {
-        self.0.units.get(unit).ok_or_else(|| unknown(unit))
+        self.units.get(unit).ok_or_else(|| unknown(unit))
     }
 
     /// The positions of this slot's parts of some parameters, in the order of their layout.
@@ -482,7 +428,7 @@ impl ShardedVars {
         let parts = self.parts(ctx.slot()).map_err(Error::from)?;
         let run = |position: usize| {
             let part = parts[position].var.as_detached_tensor();
-            part.to_dtype(self.0.precision.gathered(part.dtype()))
+            part.to_dtype(self.precision.gathered(part.dtype()))
         };
         positions.into_iter().map(run).collect()
     }
@@ -501,8 +447,9 @@ impl ShardedVars {
                     name: self.info(param_idx).name().to_owned(),
                 })
             })?;
-            check_shape(self.info(param_idx), &found)?;
-            found.to_dtype(self.0.precision.reduced(self.dtype(param_idx)?))
+            let (name, expected) = (self.info(param_idx).name(), runs::shape(self.info(param_idx)));
+            ParameterError::check_shape(name, found.dims(), &expected).map_err(Error::from)?;
+            found.to_dtype(self.precision.reduced(self.dtype(param_idx)?))
         };
         params.iter().map(&mut of_param).collect()
     }

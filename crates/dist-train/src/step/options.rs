@@ -2,7 +2,11 @@
 
 use pmap_mesh::{P, PMap, Replica, Specs, TensorTree, Uneven};
 
-use crate::{error::setting::SettingError, optim::clip, schedule::Schedule};
+use crate::{
+    error::{Error, Result},
+    optim::clip,
+    schedule::Schedule,
+};
 
 /// The stream of random numbers that evaluations draw from, beside those of the batches.
 pub(crate) const EVALUATION: u64 = u64::MAX;
@@ -34,14 +38,11 @@ impl Default for Options {
 
 impl Options {
     /// Refuses numbers that a setting cannot be.
-    pub(crate) fn check(&self) -> Result<(), SettingError> {
+    pub(crate) fn check(&self) -> Result<()> {
         self.max_norm.map_or(Ok(()), clip::check_max_norm)?;
         self.schedule.check()?;
-        if self.check_every == Some(0) {
-            let name = "the number of steps from one check of the variables to the next";
-            return Err(SettingError { name, value: 0.0, expected: "at least 1" });
-        }
-        Ok(())
+        let name = "the number of steps from one check of the variables to the next";
+        Error::check_setting(self.check_every != Some(0), name, 0.0, "at least 1")
     }
 
     /// A function of shards of a model's batches, of which all replicas return the same.
@@ -60,6 +61,6 @@ impl Options {
 
 /// Refuses learning rates that optimizers refuse, and those that a checkpoint cannot be read with
 /// again: JSON has no number for them.
-pub(crate) fn check_rate(learning_rate: f64) -> Result<(), SettingError> {
-    SettingError::check_at_least_zero("the learning rate", learning_rate)
+pub(crate) fn check_rate(learning_rate: f64) -> Result<()> {
+    Error::check_at_least_zero("the learning rate", learning_rate)
 }

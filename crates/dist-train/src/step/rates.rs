@@ -56,13 +56,13 @@ impl Rates {
                 *own = rate;
             }
         }
-        state.schedule.map_or(Ok(()), |schedule| rates.set_schedule(schedule))?;
+        rates.set_schedule(state.schedule)?;
         Ok(rates)
     }
 
     /// What a checkpoint keeps.
     pub(crate) fn state(&self, progress: Progress) -> TrainerState {
         let learning_rates = self.of_groups.iter().cloned().collect();
-        TrainerState { progress, learning_rates, schedule: Some(self.schedule) }
+        TrainerState { progress, learning_rates, schedule: self.schedule }
     }
 }

@@ -1,6 +1,16 @@
 //! A model that is made a unit at a time, where its parts are used.
 
+pub(crate) mod accumulation;
+pub(crate) mod backward;
+pub(crate) mod freed;
+pub(crate) mod keep;
+pub(crate) mod model;
+pub(crate) mod operation;
+pub(crate) mod outside;
+pub(crate) mod prefetch;
 pub(crate) mod rules;
+pub(crate) mod session;
+pub(crate) mod swap_storage;
 
 use std::{collections::BTreeMap, sync::Arc};
 
@@ -10,8 +20,8 @@ use pmap_mesh::TensorTree;
 
 use self::rules::{Member, UnitRules};
 use crate::{
-    fsdp::{operation::enter, session::Session},
     parameters::declare::declare,
+    units::{operation::enter, session::Session},
 };
 
 /// The variables of a model whose layers are made where a loss uses them: what a loss is given by a
@@ -127,7 +137,8 @@ impl Units {
     ///
     /// If there is no such unit, and what `f` returns. In a sharded model
     /// [`TrainingError::Captured`](crate::TrainingError::Captured) if `f` captures what is
-    /// differentiated, and those of [`Replica::gather_runs`](pmap_mesh::Replica::gather_runs): all
+    /// differentiated, [`TrainingError::ParameterOutsideUnit`](crate::TrainingError::ParameterOutsideUnit)
+    /// if that is a parameter of another unit, and those of [`Replica::gather_runs`](pmap_mesh::Replica::gather_runs): all
     /// replicas enter the same units in the same order.
     pub fn unit<X, R, F>(&self, name: &str, x: &X, f: F) -> Result<R>
     where

@@ -38,6 +38,8 @@ pub(crate) struct Case {
     has_bias: bool,
     has_residual: bool,
     has_unused: bool,
+    /// Whether every slot has variables of its own.
+    has_own: bool,
     frozen: Option<usize>,
     weighted: bool,
     uneven: Uneven,
@@ -77,6 +79,7 @@ impl Case {
             has_bias: draw.coin(),
             has_residual: draw.coin(),
             has_unused: draw.coin(),
+            has_own: draw.coin(),
             weighted: draw.coin(),
             max_norm: draw.coin().then(|| 0.01 + draw.below(100) as f64 / 100.0),
         }
@@ -122,6 +125,9 @@ impl Case {
         if let Some(max_norm) = self.max_norm {
             builder = builder.clip_grad_norm(max_norm);
         }
+        if self.has_own {
+            builder = builder.replicated();
+        }
         let params = ParamsSgd { lr: RATE, momentum: MOMENTUM, ..ParamsSgd::default() };
         let mut model = builder.build(|group| Sgd::new(group.vars, params.clone())).unwrap();
         let loss = |ctx: &Replica, model: &Vec<Linear>, (x, weights): (Tensor, Tensor)| {
@@ -134,7 +140,7 @@ impl Case {
                 model.accumulate((x.clone(), weights.clone()), loss).unwrap();
             }
             let step = model.step((last.x.clone(), last.weights.clone()), loss).unwrap();
-            all.extend([step.loss, step.grad_norm]);
+            all.extend([step.loss, step.grad_norm, step.weight]);
         }
         model.check_in_sync().unwrap();
         model.variables().values().for_each(|variable| all.extend(items(variable)));
@@ -163,9 +169,9 @@ impl Case {
         let mut moved: Vec<(&Var, Option<Tensor>)> = trained.map(|var| (var, None)).collect();
         let mut all = Vec::new();
         for batches in &self.updates {
-            let (loss, grads) = self.mean_of(&model, batches).unwrap();
-            all.push(loss);
-            all.push(self.descend(&mut moved, &grads).unwrap());
+            let (loss, weight, grads) = self.mean_of(&model, batches).unwrap();
+            let norm = self.descend(&mut moved, &grads).unwrap();
+            all.extend([loss, norm, weight]);
         }
         for name in initial.keys() {
             all.extend(items(&named[name]));
@@ -173,7 +179,7 @@ impl Case {
         all
     }
 
-    fn mean_of(&self, model: &[Linear], batches: &[Batch]) -> Result<(f64, GradStore)> {
+    fn mean_of(&self, model: &[Linear], batches: &[Batch]) -> Result<(f64, f64, GradStore)> {
         let (mut sum, mut weight) = (Tensor::zeros((), DType::F64, &Device::Cpu)?, 0.0);
         for Batch { x, weights } in batches {
             let (x, weights) = (x.to_dtype(DType::F64)?, weights.to_dtype(DType::F64)?);
@@ -182,7 +188,7 @@ impl Case {
             weight += weights.sum_all()?.to_scalar::<f64>()?;
         }
         let mean = (sum / weight)?;
-        Ok((mean.to_scalar()?, mean.backward()?))
+        Ok((mean.to_scalar()?, weight, mean.backward()?))
     }
 
     /// A step of SGD with momentum along clipped gradients; returns their norm before.

@@ -4,11 +4,7 @@ use std::ops::Range;
 
 use candle_core::{Device, Error as CandleError, Result, Tensor, WithDType};
 
-use crate::{
-    batch::Batch,
-    collate::{Collator, PaddingSide},
-    error::Error,
-};
+use crate::{batch::Batch, collate::Collator, error::Error};
 
 /// Rows of equal length, and the sequences in them.
 ///
@@ -56,11 +52,7 @@ impl Layout {
         let place = |(row, (&index, tokens)): (usize, (&u64, &&[u32]))| {
             let n_kept = collator.n_kept(tokens);
             check_row(n_kept, row_len)?;
-            let padding_before = match collator.side {
-                PaddingSide::Left => row_len - n_kept,
-                PaddingSide::Right => 0,
-            };
-            let start = row * row_len + padding_before;
+            let start = row * row_len;
             Ok::<_, CandleError>(Place { index, start, n_tokens: tokens.len(), n_kept })
         };
         let places = batch.indices.iter().zip(tokens).enumerate().map(place);

@@ -1,26 +1,18 @@
 //! Batches become tensors.
 
 mod layout;
+mod segments;
 
 use candle_core::{Device, Result, Tensor, WithDType};
 
 use crate::{
     batch::Batch,
-    collate::layout::{Layout, wrapped},
+    collate::{
+        layout::{Layout, wrapped},
+        segments::Segments,
+    },
     error::Error,
-    pack::Segments,
 };
-
-/// On which side of a sequence its padding is.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
-#[non_exhaustive]
-pub enum PaddingSide {
-    /// Before it, so that all sequences end together: for generation.
-    Left,
-    /// Behind it: for training.
-    #[default]
-    Right,
-}
 
 /// How sequences of token ids become tensors.
 ///
@@ -40,7 +32,7 @@ pub enum PaddingSide {
 ///     let tensors = collator.pad(&batch, |index| texts[index as usize], &Device::Cpu)?;
 ///     if batch.len() == 2 {
 ///         assert_eq!(tensors.ids.to_vec2::<u32>()?, [[5, 6, 7], [8, 0, 0]]);
-///         assert_eq!(tensors.mask.to_vec2::<u8>()?, [[1, 1, 1], [1, 0, 0]]);
+///         assert_eq!(tensors.rows.mask.to_vec2::<u8>()?, [[1, 1, 1], [1, 0, 0]]);
 ///         assert_eq!(tensors.labels.to_vec2::<i64>()?, [[5, 6, 7], [8, -100, -100]]);
 ///     }
 /// }
@@ -48,9 +40,9 @@ pub enum PaddingSide {
 /// ```
 ///
 /// What else is known of each sequence is laid out like its tokens: by
-/// [`per_sequence`](PaddedTensors::per_sequence) (the label of a class),
-/// [`per_token`](PaddedTensors::per_token) (token types, the label of each token) and
-/// [`labels_where`](PaddedTensors::labels_where) (a mask of answers). These are what Hugging Face's
+/// [`per_sequence`](BatchTensors::per_sequence) (the label of a class),
+/// [`per_token`](BatchTensors::per_token) (token types, the label of each token) and
+/// [`labels_where`](BatchTensors::labels_where) (a mask of answers). These are what Hugging Face's
 /// `DataCollatorWithPadding`, `DataCollatorForTokenClassification` and TRL's `completion_mask` do.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
@@ -59,40 +51,17 @@ pub struct Collator {
     pub pad_id: u32,
     /// The label of padding, which a loss leaves out; −100 by default, as in PyTorch.
     pub ignore_index: i64,
-    /// Where padding goes; [`PaddingSide::Right`] by default. Packed rows have it at their end
-    /// always.
-    pub side: PaddingSide,
     /// How many tokens of a sequence are kept; all by default.
     pub max_sequence_length: Option<u64>,
 }
 
 impl Default for Collator {
     fn default() -> Self {
-        Self {
-            pad_id: 0,
-            ignore_index: -100,
-            side: PaddingSide::default(),
-            max_sequence_length: None,
-        }
+        Self { pad_id: 0, ignore_index: -100, max_sequence_length: None }
     }
 }
 
-/// A batch of padded sequences, all tensors of shape `[rows, padded_length]`.
-#[derive(Clone, Debug)]
-#[non_exhaustive]
-pub struct PaddedTensors {
-    /// The token ids, `U32`.
-    pub ids: Tensor,
-    /// 1 where there is a token, 0 where there is padding, `U8`.
-    pub mask: Tensor,
-    /// The token ids again, `I64`, with the ignore index for padding. They are not shifted: compare
-    /// the logits of token i with label i + 1.
-    pub labels: Tensor,
-    ignore_index: i64,
-    layout: Layout,
-}
-
-/// A packed row; tensors of shape `[1, padded_length]` but the last.
+/// The tensors of a batch, of shape `[rows, padded_length]`; `R` holds those of padded or of packed rows alone.
 ///
 /// # Examples
 ///
@@ -109,27 +78,45 @@ pub struct PaddedTensors {
 /// let batch = sampler.iter().next().ok_or("no batch")??;
 /// let row = Collator::default().pack(&batch, |index| texts[index as usize], &Device::Cpu)?;
 /// assert_eq!(row.ids.to_vec2::<u32>()?, [[5, 6, 7, 8, 9, 0]]);
+/// assert_eq!(row.rows.segment_ids.to_vec2::<u32>()?, [[1, 1, 1, 2, 2, 0]]);
 /// let labels = row.labels_where(|index| answers[index as usize])?;
 /// assert_eq!(labels.to_vec2::<i64>()?, [[-100, 6, 7, -100, 9, -100]]);
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
 #[derive(Clone, Debug)]
 #[non_exhaustive]
-pub struct PackedTensors {
+pub struct BatchTensors<R> {
     /// The token ids, `U32`.
     pub ids: Tensor,
-    /// The number of the sequence that a token belongs to, from 1, and 0 for padding, `U32`: attend
-    /// where they are equal.
-    pub segment_ids: Tensor,
-    /// Where in its sequence a token is, `U32`.
-    pub position_ids: Tensor,
-    /// The token ids again, `I64`, with the ignore index for padding and for the first token of
-    /// each sequence, which the one before it, of another sequence, is not to predict.
+    /// The token ids again, `I64`, with the ignore index for padding. They are not shifted: compare the logits of
+    /// token i with label i + 1. In a packed row the first token of each sequence has the ignore index too, because
+    /// the token before it is of another sequence.
     pub labels: Tensor,
-    /// The tokens before each sequence, and those of all, `U32` of shape `[sequences + 1]`.
-    pub cu_seqlens: Tensor,
+    /// The mask of padded rows, or the segments of a packed row.
+    pub rows: R,
     ignore_index: i64,
     layout: Layout,
+}
+
+/// Rows of one sequence each.
+#[derive(Clone, Debug)]
+#[non_exhaustive]
+pub struct PaddedRows {
+    /// 1 where there is a token, 0 where there is padding, `U8`.
+    pub mask: Tensor,
+}
+
+/// A row of several sequences.
+#[derive(Clone, Debug)]
+#[non_exhaustive]
+pub struct PackedRow {
+    /// The number of each token's sequence, from 1, and 0 for padding, `U32`: attend where they are equal.
+    pub segment_ids: Tensor,
+    /// The position of each token in its sequence, `U32`.
+    pub position_ids: Tensor,
+    /// The tokens before each sequence, and those of all, `U32` of shape `[sequences + 1]`; the limits that
+    /// `flash_attn_varlen_func` of `FlashAttention` calls so.
+    pub cu_seqlens: Tensor,
 }
 
 impl Collator {
@@ -143,12 +130,6 @@ impl Collator {
     #[must_use]
     pub fn with_ignore_index(self, ignore_index: i64) -> Self {
         Self { ignore_index, ..self }
-    }
-
-    /// Sets where padding goes; [`PaddingSide::Right`] by default.
-    #[must_use]
-    pub fn with_side(self, side: PaddingSide) -> Self {
-        Self { side, ..self }
     }
 
     /// Cuts longer sequences at their end; by default none is. Where the batcher
@@ -183,7 +164,7 @@ impl Collator {
         batch: &Batch,
         mut tokens: impl FnMut(u64) -> &'a [u32],
         device: &Device,
-    ) -> Result<PaddedTensors> {
+    ) -> Result<BatchTensors<PaddedRows>> {
         let tokens: Vec<&[u32]> = batch.indices.iter().map(|&index| tokens(index)).collect();
         let layout = Layout::padded(batch, &tokens, self, device)?;
         let ids = layout.lay(self.pad_id, tokens.iter().copied())?;
@@ -196,10 +177,10 @@ impl Collator {
                 *label = token.into();
             }
         }
-        Ok(PaddedTensors {
+        Ok(BatchTensors {
             ids: layout.tensor(ids)?,
-            mask: layout.tensor(mask)?,
             labels: layout.tensor(labels)?,
+            rows: PaddedRows { mask: layout.tensor(mask)? },
             ignore_index: self.ignore_index,
             layout,
         })
@@ -219,7 +200,7 @@ impl Collator {
         batch: &Batch,
         mut tokens: impl FnMut(u64) -> &'a [u32],
         device: &Device,
-    ) -> Result<PackedTensors> {
+    ) -> Result<BatchTensors<PackedRow>> {
         let tokens: Vec<&[u32]> = batch.indices.iter().map(|&index| tokens(index)).collect();
         let layout = Layout::packed(batch, &tokens, self, device)?;
         let row_len = layout.row_len();
@@ -236,21 +217,24 @@ impl Collator {
                 labels[position] = ids[position].into();
             }
         }
-        Ok(PackedTensors {
-            ids: layout.tensor(ids)?,
+        let rows = PackedRow {
             segment_ids: layout.tensor(segments.segment_ids(row_len))?,
             position_ids: layout.tensor(segments.position_ids(row_len))?,
-            labels: layout.tensor(labels)?,
             cu_seqlens: Tensor::new(segments.cu_seqlens(), device)?,
+        };
+        Ok(BatchTensors {
+            ids: layout.tensor(ids)?,
+            labels: layout.tensor(labels)?,
+            rows,
             ignore_index: self.ignore_index,
             layout,
         })
     }
 }
 
-impl PaddedTensors {
-    /// A value of each sequence: the label of its class, a number to predict, its weight. Of shape
-    /// `[rows]`, on the device of the others.
+impl<R> BatchTensors<R> {
+    /// Returns a value of each sequence: the label of its class, a number to predict, its weight. Of shape
+    /// `[sequences]`, on the device of the others.
     ///
     /// # Errors
     ///
@@ -276,10 +260,12 @@ impl PaddedTensors {
         self.layout.per_sequence(value)
     }
 
-    /// A value of each token: its type, its label, its weight; `fill` for padding. Of shape
+    /// Returns a value of each token: its type, its label, its weight; `fill` for padding. Of shape
     /// `[rows, padded_length]`, on the device of the others, and cut where the tokens are.
     ///
-    /// Labels of tokens want the ignore index as `fill`, −100 if a loss is to know it as PyTorch's.
+    /// Labels of tokens want the ignore index as `fill`, −100 if a loss is to know it as PyTorch's. The first token of
+    /// a packed sequence keeps its value; labels that the token before it predicts are therefore those of
+    /// [`labels_where`](Self::labels_where).
     ///
     /// # Errors
     ///
@@ -310,63 +296,16 @@ impl PaddedTensors {
         self.layout.per_token(fill, items)
     }
 
-    /// The [`labels`](Self::labels) of the tokens whose `mask` is not 0, and the ignore index
-    /// everywhere else: so that the answers are learned, and the prompts are not.
+    /// Returns the [`labels`](Self::labels) of the tokens whose `mask` is not 0, and the ignore index everywhere else: so
+    /// that the answers are learned, and the prompts are not.
     ///
     /// # Errors
     ///
     /// As [`per_token`](Self::per_token).
     pub fn labels_where<'a>(&self, mask: impl FnMut(u64) -> &'a [u8]) -> Result<Tensor> {
-        labels_where(&self.layout, &self.labels, self.ignore_index, mask)
+        let ignored = Tensor::full(self.ignore_index, self.labels.shape(), self.labels.device())?;
+        self.layout.per_token(0, mask)?.where_cond(&self.labels, &ignored)
     }
-}
-
-impl PackedTensors {
-    /// A value of each sequence, in the order of [`cu_seqlens`](Self::cu_seqlens). Of shape
-    /// `[sequences]`; otherwise as [`PaddedTensors::per_sequence`].
-    ///
-    /// # Errors
-    ///
-    /// Candle's own for the device.
-    pub fn per_sequence<T: WithDType>(&self, value: impl FnMut(u64) -> T) -> Result<Tensor> {
-        self.layout.per_sequence(value)
-    }
-
-    /// A value of each token, `fill` for padding, as [`PaddedTensors::per_token`].
-    ///
-    /// The first token of a sequence keeps its value. Labels that the token before it predicts are
-    /// therefore those of [`labels_where`](Self::labels_where).
-    ///
-    /// # Errors
-    ///
-    /// As [`PaddedTensors::per_token`].
-    pub fn per_token<'a, T: WithDType>(
-        &self,
-        fill: T,
-        items: impl FnMut(u64) -> &'a [T],
-    ) -> Result<Tensor> {
-        self.layout.per_token(fill, items)
-    }
-
-    /// The [`labels`](Self::labels) of the tokens whose `mask` is not 0, and the ignore index
-    /// everywhere else, so also for the first token of each sequence.
-    ///
-    /// # Errors
-    ///
-    /// As [`PaddedTensors::per_token`].
-    pub fn labels_where<'a>(&self, mask: impl FnMut(u64) -> &'a [u8]) -> Result<Tensor> {
-        labels_where(&self.layout, &self.labels, self.ignore_index, mask)
-    }
-}
-
-fn labels_where<'a>(
-    layout: &Layout,
-    labels: &Tensor,
-    ignore_index: i64,
-    mask: impl FnMut(u64) -> &'a [u8],
-) -> Result<Tensor> {
-    let ignored = Tensor::full(ignore_index, labels.shape(), labels.device())?;
-    layout.per_token(0, mask)?.where_cond(labels, &ignored)
 }
 
 #[cfg(test)]
@@ -389,15 +328,14 @@ mod tests {
     }
 
     #[test]
-    fn padding_goes_to_the_left_if_asked() {
+    fn padding_has_its_own_id_and_label() {
         let batches =
             batches(BatchConfig::default().with_max_batch_size(2).with_length_multiple(4));
-        let collator =
-            Collator::default().with_pad_id(99).with_side(PaddingSide::Left).with_ignore_index(-1);
+        let collator = Collator::default().with_pad_id(99).with_ignore_index(-1);
         let tensors = collator.pad(&batches[0], text, &Device::Cpu).unwrap();
-        assert_eq!(tensors.ids.to_vec2::<u32>().unwrap(), [[99, 1, 2, 3], [99, 99, 4, 5]]);
-        assert_eq!(tensors.mask.to_vec2::<u8>().unwrap(), [[0, 1, 1, 1], [0, 0, 1, 1]]);
-        assert_eq!(tensors.labels.to_vec2::<i64>().unwrap(), [[-1, 1, 2, 3], [-1, -1, 4, 5]]);
+        assert_eq!(tensors.ids.to_vec2::<u32>().unwrap(), [[1, 2, 3, 99], [4, 5, 99, 99]]);
+        assert_eq!(tensors.rows.mask.to_vec2::<u8>().unwrap(), [[1, 1, 1, 0], [1, 1, 0, 0]]);
+        assert_eq!(tensors.labels.to_vec2::<i64>().unwrap(), [[1, 2, 3, -1], [4, 5, -1, -1]]);
     }
 
     #[test]
@@ -419,7 +357,8 @@ mod tests {
         let padded = batches(config.clone().with_max_batch_size(4).with_length_multiple(4));
         let tensors = collator.pad(&padded[0], text, &Device::Cpu).unwrap();
         assert_eq!(tensors.ids.to_vec2::<u32>().unwrap()[3], [7, 8, 9, 0]);
-        let kept: u8 = tensors.mask.flatten_all().unwrap().to_vec1::<u8>().unwrap().iter().sum();
+        let kept: u8 =
+            tensors.rows.mask.flatten_all().unwrap().to_vec1::<u8>().unwrap().iter().sum();
         assert_eq!((u64::from(kept), padded[0].real_tokens), (9, 9));
         let error = Collator::default().pad(&padded[0], text, &Device::Cpu).unwrap_err();
         assert!(error.to_string().contains("of 10 tokens, 9 are counted"), "{error}");
@@ -452,10 +391,10 @@ mod tests {
         );
         let tensors = Collator::default().pack(&batches[1], text, &Device::Cpu).unwrap();
         assert_eq!(tensors.ids.to_vec2::<u32>().unwrap(), [[1, 2, 3, 6, 0, 0]]);
-        assert_eq!(tensors.segment_ids.to_vec2::<u32>().unwrap(), [[1, 1, 1, 2, 0, 0]]);
-        assert_eq!(tensors.position_ids.to_vec2::<u32>().unwrap(), [[0, 1, 2, 0, 0, 0]]);
+        assert_eq!(tensors.rows.segment_ids.to_vec2::<u32>().unwrap(), [[1, 1, 1, 2, 0, 0]]);
+        assert_eq!(tensors.rows.position_ids.to_vec2::<u32>().unwrap(), [[0, 1, 2, 0, 0, 0]]);
         assert_eq!(tensors.labels.to_vec2::<i64>().unwrap(), [[-100, 2, 3, -100, -100, -100]]);
-        assert_eq!(tensors.cu_seqlens.to_vec1::<u32>().unwrap(), [0, 3, 4]);
+        assert_eq!(tensors.rows.cu_seqlens.to_vec1::<u32>().unwrap(), [0, 3, 4]);
     }
 
     /// Ten times each token, and whether it is even.
@@ -470,16 +409,16 @@ mod tests {
     fn fields_stand_where_the_tokens_do() {
         let config = BatchConfig::default().with_max_batch_size(4).with_max_sequence_length(3);
         let batches = batches(config.with_overlong(Overlong::Truncate));
-        let collator = Collator::default().with_side(PaddingSide::Left).with_ignore_index(-1);
+        let collator = Collator::default().with_ignore_index(-1);
         let collator = collator.with_max_sequence_length(3);
         let tensors = collator.pad(&batches[0], text, &Device::Cpu).unwrap();
         assert_eq!(
             tensors.per_token(-7, at(TENFOLD)).unwrap().to_vec2::<i64>().unwrap(),
-            [[10, 20, 30], [-7, 40, 50], [-7, -7, 60], [70, 80, 90]]
+            [[10, 20, 30], [40, 50, -7], [60, -7, -7], [70, 80, 90]]
         );
         assert_eq!(
             tensors.labels_where(at(EVEN)).unwrap().to_vec2::<i64>().unwrap(),
-            [[-1, 2, -1], [-1, 4, -1], [-1, -1, 6], [-1, 8, -1]]
+            [[-1, 2, -1], [4, -1, -1], [6, -1, -1], [-1, 8, -1]]
         );
         let halves = tensors.per_sequence(|index| f64::from(u32::try_from(index).unwrap()) / 2.0);
         assert_eq!(halves.unwrap().to_vec1::<f64>().unwrap(), [0.0, 0.5, 1.0, 1.5]);

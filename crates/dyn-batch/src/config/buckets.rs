@@ -2,9 +2,10 @@
 
 use crate::{
     error::{Error, Result},
-    lengths::{SequenceLengths, measure},
-    sort::{
+    lengths::{
+        SequenceLengths,
         histogram::{Counter, Histogram, Run},
+        measure,
         minima::row_minima,
     },
 };
@@ -37,6 +38,7 @@ pub enum Buckets {
 
 impl Buckets {
     /// A reasonable width where nothing is known about the lengths.
+    #[doc(hidden)]
     pub const DEFAULT_WIDTH: u64 = 64;
 
     /// At most `n_buckets` buckets with about as many sequences each.

@@ -1,6 +1,6 @@
 //! One batch of sequences, cut into parts of equal size and almost equal cost.
 
-use core_types::{WorldSize, balance::back_and_forth};
+use core_types::{WorldSize, balance::snake_order};
 
 /// Which sequences of a global batch each rank takes: as many on each, or one more on the first
 /// ones, and so that the largest sum of costs is about as small as can be.
@@ -12,19 +12,6 @@ use core_types::{WorldSize, balance::back_and_forth};
 /// # Determinism
 ///
 /// Sums of integers and first choices among equals alone: the same parts everywhere.
-///
-/// # Examples
-///
-/// ```
-/// use core_types::WorldSize;
-///
-/// let costs = [90, 5, 40, 45, 10, 70, 60, 80];
-/// let parts = dyn_batch::balance(&costs, WorldSize::new(2)?);
-/// assert_eq!(parts, [[0, 1, 3, 6], [2, 4, 5, 7]]);
-/// let sums = parts.iter().map(|part| part.iter().map(|&i| costs[i]).sum::<u64>());
-/// assert_eq!(sums.collect::<Vec<_>>(), [200, 200]);
-/// # Ok::<(), core_types::Error>(())
-/// ```
 #[must_use]
 pub fn balance(costs: &[u64], world_size: WorldSize) -> Vec<Vec<usize>> {
     let mut parts = Parts::deal(costs, world_size);
@@ -46,7 +33,7 @@ impl Parts {
     /// From the most expensive one on: to the first part up to the last, then back, and so on.
     fn deal(costs: &[u64], world_size: WorldSize) -> Self {
         let mut items: Vec<Vec<Item>> = vec![Vec::new(); world_size.as_usize()];
-        let parts = back_and_forth(costs, world_size);
+        let parts = snake_order(costs, world_size);
         for ((position, &cost), part) in costs.iter().enumerate().zip(parts) {
             items[part].push((cost, position));
         }
@@ -163,6 +150,13 @@ mod tests {
             let costs: Vec<u64> = (0..seed % 60).map(|i| draw(i + 1) % (2 + seed)).collect();
             check_parts(&balance(&costs, world_size), costs.len(), world_size);
         }
+    }
+
+    #[test]
+    fn parts_of_equal_sums_are_found() {
+        let costs = [90, 5, 40, 45, 10, 70, 60, 80];
+        let parts = balance(&costs, WorldSize::new(2).unwrap());
+        assert_eq!(parts, [[0, 1, 3, 6], [2, 4, 5, 7]], "200 each");
     }
 
     #[test]

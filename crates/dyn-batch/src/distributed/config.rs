@@ -32,8 +32,8 @@ pub enum StepLayout {
     /// As many batches as there are ranks, of similar cost. The least padding.
     #[default]
     Grouped,
-    /// One batch that is as large as those of all ranks together, dealt out by
-    /// [`balance`](crate::balance): as many sequences on each rank, and nearly the same cost. The
+    /// One batch that is as large as those of all ranks together, dealt out:
+    /// as many sequences on each rank, and nearly the same cost. The
     /// least waiting, above all where attention skips the padding.
     ///
     /// Not for buckets and packed rows.

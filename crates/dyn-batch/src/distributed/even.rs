@@ -9,7 +9,7 @@ use crate::{
     distributed::config::StepRemainder,
     error::{Error, Result},
     lengths::SequenceLengths,
-    plan::BatchPlan,
+    sampler::plan::BatchPlan,
 };
 
 /// The batches of all ranks, the most expensive first: as many as there are, or a few more or
@@ -134,7 +134,7 @@ fn join_smallest<L: SequenceLengths>(
 ) -> Option<()> {
     let others = (0..plan.len()).filter(|&nth| nth != small);
     let smallest = others.min_by_key(|&nth| plan.planned(nth).len())?;
-    let both = plan.take_both(small, smallest);
+    let both = plan.remove_pair(small, smallest);
     if plan.allows(&both) {
         plan.push(&both);
         return Some(());

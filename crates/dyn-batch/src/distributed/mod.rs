@@ -1,6 +1,6 @@
 //! The batches of one rank: as many on every rank, with almost equal cost in each step.
 
-mod balance;
+pub(crate) mod balance;
 mod config;
 mod even;
 mod state;
@@ -9,7 +9,6 @@ mod steps;
 use core_types::Placement;
 
 pub use self::{
-    balance::balance,
     config::{DistributedConfig, StepLayout, StepRemainder},
     state::BatchState,
     steps::{Step, Steps},

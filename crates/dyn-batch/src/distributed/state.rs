@@ -7,7 +7,7 @@ use core_types::{Epoch, Fingerprint};
 use crate::{
     distributed::config::{DistributedConfig, StepLayout},
     lengths::SequenceLengths,
-    plan::BatchPlan,
+    sampler::plan::BatchPlan,
 };
 
 /// How many of its steps a rank has taken; serializable with feature `serde`.
@@ -55,10 +55,10 @@ pub(super) fn fingerprint<L: SequenceLengths>(
 ) -> u64 {
     let mut fingerprint = Fingerprint::new();
     match config.shuffle {
-        Some(seed) => fingerprint.word(1).word(seed.as_u64()),
-        None => fingerprint.word(0),
+        Some(seed) => fingerprint.write_u64(1).write_u64(seed.as_u64()),
+        None => fingerprint.write_u64(0),
     };
-    fingerprint.word(match config.layout {
+    fingerprint.write_u64(match config.layout {
         StepLayout::Grouped => 0,
         StepLayout::Dealt => 1,
     });

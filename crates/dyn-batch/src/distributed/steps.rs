@@ -15,9 +15,8 @@ use crate::{
     },
     error::{Error, Result},
     lengths::SequenceLengths,
-    plan::BatchPlan,
     report::PaddingReport,
-    shuffle::shuffle,
+    sampler::{plan::BatchPlan, shuffle::shuffle},
 };
 
 /// One step of a rank: its batch, and its share of the work of all ranks.
@@ -76,14 +75,15 @@ impl<L: SequenceLengths> DistributedBatchSampler<L> {
     ///
     /// # Errors
     ///
-    /// As [`DynamicBatchSampler::plan_in`](crate::DynamicBatchSampler::plan_in), and
-    /// [`Error::CannotFillStep`] if there are too few sequences to split.
+    /// As [`DynamicBatchSampler::iter_order`](crate::DynamicBatchSampler::iter_order), [`Error::TooManySequences`] for an
+    /// index, or for a number of them, from 2^32 on, and [`Error::CannotFillStep`] if there are too few sequences to
+    /// split.
     pub fn epoch(
         &self,
         epoch: Epoch,
         order: impl IntoIterator<Item = u64>,
     ) -> Result<Steps<'_, L>> {
-        Steps::new(self, epoch, self.batches().plan_in(order)?)
+        Steps::new(self, epoch, self.batches().plan_order(order, &[])?)
     }
 
     /// The steps of an epoch that are left after those that a state has seen, in the same order as
@@ -100,7 +100,7 @@ impl<L: SequenceLengths> DistributedBatchSampler<L> {
     ) -> Result<Steps<'_, L>> {
         // Where the sorted sequences were cut is in the state, since it takes longer to find than
         // to sort.
-        let plan = self.batches().plan_again(order, &state.cut)?;
+        let plan = self.batches().plan_order(order, &state.cut)?;
         let mut steps = Steps::new(self, state.epoch, plan)?;
         match usize::try_from(state.step) {
             Ok(step) if step <= steps.len() && *state == steps.state_at(step) => {
@@ -201,7 +201,7 @@ impl<'a, L: SequenceLengths> Steps<'a, L> {
 
     /// What the batches of all ranks and steps cost, and how many sequences are in none.
     pub fn report(&self) -> PaddingReport {
-        let mut report = self.plan.without_batches();
+        let mut report = self.plan.drop_counts();
         for nth in 0..self.n_steps() {
             report.extend(&self.batches_of_all(nth));
         }

@@ -12,9 +12,9 @@
 )]
 
 use crate::{
+    lengths::histogram::{Histogram, Run},
     limits::Row,
     pack::Rows,
-    sort::histogram::{Histogram, Run},
 };
 
 /// No row.

@@ -11,7 +11,7 @@
     reason = "counts, places and table entries fit the memory that holds them"
 )]
 
-use crate::{limits::Row, pack::Rows, sort::histogram::Histogram};
+use crate::{lengths::histogram::Histogram, limits::Row, pack::Rows};
 
 /// How many choices a search may try for one row; each limit gets its turn. A long search fills the
 /// row better, a short one ends while the long sequences are still together and leaves the short
@@ -26,7 +26,7 @@ pub(super) const CHOICES: u64 = 1 << 24;
 pub(super) const CHOICES_PER_SEQUENCE: u64 = 16;
 
 /// The sequences that are in no row yet.
-struct Stock {
+struct Unpacked {
     /// One for each length, descending.
     entries: Vec<Entry>,
     /// For each entry, and for the end behind the last: itself if something is left of it, or else
@@ -44,7 +44,7 @@ struct Entry {
     start: usize,
 }
 
-impl Stock {
+impl Unpacked {
     fn new(histogram: &Histogram) -> Self {
         let mut start = 0;
         let entries = histogram.runs().iter().rev().map(|run| {
@@ -86,9 +86,9 @@ impl Stock {
 
     /// How many such rows there are sequences for, one at least.
     #[expect(clippy::expect_used, reason = "a search takes the longest sequence, which fits")]
-    fn times(&self, pieces: &[Piece]) -> usize {
-        let times = pieces.iter().map(|piece| self.entries[piece.entry].count / piece.count);
-        times.min().expect("a row holds the longest sequence at least") as usize
+    fn max_repeats(&self, pieces: &[Piece]) -> usize {
+        let repeats = pieces.iter().map(|piece| self.entries[piece.entry].count / piece.count);
+        repeats.min().expect("a row holds the longest sequence at least") as usize
     }
 
     /// Takes out some sequences, and returns the first one's place in the descending order. They
@@ -105,7 +105,7 @@ impl Stock {
     }
 }
 
-/// So many sequences of that entry of the stock.
+/// So many sequences of that entry of the unpacked.
 #[derive(Clone, Copy)]
 struct Piece {
     entry: usize,
@@ -121,26 +121,26 @@ pub(super) fn search(
     choices: &mut u64,
 ) -> Option<Rows> {
     let mut rows = Rows { row_of: vec![0; histogram.count() as usize], left: Vec::new() };
-    let mut stock = Stock::new(histogram);
-    while let Some(longest) = stock.left_from(0) {
-        let mut search = Search::new(&mut stock, max_steps);
+    let mut unpacked = Unpacked::new(histogram);
+    while let Some(longest) = unpacked.left_from(0) {
+        let mut search = Search::new(&mut unpacked, max_steps);
         search.take(longest, empty);
         let Search { best, steps, .. } = search;
         *choices = choices.checked_sub((max_steps - steps).into())?;
-        make(&best, &mut stock, &mut rows, empty);
-        stock.compact();
+        make(&best, &mut unpacked, &mut rows, empty);
+        unpacked.compact();
     }
     Some(rows)
 }
 
-/// Makes as many rows of these pieces as the stock has sequences for.
-fn make(pieces: &[Piece], stock: &mut Stock, rows: &mut Rows, empty: Row) {
+/// Makes as many rows of these pieces as the unpacked has sequences for.
+fn make(pieces: &[Piece], unpacked: &mut Unpacked, rows: &mut Rows, empty: Row) {
     let taken =
-        |room: Row, piece: &Piece| room.without(stock.entries[piece.entry].length, piece.count);
+        |room: Row, piece: &Piece| room.without(unpacked.entries[piece.entry].length, piece.count);
     let room = pieces.iter().fold(empty, taken);
-    for _ in 0..stock.times(pieces) {
+    for _ in 0..unpacked.max_repeats(pieces) {
         for &piece in pieces {
-            let place = stock.take(piece);
+            let place = unpacked.take(piece);
             rows.row_of[place..place + piece.count as usize].fill(rows.left.len() as u32);
         }
         rows.left.push(room);
@@ -149,7 +149,7 @@ fn make(pieces: &[Piece], stock: &mut Stock, rows: &mut Rows, empty: Row) {
 
 /// A depth-first search for the pieces that fill a row best.
 struct Search<'a> {
-    stock: &'a mut Stock,
+    unpacked: &'a mut Unpacked,
     /// What is in the row, and what was when it was fullest.
     taken: Vec<Piece>,
     best: Vec<Piece>,
@@ -159,14 +159,20 @@ struct Search<'a> {
 }
 
 impl<'a> Search<'a> {
-    fn new(stock: &'a mut Stock, max_steps: u32) -> Self {
-        Self { stock, taken: Vec::new(), best: Vec::new(), least_room: u64::MAX, steps: max_steps }
+    fn new(unpacked: &'a mut Unpacked, max_steps: u32) -> Self {
+        Self {
+            unpacked,
+            taken: Vec::new(),
+            best: Vec::new(),
+            least_room: u64::MAX,
+            steps: max_steps,
+        }
     }
 
     /// Takes sequences of this entry, as many as fit first, and then what goes best beside them;
     /// returns whether the search is over.
     fn take(&mut self, entry: usize, room: Row) -> bool {
-        let Entry { length, count, .. } = self.stock.entries[entry];
+        let Entry { length, count, .. } = self.unpacked.entries[entry];
         let most = count.min(room.capacity(length));
         (1..=most).rev().any(|count| {
             self.steps = self.steps.saturating_sub(1);
@@ -185,12 +191,12 @@ impl<'a> Search<'a> {
         if room.tokens == 0 || self.steps == 0 {
             return true;
         }
-        let mut next = self.stock.fitting_from(from, room);
+        let mut next = self.unpacked.fitting_from(from, room);
         while let Some(entry) = next.filter(|_| room.sequences > 0) {
             if self.take(entry, room) {
                 return true;
             }
-            next = self.stock.left_from(entry + 1);
+            next = self.unpacked.left_from(entry + 1);
         }
         false
     }

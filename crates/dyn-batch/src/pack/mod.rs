@@ -3,14 +3,12 @@
 mod best_fit;
 mod in_order;
 mod minimum_slack;
-mod segments;
 
 pub(crate) use in_order::OpenRows;
-pub use segments::Segments;
 
 use crate::{
+    lengths::histogram::{Histogram, Run},
     limits::Row,
-    sort::histogram::{Histogram, Run},
 };
 
 /// Rows that hold all sequences.
@@ -32,7 +30,7 @@ pub(crate) fn best_fit(histogram: &Histogram, empty: Row) -> Rows {
 /// choices are used up.
 pub(crate) fn minimum_slack(histogram: &Histogram, empty: Row) -> Rows {
     let mut fewest = best_fit(histogram, empty);
-    let bound = fewest_possible(histogram, empty);
+    let bound = lower_bound(histogram, empty);
     let of_sequences = minimum_slack::CHOICES_PER_SEQUENCE * histogram.count();
     let mut choices = minimum_slack::CHOICES + of_sequences;
     for max_steps in minimum_slack::MAX_STEPS {
@@ -49,7 +47,7 @@ pub(crate) fn minimum_slack(histogram: &Histogram, empty: Row) -> Rows {
 }
 
 /// How many rows there are if none has room left for tokens, or for sequences: nobody needs fewer.
-fn fewest_possible(histogram: &Histogram, empty: Row) -> u128 {
+fn lower_bound(histogram: &Histogram, empty: Row) -> u128 {
     let of_run = |run: &Run| u128::from(run.length) * u128::from(run.count);
     let tokens: u128 = histogram.runs().iter().map(of_run).sum();
     let by_count = histogram.count().div_ceil(empty.sequences);

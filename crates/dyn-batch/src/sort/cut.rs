@@ -14,8 +14,9 @@
 
 use crate::{
     config::Cut,
+    lengths::histogram::Histogram,
     limits::Limits,
-    sort::{histogram::Histogram, level::Level, optimal},
+    sort::optimal::{self, Level},
 };
 
 /// Sorted groups that wait to be cut; positions count groups, from the shortest.

@@ -9,7 +9,7 @@
 //! Prefixes that end with groups of the same padded length are a stretch, and share their choices:
 //! which of two places is better does not depend on the prefix, only how far back it reaches does.
 //! So a stretch looks at each place once, and the stretch in the middle of a layer halves the places
-//! for those on both sides of it (see [`minima`](super::minima)). A million sequences have a few
+//! for those on both sides of it (see [`minima`](crate::lengths::minima)). A million sequences have a few
 //! thousand lengths, so most layers are one stretch or two. Looked at prefix by prefix they take two
 //! to four times as long.
 
@@ -20,7 +20,15 @@
 
 use std::ops::{Add, Mul, Range};
 
-use crate::sort::level::Level;
+/// Groups of sequences with the same padded length, by the longest of each group.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Level {
+    /// The number of groups up to the last of these.
+    pub(super) end: usize,
+    pub(super) padded_length: u64,
+    /// The most groups in a batch whose longest group is one of these.
+    pub(super) max_groups: usize,
+}
 
 /// Where the batches end.
 pub(super) fn ends(levels: &[Level]) -> Vec<usize> {

@@ -4,18 +4,13 @@
 //! (FSDP1); tests compare them to the byte with what torch answers. [`Runtime::Candle`] gives those
 //! of dist-train's `FullyShard` instead. Nothing here grows with parameters × ranks: see `loads.rs`.
 
-mod activations;
-mod collectives;
 mod links;
 mod loads;
 mod model;
-mod optimizer;
-mod pricing;
 mod ragged;
-mod runtime;
-mod schedule;
+pub(crate) mod schedule;
 mod tally;
-mod transfer;
+pub(crate) mod transfer;
 mod within;
 
 use std::{collections::BTreeMap, num::NonZeroUsize};
@@ -24,17 +19,13 @@ use core_types::{Rank, WorldSize};
 use serde::Serialize;
 
 pub use self::{
-    activations::Activations,
-    collectives::{Collectives, Traffic},
     links::{Link, Links},
-    model::CostModel,
-    optimizer::Optimizer,
-    runtime::Runtime,
-    schedule::{Calls, HandedOver, Schedule, UnitSchedule},
-    transfer::{Collective, Scope, Transfer},
+    model::{Activations, CostModel, Optimizer, Runtime},
+    transfer::{Collectives, Traffic},
 };
 use self::{
     loads::Load,
+    schedule::Schedule,
     tally::{Tally, Units},
     within::WithinStep,
 };
@@ -153,6 +144,7 @@ impl PlanCost {
     /// assert_eq!(cost.process_peak_bytes(NonZeroUsize::MIN), cost.peak_bytes());
     /// # Ok::<(), fsdp_plan::Error>(())
     /// ```
+    #[doc(hidden)]
     pub fn process_peak_bytes(&self, slots: NonZeroUsize) -> u128 {
         let group = self.shard_group.as_usize();
         let of_process = |ranks: &[RankCost]| {

@@ -12,14 +12,12 @@ use core_types::WorldSize;
 
 use super::{
     CostModel,
-    loads::{Load, Loads},
-    pricing::Pricing,
+    loads::{Load, Loads, Pricing},
 };
 use crate::{
     arithmetic::index,
-    cut::{Middle, Ragged, Stride},
+    cut::{Middle, Ragged, Stride, shares::Shares},
     param::ParameterInfo,
-    shares::Shares,
 };
 
 /// What is measured from unit to unit.

@@ -5,12 +5,10 @@ use core_types::Rank;
 use serde::Serialize;
 
 use super::{
-    Collectives, CostModel,
-    collectives::IN_A_STEP,
-    fit,
-    pricing::Pricing,
+    Collectives, CostModel, fit,
+    loads::Pricing,
     tally::{Buffer, Tally, UnitTally, Units},
-    transfer::{Collective, Scope, Transfer},
+    transfer::{Collective, IN_A_STEP, Scope, Transfer},
 };
 use crate::{
     elem::ElemType,
@@ -134,6 +132,7 @@ impl ShardingPlan {
     /// # Errors
     ///
     /// [`Error::TotalTooLarge`] if the bytes of a unit do not fit into 64 bits.
+    #[doc(hidden)]
     pub fn schedule(&self, model: &CostModel) -> Result<Schedule<'_>> {
         Schedule::new(self, model, Tally::of(self, model, &Units::of(self)).units)
     }
@@ -147,6 +146,7 @@ impl ShardingPlan {
     ///
     /// [`Error::ParameterOutOfRange`] if there is no such parameter, and those of
     /// [`schedule`](Self::schedule).
+    #[doc(hidden)]
     pub fn schedule_of<'a>(
         &'a self,
         model: &CostModel,

@@ -6,16 +6,13 @@ use core_types::WorldSize;
 
 use super::{
     CostModel,
-    loads::{Load, Loads},
-    pricing::Pricing,
+    loads::{Load, Loads, Pricing},
     ragged::{self, Share},
 };
 use crate::{
-    cut::{Chunks, Cut, Division},
-    groups::NamedGroups,
-    param::ParameterInfo,
+    cut::{Chunks, Cut, Division, shares::Shares},
+    param::{ParameterInfo, groups::NamedGroups},
     plan::ShardingPlan,
-    shares::Shares,
 };
 
 /// The units to walk over, each with the positions of its parameters.

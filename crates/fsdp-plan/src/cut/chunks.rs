@@ -4,7 +4,7 @@ use std::ops::Range;
 
 use core_types::{Placement, WorldSize, split};
 
-use crate::{param::ParameterInfo, shares::Shares};
+use crate::{cut::shares::Shares, param::ParameterInfo};
 
 /// A parameter as a run of items, part of `total` items that are cut over the shard group in
 /// chunks.

@@ -2,6 +2,7 @@
 
 mod chunks;
 mod ragged;
+pub(crate) mod shares;
 
 use std::ops::Range;
 
@@ -13,8 +14,8 @@ pub(crate) use self::{
     ragged::{Middle, Ragged, Stride},
 };
 use crate::{
+    cut::shares::{OwnedRun, Shares},
     param::ParameterInfo,
-    shares::{OwnedRun, Shares},
 };
 
 /// How one parameter is divided over the ranks of a shard group.

@@ -5,9 +5,9 @@ use std::ops::Range;
 
 use crate::{
     arithmetic::mul_div,
+    cut::shares::{OwnedRun, Shares},
     elem::ElemType,
     param::ParameterInfo,
-    shares::{OwnedRun, Shares},
 };
 
 /// A parameter as the bytes `start..end` of a buffer that is divided by [`Shares`].

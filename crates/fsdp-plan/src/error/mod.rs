@@ -91,12 +91,6 @@ pub enum Error {
         /// The most bytes that are taken.
         max: usize,
     },
-    /// Costs were given for some layers, but not for this one.
-    #[error("no cost is given for layer {layer}", layer = Printable(layer))]
-    NoLayerCost {
-        /// The layer.
-        layer: String,
-    },
     /// Two plans are not of the same parameters.
     #[error("the plans differ in parameter {name}: {what}", name = Printable(name))]
     DifferentParameters {

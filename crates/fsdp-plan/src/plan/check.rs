@@ -8,8 +8,7 @@ use super::parameter::PlannedParameter;
 use crate::{
     cut::Cut,
     error::{CutError, Error, ParameterError, Result},
-    groups::NamedGroups,
-    param::ParameterInfo,
+    param::{ParameterInfo, groups::NamedGroups},
 };
 
 /// Checks each parameter by itself against its cut.

@@ -7,9 +7,9 @@ use serde::{Deserialize, Deserializer, Serialize, Serializer, de};
 
 use super::{PlannedParameter, ShardingPlan};
 use crate::{
+    cut::shares::{Shares, Table},
     error::{Error, Result},
     format::FORMAT_VERSION,
-    shares::{Shares, Table},
 };
 
 /// The serialized form of a plan, borrowed for writing and owned after reading.

@@ -9,13 +9,12 @@ use std::collections::BTreeSet;
 
 use core_types::{Rank, WorldSize};
 
-pub use self::{parameter::PlannedParameter, shards::ShardsOfRank};
+pub use self::parameter::PlannedParameter;
+pub(crate) use self::shards::ShardsOfRank;
 use crate::{
-    cut::{Cut, ShardAssignment},
+    cut::{Cut, ShardAssignment, shares::Shares},
     error::{CutError, Error, ParameterError, Result},
-    groups::NamedGroups,
-    names::Names,
-    shares::Shares,
+    param::{groups::NamedGroups, names::Names},
 };
 
 /// Who owns which part of every parameter.
@@ -27,7 +26,7 @@ use crate::{
 ///
 /// Ranks form **replicas** of one **shard group** each, ranks `0..group` the first, and so on: the
 /// mesh `(replicate, shard)` of PyTorch's HSDP. Cuts speak of a group; all replicas hold the same.
-/// There is one replica unless [`with_replicas`](Self::with_replicas) says otherwise.
+/// There is one replica unless [`Hsdp`](crate::strategy::Hsdp) makes several.
 ///
 /// # Examples
 ///
@@ -118,25 +117,7 @@ impl ShardingPlan {
     /// # Errors
     ///
     /// [`Error::Zero`] without replicas, [`Error::World`] if there are too many ranks.
-    ///
-    /// # Examples
-    ///
-    /// ```
-    /// use core_types::WorldSize;
-    /// use fsdp_plan::{
-    ///     ElemType, ParameterInfo,
-    ///     cost::CostModel,
-    ///     strategy::{Full, ShardingStrategy},
-    /// };
-    ///
-    /// let parameters = [ParameterInfo::new("fc.weight", [8, 4], ElemType::F32)?];
-    /// let plan = Full::default().plan(&parameters, WorldSize::new(4)?)?.with_replicas(2)?;
-    /// assert_eq!((plan.world_size().as_u64(), plan.shard_group().as_u64()), (8, 4));
-    /// // A quarter of the gradients.
-    /// assert_eq!(plan.cost(&CostModel::default())?.collectives.all_reduce.bytes, 32);
-    /// # Ok::<(), fsdp_plan::Error>(())
-    /// ```
-    pub fn with_replicas(mut self, replicas: u64) -> Result<Self> {
+    pub(crate) fn with_replicas(mut self, replicas: u64) -> Result<Self> {
         if replicas == 0 {
             return Err(Error::Zero { what: "the number of replicas" });
         }
@@ -233,13 +214,14 @@ impl ShardingPlan {
     }
 
     /// Whether `unit` stays gathered between forward and backward pass.
+    #[doc(hidden)]
     pub fn keeps_gathered(&self, unit: &str) -> bool {
         unit.is_empty() || self.kept_units.contains(unit)
     }
 
     /// Whether ranks hold what they kept from plans of other sizes, instead of equal parts in
     /// order.
-    pub fn is_resized(&self) -> bool {
+    pub(crate) fn is_resized(&self) -> bool {
         self.shares.table().is_some()
     }
 
@@ -260,6 +242,7 @@ impl ShardingPlan {
     /// # Complexity
     ///
     /// Logarithmic in the number of parameters.
+    #[doc(hidden)]
     pub fn index_of(&self, name: &str) -> Option<usize> {
         self.names.find(name, |position| self.parameters[position].info().name())
     }
@@ -294,7 +277,10 @@ impl ShardingPlan {
     /// # Errors
     ///
     /// [`Error::World`] if there is no such rank.
-    pub fn shards_of_rank(&self, rank: Rank) -> Result<ShardsOfRank<'_>> {
+    pub fn shards_of_rank(
+        &self,
+        rank: Rank,
+    ) -> Result<impl Iterator<Item = (&PlannedParameter, ShardAssignment)>> {
         ShardsOfRank::new(self, rank, 0..self.parameters.len())
     }
 

@@ -5,12 +5,15 @@ use std::ops::Range;
 use core_types::{Placement, Rank};
 
 use super::{PlannedParameter, ShardingPlan};
-use crate::{cut::ShardAssignment, error::Result, shares::OwnedRun};
+use crate::{
+    cut::{ShardAssignment, shares::OwnedRun},
+    error::Result,
+};
 
 /// What one rank holds of some parameters of a plan: each with a part of it, in order.
 #[derive(Clone, Debug)]
 #[must_use = "an iterator does nothing unless it is asked for items"]
-pub struct ShardsOfRank<'a> {
+pub(crate) struct ShardsOfRank<'a> {
     plan: &'a ShardingPlan,
     rank: Rank,
     /// The runs of the rank's member of the shard group, each with its position.
@@ -20,7 +23,7 @@ pub struct ShardsOfRank<'a> {
 }
 
 impl<'a> ShardsOfRank<'a> {
-    pub(super) fn new(
+    pub(crate) fn new(
         plan: &'a ShardingPlan,
         rank: Rank,
         parameters: Range<usize>,

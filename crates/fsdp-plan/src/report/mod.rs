@@ -1,6 +1,7 @@
 //! A plan with its cost beside it, ready to be printed.
 
 mod diff;
+mod render;
 
 use std::num::NonZeroUsize;
 

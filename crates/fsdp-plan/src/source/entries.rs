@@ -9,8 +9,7 @@ use serde::{
 
 use crate::{
     error::{Error, ParameterError, Result},
-    names::Names,
-    param::ParameterInfo,
+    param::{ParameterInfo, names::Names},
 };
 
 /// What stands behind a name.

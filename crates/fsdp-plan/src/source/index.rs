@@ -10,39 +10,18 @@ use super::{
 };
 use crate::{
     error::{Error, Result, SourceError},
-    names,
-    param::ParameterInfo,
+    param::{ParameterInfo, names},
 };
 
-/// Lists the files that a `model.safetensors.index.json` names, each once, sorted.
-///
-/// They lie beside the index. The parameters of the model are those of all their headers, one file
-/// after the other.
+/// Reads the parameters of a model from its `model.safetensors.index.json`, given a way to `read` those of one of its
+/// files; each is read once, in the order of their names.
 ///
 /// # Errors
 ///
-/// [`SourceError::Malformed`],
-/// [`ParameterError::DuplicateName`](crate::ParameterError::DuplicateName) if a tensor is listed
-/// twice, or [`SourceError::BadFileName`] if a file is not a plain name: a downloaded index has no
-/// say over other folders.
-///
-/// # Examples
-///
-/// ```
-/// let json = r#"{"weight_map": {"b": "2.safetensors", "a": "1.safetensors"}}"#;
-/// assert_eq!(fsdp_plan::source::index_files(json)?, ["1.safetensors", "2.safetensors"]);
-/// # Ok::<(), fsdp_plan::Error>(())
-/// ```
-pub fn index_files(json: &str) -> Result<Vec<String>> {
-    let files: BTreeSet<String> = entries(json)?.into_iter().map(|(_, file)| file).collect();
-    Ok(files.into_iter().collect())
-}
-
-/// Reads the parameters of a model from its index, given a way to `read` those of one of its files.
-///
-/// # Errors
-///
-/// Those of [`index_files`] and of `read`; [`SourceError::NotInIndex`] if a file has a tensor that
+/// Those of `read`; [`SourceError::Malformed`];
+/// [`ParameterError::DuplicateName`](crate::ParameterError::DuplicateName) if a tensor is listed twice;
+/// [`SourceError::BadFileName`] if a file is not a plain name, since a downloaded index has no say over other folders;
+/// [`SourceError::NotInIndex`] if a file has a tensor that
 /// the index does not place there, and [`SourceError::NotInFile`] if it lacks one that the index
 /// does.
 ///
@@ -65,7 +44,8 @@ pub fn from_index<E: From<Error>>(
 ) -> Result<Vec<ParameterInfo>, E> {
     let mut places: BTreeMap<String, String> = entries(json)?.into_iter().collect();
     let mut parameters = Vec::new();
-    for file in index_files(json)? {
+    let files: BTreeSet<String> = places.values().cloned().collect();
+    for file in files {
         for info in read(&file)? {
             if places.remove(info.name()).as_ref() != Some(&file) {
                 return Err(Error::Source(SourceError::NotInIndex {

@@ -75,7 +75,7 @@ pub fn from_safetensors(bytes: &[u8]) -> Result<Vec<ParameterInfo>> {
 /// # Examples
 ///
 /// ```
-/// use fsdp_plan::source::SafetensorsHeader;
+/// use fsdp_plan::support::SafetensorsHeader;
 ///
 /// let json = r#"{
 ///     "__metadata__": {"step": "7"},

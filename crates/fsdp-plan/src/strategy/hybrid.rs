@@ -17,6 +17,12 @@ use crate::{
     plan::ShardingPlan,
 };
 
+/// The most rules. Each parameter is matched against all of them.
+const MAX_RULES: usize = 4096;
+
+/// The most bytes that the patterns of all rules may have together. A compiled pattern takes up to 140 times its text.
+const MAX_PATTERN_BYTES: usize = 1 << 20;
+
 /// Plans each parameter as the first of several rules says whose pattern picks it, or else by
 /// default.
 ///
@@ -115,13 +121,6 @@ pub struct Matches<'a> {
 }
 
 impl Hybrid {
-    /// The most rules. Each parameter is matched against all of them.
-    pub const MAX_RULES: usize = 4096;
-
-    /// The most bytes that the patterns of all rules may have together. A compiled pattern takes up
-    /// to 140 times its text.
-    pub const MAX_PATTERN_BYTES: usize = 1 << 20;
-
     /// Cuts what a pattern of `full` picks, and gives to ranks whole what only a pattern of
     /// `layer_wise` picks. What none picks is cut.
     ///
@@ -144,18 +143,11 @@ impl Hybrid {
     /// # Errors
     ///
     /// - [`Error::BadPattern`].
-    /// - [`Error::TooManyRules`] above [`MAX_RULES`](Self::MAX_RULES).
-    /// - [`Error::RulesTooLong`] above [`MAX_PATTERN_BYTES`](Self::MAX_PATTERN_BYTES).
+    /// - [`Error::TooManyRules`] above 4,096 rules.
+    /// - [`Error::RulesTooLong`] if all patterns together have more than a mebibyte.
     pub fn with_rule(mut self, pattern: &str, choice: Choice) -> Result<Self> {
         push(&mut self.rules, Rule { pattern: pattern.parse()?, choice })?;
         Ok(self)
-    }
-
-    /// Sets what becomes of parameters that no rule picks. Default: they are cut along dim 0.
-    #[must_use]
-    pub fn with_default(mut self, choice: Choice) -> Self {
-        self.default = choice;
-        self
     }
 
     /// The rules. The first one that picks a parameter decides.
@@ -239,12 +231,12 @@ impl ShardingStrategy for Hybrid {
 /// Adds a rule, unless there are too many then.
 fn push(rules: &mut Vec<Rule>, rule: Rule) -> Result<()> {
     rules.push(rule);
-    if rules.len() > Hybrid::MAX_RULES {
-        return Err(Error::TooManyRules { max: Hybrid::MAX_RULES });
+    if rules.len() > MAX_RULES {
+        return Err(Error::TooManyRules { max: MAX_RULES });
     }
     let n_bytes: usize = rules.iter().map(|rule| rule.pattern.n_bytes()).sum();
-    if n_bytes > Hybrid::MAX_PATTERN_BYTES {
-        return Err(Error::RulesTooLong { max: Hybrid::MAX_PATTERN_BYTES });
+    if n_bytes > MAX_PATTERN_BYTES {
+        return Err(Error::RulesTooLong { max: MAX_PATTERN_BYTES });
     }
     Ok(())
 }

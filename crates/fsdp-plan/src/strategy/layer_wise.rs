@@ -1,7 +1,5 @@
 //! Whole layers to ranks: nothing is cut, so a layer is fetched from one place.
 
-use std::collections::BTreeMap;
-
 use core_types::{Placement, Rank, WorldSize};
 use serde::Serialize;
 
@@ -9,8 +7,7 @@ use super::{ShardingStrategy, assemble, balance, divisible};
 use crate::{
     cut::Cut,
     error::{Error, Result},
-    groups::NamedGroups,
-    param::ParameterInfo,
+    param::{ParameterInfo, groups::NamedGroups},
     plan::ShardingPlan,
 };
 
@@ -23,15 +20,14 @@ use crate::{
 /// it, with the smallest possible largest share. Either way no rank is left without a layer while
 /// another has two.
 ///
-/// [`balance`](Self::balance) tells how good the result is, and [`ShardingPlan::layer_balance`]
-/// does for a plan.
+/// [`ShardingPlan::layer_balance`] compares the result with a proven lower bound.
 ///
 /// # Examples
 ///
 /// ```
 /// use core_types::WorldSize;
 /// use fsdp_plan::{
-///     ElemType, ParameterInfo,
+///     Cut, ElemType, ParameterInfo,
 ///     strategy::{LayerWise, ShardingStrategy},
 /// };
 ///
@@ -41,32 +37,15 @@ use crate::{
 ///     .collect::<Result<_, _>>()?;
 /// let world_size = WorldSize::new(2)?;
 /// let plan = LayerWise::default().plan(&parameters, world_size)?;
-/// let owners: Vec<_> = parameters
-///     .iter()
-///     .map(|info| plan.owner_of(info.name()).map(|rank| rank.as_u64()))
-///     .collect();
-/// assert_eq!(owners, [Some(0), Some(1), Some(1)]);
+/// assert!(matches!(plan.parameters()[0].cut(), Cut::Whole { owner } if owner.as_u64() == 0));
+/// assert_eq!(plan.parameters()[1].cut(), plan.parameters()[2].cut());
 /// // Two of three layers must share a rank.
 /// assert_eq!(plan.layer_balance().unwrap().lower_bound, 16);
 /// # Ok::<(), fsdp_plan::Error>(())
 /// ```
 #[derive(Clone, Debug, Default, PartialEq, Eq, Hash)]
 pub struct LayerWise {
-    weight: LayerWeight,
     order: LayerOrder,
-}
-
-/// What [`LayerWise`] balances.
-#[derive(Clone, Debug, Default, PartialEq, Eq, Hash)]
-#[non_exhaustive]
-pub enum LayerWeight {
-    /// Bytes of parameters.
-    #[default]
-    Bytes,
-    /// Elements of parameters, whatever their type.
-    Numel,
-    /// A cost of your own for each layer, such as its measured milliseconds.
-    Costs(BTreeMap<String, u64>),
 }
 
 /// Which layers may share a rank.
@@ -81,7 +60,7 @@ pub enum LayerOrder {
     Contiguous,
 }
 
-/// How well layers are balanced, in the unit of their weight.
+/// How well layers are balanced, in bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize)]
 #[non_exhaustive]
 pub struct LayerBalance {
@@ -96,13 +75,6 @@ pub struct LayerBalance {
 }
 
 impl LayerWise {
-    /// Sets what is balanced. Default: [`LayerWeight::Bytes`].
-    #[must_use]
-    pub fn with_weight(mut self, weight: LayerWeight) -> Self {
-        self.weight = weight;
-        self
-    }
-
     /// Sets which layers may share a rank. Default: [`LayerOrder::Any`].
     #[must_use]
     pub fn with_order(mut self, order: LayerOrder) -> Self {
@@ -110,25 +82,9 @@ impl LayerWise {
         self
     }
 
-    /// How well the layers of `parameters` can be balanced over `world_size` ranks by this
-    /// strategy.
-    ///
-    /// # Errors
-    ///
-    /// [`Error::NoLayerCost`] if costs are given and one is missing, [`Error::TotalTooLarge`] if
-    /// the weights together do not fit into 64 bits.
-    pub fn balance(
-        &self,
-        parameters: &[ParameterInfo],
-        world_size: WorldSize,
-    ) -> Result<LayerBalance> {
-        let layers = Layers::of(&divisible(parameters), &self.weight)?;
-        Ok(LayerBalance::of(&layers.weights, &layers.owners(self.order, world_size), world_size))
-    }
-
     /// The cuts of `infos`, in their order.
     pub(super) fn cuts(&self, infos: &[&ParameterInfo], group: WorldSize) -> Result<Vec<Cut>> {
-        let layers = Layers::of(infos, &self.weight)?;
+        let layers = Layers::of(infos)?;
         let owners = layers.owners(self.order, group);
         let ranks: Vec<Rank> = group.placements().map(Placement::rank).collect();
         Ok(layers
@@ -158,16 +114,12 @@ struct Layers<'a> {
 }
 
 impl<'a> Layers<'a> {
-    fn of(infos: &[&'a ParameterInfo], weight: &LayerWeight) -> Result<Self> {
+    fn of(infos: &[&'a ParameterInfo]) -> Result<Self> {
         let names = NamedGroups::of(infos.iter().map(|info| info.layer()));
-        let weights = match weight {
-            LayerWeight::Bytes => sums(infos, &names, ParameterInfo::bytes)?,
-            LayerWeight::Numel => sums(infos, &names, ParameterInfo::numel)?,
-            LayerWeight::Costs(costs) => {
-                let cost = |&layer: &&str| costs.get(layer).copied().ok_or_else(|| no_cost(layer));
-                names.names.iter().map(cost).collect::<Result<_>>()?
-            }
-        };
+        let mut weights = vec![0_u64; names.names.len()];
+        for (info, &layer) in infos.iter().zip(&names.of_item) {
+            weights[layer] = weights[layer].checked_add(info.bytes()).ok_or(TOO_LARGE)?;
+        }
         let total = weights.iter().try_fold(0_u64, |total, &weight| total.checked_add(weight));
         total.map(|_| Self { names, weights }).ok_or(TOO_LARGE)
     }
@@ -194,23 +146,6 @@ impl<'a> Layers<'a> {
 }
 
 const TOO_LARGE: Error = Error::TotalTooLarge { what: "the weights of all layers" };
-
-fn no_cost(layer: &str) -> Error {
-    Error::NoLayerCost { layer: layer.to_owned() }
-}
-
-/// The weight of each group, as the sum over its items.
-fn sums(
-    infos: &[&ParameterInfo],
-    groups: &NamedGroups<'_>,
-    weight: impl Fn(&ParameterInfo) -> u64,
-) -> Result<Vec<u64>> {
-    let mut sums = vec![0_u64; groups.names.len()];
-    for (info, &group) in infos.iter().zip(&groups.of_item) {
-        sums[group] = sums[group].checked_add(weight(info)).ok_or(TOO_LARGE)?;
-    }
-    Ok(sums)
-}
 
 impl LayerBalance {
     /// The balance of layers of the given weights on the ranks of the given numbers.
@@ -241,14 +176,8 @@ impl ShardingPlan {
         if infos.is_empty() {
             return None;
         }
-        let layers = Layers::of(&infos, &LayerWeight::Bytes).ok()?;
+        let layers = Layers::of(&infos).ok()?;
         let owners = layers.single_owners(&ranks)?;
         Some(LayerBalance::of(&layers.weights, &owners, self.shard_group()))
-    }
-
-    /// The rank of the first shard group that owns the whole of the parameter `name`; `None` if
-    /// none does.
-    pub fn owner_of(&self, name: &str) -> Option<Rank> {
-        self.parameters()[self.index_of(name)?].cut().owner()
     }
 }

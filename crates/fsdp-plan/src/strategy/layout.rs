@@ -7,8 +7,7 @@ use crate::{
     arithmetic::lcm,
     cut::Cut,
     error::{Error, Result},
-    groups::NamedGroups,
-    param::ParameterInfo,
+    param::{ParameterInfo, groups::NamedGroups},
 };
 
 /// The bytes to which FSDP1 aligns parameters.

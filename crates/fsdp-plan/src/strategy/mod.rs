@@ -1,5 +1,4 @@
-//! How to decide who owns what: one trait, several answers, and a factory by their
-//! names.
+//! How to decide who owns what: one trait, several answers.
 
 mod balance;
 mod full;
@@ -15,7 +14,7 @@ pub use self::{
     full::Full,
     hsdp::Hsdp,
     hybrid::{Choice, Hybrid, Matches, Rule},
-    layer_wise::{LayerBalance, LayerOrder, LayerWeight, LayerWise},
+    layer_wise::{LayerBalance, LayerOrder, LayerWise},
     layout::Layout,
     whole_tensor::WholeTensor,
 };
@@ -84,40 +83,6 @@ impl<S: ShardingStrategy + ?Sized> ShardingStrategy for Box<S> {
 
     fn plan(&self, parameters: &[ParameterInfo], world_size: WorldSize) -> Result<ShardingPlan> {
         self.as_ref().plan(parameters, world_size)
-    }
-}
-
-/// Strategies of this crate, by name.
-///
-/// # Examples
-///
-/// ```
-/// # use fsdp_plan::strategy::StrategyKind;
-/// assert_eq!(StrategyKind::LayerWise.create().name(), "layer-wise");
-/// ```
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
-#[non_exhaustive]
-pub enum StrategyKind {
-    /// [`Full`] in its default layout.
-    #[default]
-    Full,
-    /// [`LayerWise`] with its defaults.
-    LayerWise,
-    /// [`WholeTensor`].
-    WholeTensor,
-    /// [`Hybrid`] with its default rules.
-    Hybrid,
-}
-
-impl StrategyKind {
-    /// Makes the strategy with its defaults.
-    pub fn create(self) -> Box<dyn ShardingStrategy> {
-        match self {
-            Self::Full => Box::new(Full::default()),
-            Self::LayerWise => Box::new(LayerWise::default()),
-            Self::WholeTensor => Box::new(WholeTensor),
-            Self::Hybrid => Box::new(Hybrid::default()),
-        }
     }
 }
 

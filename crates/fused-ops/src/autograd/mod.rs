@@ -1,25 +1,27 @@
-//! How a result that was computed here gets a place in candle's graph.
+//! Records results that kernels have computed in candle's graph.
 //!
-//! candle's custom operations compute when they are applied. Ours have computed before: the
-//! operation that candle sees only hands over the result, and knows its backward.
+//! candle's custom operations compute when they are applied. Ours compute before: the operation that
+//! candle sees only hands over the result, and holds its backward.
 
+mod mailbox;
 mod multi;
 mod node;
 
-use std::sync::Mutex;
+use std::{marker::PhantomData, sync::Mutex};
 
 use candle_core::{Device, Layout, Shape, Storage, StorageRef, Tensor};
 
+pub(crate) use self::mailbox::Mailbox;
 pub(crate) use self::multi::{MultiBackward, record_copy, record_many, seeded};
 use self::node::{Node, Output};
 use crate::{error::Result, kernels::float::Float};
 
-/// How the gradient of a result becomes those of its inputs.
+/// The backward of an operation with one to three inputs and one output.
 pub(crate) trait Backward: Send + Sync + 'static {
-    /// What candle calls the operation in its messages.
+    /// The name of the operation in candle's messages.
     const NAME: &'static str;
 
-    /// The gradients of the inputs, in their order, where `grad` is that of `output`.
+    /// Returns the gradients of the inputs, in their order, where `grad` is the gradient of `output`.
     ///
     /// An input that [`tracks`](Tensor::track_op) must get one, zeros if need be: candle panics
     /// otherwise.
@@ -31,7 +33,7 @@ pub(crate) trait Backward: Send + Sync + 'static {
     ) -> Result<Vec<Option<Tensor>>>;
 }
 
-/// A tensor of `output`, joined to the graph of one to three inputs if any of them is in one.
+/// Makes a tensor of `output`, and records it if one of the one to three inputs is tracked.
 pub(crate) fn record<T: Float>(
     inputs: &[&Tensor],
     output: Vec<T>,
@@ -45,38 +47,81 @@ pub(crate) fn record<T: Float>(
     Node { output, shape, backward }.apply(inputs)
 }
 
-/// A tensor on the processor whose elements are being read.
+/// [`record`] for an operation of one input, contiguous. `backward` makes its gradient from the
+/// elements of the input, of the output, and of the output's gradient.
+pub(crate) fn record_unary<T, F>(
+    x: &Tensor,
+    output: Vec<T>,
+    shape: Shape,
+    backward: F,
+) -> Result<Tensor>
+where
+    T: Float,
+    F: Fn(&[T], &[T], &[T]) -> Result<Vec<T>> + Send + Sync + 'static,
+{
+    record(&[x], output, shape, Unary { backward, float: PhantomData })
+}
+
+struct Unary<T, F> {
+    backward: F,
+    float: PhantomData<T>,
+}
+
+impl<T, F> Backward for Unary<T, F>
+where
+    T: Float,
+    F: Fn(&[T], &[T], &[T]) -> Result<Vec<T>> + Send + Sync + 'static,
+{
+    const NAME: &'static str = "fused-unary";
+
+    fn backward(
+        &self,
+        inputs: &[&Tensor],
+        output: &Tensor,
+        grad: &Tensor,
+    ) -> Result<Vec<Option<Tensor>>> {
+        let [x, y, grad] = [inputs[0], output, grad].map(CpuSlice::new);
+        let grad = (self.backward)(x.as_slice()?, y.as_slice()?, grad.as_slice()?)?;
+        Ok(vec![Some(tensor(grad, inputs[0].shape())?)])
+    }
+}
+
+/// The elements of a tensor on the processor, locked for reading.
 ///
-/// It holds the storage's lock: let go of it before candle takes the lock again, or a thread that
-/// waits for writing would make both wait for ever.
-pub(crate) struct Reading<'a> {
+/// It holds the storage's lock: drop it before candle takes the lock again, or a thread that waits
+/// to write makes both wait for ever.
+pub(crate) struct CpuSlice<'a> {
     storage: StorageRef<'a>,
     layout: &'a Layout,
 }
 
-impl<'a> Reading<'a> {
+impl<'a> CpuSlice<'a> {
     pub(crate) fn new(tensor: &'a Tensor) -> Self {
         let (storage, layout) = tensor.storage_and_layout();
         Self { storage, layout }
     }
 
-    /// All elements of the storage from the tensor's first on.
-    pub(crate) fn rest<T: Float>(&self) -> Result<&[T]> {
+    /// Returns the elements of the storage from the tensor's first on.
+    pub(crate) fn offset_slice<T: Float>(&self) -> Result<&[T]> {
         let Storage::Cpu(storage) = &*self.storage else {
             return Err(
                 candle_core::Error::msg("a tensor of another device was routed here").into()
             );
         };
+        // A view without elements may begin behind the end of its storage.
+        if self.layout.shape().elem_count() == 0 {
+            return Ok(&[]);
+        }
         Ok(&T::cpu_storage_as_slice(storage)?[self.layout.start_offset()..])
     }
 
-    /// The elements of a contiguous tensor.
-    pub(crate) fn all<T: Float>(&self) -> Result<&[T]> {
-        Ok(&self.rest()?[..self.layout.shape().elem_count()])
+    /// Returns the elements of a contiguous tensor.
+    pub(crate) fn as_slice<T: Float>(&self) -> Result<&[T]> {
+        Ok(&self.offset_slice()?[..self.layout.shape().elem_count()])
     }
 }
 
-/// A tensor on the processor without a history: a gradient.
+/// Makes a tensor on the processor without a history: a gradient.
 pub(crate) fn tensor<T: Float>(data: Vec<T>, shape: &Shape) -> Result<Tensor> {
     Ok(Tensor::from_vec(data, shape, &Device::Cpu)?)
 }

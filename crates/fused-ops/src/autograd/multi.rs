@@ -1,29 +1,30 @@
 //! Operations with any number of inputs and outputs.
 //!
 //! candle's operations have at most three inputs and one output. Here a chain of [`InputNode`]s
-//! joins the inputs to one *token*, a scalar that nobody reads, and an [`OutputNode`] for each
+//! joins the inputs to one *token*, a few zeros that nobody reads, and an [`OutputNode`] for each
 //! output starts from the token. On the backward pass candle calls the output nodes, which leave
-//! the gradients of the outputs in [`Shared`]; then the last input node, which has all gradients of
-//! the inputs computed; then the other input nodes. Each hands the gradients of its own inputs to
-//! candle.
+//! the gradients of the outputs in a [`Mailbox`]; then the last input node, which computes the
+//! gradients of all inputs; then the other input nodes. Each hands the gradients of its own inputs
+//! to candle. The gradient of a token holds the tickets of the mailbox.
 
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::sync::{Arc, Mutex, OnceLock};
 
 use candle_core::{Shape, Tensor};
 
 use super::{
     Backward,
+    mailbox::Mailbox,
     node::{Node, Output},
 };
 use crate::{error::Result, kernels::float::Float};
 
-/// How the gradients of several results become those of any number of inputs.
+/// The backward of an operation with any number of inputs and outputs.
 pub(crate) trait MultiBackward<const OUTPUTS: usize>: Send + Sync + 'static {
-    /// What candle calls the operation in its messages.
+    /// The name of the operation in candle's messages.
     const NAME: &'static str;
 
-    /// The gradients of the inputs, in their order, from those of the outputs, of which one that
-    /// was not used has none.
+    /// Returns the gradients of the inputs, in their order. An output that the pass did not use has no
+    /// gradient.
     ///
     /// An input that [`tracks`](Tensor::track_op) must get one, zeros if need be: candle panics
     /// otherwise.
@@ -34,7 +35,7 @@ pub(crate) trait MultiBackward<const OUTPUTS: usize>: Send + Sync + 'static {
     ) -> Result<Vec<Option<Tensor>>>;
 }
 
-/// Tensors of `outputs`, all of one shape, joined to the graph of the inputs, on the processor.
+/// Makes tensors of `outputs` on the processor, all of one shape, and records them.
 pub(crate) fn record_many<T: Float, const OUTPUTS: usize>(
     inputs: &[&Tensor],
     outputs: [Vec<T>; OUTPUTS],
@@ -45,7 +46,7 @@ pub(crate) fn record_many<T: Float, const OUTPUTS: usize>(
     record_outputs(inputs, outputs.map(|output| (computed(output), shape.clone())), backward)
 }
 
-/// A copy of `output`, joined to the graph of the inputs, on any device.
+/// Copies `output`, on any device, and records the copy.
 pub(crate) fn record_copy(
     inputs: &[&Tensor],
     output: &Tensor,
@@ -57,8 +58,7 @@ pub(crate) fn record_copy(
     Ok(output)
 }
 
-/// A scalar that nobody reads, from which candle's backward starts with `grad` as the gradient of
-/// `y`.
+/// Returns a scalar without a meaning: a pass that begins at it begins with `grad` at `y`.
 pub(crate) fn seeded(y: &Tensor, grad: Tensor) -> Result<Tensor> {
     Node { output: Output::Token, shape: Shape::from(()), backward: Seed(grad) }.apply(&[y])
 }
@@ -78,8 +78,13 @@ fn record_outputs<B: MultiBackward<OUTPUTS>, const OUTPUTS: usize>(
     outputs: [(Output, Shape); OUTPUTS],
     backward: B,
 ) -> Result<[Tensor; OUTPUTS]> {
-    let shared = Arc::new(Shared { backward, outputs: OnceLock::new(), grads: Mutex::default() });
-    let token = token_of(inputs, &shared)?;
+    let shared = Arc::new(Shared {
+        backward,
+        outputs: OnceLock::new(),
+        output_grads: Mailbox::default(),
+        input_grads: Mailbox::default(),
+    });
+    let token = join_inputs(inputs, &shared)?;
     let results = outputs.into_iter().enumerate().map(|(index, (output, shape))| {
         let backward = OutputNode { shared: Arc::clone(&shared), index };
         Node { output, shape, backward }.apply(&[&token])
@@ -92,14 +97,14 @@ fn record_outputs<B: MultiBackward<OUTPUTS>, const OUTPUTS: usize>(
     Ok(results)
 }
 
-/// The token of all inputs: of the first three, then of a token and two more, and so on.
-fn token_of<B: MultiBackward<OUTPUTS>, const OUTPUTS: usize>(
+/// Joins all inputs to one token: the first three, then a token and two more, and so on.
+fn join_inputs<B: MultiBackward<OUTPUTS>, const OUTPUTS: usize>(
     inputs: &[&Tensor],
     shared: &Arc<Shared<B, OUTPUTS>>,
 ) -> Result<Tensor> {
     let join = |first, inputs: &[&Tensor], follows, last| {
         let backward = InputNode { shared: Arc::clone(shared), first, follows, last };
-        Node { output: Output::Token, shape: Shape::from(()), backward }.apply(inputs)
+        Node { output: Output::Token, shape: Shape::from(OUTPUTS), backward }.apply(inputs)
     };
     let (head, rest) = inputs.split_at(inputs.len().min(3));
     let mut token = join(0, head, false, rest.is_empty())?;
@@ -111,41 +116,35 @@ fn token_of<B: MultiBackward<OUTPUTS>, const OUTPUTS: usize>(
     Ok(token)
 }
 
-/// What the nodes of one operation have in common.
+/// Shared by the nodes of one operation.
 struct Shared<B, const OUTPUTS: usize> {
     backward: B,
     /// There when the backward pass begins.
     outputs: OnceLock<[Tensor; OUTPUTS]>,
-    grads: Mutex<Grads<OUTPUTS>>,
-}
-
-/// Gradients that wait until candle asks for them.
-struct Grads<const OUTPUTS: usize> {
-    /// Left by the output nodes, taken by the last input node.
-    of_outputs: [Option<Tensor>; OUTPUTS],
-    /// Left by the last input node, taken by each.
-    of_inputs: Vec<Option<Tensor>>,
-}
-
-impl<const OUTPUTS: usize> Default for Grads<OUTPUTS> {
-    fn default() -> Self {
-        Self { of_outputs: [const { None }; OUTPUTS], of_inputs: Vec::new() }
-    }
+    /// Gradients of outputs, from the output nodes to the last input node.
+    output_grads: Mailbox<Tensor>,
+    /// Gradients of inputs, from each input node to the one before it.
+    input_grads: Mailbox<Vec<Option<Tensor>>>,
 }
 
 impl<B: MultiBackward<OUTPUTS>, const OUTPUTS: usize> Shared<B, OUTPUTS> {
-    fn grads(&self) -> MutexGuard<'_, Grads<OUTPUTS>> {
-        self.grads.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    fn compute(&self) -> Result<()> {
-        let Grads { of_outputs, .. } = std::mem::take(&mut *self.grads());
+    /// Computes the gradients of all inputs, where `token` is the gradient of the token.
+    fn compute(&self, token: &Tensor) -> Result<Vec<Option<Tensor>>> {
+        let mut grads = [const { None }; OUTPUTS];
+        for (index, grad) in self.output_grads.take(token)? {
+            grads[index] = Some(grad);
+        }
         let outputs = self.outputs.get();
         let outputs = outputs.ok_or_else(|| candle_core::Error::msg("an output is missing"))?;
-        // Without the lock, since it may run any operation.
-        let of_inputs = self.backward.backward(outputs, of_outputs)?;
-        self.grads().of_inputs = of_inputs;
-        Ok(())
+        self.backward.backward(outputs, grads)
+    }
+
+    /// Takes the gradients that the input node behind has left.
+    fn continued(&self, token: &Tensor) -> Result<Vec<Option<Tensor>>> {
+        let left = self.input_grads.take(token)?.pop();
+        let (_, grads) =
+            left.ok_or_else(|| candle_core::Error::msg("the gradients of inputs are missing"))?;
+        Ok(grads)
     }
 }
 
@@ -164,8 +163,7 @@ impl<B: MultiBackward<OUTPUTS>, const OUTPUTS: usize> Backward for OutputNode<B,
         _: &Tensor,
         grad: &Tensor,
     ) -> Result<Vec<Option<Tensor>>> {
-        self.shared.grads().of_outputs[self.index] = Some(grad.clone());
-        Ok(vec![Some(inputs[0].zeros_like()?)])
+        Ok(vec![Some(self.shared.output_grads.leave(self.index, grad.clone(), inputs[0])?)])
     }
 }
 
@@ -176,22 +174,26 @@ struct InputNode<B, const OUTPUTS: usize> {
     first: usize,
     /// Whether a token stands before its inputs.
     follows: bool,
-    /// Whether its token is the one that the outputs start from.
+    /// Whether the outputs start from its token.
     last: bool,
 }
 
 impl<B: MultiBackward<OUTPUTS>, const OUTPUTS: usize> Backward for InputNode<B, OUTPUTS> {
     const NAME: &'static str = B::NAME;
 
-    fn backward(&self, inputs: &[&Tensor], _: &Tensor, _: &Tensor) -> Result<Vec<Option<Tensor>>> {
-        if self.last {
-            self.shared.compute()?;
+    fn backward(
+        &self,
+        inputs: &[&Tensor],
+        _: &Tensor,
+        grad: &Tensor,
+    ) -> Result<Vec<Option<Tensor>>> {
+        let shared = &self.shared;
+        let mut grads = if self.last { shared.compute(grad)? } else { shared.continued(grad)? };
+        let own = grads.split_off(self.first.min(grads.len()));
+        if !self.follows {
+            return Ok(own);
         }
-        let (tokens, inputs) = inputs.split_at(usize::from(self.follows));
-        let mut grads: Vec<_> =
-            tokens.iter().map(|token| Ok(Some(token.zeros_like()?))).collect::<Result<_>>()?;
-        let mut shared = self.shared.grads();
-        grads.extend((0..inputs.len()).map(|index| shared.of_inputs[self.first + index].take()));
-        Ok(grads)
+        let token = shared.input_grads.leave(0, grads, inputs[0])?;
+        Ok([Some(token)].into_iter().chain(own).collect())
     }
 }

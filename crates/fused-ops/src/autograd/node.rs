@@ -24,16 +24,16 @@ pub(super) enum Output {
     /// A copy of this tensor, on any device; it is there until candle asks for it, since the graph
     /// would hold it beside the copy.
     Copy(Mutex<Option<Tensor>>),
-    /// A zero that nobody reads, where the first input lies.
+    /// Zeros that nobody reads, where the first input lies.
     Token,
 }
 
-/// The zero of a token.
-fn zero<S: BackendStorage>(input: &S) -> Result<S>
+/// The zeros of a token.
+fn zeros<S: BackendStorage>(input: &S, shape: &Shape) -> Result<S>
 where
     S::Device: BackendDevice<Storage = S>,
 {
-    input.device().zeros_impl(&Shape::from(()), DType::F32)
+    input.device().zeros_impl(shape, DType::F32)
 }
 
 /// What is handed over once.
@@ -53,7 +53,7 @@ macro_rules! hand_over {
         fn $name(&self, input: &$storage) -> Result<($storage, Shape)> {
             let storage = match &self.output {
                 Output::Computed(output) => $computed(output)?,
-                Output::Token => zero(input)?,
+                Output::Token => zeros(input, &self.shape)?,
                 Output::Copy(tensor) => {
                     let tensor = taken(tensor)?;
                     let (storage, layout) = tensor.storage_and_layout();

@@ -3,7 +3,10 @@
 use candle_core::{D, Result, Tensor};
 use candle_nn::{Module, VarBuilder};
 
-use super::{Linear, RmsNorm, linear_b};
+use super::{
+    linear::{Linear, linear_b},
+    norm::RmsNorm,
+};
 use crate::config::AttentionConfig;
 
 /// The sizes of an [`Attention`].
@@ -24,7 +27,7 @@ pub struct AttentionSizes {
 }
 
 impl AttentionSizes {
-    /// Heads that share `hidden` evenly, each with keys of its own.
+    /// Divides `hidden` evenly over `heads`, each with keys of its own.
     ///
     /// # Examples
     ///
@@ -87,7 +90,7 @@ pub struct Attention {
 }
 
 impl Attention {
-    /// A layer whose projections are loaded, or initialized as by candle-nn.
+    /// Loads the projections, or initializes them as candle-nn does.
     ///
     /// # Errors
     ///
@@ -121,8 +124,8 @@ impl Attention {
         self.output.forward(&self.mix(x, rotation, config)?)
     }
 
-    /// `residual` + what [`forward`](Self::forward) returns, and the norm of that: the way into the
-    /// feed-forward network, see [`linear_add_rms_norm`](crate::linear_add_rms_norm()).
+    /// Returns `residual` + the result of [`forward`](Self::forward), and its norm, which the
+    /// feed-forward network takes: see [`linear_add_rms_norm`](crate::linear_add_rms_norm()).
     ///
     /// # Errors
     ///
@@ -141,7 +144,7 @@ impl Attention {
         Ok(crate::linear_add_rms_norm(&mixed, weight, residual, norm_weight, epsilon)?)
     }
 
-    /// What the heads make of `x`, beside each other, which the output projection takes.
+    /// Returns the results of the heads beside each other, which the output projection takes.
     fn mix(
         &self,
         x: &Tensor,
@@ -159,15 +162,15 @@ impl Attention {
         crate::attention(&query, &key, &value, config)?.flatten_from(2)
     }
 
-    /// A projection of `x`, cut into heads.
+    /// Projects `x`, and cuts it into heads.
     fn split(&self, x: &Tensor, projection: &Linear, heads: usize) -> Result<Tensor> {
         let (batch, length, _) = x.dims3()?;
         projection.forward(x)?.reshape((batch, length, heads, self.sizes.head_size))
     }
 }
 
-/// A projection of `x`, cut into heads, of which each position is turned by its angles: those of its
-/// place in the row, or its own.
+/// Projects `x`, cuts it into heads, and rotates each position by the angles of its place in the row,
+/// or by its own.
 fn turned(x: &Tensor, projection: &Linear, (cos, sin): (&Tensor, &Tensor)) -> Result<Tensor> {
     let (weight, bias) = (projection.weight(), projection.bias());
     if cos.rank() < 3 {

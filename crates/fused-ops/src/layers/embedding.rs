@@ -25,7 +25,7 @@ pub struct Embedding {
 }
 
 impl Embedding {
-    /// An embedding of this table [rows, hidden size].
+    /// Makes an embedding of this table [rows, hidden size].
     ///
     /// `hidden_size` is not needed, since the table has it; it is there because candle-nn's
     /// constructor asks for it.
@@ -33,7 +33,7 @@ impl Embedding {
         Self { embeddings }
     }
 
-    /// The table [rows, hidden size].
+    /// Returns the table [rows, hidden size].
     pub fn embeddings(&self) -> &Tensor {
         &self.embeddings
     }
@@ -51,7 +51,7 @@ impl From<candle_nn::Embedding> for Embedding {
     }
 }
 
-/// An embedding whose `weight` [`in_size`, `out_size`] is loaded, or drawn from the standard normal
+/// Loads an embedding with a `weight` [`in_size`, `out_size`], or draws it from the standard normal
 /// distribution.
 ///
 /// # Errors

@@ -29,7 +29,7 @@ pub struct Linear {
 }
 
 impl Linear {
-    /// A layer of this weight [outputs, inputs] and bias \[outputs\].
+    /// Makes a layer of this weight [outputs, inputs] and bias \[outputs\].
     pub fn new(weight: Tensor, bias: Option<Tensor>) -> Self {
         Self { weight, bias, activation: None }
     }
@@ -41,18 +41,18 @@ impl Linear {
         self
     }
 
-    /// The weight [outputs, inputs].
+    /// Returns the weight [outputs, inputs].
     pub fn weight(&self) -> &Tensor {
         &self.weight
     }
 
-    /// What is applied to the result.
+    /// Returns the activation of the result.
     pub(super) fn activation(&self) -> Option<Activation> {
         self.activation
     }
 
-    /// The bias \[outputs\], if there is one.
-    pub fn bias(&self) -> Option<&Tensor> {
+    /// Returns the bias \[outputs\], if there is one.
+    pub(super) fn bias(&self) -> Option<&Tensor> {
         self.bias.as_ref()
     }
 }
@@ -69,8 +69,8 @@ impl From<candle_nn::Linear> for Linear {
     }
 }
 
-/// A layer whose `weight` [`out_dim`, `in_dim`] and `bias` \[`out_dim`\] are loaded, or initialized
-/// as by candle-nn.
+/// Loads a layer with a `weight` [`out_dim`, `in_dim`] and a `bias` \[`out_dim`\], or initializes it
+/// as candle-nn does.
 ///
 /// # Errors
 ///
@@ -79,7 +79,7 @@ pub fn linear(in_dim: usize, out_dim: usize, vb: VarBuilder<'_>) -> Result<Linea
     candle_nn::linear(in_dim, out_dim, vb).map(Linear::from)
 }
 
-/// A layer without a bias.
+/// Loads a layer without a bias.
 ///
 /// # Errors
 ///
@@ -88,11 +88,12 @@ pub fn linear_no_bias(in_dim: usize, out_dim: usize, vb: VarBuilder<'_>) -> Resu
     candle_nn::linear_no_bias(in_dim, out_dim, vb).map(Linear::from)
 }
 
-/// A layer with a bias or without.
-///
-/// # Errors
-///
-/// As of [`linear`](linear()).
-pub fn linear_b(in_dim: usize, out_dim: usize, bias: bool, vb: VarBuilder<'_>) -> Result<Linear> {
+/// Loads a layer with a bias or without.
+pub(super) fn linear_b(
+    in_dim: usize,
+    out_dim: usize,
+    bias: bool,
+    vb: VarBuilder<'_>,
+) -> Result<Linear> {
     candle_nn::linear_b(in_dim, out_dim, bias, vb).map(Linear::from)
 }

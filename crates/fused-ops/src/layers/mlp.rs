@@ -30,7 +30,7 @@ pub struct Mlp {
 }
 
 impl Mlp {
-    /// A network of these two layers.
+    /// Makes a network of these two layers.
     pub fn new(up: Linear, down: Linear) -> Self {
         Self { up, down }
     }

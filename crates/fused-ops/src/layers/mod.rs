@@ -15,8 +15,8 @@ mod swiglu;
 pub use self::{
     attention::{Attention, AttentionSizes},
     embedding::{Embedding, embedding},
-    linear::{Linear, linear, linear_b, linear_no_bias},
+    linear::{Linear, linear, linear_no_bias},
     mlp::Mlp,
-    norm::{LayerNorm, RmsNorm, layer_norm, layer_norm_no_bias, rms_norm},
+    norm::{LayerNorm, RmsNorm, layer_norm, rms_norm},
     swiglu::SwiGlu,
 };

@@ -27,22 +27,22 @@ pub struct RmsNorm {
 }
 
 impl RmsNorm {
-    /// A norm with this weight \[hidden\]; `eps` is added to the mean square.
+    /// Makes a norm of this weight \[hidden\]; `eps` is added to the mean square.
     pub fn new(weight: Tensor, eps: f64) -> Self {
         Self { weight, epsilon: eps }
     }
 
-    /// The weight \[hidden\].
+    /// Returns the weight \[hidden\].
     pub fn weight(&self) -> &Tensor {
         &self.weight
     }
 
-    /// What is added to the mean square.
-    pub fn eps(&self) -> f64 {
+    /// Returns the number that is added to the mean square.
+    pub(super) fn eps(&self) -> f64 {
         self.epsilon
     }
 
-    /// `x` + `residual`, and its norm: see [`add_rms_norm`](crate::add_rms_norm).
+    /// Returns `x` + `residual` and its norm: see [`add_rms_norm`](crate::add_rms_norm).
     ///
     /// # Errors
     ///
@@ -64,7 +64,7 @@ impl From<candle_nn::RmsNorm> for RmsNorm {
     }
 }
 
-/// A norm whose `weight` \[size\] is loaded, or made of ones.
+/// Loads a norm with a `weight` \[size\], or makes one of ones.
 ///
 /// # Errors
 ///
@@ -99,34 +99,9 @@ pub struct LayerNorm {
 }
 
 impl LayerNorm {
-    /// A norm with this weight and bias, both \[hidden\]; `eps` is added to the variance.
+    /// Makes a norm of this weight and bias, both \[hidden\]; `eps` is added to the variance.
     pub fn new(weight: Tensor, bias: Tensor, eps: f64) -> Self {
         Self { weight, bias: Some(bias), remove_mean: true, epsilon: eps }
-    }
-
-    /// A norm without a bias.
-    pub fn new_no_bias(weight: Tensor, eps: f64) -> Self {
-        Self { weight, bias: None, remove_mean: true, epsilon: eps }
-    }
-
-    /// A norm that does not subtract the mean: [`RmsNorm`].
-    pub fn rms_norm(weight: Tensor, eps: f64) -> Self {
-        Self { weight, bias: None, remove_mean: false, epsilon: eps }
-    }
-
-    /// The weight \[hidden\].
-    pub fn weight(&self) -> &Tensor {
-        &self.weight
-    }
-
-    /// The bias \[hidden\], if there is one.
-    pub fn bias(&self) -> Option<&Tensor> {
-        self.bias.as_ref()
-    }
-
-    /// What is added to the variance.
-    pub fn eps(&self) -> f64 {
-        self.epsilon
     }
 }
 
@@ -154,8 +129,7 @@ impl From<candle_nn::LayerNorm> for LayerNorm {
     }
 }
 
-/// A norm whose `weight` and, if `config` says so, `bias` \[size\] are loaded, or made of ones and
-/// zeros.
+/// Loads a norm with a `weight` and, by `config`, a `bias` \[size\], or makes them of ones and zeros.
 ///
 /// # Errors
 ///
@@ -166,13 +140,4 @@ pub fn layer_norm(
     vb: VarBuilder<'_>,
 ) -> Result<LayerNorm> {
     candle_nn::layer_norm(size, config, vb).map(LayerNorm::from)
-}
-
-/// A norm without a bias, whose `weight` \[size\] is loaded, or made of ones.
-///
-/// # Errors
-///
-/// If the weight cannot be loaded.
-pub fn layer_norm_no_bias(size: usize, eps: f64, vb: VarBuilder<'_>) -> Result<LayerNorm> {
-    candle_nn::layer_norm_no_bias(size, eps, vb).map(LayerNorm::from)
 }

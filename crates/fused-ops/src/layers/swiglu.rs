@@ -30,7 +30,7 @@ pub struct SwiGlu {
 }
 
 impl SwiGlu {
-    /// A network of this width whose projections are loaded, or initialized as by candle-nn.
+    /// Loads a network of this width, or initializes it as candle-nn does.
     ///
     /// # Errors
     ///
@@ -43,7 +43,7 @@ impl SwiGlu {
         })
     }
 
-    /// `residual` + the result for `x`, of one shape.
+    /// Returns `residual` + the result for `x`, of one shape.
     ///
     /// # Errors
     ///

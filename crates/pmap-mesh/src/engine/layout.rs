@@ -1,6 +1,6 @@
 //! Who owns what of some tensors: runs of their items.
 
-use std::{fmt, iter, ops::Range, sync::Arc};
+use std::{fmt, ops::Range, sync::Arc};
 
 use candle_core::{DType, Shape};
 use core_types::Fingerprint;
@@ -29,7 +29,7 @@ pub struct Run {
 ///
 /// ```
 /// use candle_core::DType;
-/// use pmap_mesh::{Run, RunLayout};
+/// use pmap_mesh::support::{Run, RunLayout};
 ///
 /// let tensors = [(vec![3, 2], DType::F32), (vec![2], DType::F32)];
 /// let first = vec![Run { tensor: 0, items: 0..4 }];
@@ -48,8 +48,6 @@ struct Inner {
     name: String,
     tensors: Vec<(Shape, DType)>,
     by_rank: Arc<[Vec<Run>]>,
-    /// What a gathering takes of each rank: of those beyond the first group, nothing.
-    gathered_by_rank: Arc<[Vec<Run>]>,
     /// For each tensor its runs that are not empty, in the order of their items.
     by_tensor: Vec<Vec<Owned>>,
     /// What collectives with this layout say of themselves, and must agree in.
@@ -86,31 +84,7 @@ impl RunLayout {
         let by_tensor = by_tensor(&tensors, &by_rank)
             .map_err(|fault| ValueError::Layout { layout: name.clone(), fault })?;
         let detail = format!("({name}, layout {:016x})", fingerprint(&tensors, &by_rank));
-        let gathered_by_rank = Arc::clone(&by_rank);
-        Ok(Self(Arc::new(Inner { name, tensors, by_rank, gathered_by_rank, by_tensor, detail })))
-    }
-
-    /// The layout of several groups side by side, each of which owns everything: sums over all of
-    /// their ranks, of which each gets its own runs.
-    ///
-    /// A gathering with it takes what the first of the groups has.
-    #[must_use]
-    pub fn repeated(&self, groups: usize) -> Self {
-        let Inner { name, tensors, by_rank, gathered_by_rank, by_tensor, detail } = &*self.0;
-        let ranks = by_rank.len() * groups;
-        let detail = format!("{detail} x {groups}");
-        let by_rank = by_rank.iter().cycle().take(ranks).cloned().collect();
-        let nothing = iter::repeat_with(Vec::new);
-        let gathered_by_rank =
-            gathered_by_rank.iter().cloned().chain(nothing).take(ranks).collect();
-        Self(Arc::new(Inner {
-            name: name.clone(),
-            tensors: tensors.clone(),
-            by_rank,
-            gathered_by_rank,
-            by_tensor: by_tensor.clone(),
-            detail,
-        }))
+        Ok(Self(Arc::new(Inner { name, tensors, by_rank, by_tensor, detail })))
     }
 
     /// What the tensors are called in errors.
@@ -139,15 +113,6 @@ impl RunLayout {
 
     pub(crate) fn by_rank(&self) -> &Arc<[Vec<Run>]> {
         &self.0.by_rank
-    }
-
-    /// The runs that a gathering takes of each rank: all of its own, or none.
-    #[cfg_attr(
-        not(any(test, feature = "mpi", feature = "nccl")),
-        expect(dead_code, reason = "other engines ask whose each item is")
-    )]
-    pub(crate) fn gathered_by_rank(&self) -> &Arc<[Vec<Run>]> {
-        &self.0.gathered_by_rank
     }
 
     /// For each tensor its runs that are not empty, in the order of their items.
@@ -229,17 +194,20 @@ fn check_owners(tensor: usize, owners: &[Owned], size: usize) -> Result<(), Layo
 
 fn fingerprint(tensors: &[(Shape, DType)], by_rank: &[Vec<Run>]) -> u64 {
     let mut fingerprint = Fingerprint::new();
-    fingerprint.word(tensors.len() as u64);
+    fingerprint.write_u64(tensors.len() as u64);
     for (shape, dtype) in tensors {
-        fingerprint.bytes(dtype.as_str().as_bytes()).word(shape.rank() as u64);
+        fingerprint.write_bytes(dtype.as_str().as_bytes()).write_u64(shape.rank() as u64);
         for &dim in shape.dims() {
-            fingerprint.word(dim as u64);
+            fingerprint.write_u64(dim as u64);
         }
     }
     for runs in by_rank {
-        fingerprint.word(runs.len() as u64);
+        fingerprint.write_u64(runs.len() as u64);
         for Run { tensor, items } in runs {
-            fingerprint.word(*tensor as u64).word(items.start as u64).word(items.end as u64);
+            fingerprint
+                .write_u64(*tensor as u64)
+                .write_u64(items.start as u64)
+                .write_u64(items.end as u64);
         }
     }
     fingerprint.finish()
@@ -322,15 +290,5 @@ mod tests {
         assert_eq!(halves.detail(), halves.clone().detail());
         assert_ne!(halves.detail(), thirds.detail());
         assert!(halves.detail().starts_with("(unit, layout "));
-        assert_ne!(halves.detail(), halves.repeated(2).detail());
-        assert_eq!(halves.repeated(2).runs(2), halves.runs(0));
-    }
-
-    #[test]
-    fn a_gathering_takes_the_runs_of_the_first_group() {
-        let halves = layout([vec![run(0, 0..3)], vec![run(0, 3..6)]]).unwrap();
-        let taken = halves.repeated(2).repeated(2).gathered_by_rank().to_vec();
-        assert_eq!(taken[..2], halves.by_rank()[..]);
-        assert_eq!(taken[2..], vec![Vec::new(); 6]);
     }
 }

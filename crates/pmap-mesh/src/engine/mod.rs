@@ -1,7 +1,6 @@
 //! The seam between what replicas ask for and how it gets done: threads of one process, or
 //! something over a network.
 
-pub(crate) mod call;
 pub(crate) mod layout;
 #[cfg(feature = "mpi")]
 pub(crate) mod mpi;
@@ -17,16 +16,13 @@ use std::{fmt, panic::Location, sync::Arc};
 use candle_core::{Device, Result, Tensor};
 
 use crate::{
+    axes::{AxisSet, MeshAxes},
     engine::{
-        call::CollectiveCall,
         layout::{Run, RunLayout},
         traffic::Counter,
     },
-    error::{self, Error, MeshError, ProcessError},
-    mesh::{
-        axes::{AxisSet, MeshAxes},
-        topology::Topology,
-    },
+    error::{self, Error, MeshError, ProcessError, call::CollectiveCall},
+    grid::Topology,
     reduce::Reduction,
 };
 
@@ -95,7 +91,7 @@ pub(crate) trait Engine: fmt::Debug + Send + Sync {
     fn run(&self, site: &Site, work: Work) -> Result<Vec<Tensor>>;
 
     /// Begins one, without waiting for the others; the result must be waited for.
-    fn start(&self, site: &Site, work: Work) -> Result<Box<dyn Underway>>;
+    fn start(&self, site: &Site, work: Work) -> Result<Box<dyn PendingCollective>>;
 
     /// Returns when all members have called it.
     fn barrier(&self, site: &Site) -> Result<()>;
@@ -201,7 +197,7 @@ pub(crate) enum Wanted {
 }
 
 /// A collective that has been started and not been waited for.
-pub(crate) trait Underway: fmt::Debug + Send {
+pub(crate) trait PendingCollective: fmt::Debug + Send {
     /// Waits for its result.
     fn wait(self: Box<Self>) -> Result<Vec<Tensor>>;
 }
@@ -210,7 +206,7 @@ pub(crate) trait Underway: fmt::Debug + Send {
 #[derive(Debug)]
 pub(crate) struct Finished(pub(crate) Vec<Tensor>);
 
-impl Underway for Finished {
+impl PendingCollective for Finished {
     fn wait(self: Box<Self>) -> Result<Vec<Tensor>> {
         Ok(self.0)
     }

@@ -15,7 +15,7 @@ use std::{
 ///
 /// ```
 /// use candle_core::{DType, Device, Tensor};
-/// use pmap_mesh::{ALL, DeviceMesh, P, Tally, Traffic};
+/// use pmap_mesh::{ALL, DeviceMesh, P, support::{Tally, Traffic}};
 ///
 /// let mesh = DeviceMesh::cpu(2)?;
 /// let sum = mesh.pmap(|ctx, x: Tensor| ctx.psum(&x, ALL)).out_axes(P::replicate());

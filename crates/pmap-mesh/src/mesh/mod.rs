@@ -1,27 +1,28 @@
 //! The devices that work together.
 
-pub(crate) mod axes;
-pub(crate) mod place;
-pub(crate) mod threads;
-pub(crate) mod topology;
+mod agree;
+pub(crate) mod builder;
 mod traffic;
 pub(crate) mod workers;
 
 use std::{
     fmt,
-    num::NonZeroU64,
     ops::Range,
     sync::{Arc, OnceLock},
     thread::{self, ThreadId},
-    time::Duration,
 };
 
 use candle_core::{Device, Tensor};
 
 use crate::{
-    engine::{Backend, Purpose, threads::Threads},
+    device::{threads, to_device::synchronize_all},
+    engine::{Backend, Purpose},
     error::{MeshError, ProcessError, ReplicaError, Result, ValueError},
-    mesh::{place::settle, topology::Topology, workers::Workers},
+    grid::{self, Topology},
+    mesh::{
+        builder::{DeviceMeshBuilder, Options},
+        workers::Workers,
+    },
 };
 
 /// Devices in a grid with named axes, each with a worker that waits for calls.
@@ -65,43 +66,9 @@ struct Inner {
     workers: Workers,
 }
 
-/// What a mesh takes over from its builder, and its sub-meshes from it.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct Options {
-    /// Whether workers are bound to cores.
-    pub(crate) pin: bool,
-    /// How long a replica waits in a collective; for ever without.
-    pub(crate) deadline: Option<Duration>,
-    /// How fast lists of tensors travel between threads, if not at once.
-    pub(crate) bytes_per_second: Option<NonZeroU64>,
-}
-
-/// The axes and options of a mesh to be made.
-///
-/// # Examples
-///
-/// ```
-/// use pmap_mesh::DeviceMesh;
-///
-/// let minute = std::time::Duration::from_secs(60);
-/// let mesh = DeviceMesh::builder().axis("data", 2).deadline(minute).cpu()?;
-/// # Ok::<(), pmap_mesh::Error>(())
-/// ```
-#[derive(Clone, Debug)]
-#[must_use = "a builder makes no mesh until it is given devices"]
-pub struct DeviceMeshBuilder {
-    /// Names and sizes, unchecked.
-    pub(crate) axes: Vec<(String, usize)>,
-    pub(crate) options: Options,
-}
-
 impl DeviceMesh {
     /// The largest number of devices in one mesh; each has a thread of its own.
-    pub const MAX_DEVICES: usize = 1024;
-
-    /// How long a process waits for others, unless told otherwise: ten minutes, as PyTorch's NCCL
-    /// groups do.
-    pub const PROCESS_DEADLINE: Duration = Duration::from_mins(10);
+    pub const MAX_DEVICES: usize = grid::MAX_DEVICES;
 
     /// The name of the axis of a mesh that was made without a builder.
     pub const AXIS: &str = "devices";
@@ -203,7 +170,7 @@ impl DeviceMesh {
     /// # Ok::<(), pmap_mesh::Error>(())
     /// ```
     pub fn sub_mesh(&self, axis: &str, coordinate: usize) -> Result<Self> {
-        if self.local_slots().len() != self.len() {
+        if self.spans_processes() {
             return Err(ProcessError::Unsupported { what: "a sub-mesh" }.into());
         }
         let set = self.topology().set(&axis.into())?;
@@ -256,6 +223,7 @@ impl DeviceMesh {
     /// [`ValueError::ListCount`] for another number of lists; over several processes
     /// [`ProcessError::OtherThread`] for a second calling thread, [`ProcessError::Exchange`] if what
     /// a process has cannot be sent, and [`ProcessError::Peer`] on all others then.
+    #[doc(hidden)]
     pub fn process_allgather(&self, lists: Vec<Vec<Tensor>>) -> Result<Vec<Vec<Tensor>>> {
         let slots = self.devices().len();
         if lists.len() != slots {
@@ -273,11 +241,6 @@ impl DeviceMesh {
     ) -> Result<Vec<Vec<Tensor>>> {
         self.refuse_other_thread()?;
         self.0.backend.process_allgather(Purpose::Results, lists)
-    }
-
-    /// Whether some of its slots run in other processes.
-    pub(crate) fn spans_processes(&self) -> bool {
-        self.0.devices.len() < self.len()
     }
 
     /// Refuses a call on a mesh of several processes from a second thread.
@@ -299,9 +262,9 @@ impl DeviceMesh {
 
     /// Waits until all devices of this process have done what any thread has begun there: a
     /// function may have captured what is still being written.
-    pub(crate) fn settle(&self) -> Result<()> {
+    pub(crate) fn synchronize_all(&self) -> Result<()> {
         for (slot, device) in self.local_slots().zip(self.devices()) {
-            settle(device).map_err(|cause| {
+            synchronize_all(device).map_err(|cause| {
                 let device = device.clone();
                 ReplicaError::Failed { slot, device, cause }
             })?;
@@ -331,126 +294,6 @@ impl DeviceMesh {
     }
 }
 
-impl DeviceMeshBuilder {
-    /// Adds an axis; the last one varies fastest.
-    pub fn axis(mut self, name: &str, size: usize) -> Self {
-        self.axes.push((name.to_owned(), size));
-        self
-    }
-
-    /// Whether the workers of a mesh of processors are bound to cores; they are unless told
-    /// otherwise, if there are at least two.
-    ///
-    /// Bound workers keep their caches, but cannot step aside for another busy process.
-    pub fn pin(mut self, pin: bool) -> Self {
-        self.options.pin = pin;
-        self
-    }
-
-    /// How long a replica waits for the others, in a collective and when it has returned, before
-    /// the call ends with [`CollectiveError::Deadline`](crate::CollectiveError::Deadline).
-    ///
-    /// In one process for ever by default, since failures of others end it anyway; over several
-    /// processes, of which one may never come, for
-    /// [`PROCESS_DEADLINE`](DeviceMesh::PROCESS_DEADLINE).
-    ///
-    /// A replica that computes on cannot be stopped from outside. In one process the call returns
-    /// without it, and further calls on the mesh are refused with
-    /// [`ReplicaError::Stuck`](crate::ReplicaError::Stuck), which names its slot and the line of
-    /// the call, until it returns; then the mesh works again. (A replica of
-    /// [`pmap_scoped`](DeviceMesh::pmap_scoped) ends the process.) A mesh that is dropped meanwhile
-    /// leaves the threads of that slot behind, which end when it returns. Only a call of which no
-    /// replica returns or enters a collective has no limit.
-    pub fn deadline(mut self, deadline: Duration) -> Self {
-        self.options.deadline = Some(deadline);
-        self
-    }
-
-    /// Lets the lists of tensors that threads of one process hand each other, such as the parameters
-    /// and gradients of a sharded model, take their time, as over a network of this bandwidth: each
-    /// slot receives one after the other. By default they are there at once.
-    ///
-    /// It is for experiments on one machine: what a slower network would cost, and how much of that
-    /// is hidden by collectives that are [started](crate::Replica::start_gather_runs) ahead. Results
-    /// do not change. Processes have the network that they have.
-    ///
-    /// # Examples
-    ///
-    /// ```
-    /// use std::num::NonZeroU64;
-    ///
-    /// use pmap_mesh::DeviceMesh;
-    ///
-    /// let gigabyte = NonZeroU64::new(1_000_000_000).unwrap();
-    /// let mesh = DeviceMesh::builder().axis("data", 2).simulated_bandwidth(gigabyte).cpu()?;
-    /// # Ok::<(), pmap_mesh::Error>(())
-    /// ```
-    pub fn simulated_bandwidth(mut self, bytes_per_second: NonZeroU64) -> Self {
-        self.options.bytes_per_second = Some(bytes_per_second);
-        self
-    }
-
-    /// Makes the mesh of virtual devices, all of them this machine's processor.
-    ///
-    /// # Errors
-    ///
-    /// Those of [`devices`](Self::devices).
-    pub fn cpu(self) -> Result<DeviceMesh> {
-        self.open(|_| Ok(Device::Cpu))
-    }
-
-    /// Makes the mesh of the first CUDA devices.
-    ///
-    /// # Errors
-    ///
-    /// Those of [`DeviceMesh::cuda`] and [`devices`](Self::devices).
-    pub fn cuda(self) -> Result<DeviceMesh> {
-        // A stream of its own for each: candle's default streams are not ordered among threads.
-        self.open(Device::new_cuda_with_stream)
-    }
-
-    /// Makes the mesh of the first Metal devices.
-    ///
-    /// # Errors
-    ///
-    /// Those of [`DeviceMesh::metal`] and [`devices`](Self::devices).
-    pub fn metal(self) -> Result<DeviceMesh> {
-        self.open(Device::new_metal)
-    }
-
-    /// Makes the mesh of these devices.
-    ///
-    /// # Errors
-    ///
-    /// [`MeshError::Size`] for no slots or more than [`DeviceMesh::MAX_DEVICES`],
-    /// [`MeshError::AxisCount`] for too many axes, [`MeshError::UnnamedAxis`],
-    /// [`MeshError::DuplicateAxis`], [`MeshError::DeviceCount`] if there are more or fewer devices
-    /// than slots, and [`MeshError::Worker`] if the system gives no more threads.
-    pub fn devices(self, devices: Vec<Device>) -> Result<DeviceMesh> {
-        let topology = Topology::new(self.axes, DeviceMesh::MAX_DEVICES)?;
-        let slots = topology.slots();
-        if devices.len() != slots {
-            return Err(MeshError::DeviceCount { devices: devices.len(), slots }.into());
-        }
-        let backend =
-            Arc::new(Threads::new(slots, self.options.deadline, self.options.bytes_per_second));
-        DeviceMesh::start(devices, 0, Arc::new(topology), self.options, backend)
-    }
-
-    fn open(self, device: impl Fn(usize) -> candle_core::Result<Device>) -> Result<DeviceMesh> {
-        // Axes that make no mesh are refused before devices are opened.
-        let slots = Topology::new(self.axes.clone(), DeviceMesh::MAX_DEVICES)?.slots();
-        let open = |index| {
-            // candle panics for some devices that are not there.
-            let opened = workers::catch(|| device(index));
-            let opened = opened.unwrap_or_else(|panic| Err(candle_core::Error::msg(panic)));
-            opened.map_err(|cause| MeshError::Device { index, cause })
-        };
-        let devices: Result<_, MeshError> = (0..slots).map(open).collect();
-        self.devices(devices?)
-    }
-}
-
 impl fmt::Display for DeviceMesh {
     /// Names and sizes of the axes, then this process's slots with their devices, a row for each
     /// step of all axes but the last.
@@ -475,7 +318,7 @@ fn name_of(device: &Device) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::error::Error;
+    use crate::{engine::threads::Threads, error::Error};
 
     /// The process of slot 0 of two, without the other one: functions without collectives can run.
     fn one_of_two_processes() -> DeviceMesh {
@@ -505,17 +348,5 @@ mod tests {
             second.unwrap().join().unwrap();
         });
         nothing.call_sharded(()).unwrap();
-    }
-
-    #[test]
-    fn a_device_whose_opening_panics_is_named_with_the_reason() {
-        let open = |index| {
-            assert_eq!(index, 0, "no such device");
-            Ok(Device::Cpu)
-        };
-        let refused = DeviceMesh::builder().axis("a", 2).open(open).unwrap_err();
-        let text = refused.to_string();
-        assert!(matches!(refused, Error::Mesh(MeshError::Device { index: 1, .. })), "{text}");
-        assert!(text.contains("no such device"), "{text}");
     }
 }

@@ -5,6 +5,7 @@ use crate::{
     mesh::DeviceMesh,
 };
 
+#[doc(hidden)]
 impl DeviceMesh {
     /// What each slot of this process has handed over in collectives since the mesh was made, in
     /// the order of the slots.

@@ -15,11 +15,10 @@
 //! ([`Workers::run`]); if it borrows, they end the process instead ([`Workers::run_scoped`]).
 
 use std::{
-    any::Any,
     cell::Cell,
     collections::VecDeque,
     fmt, mem,
-    panic::{AssertUnwindSafe, Location, catch_unwind},
+    panic::Location,
     process,
     sync::{
         Arc, Mutex,
@@ -36,7 +35,7 @@ use rayon::{ThreadPoolBuildError, ThreadPoolBuilder};
 use crate::{
     ending,
     error::{CollectiveError, Error, MeshError, ReplicaError, Result},
-    sync::{self, lock},
+    sync::{self, catch, lock},
 };
 
 /// How long replicas that have learned of the end of their call are given to return from it: some
@@ -54,7 +53,7 @@ pub(crate) trait Job: Send + Sync {
 
     /// Ends what the slots do together, since these ones have not ended this long after another
     /// one; returns why.
-    fn give_up(&self, stuck: &[usize], after: Duration) -> Error;
+    fn time_out(&self, stuck: &[usize], after: Duration) -> Error;
 }
 
 /// The workers of a mesh: for each slot a thread that waits for jobs, in a thread pool of its own.
@@ -75,7 +74,7 @@ pub(crate) struct Workers {
 /// The worker of a slot.
 #[derive(Debug)]
 struct Slot {
-    mailbox: Arc<Mailbox>,
+    mailbox: Arc<TaskQueue>,
     /// All threads of its pool.
     threads: Vec<JoinHandle<()>>,
 }
@@ -104,24 +103,24 @@ struct Stuck {
     /// Whether some of them have begun it; from the others it was taken back.
     is_running: bool,
     /// One that has not begun it since it is busy with an earlier call, which was given up.
-    behind: Option<Behind>,
+    behind: Option<Blocker>,
 }
 
 /// What keeps a slot from beginning a job: a call that was given up, and has not returned there.
 #[derive(Clone, Copy)]
-struct Behind {
+struct Blocker {
     slot: usize,
     call: &'static Location<'static>,
 }
 
-impl From<Behind> for ReplicaError {
-    fn from(Behind { slot, call }: Behind) -> Self {
+impl From<Blocker> for ReplicaError {
+    fn from(Blocker { slot, call }: Blocker) -> Self {
         Self::Stuck { slot, call }
     }
 }
 
 /// A job that has been handed out.
-struct Posted {
+struct SubmittedJob {
     /// How many were handed out up to this one.
     number: u64,
     pending: Arc<Pending>,
@@ -161,7 +160,7 @@ impl Workers {
     /// # Errors
     ///
     /// [`ReplicaError::Stuck`] while a worker is busy with a job that was given up, and what
-    /// [`Job::give_up`] returns if this one is.
+    /// [`Job::time_out`] returns if this one is.
     pub(crate) fn run<J: Job + 'static>(
         &self,
         job: &Arc<J>,
@@ -215,7 +214,7 @@ impl Workers {
     }
 
     /// Hands a job out to all workers.
-    fn post(&self, job: &Arc<dyn Job>) -> Result<Posted> {
+    fn post(&self, job: &Arc<dyn Job>) -> Result<SubmittedJob> {
         let pending = Arc::new(Pending {
             of: self.slots.len(),
             left: AtomicUsize::new(self.slots.len()),
@@ -231,7 +230,7 @@ impl Workers {
             slot.mailbox.post(Task(Some(part)));
         }
         mem::forget(handing_out);
-        Ok(Posted { number: dispatch.n_jobs, pending })
+        Ok(SubmittedJob { number: dispatch.n_jobs, pending })
     }
 
     fn refuse_if_stuck(&self, dispatch: &mut Dispatch) -> Result<(), ReplicaError> {
@@ -243,10 +242,10 @@ impl Workers {
     }
 
     /// A slot that is busy with one of the first `number` jobs though that was given up.
-    fn behind(&self, dispatch: &Dispatch, number: u64) -> Option<Behind> {
+    fn behind(&self, dispatch: &Dispatch, number: u64) -> Option<Blocker> {
         let mut given_up = dispatch.given_up.iter().filter(|job| job.number <= number);
         given_up.find_map(|&GivenUp { number, call }| {
-            self.stuck(number).next().map(|slot| Behind { slot, call })
+            self.stuck(number).next().map(|slot| Blocker { slot, call })
         })
     }
 
@@ -261,7 +260,7 @@ impl Workers {
     ///
     /// The time of a slot counts from when it has begun the job: what an earlier call took, of
     /// another thread, is that call's. But if that call is given up, this one does not begin.
-    fn wait(&self, posted: &Posted, job: &dyn Job) -> Result<(), Stuck> {
+    fn wait(&self, posted: &SubmittedJob, job: &dyn Job) -> Result<(), Stuck> {
         let pending = &posted.pending;
         let Some(after) = self.deadline else {
             sync::until(None, || pending.all_have_ended());
@@ -280,11 +279,12 @@ impl Workers {
             }
             let slots: Vec<usize> = self.stuck(posted.number).collect();
             let behind = self.behind(&lock(&self.dispatch), posted.number - 1);
-            let begun = slots.iter().map(|&slot| self.slots[slot].mailbox.begin_of(posted.number));
+            let begun =
+                slots.iter().map(|&slot| self.slots[slot].mailbox.started_at(posted.number));
             let spent: Vec<_> =
                 begun.map(|begun| begun.map(|begun| begun.max(start).elapsed())).collect();
             if is_over(&spent, patience, is_late || behind.is_some()) {
-                return Err(self.take_back(pending, slots, after, behind));
+                return Err(self.cancel(pending, slots, after, behind));
             }
         }
     }
@@ -292,7 +292,7 @@ impl Workers {
     /// When to look whether slots that have not ended job `number` have had their time, if one of
     /// them ends it at all; `start` is when the first one has ended it.
     fn next_look(&self, number: u64, start: Instant, patience: Duration) -> Option<Instant> {
-        let over = |slot: usize| match self.slots[slot].mailbox.begin_of(number) {
+        let over = |slot: usize| match self.slots[slot].mailbox.started_at(number) {
             Some(begun) => begun.max(start).checked_add(patience),
             // It is behind an earlier call, of which we are not told when it is given up.
             None => start.checked_add(patience).map(|over| over.max(Instant::now() + GRACE)),
@@ -302,16 +302,16 @@ impl Workers {
 
     /// Takes a job back from those of these slots that have not begun it, all that have not ended
     /// it.
-    fn take_back(
+    fn cancel(
         &self,
         pending: &Arc<Pending>,
         slots: Vec<usize>,
         after: Duration,
-        behind: Option<Behind>,
+        behind: Option<Blocker>,
     ) -> Stuck {
         let mut is_running = false;
         for &slot in &slots {
-            is_running |= !self.slots[slot].mailbox.take_back(pending);
+            is_running |= !self.slots[slot].mailbox.cancel(pending);
         }
         Stuck { slots, after, is_running, behind }
     }
@@ -330,7 +330,7 @@ fn is_over(spent: &[Option<Duration>], patience: Duration, is_in_vain: bool) -> 
 impl Stuck {
     /// What the call fails with, which ends for all of its slots.
     fn error(&self, job: &dyn Job) -> Error {
-        match (job.give_up(&self.slots, self.after), self.behind) {
+        match (job.time_out(&self.slots, self.after), self.behind) {
             // It did not get from the busy slot what it waited for.
             (Error::Collective(CollectiveError::Deadline { .. }), Some(behind))
                 if !self.is_running =>
@@ -384,7 +384,7 @@ impl Slot {
             .build()?;
         let (started, worker) = mpsc::sync_channel(1);
         pool.spawn(move || {
-            let mailbox = Arc::new(Mailbox::new(thread::current()));
+            let mailbox = Arc::new(TaskQueue::new(thread::current()));
             started.send(Arc::clone(&mailbox)).expect("the mesh waits for it");
             mailbox.serve(index);
         });
@@ -492,7 +492,7 @@ struct Part {
 impl Part {
     /// Drops the job; returns what its end is then to be counted in, since what the job borrows may
     /// be gone as soon as it is.
-    fn let_go(self) -> Arc<Pending> {
+    fn release(self) -> Arc<Pending> {
         let Self { job, pending } = self;
         // What it owns may panic when it is dropped; that was printed by the panic hook.
         drop(catch(|| drop(job)));
@@ -502,7 +502,7 @@ impl Part {
 
 /// Where a worker finds its tasks.
 #[derive(Debug)]
-struct Mailbox {
+struct TaskQueue {
     tasks: Mutex<Tasks>,
     /// How many tasks there are, to be read without the lock: never more than lie in the queue, so
     /// that a worker that reads another number than 0 finds a task.
@@ -533,7 +533,7 @@ impl fmt::Debug for Tasks {
     }
 }
 
-impl Mailbox {
+impl TaskQueue {
     fn new(worker: Thread) -> Self {
         Self {
             tasks: Mutex::default(),
@@ -550,7 +550,7 @@ impl Mailbox {
             // What was taken back has been counted by who took it.
             let pending = part.map(|part| {
                 part.job.run(local_index);
-                part.let_go()
+                part.release()
             });
             self.n_ended.fetch_add(1, Ordering::Relaxed);
             if let Some(pending) = pending {
@@ -581,13 +581,13 @@ impl Mailbox {
     }
 
     /// When this worker has begun a job that it has not ended; none if it has not begun it.
-    fn begin_of(&self, number: u64) -> Option<Instant> {
+    fn started_at(&self, number: u64) -> Option<Instant> {
         let tasks = lock(&self.tasks);
         tasks.last_begun.filter(|_| tasks.n_begun >= number)
     }
 
     /// Takes back a part, if it has not begun; returns whether it had not.
-    fn take_back(&self, pending: &Arc<Pending>) -> bool {
+    fn cancel(&self, pending: &Arc<Pending>) -> bool {
         let mut tasks = lock(&self.tasks);
         let is_its = |part: &mut Part| Arc::ptr_eq(&part.pending, pending);
         // The task stays, and is counted when its turn comes: those behind it keep their numbers.
@@ -597,7 +597,7 @@ impl Mailbox {
         match part {
             None => false,
             Some(part) => {
-                part.let_go().count_down();
+                part.release().count_down();
                 true
             }
         }
@@ -606,36 +606,6 @@ impl Mailbox {
     fn close(&self) {
         self.closed.store(true, Ordering::Release);
         self.worker.unpark();
-    }
-}
-
-/// Runs what a replica does; its panic becomes its message.
-pub(crate) fn catch<T>(run: impl FnOnce() -> T) -> Result<T, String> {
-    // Whatever a panic leaves half done is owned by the replica and dropped with it.
-    catch_unwind(AssertUnwindSafe(run)).map_err(|payload| {
-        let message = panic_message(&*payload);
-        discard(payload);
-        message
-    })
-}
-
-/// Drops what a panic was raised with, which may panic in turn: outside of `catch_unwind` that
-/// would end the program.
-fn discard(payload: Box<dyn Any + Send>) {
-    if let Err(again) = catch_unwind(AssertUnwindSafe(|| drop(payload))) {
-        // That one may panic as well, and so on: it is left where it is.
-        mem::forget(again);
-    }
-}
-
-fn panic_message(payload: &(dyn Any + Send)) -> String {
-    if let Some(text) = payload.downcast_ref::<&str>() {
-        (*text).to_owned()
-    } else if let Some(text) = payload.downcast_ref::<String>() {
-        text.clone()
-    } else {
-        // `std::panic::panic_any` takes anything.
-        "no message".to_owned()
     }
 }
 
@@ -657,7 +627,7 @@ mod tests {
             false
         }
 
-        fn give_up(&self, _: &[usize], _: Duration) -> Error {
+        fn time_out(&self, _: &[usize], _: Duration) -> Error {
             unreachable!("there is no deadline")
         }
     }
@@ -692,7 +662,7 @@ mod tests {
             false
         }
 
-        fn give_up(&self, stuck: &[usize], _: Duration) -> Error {
+        fn time_out(&self, stuck: &[usize], _: Duration) -> Error {
             assert_eq!(stuck, [1]);
             self.is_given_up.store(true, Ordering::Release);
             ReplicaError::Nested.into()
@@ -742,7 +712,7 @@ mod tests {
     static COUNTS: [AtomicUsize; 1] = [AtomicUsize::new(0)];
 
     /// Posts a part of a job of one slot; returns what its end is counted in.
-    fn post(mailbox: &Mailbox, job: &Arc<dyn Job>) -> Arc<Pending> {
+    fn post(mailbox: &TaskQueue, job: &Arc<dyn Job>) -> Arc<Pending> {
         let caller = thread::current();
         let pending = Arc::new(Pending { of: 1, left: AtomicUsize::new(1), caller });
         let part = Part { job: Arc::clone(job), pending: Arc::clone(&pending) };
@@ -752,21 +722,21 @@ mod tests {
 
     #[test]
     fn a_part_is_taken_back_until_it_begins_and_its_job_is_let_go() {
-        let mailbox = Mailbox::new(thread::current());
+        let mailbox = TaskQueue::new(thread::current());
         let job: Arc<dyn Job> = Arc::new(Add(&COUNTS));
         let first = post(&mailbox, &job);
         let second = post(&mailbox, &job);
-        assert!(mailbox.begin_of(1).is_none());
+        assert!(mailbox.started_at(1).is_none());
         let _begun = mailbox.next().unwrap();
-        assert!(mailbox.begin_of(1).is_some() && mailbox.begin_of(2).is_none());
+        assert!(mailbox.started_at(1).is_some() && mailbox.started_at(2).is_none());
 
-        assert!(!mailbox.take_back(&first));
-        assert!(mailbox.take_back(&second));
+        assert!(!mailbox.cancel(&first));
+        assert!(mailbox.cancel(&second));
         assert!(second.all_have_ended() && !first.all_have_ended());
         // Here, and in the part that has begun.
         assert_eq!(Arc::strong_count(&job), 2);
         // Its turn comes all the same.
         assert!(mailbox.next().unwrap().0.is_none());
-        assert!(!mailbox.take_back(&second));
+        assert!(!mailbox.cancel(&second));
     }
 }

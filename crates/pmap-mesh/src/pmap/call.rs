@@ -10,17 +10,15 @@ use candle_core::Device;
 use core_types::Seed;
 
 use crate::{
-    engine::{Engine, call::CollectiveCall},
-    error::{CollectiveError, Error, ReplicaError, Result},
-    mesh::{
-        axes::ALL,
-        place::{copied, place},
-        topology::Topology,
-        workers::{self, Job},
-    },
+    axes::ALL,
+    device::to_device::{copied, place},
+    engine::Engine,
+    error::{CollectiveError, Error, ReplicaError, Result, call::CollectiveCall},
+    grid::Topology,
+    mesh::workers::Job,
     replica::{Identity, Replica, collectives::Collectives},
     spec::{cut::Cut, tree::TensorTree},
-    sync::lock,
+    sync::{catch, lock},
 };
 
 /// A call of a function on all slots of this process.
@@ -117,7 +115,7 @@ where
     }
 
     #[expect(clippy::expect_used, reason = "one slot has ended, and a failure was noted")]
-    fn give_up(&self, stuck: &[usize], after: Duration) -> Error {
+    fn time_out(&self, stuck: &[usize], after: Duration) -> Error {
         if let Some(failure) = self.failure() {
             return failure;
         }
@@ -151,7 +149,7 @@ fn run_replica<I: TensorTree, O: TensorTree>(
             if result.elem_count() == 0 { copied(&result) } else { Ok(result) }
         })
     };
-    let failure = match workers::catch(run) {
+    let failure = match catch(run) {
         Ok(Ok(output)) => return Ok(output),
         Ok(Err(cause)) => ReplicaError::Failed { slot, device: device.clone(), cause },
         Err(message) => ReplicaError::Panicked { slot, device: device.clone(), message },

@@ -1,5 +1,5 @@
-//! What the processes of a mesh tell each other of their results before these are put together:
-//! those that are joined, and fingerprints of those that must be the same.
+//! Exchange of results between processes before they are joined, and of fingerprints of those that
+//! must be the same.
 
 use std::iter;
 
@@ -45,7 +45,7 @@ impl Exchange<'_> {
         let mut agreements = Vec::new();
         let mut prints = Vec::new();
         for list in self.mesh.exchange_results(told)? {
-            let (agreement, of_slot, results) = taken_apart(list)?;
+            let (agreement, of_slot, results) = decode_results(list)?;
             agreements.push(agreement);
             prints.push(of_slot);
             of_slots.push(results);
@@ -103,7 +103,7 @@ impl Exchange<'_> {
         // The specs as they are written, and for each result: the same ones mean another thing for
         // trees of another form.
         let text = format!("{:?}, {:?}, trusted: {}", self.specs, self.resolved, self.trust);
-        Fingerprint::new().bytes(text.as_bytes()).finish()
+        Fingerprint::new().write_bytes(text.as_bytes()).finish()
     }
 
     /// Whether a result is put together of what several slots have.
@@ -127,7 +127,7 @@ pub(super) fn check_counts(of_slots: &[Vec<Tensor>]) -> Result<()> {
 /// What a slot has been [`told`](Exchange::told) of another one: the word that must agree, a word
 /// for each result, and the results.
 #[expect(clippy::expect_used, reason = "only lists of `told` come under the name of results")]
-fn taken_apart(list: Vec<Tensor>) -> Result<(u64, Vec<u64>, Vec<Tensor>)> {
+fn decode_results(list: Vec<Tensor>) -> Result<(u64, Vec<u64>, Vec<Tensor>)> {
     let mut list = list.into_iter();
     let words = list.next().expect("a list begins with its words");
     let words: Vec<i64> = words.to_vec1().map_err(Error::gather(0))?;

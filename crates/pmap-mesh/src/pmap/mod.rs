@@ -17,8 +17,9 @@ use std::{
 use core_types::Seed;
 
 use crate::{
+    axes::ALL,
     error::Result,
-    mesh::{DeviceMesh, axes::ALL, workers::Workers},
+    mesh::{DeviceMesh, workers::Workers},
     pmap::{
         call::{Call, Part},
         sharded::Sharded,
@@ -390,7 +391,7 @@ where
         site: &'static Location<'static>,
     ) -> Result<Sharded<O>> {
         self.mesh.refuse_other_thread()?;
-        self.mesh.settle()?;
+        self.mesh.synchronize_all()?;
         let engines = self.mesh.backend().begin();
         let parts = shards.into_iter().zip(engines).zip(self.mesh.devices());
         let call = Arc::new(Call {

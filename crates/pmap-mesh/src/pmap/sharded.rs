@@ -5,16 +5,13 @@ use std::sync::Arc;
 use candle_core::Tensor;
 
 use crate::{
-    error::{Error, Result, ValueError},
-    mesh::{
-        DeviceMesh,
-        place::{place, settle},
-    },
+    device::to_device::{place, synchronize_all},
+    error::{Error, Result, ValueError, fault::Side},
+    mesh::DeviceMesh,
     pmap::exchange::{Exchange, check_counts},
     spec::{
         Faults, Resolved, Specs,
         cut::{Cut, Uneven},
-        fault::Side,
         join::{Comparison, Join},
         tree::{self, TensorTree},
     },
@@ -126,7 +123,7 @@ impl<T: TensorTree> Sharded<T> {
         let joined: Result<Vec<Tensor>> = specs
             .iter()
             .enumerate()
-            .map(|(index, spec)| join.join(index, nths(&of_slots, index), spec))
+            .map(|(index, spec)| join.join(index, tensors_at(&of_slots, index), spec))
             .collect();
         Ok(tree::with_leaves(&self.shards[0], &joined?))
     }
@@ -140,7 +137,7 @@ impl<T: TensorTree> Sharded<T> {
             return Err(ValueError::OutputCount { slot: 0, tensors: specs.len(), expected }.into());
         }
         for (index, (spec, kept)) in specs.iter().zip(&kept).enumerate() {
-            join.join_into(index, nths(&of_slots, index), spec, kept)?;
+            join.join_into(index, tensors_at(&of_slots, index), spec, kept)?;
         }
         Ok(())
     }
@@ -186,7 +183,7 @@ struct Outputs<'a> {
 }
 
 /// The tensor number `index` of each list.
-fn nths(lists: &[Vec<Tensor>], index: usize) -> Vec<Tensor> {
+fn tensors_at(lists: &[Vec<Tensor>], index: usize) -> Vec<Tensor> {
     lists.iter().map(|list| list[index].clone()).collect()
 }
 
@@ -207,7 +204,7 @@ pub(crate) fn shard<I: TensorTree>(
     faults.check()?;
     for (index, input) in inputs.iter().enumerate() {
         // Until an argument is written: another thread's stream would not know of it.
-        settle(input.device()).map_err(Error::shard(index))?;
+        synchronize_all(input.device()).map_err(Error::shard(index))?;
     }
     let of_slot = |slot| {
         tree::try_map_indexed(arguments, |index, input| {

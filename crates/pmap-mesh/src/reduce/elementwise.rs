@@ -3,7 +3,7 @@
 
 use candle_core::{DType, Result, Tensor, bail};
 
-use crate::{mesh::place::copied, reduce::Reduction};
+use crate::{device::to_device::copied, reduce::Reduction};
 
 /// The reduction of tensors of one shape, by candle's elementwise operations.
 ///

@@ -1,4 +1,4 @@
-//! Work that the members of a group do together: who waits for a result takes the next piece of it.
+//! Shared work: ranks that wait for a result compute its next chunk.
 //!
 //! Each member begins with a share of its own, so that it works on what its caches may still hold,
 //! and then helps the others with theirs. A member that comes late finds its share done, and
@@ -52,7 +52,7 @@ impl Output {
 }
 
 /// Several results that are made together.
-pub(crate) struct JointWork {
+pub(crate) struct SharedWork {
     outputs: Vec<Output>,
     /// For each output the number of its first piece, counted over all outputs.
     first_pieces: Vec<usize>,
@@ -73,7 +73,7 @@ struct Share {
     end: usize,
 }
 
-impl JointWork {
+impl SharedWork {
     /// The work of so many members.
     pub(crate) fn new(outputs: Vec<Output>, members: usize) -> Self {
         let mut n_pieces = 0;
@@ -107,7 +107,7 @@ impl JointWork {
         for share in from.iter().chain(before) {
             while let Some(piece) = share.take().filter(|_| !self.is_finished()) {
                 // A panic must not leave the others waiting for the piece.
-                let guard = SpoilOnPanic(self);
+                let guard = PoisonOnPanic(self);
                 has_finished |= self.make(piece);
                 std::mem::forget(guard);
             }
@@ -156,9 +156,9 @@ impl Share {
 }
 
 /// Finishes the work for all with an error, unless it is forgotten.
-struct SpoilOnPanic<'a>(&'a JointWork);
+struct PoisonOnPanic<'a>(&'a SharedWork);
 
-impl Drop for SpoilOnPanic<'_> {
+impl Drop for PoisonOnPanic<'_> {
     fn drop(&mut self) {
         // Another failure may have been the first.
         drop(
@@ -167,9 +167,9 @@ impl Drop for SpoilOnPanic<'_> {
     }
 }
 
-impl fmt::Debug for JointWork {
+impl fmt::Debug for SharedWork {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("JointWork")
+        f.debug_struct("SharedWork")
             .field("n_outputs", &self.outputs.len())
             .field("outcome", &self.outcome)
             .finish_non_exhaustive()
@@ -209,7 +209,7 @@ mod tests {
                 .map(|pieces| Arc::new((0..pieces).map(|_| AtomicUsize::new(0)).collect()))
                 .to_vec();
             let outputs = counts.iter().enumerate().map(|(n, counts)| counting(counts, n + 1));
-            let work = JointWork::new(outputs.collect(), helpers);
+            let work = SharedWork::new(outputs.collect(), helpers);
             let finishers: Vec<bool> = thread::scope(|scope| {
                 let work = &work;
                 let helpers: Vec<_> =
@@ -227,16 +227,16 @@ mod tests {
 
     #[test]
     fn nothing_to_do_is_finished_at_once() {
-        assert!(JointWork::new(Vec::new(), 2).is_finished());
+        assert!(SharedWork::new(Vec::new(), 2).is_finished());
     }
 
     #[test]
     fn a_piece_that_fails_or_panics_finishes_the_work_for_all() {
-        let fails = JointWork::new(vec![Output::new(2, |_| bail!("no memory"))], 2);
+        let fails = SharedWork::new(vec![Output::new(2, |_| bail!("no memory"))], 2);
         assert!(fails.help(1) && fails.is_finished() && !fails.help(0));
         assert!(fails.result(0).unwrap_err().to_string().starts_with("no memory"));
 
-        let panics = JointWork::new(vec![Output::new(2, |_| panic!("broken"))], 2);
+        let panics = SharedWork::new(vec![Output::new(2, |_| panic!("broken"))], 2);
         assert!(catch_unwind(AssertUnwindSafe(|| panics.help(0))).is_err());
         assert!(panics.is_finished() && panics.result(0).is_err());
     }

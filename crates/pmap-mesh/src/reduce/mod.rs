@@ -50,10 +50,15 @@ macro_rules! dispatch {
 
 use dispatch;
 
-/// Whether tensors of this type can be reduced.
-pub(crate) fn has_kernel(dtype: DType) -> bool {
+/// The types with a kernel.
+const REDUCIBLE: [DType; 9] = {
     use DType::{BF16, F16, F32, F64, I16, I32, I64, U8, U32};
-    matches!(dtype, F32 | F64 | BF16 | F16 | U8 | U32 | I16 | I32 | I64)
+    [F32, F64, BF16, F16, U8, U32, I16, I32, I64]
+};
+
+/// Returns true if tensors of this type can be reduced.
+pub(crate) fn has_kernel(dtype: DType) -> bool {
+    REDUCIBLE.contains(&dtype)
 }
 
 /// The reduction of contiguous tensors on the processor, all by this thread.

@@ -155,27 +155,15 @@ fn pieces(range: Range<usize>, step: usize) -> impl Iterator<Item = Range<usize>
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::reduce::{joint::JointWork, same, whole};
+    use crate::reduce::{REDUCIBLE, joint::SharedWork, same, whole};
 
     fn values(n: usize, items: usize, dtype: DType) -> Tensor {
         let value = |i: usize| ((i * 7919 + n * 104_729) % 251) as f32 * 0.5;
         Tensor::from_iter((0..items).map(value), &Device::Cpu).unwrap().to_dtype(dtype).unwrap()
     }
 
-    const TYPES: [DType; 9] = [
-        DType::F32,
-        DType::F64,
-        DType::BF16,
-        DType::F16,
-        DType::U8,
-        DType::U32,
-        DType::I16,
-        DType::I32,
-        DType::I64,
-    ];
-
     fn made(output: Output) -> Tensor {
-        let work = JointWork::new(vec![output], 3);
+        let work = SharedWork::new(vec![output], 3);
         assert!(work.help(1));
         work.result(0).unwrap()
     }
@@ -192,7 +180,7 @@ mod tests {
 
     #[test]
     fn a_run_of_sums_is_that_run_of_the_whole_sum() {
-        for dtype in TYPES {
+        for dtype in REDUCIBLE {
             for (items, run) in
                 [(0, 0..0), (5, 2..4), (70_001, 1..70_001), (70_001, 69_000..69_000)]
             {
@@ -208,7 +196,7 @@ mod tests {
 
     #[test]
     fn parts_of_every_type_are_put_together_in_their_order() {
-        for dtype in TYPES {
+        for dtype in REDUCIBLE {
             let parts = [70_000, 0, 1, 20_000].map(|items| values(items, items, dtype)).to_vec();
             let expected = Tensor::cat(&parts, 0)
                 .unwrap()

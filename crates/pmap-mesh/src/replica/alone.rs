@@ -3,11 +3,11 @@
 use candle_core::{DType, Result, Shape, Tensor, bail};
 
 use crate::{
+    device::to_device::{copied, filled, in_one_piece, moved},
     engine::{
         Wanted, Work,
         layout::{Owned, Run},
     },
-    mesh::place::{copied, filled, in_one_piece, moved},
 };
 
 /// What an engine would return: copies, since results must not change when an argument is set.

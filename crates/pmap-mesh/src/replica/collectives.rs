@@ -6,13 +6,13 @@ use std::sync::Arc;
 use candle_core::{Device, Result, Tensor, bail};
 
 use crate::{
+    device::to_device::{copied, in_one_piece, n_bytes},
     engine::{
-        Engine, Finished, Gathered, Message, Site, Underway, Wanted, Work,
+        Engine, Finished, Gathered, Message, PendingCollective, Site, Wanted, Work,
         layout::{Run, RunLayout},
         traffic::Kind,
     },
     error::{self, CollectiveError, Error},
-    mesh::place::{copied, in_one_piece, n_bytes},
     reduce::Reduction,
     replica::{alone, pending::Outstanding},
 };
@@ -49,7 +49,7 @@ impl Collectives {
     }
 
     /// Starts the sum of one tensor.
-    pub(crate) fn start_sum(&self, site: &Site, x: &Tensor) -> Result<Box<dyn Underway>> {
+    pub(crate) fn start_sum(&self, site: &Site, x: &Tensor) -> Result<Box<dyn PendingCollective>> {
         self.count(site, Kind::AllReduce, n_bytes(x));
         self.start(site, sums(vec![x.detach()], Wanted::Everything))
     }
@@ -147,7 +147,7 @@ impl Collectives {
         own: Vec<Tensor>,
         layout: &RunLayout,
         device: &Device,
-    ) -> Result<Box<dyn Underway>> {
+    ) -> Result<Box<dyn PendingCollective>> {
         self.start(site, self.gathering(site, own, layout, device))
     }
 
@@ -179,7 +179,7 @@ impl Collectives {
         site: &Site,
         list: Vec<Tensor>,
         layout: &RunLayout,
-    ) -> Result<Box<dyn Underway>> {
+    ) -> Result<Box<dyn PendingCollective>> {
         self.start(site, self.run_sums(site, list, layout))
     }
 
@@ -192,8 +192,8 @@ impl Collectives {
         if site.size() == 1 { alone::run(work) } else { self.engine.run(site, work) }
     }
 
-    fn start(&self, site: &Site, work: Work) -> Result<Box<dyn Underway>> {
-        let underway: Box<dyn Underway> = if site.size() == 1 {
+    fn start(&self, site: &Site, work: Work) -> Result<Box<dyn PendingCollective>> {
+        let underway: Box<dyn PendingCollective> = if site.size() == 1 {
             Box::new(Finished(alone::run(work)?))
         } else {
             self.engine.start(site, work)?
@@ -257,7 +257,7 @@ impl Collectives {
         match (outcome, self.outstanding.first()) {
             (Ok(()), None) => self.engine.finish(),
             (Ok(()), Some(call)) => {
-                self.engine.fail(CollectiveError::NotWaited { slot, call }.into());
+                self.engine.fail(CollectiveError::NeverAwaited { slot, call }.into());
             }
             (Err(error), _) => self.engine.fail(error),
         }

@@ -13,11 +13,9 @@ use candle_core::{Device, Result, Tensor, bail};
 use core_types::Seed;
 
 use crate::{
+    axes::{AxisSet, MeshAxes},
     engine::Site,
-    mesh::{
-        axes::{AxisSet, MeshAxes},
-        topology::Topology,
-    },
+    grid::Topology,
     reduce::Reduction,
     replica::{
         collectives::{Collectives, even_parts},
@@ -108,11 +106,6 @@ impl Replica {
         self.0.slot
     }
 
-    /// Its place among the replicas of its process, from 0.
-    pub fn local_index(&self) -> usize {
-        self.0.local_index
-    }
-
     /// The number of replicas.
     pub fn count(&self) -> usize {
         self.0.topology.slots()
@@ -121,11 +114,6 @@ impl Replica {
     /// The device it runs on, where its inputs lie.
     pub fn device(&self) -> &Device {
         &self.0.device
-    }
-
-    /// Its coordinate along each axis of the mesh.
-    pub fn coordinates(&self) -> Vec<usize> {
-        self.0.topology.coordinates(self.0.slot)
     }
 
     /// Its rank along `axes`, from 0: its place in the group of those that differ from it along
@@ -219,39 +207,6 @@ impl Replica {
     #[track_caller]
     pub fn psum<T: TensorTree>(&self, x: &T, axes: impl Into<MeshAxes>) -> Result<T> {
         self.reduced("psum", x, axes.into(), Reduction::Sum, |_| Transpose::Identity)
-    }
-
-    /// Starts [`psum`](Self::psum): hands in `x` and does not wait for the others.
-    ///
-    /// # Errors
-    ///
-    /// As [`psum`](Self::psum), as far as it can be known before the others come.
-    ///
-    /// # Examples
-    ///
-    /// ```
-    /// use candle_core::{Device, Tensor};
-    /// use pmap_mesh::{ALL, DeviceMesh, P};
-    ///
-    /// let mesh = DeviceMesh::cpu(2)?;
-    /// let sums = mesh.pmap(|ctx, x: Tensor| {
-    ///     let sum = ctx.start_psum(&x, ALL)?;
-    ///     let squares = ctx.start_psum(&x.sqr()?, ALL)?; // while the others come to the first
-    ///     squares.wait()? - sum.wait()?
-    /// });
-    /// let x = Tensor::new(&[1_f32, 2., 3., 4.], &Device::Cpu)?;
-    /// assert_eq!(sums.out_axes(P::replicate()).call(x)?.to_vec1::<f32>()?, [6., 14.]);
-    /// # Ok::<(), Box<dyn std::error::Error>>(())
-    /// ```
-    #[track_caller]
-    pub fn start_psum(&self, x: &Tensor, axes: impl Into<MeshAxes>) -> Result<Pending<Tensor>> {
-        let site = self.site("start_psum", Some(x), axes.into())?;
-        let underway = self.0.collectives.start_sum(&site, x)?;
-        let x = x.clone();
-        let finish = move |mut sums: Vec<Tensor>| {
-            transpose::linked(&x, sums.swap_remove(0), || Transpose::Identity)
-        };
-        Ok(Pending::new(underway, finish))
     }
 
     /// The mean of `x` over the replicas along `axes`, the same on all of them; of a tree that of each
@@ -457,6 +412,75 @@ impl Replica {
         self.0.collectives.barrier(&site)
     }
 
+    #[track_caller]
+    fn sum_list(
+        &self,
+        detail: String,
+        list: Vec<Tensor>,
+        wanted: &[usize],
+        axes: MeshAxes,
+    ) -> Result<Vec<Tensor>> {
+        let site = self.site("psum_list", None, axes)?.with_detail(detail);
+        self.0.collectives.sum_list(&site, list, wanted)
+    }
+
+    /// Says how the function has ended here.
+    pub(crate) fn end(&self, outcome: crate::error::Result<()>) {
+        self.0.collectives.end(self.0.slot, outcome);
+    }
+
+    #[track_caller]
+    fn site(&self, op: &'static str, x: Option<&Tensor>, axes: MeshAxes) -> Result<Site> {
+        let site = Site::along(axes, &self.0.topology, self.0.slot, op, x);
+        site.map_err(|error| self.0.collectives.refuse(error.into()))
+    }
+
+    fn set(&self, axes: &MeshAxes) -> Result<AxisSet> {
+        let set = self.0.topology.set(axes);
+        set.map_err(|error| self.0.collectives.refuse(error.into()))
+    }
+}
+
+#[doc(hidden)]
+impl Replica {
+    /// Returns its place among the replicas of its process, from 0.
+    pub fn local_index(&self) -> usize {
+        self.0.local_index
+    }
+
+    /// Starts [`psum`](Self::psum): hands in `x` and does not wait for the others.
+    ///
+    /// # Errors
+    ///
+    /// As [`psum`](Self::psum), as far as it can be known before the others come.
+    ///
+    /// # Examples
+    ///
+    /// ```
+    /// use candle_core::{Device, Tensor};
+    /// use pmap_mesh::{ALL, DeviceMesh, P};
+    ///
+    /// let mesh = DeviceMesh::cpu(2)?;
+    /// let sums = mesh.pmap(|ctx, x: Tensor| {
+    ///     let sum = ctx.start_psum(&x, ALL)?;
+    ///     let squares = ctx.start_psum(&x.sqr()?, ALL)?; // while the others come to the first
+    ///     squares.wait()? - sum.wait()?
+    /// });
+    /// let x = Tensor::new(&[1_f32, 2., 3., 4.], &Device::Cpu)?;
+    /// assert_eq!(sums.out_axes(P::replicate()).call(x)?.to_vec1::<f32>()?, [6., 14.]);
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
+    #[track_caller]
+    pub fn start_psum(&self, x: &Tensor, axes: impl Into<MeshAxes>) -> Result<Pending<Tensor>> {
+        let site = self.site("start_psum", Some(x), axes.into())?;
+        let underway = self.0.collectives.start_sum(&site, x)?;
+        let x = x.clone();
+        let finish = move |mut sums: Vec<Tensor>| {
+            transpose::linked(&x, sums.swap_remove(0), || Transpose::Identity)
+        };
+        Ok(Pending::new(underway, finish))
+    }
+
     /// Returns sums over the replicas along `axes`, in one collective for a whole list: of
     /// `list[n]` for each n of `wanted`, in this order.
     ///
@@ -491,34 +515,6 @@ impl Replica {
         axes: impl Into<MeshAxes>,
     ) -> Result<Vec<Tensor>> {
         self.sum_list(format!(" of {} tensors of {name}", list.len()), list, wanted, axes.into())
-    }
-
-    #[track_caller]
-    fn sum_list(
-        &self,
-        detail: String,
-        list: Vec<Tensor>,
-        wanted: &[usize],
-        axes: MeshAxes,
-    ) -> Result<Vec<Tensor>> {
-        let site = self.site("psum_list", None, axes)?.with_detail(detail);
-        self.0.collectives.sum_list(&site, list, wanted)
-    }
-
-    /// Says how the function has ended here.
-    pub(crate) fn end(&self, outcome: crate::error::Result<()>) {
-        self.0.collectives.end(self.0.slot, outcome);
-    }
-
-    #[track_caller]
-    fn site(&self, op: &'static str, x: Option<&Tensor>, axes: MeshAxes) -> Result<Site> {
-        let site = Site::along(axes, &self.0.topology, self.0.slot, op, x);
-        site.map_err(|error| self.0.collectives.refuse(error.into()))
-    }
-
-    fn set(&self, axes: &MeshAxes) -> Result<AxisSet> {
-        let set = self.0.topology.set(axes);
-        set.map_err(|error| self.0.collectives.refuse(error.into()))
     }
 }
 

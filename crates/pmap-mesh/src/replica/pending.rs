@@ -8,10 +8,7 @@ use std::{
 
 use candle_core::{Result, Tensor};
 
-use crate::{
-    engine::{Underway, call::CollectiveCall},
-    sync::lock,
-};
+use crate::{engine::PendingCollective, error::call::CollectiveCall, sync::lock};
 
 /// A collective that was started: its result is to be waited for.
 ///
@@ -26,16 +23,16 @@ use crate::{
 ///
 /// A collective under way shares the fate of its call: a replica that fails or returns early ends
 /// this wait too. One that is dropped without having been waited for is an error when the function
-/// returns, [`CollectiveError::NotWaited`](crate::CollectiveError::NotWaited).
+/// returns, [`CollectiveError::NeverAwaited`](crate::CollectiveError::NeverAwaited).
 #[must_use = "a collective that was started must be waited for, or its call fails"]
 pub struct Pending<T> {
-    underway: Box<dyn Underway>,
+    underway: Box<dyn PendingCollective>,
     finish: Box<dyn FnOnce(Vec<Tensor>) -> Result<T> + Send>,
 }
 
 impl<T> Pending<T> {
     pub(crate) fn new(
-        underway: Box<dyn Underway>,
+        underway: Box<dyn PendingCollective>,
         finish: impl FnOnce(Vec<Tensor>) -> Result<T> + Send + 'static,
     ) -> Self {
         Self { underway, finish: Box::new(finish) }
@@ -80,8 +77,8 @@ impl Outstanding {
     pub(crate) fn note(
         self: &Arc<Self>,
         call: &Arc<CollectiveCall>,
-        underway: Box<dyn Underway>,
-    ) -> Box<dyn Underway> {
+        underway: Box<dyn PendingCollective>,
+    ) -> Box<dyn PendingCollective> {
         let mut calls = lock(&self.0);
         let number = calls.n_started;
         calls.n_started += 1;
@@ -93,12 +90,12 @@ impl Outstanding {
 /// A collective that is noted until it is waited for.
 #[derive(Debug)]
 struct Noted {
-    underway: Box<dyn Underway>,
+    underway: Box<dyn PendingCollective>,
     outstanding: Arc<Outstanding>,
     number: u64,
 }
 
-impl Underway for Noted {
+impl PendingCollective for Noted {
     fn wait(self: Box<Self>) -> Result<Vec<Tensor>> {
         lock(&self.outstanding.0).by_number.remove(&self.number);
         self.underway.wait()

@@ -3,11 +3,12 @@
 use candle_core::{Result, Tensor, Var, bail};
 
 use crate::{
+    axes::MeshAxes,
     engine::{Site, layout::RunLayout},
-    mesh::axes::MeshAxes,
     replica::{Replica, pending::Pending},
 };
 
+#[doc(hidden)]
 impl Replica {
     /// The tensors of a layout, put together of the runs that each replica along `axes` owns: many
     /// parameters in one collective, each a tensor of its own.
@@ -26,7 +27,7 @@ impl Replica {
     ///
     /// ```
     /// use candle_core::{DType, Device, Tensor};
-    /// use pmap_mesh::{ALL, DeviceMesh, Run, RunLayout};
+    /// use pmap_mesh::{ALL, DeviceMesh, support::{Run, RunLayout}};
     ///
     /// let layout = RunLayout::new(
     ///     "layer",

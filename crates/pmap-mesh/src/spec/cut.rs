@@ -5,15 +5,11 @@ use std::{ops::Range, sync::Arc};
 use candle_core::Tensor;
 
 use crate::{
-    mesh::{
-        axes::AxisSet,
-        topology::{Groups, Topology},
-    },
+    axes::AxisSet,
+    error::fault::{Side, SpecFault},
+    grid::{Groups, Topology},
     reduce::parts::balanced,
-    spec::{
-        self, Faults, Resolved, Treatment,
-        fault::{Side, SpecFault},
-    },
+    spec::{self, Faults, Resolved, Treatment},
 };
 
 /// What happens to a dimension whose size the devices do not divide.

@@ -4,18 +4,15 @@ use candle_core::{Device, Tensor, bail};
 use core_types::Fingerprint;
 
 use crate::{
-    error::{Error, Result, ValueError},
-    mesh::{
-        axes::{ALL, AxisSet},
-        place::{copied, in_one_piece, moved, on_host},
-        topology::{Groups, Topology},
-    },
-    reduce::{self, Reduction},
-    spec::{
-        self, Resolved, Treatment,
-        cut::Cut,
+    axes::{ALL, AxisSet},
+    device::to_device::{copied, in_one_piece, moved, on_host},
+    error::{
+        Error, Result, ValueError,
         fault::{Side, SpecFault},
     },
+    grid::{Groups, Topology},
+    reduce::{self, Reduction},
+    spec::{self, Resolved, Treatment, cut::Cut},
 };
 
 /// Where the results of a call come from and go to.
@@ -235,12 +232,12 @@ pub(crate) fn same(left: &Tensor, right: &Tensor) -> candle_core::Result<bool> {
 /// A number that differs if two tensors are not the [`same`], but for one pair in 2^64.
 pub(crate) fn fingerprint(x: &Tensor) -> candle_core::Result<u64> {
     let mut fingerprint = Fingerprint::new();
-    fingerprint.bytes(x.dtype().as_str().as_bytes()).word(x.rank() as u64);
+    fingerprint.write_bytes(x.dtype().as_str().as_bytes()).write_u64(x.rank() as u64);
     fingerprint.extend(x.dims().iter().map(|&size| size as u64));
     if reduce::has_kernel(x.dtype()) {
         reduce::fingerprint(&on_host(x)?, &mut fingerprint)?;
     } else {
-        fingerprint.bytes(&bytes(x)?);
+        fingerprint.write_bytes(&bytes(x)?);
     }
     Ok(fingerprint.finish())
 }
@@ -284,10 +281,14 @@ mod tests {
             let x = zeros(len, dtype);
             assert!(same(&x, &x).unwrap() && same(&x, &zeros(len, dtype)).unwrap());
             assert_eq!(print(&x), print(&zeros(len, dtype)));
-            let last = Tensor::ones(1, DType::F32, &Device::Cpu).unwrap().to_dtype(dtype).unwrap();
-            let other = Tensor::cat(&[&zeros(len - 1, dtype), &last], 0).unwrap();
-            assert!(!same(&x, &other).unwrap() && !same(&other, &x).unwrap(), "{dtype:?} {len}");
-            assert_ne!(print(&x), print(&other), "{dtype:?} {len}");
+            let one = Tensor::ones(1, DType::F32, &Device::Cpu).unwrap().to_dtype(dtype).unwrap();
+            // The first of the items that make one word of a fingerprint, and the last of all.
+            for place in [0, len - 1] {
+                let (before, after) = (zeros(place, dtype), zeros(len - 1 - place, dtype));
+                let other = Tensor::cat(&[&before, &one, &after], 0).unwrap();
+                assert!(!same(&x, &other).unwrap() && !same(&other, &x).unwrap(), "{dtype:?}");
+                assert_ne!(print(&x), print(&other), "{dtype:?} {len} {place}");
+            }
         }
         let column = zeros(2, DType::F32);
         for other in [zeros(2, DType::U32), column.reshape((1, 2)).unwrap()] {

@@ -1,7 +1,6 @@
 //! How tensors lie on a mesh: what is cut, what is whole, and what is put together again.
 
 pub(crate) mod cut;
-pub(crate) mod fault;
 pub(crate) mod join;
 pub(crate) mod tree;
 
@@ -10,15 +9,13 @@ use std::iter;
 use candle_core::Tensor;
 
 use crate::{
-    error::{Error, Result},
-    mesh::{
-        axes::{ALL, AxisSet, MeshAxes},
-        topology::Topology,
-    },
-    spec::{
+    axes::{ALL, AxisSet, MeshAxes},
+    error::{
+        Error, Result,
         fault::{Side, SpecFault},
-        tree::TensorTree,
     },
+    grid::Topology,
+    spec::tree::TensorTree,
 };
 
 /// How one tensor lies on the axes of a mesh; JAX's `PartitionSpec`, and what `out_axes` adds to
@@ -177,8 +174,8 @@ enum Kind {
 }
 
 impl Specs {
-    /// One [`P`] for the first tensor of all, another for the others.
-    pub fn first_and_rest(first: P, rest: P) -> Self {
+    /// Returns specs of one [`P`] for the first tensor of all, and another for the others.
+    pub(crate) fn first_and_rest(first: P, rest: P) -> Self {
         Self(Kind::FirstAndRest(first, rest))
     }
 

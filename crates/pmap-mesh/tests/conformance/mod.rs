@@ -9,8 +9,8 @@ use std::{process::Command, slice, thread, time::Duration};
 use candle_core::{DType, Device, Result, Tensor, Var};
 use core_types::Seed;
 use pmap_mesh::{
-    ALL, DeviceMesh, Error, MeshAxes, P, Replica, Run, RunLayout, Specs, TensorTree, Uneven,
-    ValueError,
+    ALL, DeviceMesh, Error, MeshAxes, P, Replica, Specs, TensorTree, Uneven, ValueError,
+    support::{Run, RunLayout},
 };
 use process_tests::{Engine, assert_same, leaves, lists, mesh, nothing, threads};
 
@@ -82,7 +82,6 @@ pub(crate) fn run(engine: &impl Engine, case: &str, ranks: usize) {
             });
             drop(run.in_axes(None).call(nothing()));
         }
-        "repeated layout" => repeated_layout(engine, ranks),
         "started others" => {
             let run = mesh(engine, &[], Some(LATE)).pmap(|ctx, _: Tensor| {
                 let x = Tensor::ones(3 + ctx.slot(), DType::F32, ctx.device())?;
@@ -323,39 +322,6 @@ fn runs_of_any_number(engine: &impl Engine) {
         Ok(())
     });
     run.in_axes(None).call(nothing()).unwrap();
-}
-
-/// Groups of two ranks with a layout each: a gathering takes what the first of them has, and leaves
-/// nothing behind for the next collective.
-fn repeated_layout(engine: &impl Engine, ranks: usize) {
-    const ROWS: usize = 300;
-    let run = |tensor, items| Run { tensor, items };
-    let runs = [vec![run(1, 0..5), run(0, 0..ROWS * 30)], vec![run(0, ROWS * 30..ROWS * 70)]];
-    let tensors = [(vec![ROWS, 70], DType::F32), (vec![5], DType::U32)];
-    let layout = RunLayout::new("pair", tensors.clone(), runs).unwrap().repeated(ranks / 2);
-    let gathers = move |ctx: &Replica| -> Result<()> {
-        let of_group = |group: usize| -> Result<Vec<Tensor>> {
-            let full = |(shape, dtype): &(Vec<usize>, DType)| {
-                Tensor::full(group as u32 + 1, &shape[..], ctx.device())?.to_dtype(*dtype)
-            };
-            tensors.iter().map(full).collect()
-        };
-        let own = lists::own(&layout, ctx.slot(), &of_group(ctx.slot() / 2)?)?;
-        let started = ctx.start_gather_runs(own.clone(), &layout, ALL)?;
-        let direct = ctx.gather_runs(own, &layout, ALL)?;
-        for gathered in [direct, started.wait()?] {
-            let gathered: Vec<Tensor> = gathered.iter().map(Var::as_detached_tensor).collect();
-            assert_same(&gathered, &of_group(0)?);
-        }
-        let sum = ctx.psum(&Tensor::ones(70_000, DType::F32, ctx.device())?, ALL)?;
-        assert_eq!(sum.to_vec1::<f32>()?, vec![ctx.count() as f32; 70_000]);
-        Ok(())
-    };
-    for mesh in [mesh(engine, &[], None), threads(&[("a", ranks)], &engine.device())] {
-        let gathers = gathers.clone();
-        let run = mesh.pmap(move |ctx, _: Tensor| gathers(ctx));
-        run.in_axes(None).call(nothing()).unwrap();
-    }
 }
 
 fn underway(engine: &impl Engine, axes: &[(&'static str, usize)]) {

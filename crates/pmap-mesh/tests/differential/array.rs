@@ -4,7 +4,7 @@ use std::fmt;
 
 use candle_core::{DType, Device, Tensor};
 
-use crate::bits::{self, Fold};
+use crate::differential::bits::{self, Fold};
 
 /// How many items of an array are printed.
 const PRINTED: usize = 12;

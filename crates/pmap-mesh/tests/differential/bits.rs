@@ -4,7 +4,7 @@
 use candle_core::DType;
 use half::{bf16, f16};
 
-use crate::random::Random;
+use crate::differential::random::Random;
 
 /// The types that can be reduced.
 pub(crate) const REDUCIBLE: [DType; 9] = [

@@ -1,5 +1,7 @@
 //! Case after case, each from a seed of its own, with a limit of time for each.
 
+#![allow(clippy::print_stderr, reason = "the case of a panic is told before it goes on")]
+
 use std::{
     env,
     fmt::Display,
@@ -13,7 +15,7 @@ use std::{
     time::Duration,
 };
 
-use crate::random::Random;
+use crate::differential::random::Random;
 
 /// How long a case may take before it counts as one that never ends. It takes milliseconds; the
 /// rest is for machines with much else to do.

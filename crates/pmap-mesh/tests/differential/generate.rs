@@ -6,7 +6,7 @@ use std::mem;
 use candle_core::DType;
 use pmap_mesh::Uneven;
 
-use crate::{
+use crate::differential::{
     bits::REDUCIBLE,
     grid::{Axes, Grid},
     layout::Layout,

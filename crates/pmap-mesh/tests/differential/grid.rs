@@ -2,7 +2,7 @@
 
 use pmap_mesh::{ALL, DeviceMesh, DeviceMeshBuilder, MeshAxes};
 
-use crate::random::Random;
+use crate::differential::random::Random;
 
 const NAMES: [&str; 3] = ["a", "b", "c"];
 /// What an axis that the mesh does not have is called.

@@ -2,7 +2,7 @@
 
 use candle_core::{Result, Tensor};
 
-use crate::array::Array;
+use crate::differential::array::Array;
 
 /// Each falls back on `Plain` for an array that cannot lie so.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]

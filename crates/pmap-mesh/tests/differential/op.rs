@@ -3,7 +3,7 @@
 use candle_core::{Result, Tensor};
 use pmap_mesh::{MeshAxes, Replica};
 
-use crate::random::Random;
+use crate::differential::random::Random;
 
 /// A collective of one tensor.
 #[derive(Clone, Debug, PartialEq, Eq)]

@@ -6,7 +6,7 @@ use std::fmt;
 use candle_core::DType;
 use pmap_mesh::Uneven;
 
-use crate::{
+use crate::differential::{
     array::Array,
     bits,
     grid::{Axes, Grid},

@@ -2,7 +2,7 @@
 
 use pmap_mesh::{P, SpecFault};
 
-use crate::{
+use crate::differential::{
     grid::{Axes, Grid},
     random::Random,
 };

@@ -5,7 +5,7 @@ use std::{collections::BTreeMap, mem, sync::Arc};
 use candle_core::{Result, Tensor};
 use pmap_mesh::{ALL, DeviceMesh, Error, Replica, Sharded, ValueError};
 
-use crate::{
+use crate::differential::{
     array::Array,
     grid::Grid,
     program::{Numbers, Program, Route, Step},
@@ -110,8 +110,9 @@ fn in_axes(program: &Program) -> Vec<pmap_mesh::P> {
 }
 
 fn arguments(program: &Program) -> Vec<Tensor> {
-    let tensor =
-        |argument: &crate::program::Argument| argument.layout.tensor(&argument.numbers.array());
+    let tensor = |argument: &crate::differential::program::Argument| {
+        argument.layout.tensor(&argument.numbers.array())
+    };
     program.arguments.iter().map(tensor).collect()
 }
 

@@ -3,9 +3,12 @@
 use std::ops::Range;
 
 use candle_core::{Result, Shape, Tensor, Var};
-use pmap_mesh::{Replica, Run, RunLayout};
+use pmap_mesh::{
+    Replica,
+    support::{Run, RunLayout},
+};
 
-use crate::{
+use crate::differential::{
     array::Array,
     bits::Fold,
     grid::{Axes, Grid},

@@ -1,13 +1,14 @@
-//! Circles in a graph of files.
+//! Circles in a graph of files or folders.
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
-/// What each file imports from which other file.
+/// The first import from each file to each other file, or from folder to folder.
 pub(super) type Graph = BTreeMap<String, BTreeMap<String, Import>>;
 
-/// Where a file imports something.
+/// An import, and its place.
 #[derive(Clone)]
 pub(super) struct Import {
+    pub(super) file: String,
     pub(super) line: usize,
     pub(super) path: String,
 }

@@ -1,43 +1,64 @@
-//! The rule that the files of a crate import in one direction: a reader who follows imports comes
-//! to an end.
+//! The rules that the files and folders of a crate import in one direction: a reader who follows
+//! imports comes to an end.
 //!
-//! What counts is the file where a name is defined, whatever it is imported through: an import from
-//! the root of the crate hides who stands on whom. A module and those below it may know each other,
-//! since they are one subject.
+//! An import counts for the file that defines the name, whatever it is imported through: an import
+//! from the root of the crate hides the dependency. A module and the modules below it may import each
+//! other, since they are one subject.
 
 mod circle;
 mod modules;
 mod resolve;
 
-use std::collections::BTreeMap;
-
+pub(super) use crate::tidy::imports::{
+    modules::{Meaning, Method, Tree},
+    resolve::Target,
+};
 use crate::tidy::{
     Violation,
-    imports::{
-        circle::{Circle, Graph, Import},
-        modules::Tree,
-    },
+    imports::circle::{Circle, Graph, Import},
 };
 
-/// The circles among the files of the crate whose root file is at `root`; `read` returns the text
-/// of a file.
-pub(super) fn check(root: &str, read: &dyn Fn(&str) -> Option<String>) -> Vec<Violation> {
-    match Tree::read(root, read) {
-        Ok(tree) => circle::all(&graph(&tree)).iter().map(violation).collect(),
-        Err(unread) => vec![unread],
-    }
+/// Returns the circles among the files of a crate.
+pub(super) fn circles_of_files(tree: &Tree) -> Vec<Violation> {
+    let graph = graph(tree, |from, to| Some((from.to_owned(), to.to_owned())));
+    circle::all(&graph).iter().map(|circle| violation("imports", circle)).collect()
 }
 
-/// Which file imports from which others, and where it first does.
-fn graph(tree: &Tree) -> Graph {
+/// Returns the circles among the files and folders that lie in one folder of a crate.
+pub(super) fn circles_of_folders(tree: &Tree) -> Vec<Violation> {
+    circle::all(&graph(tree, rooms)).iter().map(|circle| violation("folders", circle)).collect()
+}
+
+/// Returns the folders or files that two files belong to in the deepest folder that has both, or
+/// `None` if one is the module of that folder.
+fn rooms(from: &str, to: &str) -> Option<(String, String)> {
+    let (from, to) = (places(from), places(to));
+    let shared = from.iter().zip(&to).take_while(|(one, other)| one == other).count();
+    let room = |places: &[String]| places.get(..=shared).map(|room| room.join("/"));
+    Some((room(&from)?, room(&to)?))
+}
+
+/// Returns the folders of a file, then its name unless it is the module of its folder.
+fn places(file: &str) -> Vec<String> {
+    let module = ["/mod.rs", "/lib.rs", "/main.rs"].iter().find_map(|end| file.strip_suffix(end));
+    let path = module.unwrap_or_else(|| file.trim_end_matches(".rs"));
+    path.split('/').map(str::to_owned).collect()
+}
+
+/// Returns the first import between each two nodes; `nodes` returns the nodes of two files, if
+/// imports between them count.
+fn graph(tree: &Tree, nodes: impl Fn(&str, &str) -> Option<(String, String)>) -> Graph {
     let mut graph = Graph::new();
     for (id, module) in tree.modules.iter().enumerate() {
-        let imports: &mut BTreeMap<_, _> = graph.entry(module.file.clone()).or_default();
         for mention in &module.mentions {
             for target in tree.resolve(id, &mention.path) {
-                if !tree.are_kin(id, target) {
-                    let import = Import { line: mention.line, path: mention.path.join("::") };
-                    imports.entry(tree.modules[target].file.clone()).or_insert(import);
+                if tree.are_kin(id, target) {
+                    continue;
+                }
+                if let Some((from, to)) = nodes(&module.file, &tree.modules[target].file) {
+                    let path = mention.path.join("::");
+                    let import = Import { file: module.file.clone(), line: mention.line, path };
+                    graph.entry(from).or_default().entry(to).or_insert(import);
                 }
             }
         }
@@ -45,29 +66,56 @@ fn graph(tree: &Tree) -> Graph {
     graph
 }
 
-fn violation(Circle { way, files }: &Circle) -> Violation {
-    let (first, import) = &way[0];
+fn violation(kind: &str, Circle { way, files }: &Circle) -> Violation {
+    let (_, first) = &way[0];
     let steps: Vec<_> = way
         .iter()
-        .map(|(file, import)| format!("{file}:{} `{}`", import.line, import.path))
+        .map(|(_, import)| format!("{}:{} `{}`", import.file, import.line, import.path))
         .collect();
     let tangle = match files.len() - way.len() {
         0 => String::new(),
-        _ => format!("; {} files are tangled: {}", files.len(), files.join(", ")),
+        _ => format!("; {} are tangled: {}", files.len(), files.join(", ")),
     };
-    let rule = format!("circle of imports: {} -> {first}{tangle}", steps.join(" -> "));
-    Violation::new(first, import.line, rule)
+    let rule = format!("circle of {kind}: {} -> {}{tangle}", steps.join(" -> "), way[0].0);
+    Violation::new(&first.file, first.line, rule)
 }
 
 #[cfg(test)]
 mod tests {
+    use std::collections::BTreeMap;
+
     use super::*;
 
-    /// The rules broken by a crate of these files; the root is `src/lib.rs`.
-    fn rules(files: &[(&str, &str)]) -> Vec<String> {
+    /// Applies a rule to a crate of these files; the root is `src/lib.rs`.
+    fn apply(rule: fn(&Tree) -> Vec<Violation>, files: &[(&str, &str)]) -> Vec<String> {
         let files: BTreeMap<_, _> = files.iter().copied().collect();
         let read = |path: &str| files.get(path).map(ToString::to_string);
-        check("src/lib.rs", &read).into_iter().map(|violation| violation.rule).collect()
+        let violations = match Tree::read("src/lib.rs", &read) {
+            Ok(tree) => rule(&tree),
+            Err(unread) => vec![unread],
+        };
+        violations.into_iter().map(|violation| violation.rule).collect()
+    }
+
+    fn rules(files: &[(&str, &str)]) -> Vec<String> {
+        apply(circles_of_files, files)
+    }
+
+    #[test]
+    fn two_folders_that_import_each_other_are_a_circle() {
+        let files = [
+            ("src/lib.rs", "mod a; mod b;"),
+            ("src/a/mod.rs", "pub mod low; pub mod high;"),
+            ("src/a/low.rs", "pub struct Low;"),
+            ("src/a/high.rs", "use crate::b::B; pub struct High;"),
+            ("src/b.rs", "use crate::a::low::Low; pub struct B;"),
+        ];
+        assert!(rules(&files).is_empty());
+        let circle = "src/a/high.rs:1 `crate::b::B` -> src/b.rs:1 `crate::a::low::Low` -> src/a";
+        assert_eq!(apply(circles_of_folders, &files), [format!("circle of folders: {circle}")]);
+        let mut one_way = files;
+        one_way[3].1 = "use super::low::Low; pub struct High;";
+        assert!(apply(circles_of_folders, &one_way).is_empty());
     }
 
     #[test]
@@ -174,7 +222,7 @@ mod tests {
         ]);
         assert_eq!(found.len(), 1);
         assert!(found[0].starts_with("circle of imports: src/b.rs:1 `crate::c::C` -> src/c.rs:1 "));
-        assert!(found[0].ends_with("; 3 files are tangled: src/a.rs, src/b.rs, src/c.rs"));
+        assert!(found[0].ends_with("; 3 are tangled: src/a.rs, src/b.rs, src/c.rs"));
     }
 
     #[test]

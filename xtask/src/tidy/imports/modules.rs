@@ -1,34 +1,45 @@
-//! The modules of a crate as its files declare them: what their names stand for, and which paths
+//! The modules of a crate as its files declare them: the meaning of their names, and the paths that
 //! they mention.
 
 use std::collections::BTreeMap;
 
 use proc_macro2::Span;
 use syn::{
-    Attribute, Ident, Item, ItemFn, ItemImpl, ItemMod, ItemUse, UseTree,
+    Attribute, Ident, ImplItem, Item, ItemFn, ItemImpl, ItemMod, ItemUse, Type, UseTree,
+    Visibility,
     visit::{self, Visit},
 };
 
 use crate::tidy::Violation;
 
 /// All modules of a crate but those of its tests, the root first.
-pub(super) struct Tree {
-    pub(super) modules: Vec<Module>,
+pub(in crate::tidy) struct Tree {
+    pub(in crate::tidy) modules: Vec<Module>,
+    /// The public methods and associated constants of its types.
+    pub(in crate::tidy) methods: Vec<Method>,
 }
 
 #[derive(Default)]
-pub(super) struct Module {
-    /// Where it is written; an inline module is written where its parent is.
-    pub(super) file: String,
-    pub(super) parent: Option<usize>,
-    /// What its names stand for. A name may stand for a module and a function at once.
-    pub(super) names: BTreeMap<String, Vec<Name>>,
-    /// The modules and enums all of whose names it imports.
-    pub(super) globs: Vec<Vec<String>>,
-    pub(super) mentions: Vec<Mention>,
+pub(in crate::tidy) struct Module {
+    /// Its file; the file of an inline module is its parent's.
+    pub(in crate::tidy) file: String,
+    pub(in crate::tidy) parent: Option<usize>,
+    /// The meanings of its names. A name may mean a module and a function at once.
+    pub(in crate::tidy) names: BTreeMap<String, Vec<Name>>,
+    /// The modules and enums whose names it imports without a list.
+    pub(in crate::tidy) globs: Vec<Glob>,
+    pub(in crate::tidy) mentions: Vec<Mention>,
 }
 
-pub(super) enum Name {
+/// One meaning of a name.
+pub(in crate::tidy) struct Name {
+    /// Whether it is `pub` and on the pages of the reference.
+    pub(in crate::tidy) is_public: bool,
+    pub(in crate::tidy) line: usize,
+    pub(in crate::tidy) meaning: Meaning,
+}
+
+pub(in crate::tidy) enum Meaning {
     /// Something defined here.
     Item,
     /// A module below this one, by its index.
@@ -37,21 +48,37 @@ pub(super) enum Name {
     Import(Vec<String>),
 }
 
+/// An import of all names of a path.
+pub(in crate::tidy) struct Glob {
+    pub(in crate::tidy) is_public: bool,
+    pub(in crate::tidy) path: Vec<String>,
+}
+
+/// A public method or associated constant.
+pub(in crate::tidy) struct Method {
+    pub(in crate::tidy) owner: String,
+    pub(in crate::tidy) name: String,
+    /// Whether it is called on a value, `x.name()`.
+    pub(in crate::tidy) has_receiver: bool,
+    pub(in crate::tidy) file: String,
+    pub(in crate::tidy) line: usize,
+}
+
 /// A path that is imported, or written out.
-pub(super) struct Mention {
-    pub(super) line: usize,
-    pub(super) path: Vec<String>,
+pub(in crate::tidy) struct Mention {
+    pub(in crate::tidy) line: usize,
+    pub(in crate::tidy) path: Vec<String>,
 }
 
 impl Tree {
     /// Reads the crate whose root file is at `root`.
-    pub(super) fn read(
+    pub(in crate::tidy) fn read(
         root: &str,
         read: &dyn Fn(&str) -> Option<String>,
     ) -> Result<Self, Violation> {
         let folder = root.rsplit_once('/').map_or("", |(folder, _)| folder).to_owned();
         let module = Module { file: root.to_owned(), ..Module::default() };
-        let mut tree = Self { modules: vec![module] };
+        let mut tree = Self { modules: vec![module], methods: Vec::new() };
         // Files that are declared and not yet read: the module, and the folder of those below it.
         let mut waiting = vec![(0, folder)];
         while let Some((id, folder)) = waiting.pop() {
@@ -89,34 +116,36 @@ impl Reader<'_> {
         &mut self.tree.modules[self.id]
     }
 
-    fn name(&mut self, name: &Ident, stands_for: Name) {
-        self.module().names.entry(name.to_string()).or_default().push(stands_for);
+    fn name(&mut self, name: &Ident, is_public: bool, meaning: Meaning) {
+        let name_here = Name { is_public, line: line(name.span()), meaning };
+        self.module().names.entry(name.to_string()).or_default().push(name_here);
     }
 
     fn items(&mut self, items: &[Item]) {
         for item in items {
-            if let Some(ident) = defined(item) {
-                self.name(ident, Name::Item);
+            if let Some((ident, visibility, attributes)) = defined(item) {
+                self.name(ident, is_public(visibility, attributes), Meaning::Item);
             }
             self.visit_item(item);
         }
     }
 
     /// Enters a module that stands in this file.
-    fn inline(&mut self, ident: &Ident, items: &[Item]) {
+    fn inline(&mut self, module: &ItemMod, items: &[Item]) {
         let (parent, folder) = (self.id, self.folder.clone());
-        self.id = self.add(ident, self.tree.modules[parent].file.clone());
-        self.folder = format!("{folder}/{ident}");
+        self.id = self.add(module, self.tree.modules[parent].file.clone());
+        self.folder = format!("{folder}/{}", module.ident);
         self.items(items);
         (self.id, self.folder) = (parent, folder);
     }
 
     /// Notes a module that has a file of its own.
-    fn declared(&mut self, ident: &Ident) {
+    fn declared(&mut self, module: &ItemMod) {
+        let ident = &module.ident;
         let folder = format!("{}/{ident}", self.folder);
         let places = [format!("{folder}/mod.rs"), format!("{folder}.rs")];
         if let Some(file) = places.into_iter().find(|place| (self.read)(place).is_some()) {
-            let id = self.add(ident, file);
+            let id = self.add(module, file);
             self.waiting.push((id, folder));
         } else {
             let rule = format!("no file for the module `{ident}`");
@@ -124,45 +153,65 @@ impl Reader<'_> {
         }
     }
 
-    fn add(&mut self, ident: &Ident, file: String) -> usize {
+    fn add(&mut self, module: &ItemMod, file: String) -> usize {
         let id = self.tree.modules.len();
-        self.name(ident, Name::Module(id));
+        self.name(&module.ident, is_public(&module.vis, &module.attrs), Meaning::Module(id));
         self.tree.modules.push(Module { file, parent: Some(self.id), ..Module::default() });
         id
     }
 
     /// Notes every import of a `use`, of which `before` has been read.
-    fn import(&mut self, before: &[String], tree: &UseTree) {
+    fn import(&mut self, is_public: bool, before: &[String], tree: &UseTree) {
         let with = |ident: &Ident| [before, &[ident.to_string()]].concat();
         match tree {
-            UseTree::Path(path) => self.import(&with(&path.ident), &path.tree),
+            UseTree::Path(path) => self.import(is_public, &with(&path.ident), &path.tree),
             UseTree::Group(group) => {
-                group.items.iter().for_each(|tree| self.import(before, tree));
+                group.items.iter().for_each(|tree| self.import(is_public, before, tree));
             }
             UseTree::Glob(glob) => {
                 self.mention(glob.star_token.spans[0], before.to_vec());
-                self.module().globs.push(before.to_vec());
+                self.module().globs.push(Glob { is_public, path: before.to_vec() });
             }
             UseTree::Name(name) if name.ident == "self" => {
-                self.mention(name.ident.span(), before.to_vec());
                 if let Some(last) = before.last() {
-                    let import = Name::Import(before.to_vec());
-                    self.module().names.entry(last.clone()).or_default().push(import);
+                    let ident = Ident::new(last, name.ident.span());
+                    self.named(is_public, &ident, &ident, before.to_vec());
                 }
             }
-            UseTree::Name(name) => self.named(&name.ident, &name.ident, with(&name.ident)),
+            UseTree::Name(name) => {
+                self.named(is_public, &name.ident, &name.ident, with(&name.ident));
+            }
             UseTree::Rename(rename) if rename.ident == "self" => {
-                self.named(&rename.ident, &rename.rename, before.to_vec());
+                self.named(is_public, &rename.ident, &rename.rename, before.to_vec());
             }
             UseTree::Rename(rename) => {
-                self.named(&rename.ident, &rename.rename, with(&rename.ident));
+                self.named(is_public, &rename.ident, &rename.rename, with(&rename.ident));
             }
         }
     }
 
-    fn named(&mut self, ident: &Ident, name: &Ident, path: Vec<String>) {
+    fn named(&mut self, is_public: bool, ident: &Ident, name: &Ident, path: Vec<String>) {
         self.mention(ident.span(), path.clone());
-        self.name(name, Name::Import(path));
+        self.name(name, is_public, Meaning::Import(path));
+    }
+
+    /// Notes the public methods of an `impl` of a type's own.
+    fn methods(&mut self, item: &ItemImpl) {
+        let Some(owner) = type_name(&item.self_ty).filter(|_| item.trait_.is_none()) else {
+            return;
+        };
+        for member in &item.items {
+            let (visibility, attributes, name, has_receiver) = match member {
+                ImplItem::Fn(f) => (&f.vis, &f.attrs, &f.sig.ident, f.sig.receiver().is_some()),
+                ImplItem::Const(value) => (&value.vis, &value.attrs, &value.ident, false),
+                _ => continue,
+            };
+            if is_public(visibility, attributes) {
+                let (owner, name, line) = (owner.clone(), name.to_string(), line(name.span()));
+                let file = self.module().file.clone();
+                self.tree.methods.push(Method { owner, name, has_receiver, file, line });
+            }
+        }
     }
 
     fn mention(&mut self, span: Span, path: Vec<String>) {
@@ -174,15 +223,15 @@ impl<'ast> Visit<'ast> for Reader<'_> {
     fn visit_item_mod(&mut self, module: &'ast ItemMod) {
         match &module.content {
             _ if is_test(&module.attrs) => {}
-            Some((_, items)) => self.inline(&module.ident, items),
-            None => self.declared(&module.ident),
+            Some((_, items)) => self.inline(module, items),
+            None => self.declared(module),
         }
     }
 
     fn visit_item_use(&mut self, item: &'ast ItemUse) {
         // A leading `::` names another crate.
         if !is_test(&item.attrs) && item.leading_colon.is_none() {
-            self.import(&[], &item.tree);
+            self.import(is_public(&item.vis, &item.attrs), &[], &item.tree);
         }
     }
 
@@ -194,6 +243,7 @@ impl<'ast> Visit<'ast> for Reader<'_> {
 
     fn visit_item_impl(&mut self, item: &'ast ItemImpl) {
         if !is_test(&item.attrs) {
+            self.methods(item);
             visit::visit_item_impl(self, item);
         }
     }
@@ -211,30 +261,45 @@ impl<'ast> Visit<'ast> for Reader<'_> {
     }
 }
 
-/// The name that an item gives to something other than a module.
-fn defined(item: &Item) -> Option<&Ident> {
-    match item {
-        Item::Const(item) => Some(&item.ident),
-        Item::Enum(item) => Some(&item.ident),
-        Item::Fn(item) => Some(&item.sig.ident),
-        Item::Macro(item) => item.ident.as_ref(),
-        Item::Static(item) => Some(&item.ident),
-        Item::Struct(item) => Some(&item.ident),
-        Item::Trait(item) => Some(&item.ident),
-        Item::TraitAlias(item) => Some(&item.ident),
-        Item::Type(item) => Some(&item.ident),
-        Item::Union(item) => Some(&item.ident),
-        _ => None,
-    }
+/// Returns the name, visibility and attributes of an item that is no module.
+fn defined(item: &Item) -> Option<(&Ident, &Visibility, &[Attribute])> {
+    Some(match item {
+        Item::Const(item) => (&item.ident, &item.vis, &item.attrs),
+        Item::Enum(item) => (&item.ident, &item.vis, &item.attrs),
+        Item::Fn(item) => (&item.sig.ident, &item.vis, &item.attrs),
+        Item::Macro(item) => (item.ident.as_ref()?, &Visibility::Inherited, &item.attrs),
+        Item::Static(item) => (&item.ident, &item.vis, &item.attrs),
+        Item::Struct(item) => (&item.ident, &item.vis, &item.attrs),
+        Item::Trait(item) => (&item.ident, &item.vis, &item.attrs),
+        Item::TraitAlias(item) => (&item.ident, &item.vis, &item.attrs),
+        Item::Type(item) => (&item.ident, &item.vis, &item.attrs),
+        Item::Union(item) => (&item.ident, &item.vis, &item.attrs),
+        _ => return None,
+    })
 }
 
-/// Whether something is built for tests only.
+/// Returns the last name of a type's path.
+fn type_name(of: &Type) -> Option<String> {
+    let Type::Path(path) = of else { return None };
+    Some(path.path.segments.last()?.ident.to_string())
+}
+
+/// Returns true if something is `pub` and not hidden from the pages of the reference.
+fn is_public(visibility: &Visibility, attributes: &[Attribute]) -> bool {
+    let is_hidden = attributes.iter().any(|attribute| {
+        attribute.path().is_ident("doc")
+            && attribute.parse_args::<Ident>().is_ok_and(|word| word == "hidden")
+    });
+    matches!(visibility, Visibility::Public(_)) && !is_hidden
+}
+
+/// Returns true if something is built for tests or for pages of the reference only.
 fn is_test(attributes: &[Attribute]) -> bool {
     attributes.iter().any(|attribute| {
         attribute.path().is_ident("cfg")
-            && attribute
-                .parse_args::<Ident>()
-                .is_ok_and(|condition| condition == "test" || condition == "doctest")
+            && attribute.parse_args::<Ident>().is_ok_and(|condition| {
+                ["test", "doctest", "doc"].iter().any(|only| condition == only)
+            })
     })
 }
 

@@ -2,25 +2,40 @@
 
 use std::{collections::BTreeSet, iter};
 
-use crate::tidy::imports::modules::{Name, Tree};
+use crate::tidy::imports::modules::{Meaning, Tree};
 
-/// What a path leads to.
-#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-enum Target {
+/// The target of a path.
+#[derive(Clone, PartialEq, Eq, PartialOrd, Ord)]
+pub(in crate::tidy) enum Target {
     Module(usize),
-    /// Something defined in this module.
-    Item(usize),
+    /// An item by its module and its name there.
+    Item(usize, String),
+}
+
+impl Target {
+    /// Returns the name of an item, or `None` for a module.
+    pub(in crate::tidy) fn item(&self) -> Option<&str> {
+        match self {
+            Self::Module(_) => None,
+            Self::Item(_, name) => Some(name),
+        }
+    }
 }
 
 /// What has been asked already, or modules that import each other would be followed for ever.
 type Asked = BTreeSet<(usize, Vec<String>)>;
 
 impl Tree {
-    /// The modules where that is defined which `path` means in the module `from`; none if it means
+    /// Returns the modules that define what `path` means in the module `from`; none if it means
     /// another crate.
     pub(super) fn resolve(&self, from: usize, path: &[String]) -> BTreeSet<usize> {
-        let targets = self.follow(from, path, &mut Asked::new());
-        targets.into_iter().map(|(Target::Module(id) | Target::Item(id))| id).collect()
+        let targets = self.targets(from, path);
+        targets.into_iter().map(|(Target::Module(id) | Target::Item(id, _))| id).collect()
+    }
+
+    /// Returns the meanings of `path` in the module `from`; none if it means another crate.
+    pub(in crate::tidy) fn targets(&self, from: usize, path: &[String]) -> BTreeSet<Target> {
+        self.follow(from, path, &mut Asked::new())
     }
 
     /// Whether one of two modules stands in the file of the other, or above it in the tree.
@@ -53,7 +68,7 @@ impl Tree {
             let steps = targets.into_iter().map(|target| match target {
                 Target::Module(id) => self.step(id, name, asked),
                 // A variant, or an associated item.
-                Target::Item(_) => BTreeSet::from([target]),
+                Target::Item(..) => BTreeSet::from([target]),
             });
             targets = steps.flatten().collect();
         }
@@ -69,17 +84,17 @@ impl Tree {
             _ => {}
         }
         let Some(names) = module.names.get(name) else { return self.in_globs(id, name, asked) };
-        let stands_for = names.iter().map(|stands_for| match stands_for {
-            Name::Item => BTreeSet::from([Target::Item(id)]),
-            Name::Module(child) => BTreeSet::from([Target::Module(*child)]),
-            Name::Import(path) => self.follow(id, path, asked),
+        let meanings = names.iter().map(|named| match &named.meaning {
+            Meaning::Item => BTreeSet::from([Target::Item(id, name.to_owned())]),
+            Meaning::Module(child) => BTreeSet::from([Target::Module(*child)]),
+            Meaning::Import(path) => self.follow(id, path, asked),
         });
-        stands_for.flatten().collect()
+        meanings.flatten().collect()
     }
 
     fn in_globs(&self, id: usize, name: &str, asked: &mut Asked) -> BTreeSet<Target> {
         let globs = self.modules[id].globs.iter();
-        let paths = globs.map(|glob| [glob.as_slice(), &[name.to_owned()]].concat());
+        let paths = globs.map(|glob| [glob.path.as_slice(), &[name.to_owned()]].concat());
         paths.flat_map(|path| self.follow(id, &path, asked)).collect()
     }
 }

@@ -26,8 +26,8 @@ use crate::{
     "echo 12 80 15 70 9 | candle-distributed batch --lengths - --strategy dynamic --max-tokens 160"
     "# The batches of rank 3: each rank gets the same number, and those of a step cost about the same"
     "candle-distributed batch --lengths lengths.txt --strategy sorted --max-tokens 16384 --world-size 8 --rank 3"
-    "# Packed rows of 2048 tokens, as a picture of lengths and padding"
-    "candle-distributed batch --lengths lengths.txt --strategy pack --capacity 2048 --format svg > packed.svg"
+    "# Packed rows of 2048 tokens"
+    "candle-distributed batch --lengths lengths.txt --strategy pack --capacity 2048 --format json > packed.json"
     "# The order of PyTorch's sampler, batched; a batch per line, each as soon as it is full"
     "candle-distributed sample --len 2000 --preset torch --format npy | candle-distributed batch --lengths lengths.txt --order - --strategy dynamic --max-tokens 16384 --format jsonl"
 ])]
@@ -152,11 +152,6 @@ pub(super) enum FormatArg {
     /// A JSON object per batch, each as soon as its batch is full: without --order, --shuffle,
     /// --buckets and ranks, only the sequences of unfinished batches are in memory
     Jsonl,
-    /// Arrays of NumPy: `indices` of all batches, the `offsets` where each begins and the last one
-    /// ends, `padded_length`, `real_tokens`
-    Npz,
-    /// Lengths, tokens and padding as an SVG document
-    Svg,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]

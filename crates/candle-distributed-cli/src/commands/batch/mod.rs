@@ -1,8 +1,6 @@
 //! `batch`: sequences of given lengths, put into batches.
 
 mod args;
-pub(crate) mod chart;
-mod npz;
 mod order;
 mod print;
 
@@ -79,7 +77,7 @@ fn of_stream(args: &Args, each: Each<'_>) -> Result<Made> {
     let sequences = lengths.map(|(index, length)| Ok(Sequence { index, length: length? }));
     let mut batches = Batches::new(sequences, config)?;
     give(args, &mut batches, each)?;
-    Ok(Made { lengths: None, left_out: *batches.report(), share: None, state: None })
+    Ok(Made { left_out: *batches.report(), share: None, state: None })
 }
 
 /// All batches, of lengths that are held.
@@ -94,7 +92,7 @@ fn of_all(args: &Args, each: Each<'_>) -> Result<Made> {
     give(args, &mut batches, each)?;
     let left_out = *batches.report();
     drop(batches);
-    Ok(Made { lengths: Some(lengths), left_out, share: None, state: None })
+    Ok(Made { left_out, share: None, state: None })
 }
 
 /// Gives those batches that are to be printed.
@@ -140,7 +138,7 @@ fn of_rank(args: &Args, placement: Placement, each: Each<'_>) -> Result<Made> {
     }
     drop(steps);
     drop(sampler);
-    Ok(Made { lengths: Some(lengths), left_out, share: Some(share), state: Some(state) })
+    Ok(Made { left_out, share: Some(share), state: Some(state) })
 }
 
 /// The steps of the epoch that are left where an earlier run stopped, or all of them.

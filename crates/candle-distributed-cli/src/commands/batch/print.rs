@@ -5,13 +5,10 @@ use std::io::{self, Write};
 use candle_distributed::batch::{Batch, BatchState, PaddingReport};
 use serde::Serialize;
 
-use super::{
-    args::{Args, FormatArg},
-    chart, npz,
-};
-use crate::{error::Result, numbers::Lengths, output};
+use super::args::{Args, FormatArg};
+use crate::{error::Result, output};
 
-/// The JSON result; text, arrays and drawing show parts of it.
+/// The JSON result; text shows parts of it.
 #[derive(Serialize)]
 struct Answer {
     format_version: u32,
@@ -19,12 +16,6 @@ struct Answer {
     share: Option<Share>,
     batches: Vec<Entry>,
     report: Report,
-}
-
-impl Answer {
-    fn batches(&self) -> Vec<&Batch> {
-        self.batches.iter().map(|entry| &entry.batch).collect()
-    }
 }
 
 /// The rank that these batches belong to, if ranks share them.
@@ -78,8 +69,6 @@ struct Rows {
 
 /// What is known when the last batch is made.
 pub(super) struct Made {
-    /// The lengths of all sequences, if they are held.
-    pub(super) lengths: Option<Lengths>,
     /// How many sequences are in no batch, or cut.
     pub(super) left_out: PaddingReport,
     pub(super) share: Option<Share>,
@@ -98,7 +87,6 @@ pub(super) fn warn(left_out: &PaddingReport) {
 }
 
 /// Prints batches that are all known.
-#[expect(clippy::expect_used, reason = "says why it cannot fail")]
 pub(super) fn print(args: &Args, batches: Vec<Entry>, made: Made) -> Result<()> {
     let mut padding: PaddingReport = batches.iter().map(|entry| &entry.batch).collect();
     // Sequences are left out or cut before the batches are shared, so these counts belong to no
@@ -113,20 +101,6 @@ pub(super) fn print(args: &Args, batches: Vec<Entry>, made: Made) -> Result<()> 
     match args.format {
         FormatArg::Text => output::text(|out| write_text(&answer, out)),
         FormatArg::Json | FormatArg::Jsonl => output::json(&answer),
-        FormatArg::Npz => {
-            let of_steps = answer.batches.iter().map(|entry| entry.step_real_tokens).collect();
-            let file = npz::file(&answer.batches(), of_steps)?;
-            output::bytes(|out| out.write_all(&file))?;
-            warn(&made.left_out);
-            Ok(())
-        }
-        FormatArg::Svg => {
-            let lengths = made.lengths.expect("only batches that are printed at once hold none");
-            let title = chart::title(&args.config(Some(&lengths))?);
-            let batches = answer.batches();
-            let drawing = chart::svg(lengths.iter(), &batches, &answer.report.padding, &title)?;
-            output::text(|out| out.write_all(drawing.as_bytes()))
-        }
     }
 }
 

@@ -1,11 +1,17 @@
 //! `generate`: what a model writes after a prompt.
 
 use std::{
+    collections::BTreeMap,
+    io::Cursor,
     iter,
     path::{Path, PathBuf},
 };
 
-use candle_distributed::types::Seed;
+use candle_core::Tensor;
+use candle_distributed::{
+    checkpoint::{TensorFile, TensorInfo},
+    types::Seed,
+};
 use clap::value_parser;
 use serde::Serialize;
 
@@ -13,7 +19,7 @@ use crate::{
     error::{Error, Result},
     generation::{self, Length, Prompt, Sampling, Written},
     help::examples,
-    hf::{chat::Message, files::refused},
+    hf::chat::Message,
     output::{self, Format},
 };
 
@@ -80,14 +86,22 @@ pub(crate) fn run(args: &Args) -> Result<()> {
     let length = Length { max_tokens: args.max_tokens as usize, ignore_end: args.ignore_eos };
     let written = writer.write(prompt, length, &mut chooser)?;
     if let Some(file) = &args.logits {
-        let logits = [("logits", writer.all_logits(&written)?)];
-        let content = safetensors::serialize(logits, None).map_err(|fault| refused(file, fault))?;
-        output::file(file, &content)?;
+        write_logits(file, &writer.all_logits(&written)?)?;
     }
     match args.format {
         Format::Text => output::text(|out| writeln!(out, "{}", written.text)),
         Format::Json => output::json(&Answer { format_version: 1, written }),
     }
+}
+
+/// Writes logits, which need not be finite, as a safetensors file.
+fn write_logits(path: &Path, logits: &Tensor) -> Result<()> {
+    let tensors = [TensorInfo::new("logits", logits)];
+    let content = Cursor::new(Vec::new());
+    let file = TensorFile::create(content, path, &tensors, BTreeMap::new())?;
+    let mut file = file.allow_non_finite();
+    file.write(logits)?;
+    output::file(path, file.finish()?.get_ref())
 }
 
 impl Args {

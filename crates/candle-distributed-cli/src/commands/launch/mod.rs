@@ -16,7 +16,7 @@ use std::{
     time::Duration,
 };
 
-use candle_distributed::types::{Launched, human::Printable};
+use candle_distributed::types::{LaunchEnv, human::Printable};
 
 use self::{
     job::{Job, Patience},
@@ -116,7 +116,7 @@ fn split(command: &[OsString]) -> (&OsStr, &[OsString]) {
 /// Refuses to start ranks in what is a rank already: their variables would contradict those that
 /// they inherit.
 fn refuse_nesting() -> Result<()> {
-    let Some(launched) = Launched::from_env()? else { return Ok(()) };
+    let Some(launched) = LaunchEnv::from_env()? else { return Ok(()) };
     Err(Error::usage(format!(
         "this process is {} already, by the variables of {}: launch starts the ranks itself, and \
          not inside of another launcher",

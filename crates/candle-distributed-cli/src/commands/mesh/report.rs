@@ -3,7 +3,7 @@
 use std::{collections::BTreeMap, env, fmt, thread};
 
 use candle_distributed::{
-    mesh::{DeviceMesh, THREAD_VARIABLES},
+    mesh::{DeviceMesh, support::THREAD_VARIABLES},
     types::human::HumanBytes,
 };
 use comfy_table::{CellAlignment, Table, TableComponent, presets};

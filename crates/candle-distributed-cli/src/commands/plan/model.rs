@@ -7,13 +7,13 @@ use std::{
 };
 
 use candle_distributed::{
-    plan::{self, ParameterInfo, ShardingPlan, source},
+    plan::{self, ParameterInfo, ShardingPlan, source, support},
     types::human::Printable,
 };
 
 use crate::{
     error::{Error, ErrorKind, Result, WithHint},
-    hint, input,
+    generation, hint, input,
 };
 
 const SINGLE_FILE: &str = "model.safetensors";
@@ -30,6 +30,7 @@ pub(crate) fn read(path: &Path) -> Result<Vec<ParameterInfo>> {
 
 fn read_by_name(path: &Path) -> Result<Vec<ParameterInfo>> {
     if path.is_dir() {
+        let path = generation::model_folder(path)?;
         let index = path.join(INDEX);
         return if index.exists() {
             read_index(&index)
@@ -59,10 +60,10 @@ fn read_index(path: &Path) -> Result<Vec<ParameterInfo>> {
 fn read_safetensors(path: &Path) -> Result<Vec<ParameterInfo>> {
     let mut file = open(path)?;
     let mut bytes = Vec::new();
-    read_up_to(source::PREFIX_LEN, &mut file, path, &mut bytes)?;
+    read_up_to(support::PREFIX_LEN, &mut file, path, &mut bytes)?;
     // A shorter file is refused below, by the reader of headers.
     if let Ok(prefix) = <[u8; 8]>::try_from(&bytes[..]) {
-        let header_len = in_file(path, source::header_len(prefix))?;
+        let header_len = in_file(path, support::header_len(prefix))?;
         read_up_to(header_len, &mut file, path, &mut bytes)?;
     }
     in_file(path, source::from_safetensors(&bytes))

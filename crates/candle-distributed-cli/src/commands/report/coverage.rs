@@ -2,25 +2,10 @@
 
 use candle_distributed::{
     batch::Batch,
-    types::{WorldSize, human::HumanCount, split},
+    types::{WorldSize, split},
 };
-use plotters::prelude::*;
 
 use super::facts::Reading;
-use crate::{
-    error::Result,
-    picture::{self, Area, Drawn, FAINT, FONT, HEADING, INK, TEXT, Ticks},
-};
-
-const SIZE: (u32, u32) = (900, 330 + HEADING);
-
-/// The number of steps that can be told apart.
-const MAX_STEPS: usize = 60;
-/// About the number of blocks that are drawn at most.
-const MAX_BLOCKS: usize = 4000;
-
-/// How many ranks are named beside the picture.
-const MAX_NAMES: usize = 9;
 
 /// How often the sequences are read in the first epoch.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -81,79 +66,6 @@ fn rows(batch: &Batch, world_size: WorldSize) -> impl Iterator<Item = &[u64]> {
     })
 }
 
-/// An SVG document: for each of the first steps, which rank reads which sequences of its batch.
-pub(super) fn draw(reading: &Reading, world_size: WorldSize) -> Result<String> {
-    let steps = &reading.batches[..n_drawn(reading, world_size)];
-    // An axis of no extent has no ticks.
-    let highest = steps.iter().map(|batch| batch.indices.len()).fold(1, usize::max);
-    let shown = HumanCount(steps.len() as u128);
-    let all = HumanCount(reading.batches.len() as u128).of("step");
-    let title = format!("batches shared by {}", HumanCount(world_size.as_u64().into()).of("rank"));
-    let figures = format!("the first {shown} of {all} of an epoch");
-    picture::document(SIZE, |area| {
-        picture::heading(&area, &title, &figures, FAINT)?;
-        let (left, right) = area.margin(HEADING, 0, 0, 0).split_horizontally(790);
-        let ticks = Ticks::up_to(steps.len() as f64);
-        let mut chart = ChartBuilder::on(&left)
-            .margin(10)
-            .x_label_area_size(45)
-            .y_label_area_size(70)
-            .build_cartesian_2d(0.0..steps.len().max(1) as f64, 0..highest)?;
-        let mut axes = chart.configure_mesh();
-        picture::plain(&mut axes);
-        axes.x_desc("steps of the first epoch")
-            .y_desc("sequences of the batch")
-            .x_labels(steps.len().clamp(1, 10))
-            .x_label_formatter(&|value| ticks.label(*value))
-            .y_labels(6)
-            .draw()?;
-        for (step, batch) in steps.iter().enumerate() {
-            chart.draw_series(column(step, batch, world_size))?;
-        }
-        name_ranks(&right, world_size.as_usize())?;
-        area.present()
-    })
-}
-
-/// The number of steps that are drawn.
-pub(super) fn n_drawn(reading: &Reading, world_size: WorldSize) -> usize {
-    (MAX_BLOCKS / world_size.as_usize()).clamp(1, MAX_STEPS).min(reading.batches.len())
-}
-
-/// The blocks of one step, from the first rank up.
-fn column(
-    step: usize,
-    batch: &Batch,
-    world_size: WorldSize,
-) -> impl Iterator<Item = Rectangle<(f64, usize)>> {
-    let mut from = 0;
-    rows(batch, world_size).enumerate().filter(|(_, rows)| !rows.is_empty()).map(
-        move |(rank, rows)| {
-            let corners = [(step as f64 + 0.06, from), (step as f64 + 0.94, from + rows.len())];
-            from += rows.len();
-            Rectangle::new(corners, picture::ramp(rank, world_size.as_usize()).filled())
-        },
-    )
-}
-
-/// Names the colors, the last rank above; of many ranks, the first and the last ones.
-fn name_ranks(area: &Area<'_>, n_ranks: usize) -> Drawn {
-    let named: Vec<Option<usize>> = if n_ranks <= MAX_NAMES {
-        (0..n_ranks).rev().map(Some).collect()
-    } else {
-        [Some(n_ranks - 1), Some(n_ranks - 2), None, Some(1), Some(0)].into()
-    };
-    for (y, rank) in (20..).step_by(26).zip(named) {
-        let text = rank.map_or_else(|| String::from("…"), |rank| format!("rank {rank}"));
-        if let Some(rank) = rank {
-            let corners = [(4, y), (19, y + 15)];
-            area.draw(&Rectangle::new(corners, picture::ramp(rank, n_ranks).filled()))?;
-        }
-        area.draw(&Text::new(text, (27, y + 1), TextStyle::from((FONT, TEXT)).color(&INK)))?;
-    }
-    Ok(())
-}
-
 #[cfg(test)]
 mod tests {
     use candle_distributed::{
@@ -206,14 +118,5 @@ mod tests {
             rows(&reading.batches[0], WorldSize::new(4).unwrap()).map(<[u64]>::len).collect();
         assert_eq!(parts, [2, 2, 1, 0]);
         assert_eq!(split::chunk(5, Placement::new(2, 4).unwrap()), 4..5);
-    }
-
-    #[test]
-    fn every_world_can_be_drawn() {
-        for world_size in [1, 2, 12, 1024] {
-            let svg = draw(&reading(400), WorldSize::new(world_size).unwrap()).unwrap();
-            assert!(svg.contains("\nrank 0\n") && svg.len() < 2_000_000, "{world_size}");
-        }
-        draw(&reading(0), WorldSize::ONE).unwrap();
     }
 }

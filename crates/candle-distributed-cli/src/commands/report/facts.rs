@@ -10,19 +10,15 @@ use candle_distributed::{
 };
 
 use crate::{
-    commands::plan::model,
     error::{Error, Result},
-    hf::folder::Folder,
     hint, input,
     train::{
-        corpus::Corpus,
         measured::{self, Comparison},
         memory::Work,
         run_dir,
         session::Session,
         settings::Settings,
         sharding::{self, Needs},
-        transformer,
         validation::{self, Validated},
     },
 };
@@ -35,8 +31,7 @@ pub(super) struct Facts {
     pub(super) is_complete: bool,
     /// The steps after which the checkpoints were written that are still there.
     pub(super) checkpoints: Vec<u64>,
-    /// `None` for runs of early versions, which did not record their devices.
-    pub(super) sharding: Option<Sharding>,
+    pub(super) sharding: Sharding,
     /// What the run reads, or why that is no longer known.
     pub(super) reading: Result<Reading, String>,
     /// What was predicted of the latest session, and what was measured; `None` if either is not
@@ -74,12 +69,12 @@ impl Facts {
             no_run.hinted(hint::RUN)
         })?;
         let is_complete = run_dir::is_complete(path, &settings)?;
-        let sharding = Sharding::of(path, &settings, is_complete)?;
+        let sharding = Sharding::of(&settings)?;
         let reading = Reading::of(&settings)?;
         Ok(Self {
             metrics: run_dir::metrics(path)?,
             checkpoints: run_dir::checkpoints(path, &settings).steps()?,
-            comparison: comparison(&settings, sharding.as_ref(), reading.as_ref().ok())?,
+            comparison: comparison(&settings, &sharding, reading.as_ref().ok())?,
             held_out: validation::found_in(path, settings.steps)?,
             sample: sample(path)?,
             sharding,
@@ -91,24 +86,8 @@ impl Facts {
     }
 
     /// The latest session of the run.
-    pub(super) fn session(&self) -> Option<&Session> {
-        self.settings.sessions.last()
-    }
-
-    /// The bytes of the units in the order of the forward pass: the embedding comes first, the others
-    /// in the order of the plan.
-    pub(super) fn units(&self) -> Vec<u128> {
-        let mut units: Vec<(&str, u128)> = Vec::new();
-        let parameters = self.sharding.iter().flat_map(|sharding| &sharding.parameters);
-        for parameter in parameters {
-            let bytes = parameter.bytes();
-            match units.iter_mut().find(|(name, _)| *name == parameter.unit()) {
-                Some((_, sum)) => *sum += u128::from(bytes),
-                None => units.push((parameter.unit(), bytes.into())),
-            }
-        }
-        units.sort_by_key(|(name, _)| !name.contains("embed"));
-        units.into_iter().map(|(_, bytes)| bytes).collect()
+    pub(super) fn session(&self) -> &Session {
+        self.settings.session()
     }
 
     /// The number of steps that are done.
@@ -141,15 +120,13 @@ fn sample(run: &Path) -> Result<Option<String>> {
 
 fn comparison(
     settings: &Settings,
-    sharding: Option<&Sharding>,
+    sharding: &Sharding,
     reading: Option<&Reading>,
 ) -> Result<Option<Comparison>> {
-    let (Some(session), Some(sharding), Some(reading)) =
-        (settings.sessions.last(), sharding, reading)
+    let session = settings.session();
+    let (Some(reading), Some(counted), Some(base_bytes)) =
+        (reading, session.step_traffic, session.base_bytes)
     else {
-        return Ok(None);
-    };
-    let (Some(counted), Some(base_bytes)) = (session.step_traffic, session.base_bytes) else {
         return Ok(None);
     };
     let work = Work {
@@ -175,22 +152,15 @@ fn comparison(
 }
 
 impl Sharding {
-    fn of(path: &Path, settings: &Settings, is_complete: bool) -> Result<Option<Self>> {
-        let is_recorded = settings.model.is_some() || settings.finetune.is_some();
-        let parameters: Vec<ParameterInfo> = if is_recorded {
-            settings.trained_model()?.parameters()?
-        } else if is_complete {
-            model::read(path)?.into_iter().map(transformer::with_unit).collect()
-        } else {
-            return Ok(None);
-        };
-        let Some(session) = settings.sessions.last() else { return Ok(None) };
+    fn of(settings: &Settings) -> Result<Self> {
+        let parameters = settings.trained_model()?.parameters()?;
+        let session = settings.session();
         let world_size = WorldSize::new(session.world_size)?;
         let plan = sharding::plan(session.sharding.as_ref(), &parameters, world_size)?;
         let cost = plan
             .cost(&sharding::cost_model(session.sharding.as_ref(), settings.recipe.precision()))?;
         let needs = Needs::of(&parameters, &cost, session.sharding.is_some())?;
-        Ok(Some(Self { parameters, plan, cost, needs }))
+        Ok(Self { parameters, plan, cost, needs })
     }
 }
 
@@ -198,15 +168,14 @@ impl Reading {
     /// The batches of a run, if its text is still there and unchanged.
     fn of(settings: &Settings) -> Result<Result<Self, String>> {
         let name = match &settings.data {
-            None => String::from("the text built into this program"),
+            None => String::from("the stories of this program"),
             Some(path) => format!("the text in {}", path.display()),
         };
         let lengths = match fingerprint_and_lengths(settings) {
             Ok((fingerprint, lengths)) if fingerprint == settings.text => lengths,
             Ok(_) => {
                 return Ok(Err(format!(
-                    "{name} does not match the fingerprint of the run: it has changed since, or an \
-                     earlier version wrote the run"
+                    "{name} does not match the fingerprint of the run: it has changed since"
                 )));
             }
             Err(error) => {
@@ -218,18 +187,11 @@ impl Reading {
     }
 }
 
-/// The fingerprint of what a run learns from, and the lengths of its sequences.
+/// Returns the fingerprint of what a run learns from, and the lengths of its sequences.
 fn fingerprint_and_lengths(settings: &Settings) -> Result<(String, Vec<u64>)> {
-    let longest = settings.config().longest_sequence();
-    let corpus = match (&settings.finetune, &settings.data) {
-        (Some(finetune), Some(path)) => {
-            let folder = Folder::open(&finetune.folder)?;
-            let seed = Seed::new(settings.seed);
-            let (fingerprint, examples, _) = finetune.examples(&folder, path, seed)?;
-            return Ok((fingerprint, examples.lengths()));
-        }
-        (None, Some(path)) => Corpus::read(path, longest)?,
-        (_, None) => Corpus::embedded(longest),
-    };
-    Ok((corpus.fingerprint(), corpus.lengths()))
+    let Settings { finetune, data, seed, .. } = settings;
+    let folder = finetune.open_folder()?;
+    let (fingerprint, examples, _) =
+        finetune.examples(&folder, data.as_deref(), Seed::new(*seed))?;
+    Ok((fingerprint, examples.lengths()))
 }

@@ -5,7 +5,6 @@ mod coverage;
 mod facts;
 mod markup;
 mod page;
-mod step;
 
 use std::path::PathBuf;
 

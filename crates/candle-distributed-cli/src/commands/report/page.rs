@@ -15,10 +15,9 @@ use super::{
     coverage::{self, Coverage},
     facts::{Facts, Reading, Sharding},
     markup::{self, count, figure, listed, missing, numbers, section, sentence},
-    step,
 };
 use crate::{
-    commands::{batch::chart, plan::svg},
+    commands::plan::svg,
     error::Result,
     train::{
         curve,
@@ -42,7 +41,7 @@ pub(super) fn page(facts: &Facts) -> Result<String> {
         @if let Some(text) = &facts.sample { (written(text)) }
         (training(facts)?)
         (plan(facts)?)
-        (batches(facts)?)
+        (batches(facts))
         (read_by(facts)?)
     };
     Ok(markup::page(&format!("run {}", facts.path.display()), &state(facts), &sections))
@@ -52,17 +51,16 @@ pub(super) fn page(facts: &Facts) -> Result<String> {
 fn state(facts: &Facts) -> String {
     let done = count(facts.done());
     let steps = count(facts.settings.steps);
-    let devices =
-        facts.session().map_or_else(String::new, |session| format!(" on {}", devices(session)));
+    let devices = devices(facts.session());
     if facts.is_complete {
-        format!("Complete: {steps} steps{devices}.")
+        format!("Complete: {steps} steps on {devices}.")
     } else {
-        format!("{done} of {steps} steps are done{devices}.")
+        format!("{done} of {steps} steps are done on {devices}.")
     }
 }
 
 fn devices(session: &Session) -> String {
-    HumanCount(session.world_size.into()).of("device")
+    HumanCount(session.world_size.into()).with_noun("device")
 }
 
 /// The figures that readers look for first.
@@ -94,7 +92,7 @@ pub(super) fn figures(facts: &Facts) -> Option<[Figure; 6]> {
     let n_last = (steps.len() / 10).max(1);
     let real = facts.metrics.sum(|step| step.real_tokens);
     let padded = facts.metrics.sum(|step| step.padded_tokens);
-    let last = HumanCount(n_last as u128).of("step");
+    let last = HumanCount(n_last as u128).with_noun("step");
     let figure = |name, value, more: String| Figure { name, value, more };
     Some([
         figure("first loss", format!("{:.3}", first.loss), "nats per token".into()),
@@ -115,7 +113,7 @@ pub(super) fn figures(facts: &Facts) -> Option<[Figure; 6]> {
 }
 
 fn epochs(last: &StepMetrics) -> String {
-    format!("read, {} started", HumanCount(u128::from(last.epoch) + 1).of("epoch"))
+    format!("read, {} started", HumanCount(u128::from(last.epoch) + 1).with_noun("epoch"))
 }
 
 /// Seconds in the unit that reads best.
@@ -135,7 +133,7 @@ fn settings(facts: &Facts) -> Markup {
 pub(super) fn settings_of(facts: &Facts) -> Vec<(&'static str, String)> {
     let settings = &facts.settings;
     let data = settings.data.as_ref().map_or_else(
-        || String::from("this program's own sources"),
+        || String::from("short stories of the program"),
         |data| data.display().to_string(),
     );
     let mut rows = vec![
@@ -152,18 +150,8 @@ pub(super) fn settings_of(facts: &Facts) -> Vec<(&'static str, String)> {
             ),
         ),
     ];
-    if let Some(model) = settings.model {
-        let [layers, heads, hidden, vocabulary, context] =
-            [model.layers, model.heads, model.hidden, model.vocabulary, model.context]
-                .map(|size| count(size as u128));
-        let model = format!(
-            "transformer of {layers} layers, width {hidden}, {heads} heads, {vocabulary} tokens, \
-             context of {context}"
-        );
-        rows.push(("model", model));
-    }
-    let weights = settings.weights.as_ref().map(|weights| weights.path.display().to_string());
-    rows.extend(weights.map(|weights| ("began with", weights)));
+    let folder = settings.finetune.folder.as_ref();
+    rows.extend(folder.map(|folder| ("began with", folder.display().to_string())));
     let recipe = settings.recipe.options().into_iter();
     rows.extend(recipe.filter_map(|(name, value)| Some((name, value?))));
     rows.extend(settings.sessions.iter().map(|session| ("ran on", of_session(session))));
@@ -174,10 +162,7 @@ pub(super) fn settings_of(facts: &Facts) -> Vec<(&'static str, String)> {
         format!("steps {}", checkpoints.join(", "))
     };
     rows.push(("checkpoints", checkpoints));
-    rows.push((
-        "model.safetensors",
-        String::from(if facts.is_complete { "saved" } else { "not yet" }),
-    ));
+    rows.push(("model", String::from(if facts.is_complete { "saved" } else { "not yet" })));
     rows
 }
 
@@ -253,17 +238,12 @@ fn least_of_held_out(facts: &Facts) -> String {
 }
 
 fn plan(facts: &Facts) -> Result<Markup> {
-    let content = match &facts.sharding {
-        Some(sharding) => sharded(facts, sharding)?,
-        None => {
-            missing("An early version wrote this run and did not record its model and its devices.")
-        }
-    };
-    Ok(section("plan", "Sharding plan", &content))
+    Ok(section("plan", "Sharding plan", &sharded(facts)?))
 }
 
-fn sharded(facts: &Facts, Sharding { parameters, plan, cost, needs }: &Sharding) -> Result<Markup> {
-    let memory = facts.session().and_then(|session| Memory::of(session, *needs));
+fn sharded(facts: &Facts) -> Result<Markup> {
+    let Sharding { parameters, plan, cost, needs } = &facts.sharding;
+    let memory = Memory::of(facts.session(), *needs);
     let heads = ["ranks", "owned", "stored", "gradients", "optimizer", "total", "peak"];
     let of_parameters: Vec<Vec<String>> = parameters
         .iter()
@@ -296,12 +276,6 @@ fn sharded(facts: &Facts, Sharding { parameters, plan, cost, needs }: &Sharding)
         (numbers(&["parameter", "shape", "type", "elements"], &of_parameters))
         @if let Some(comparison) = &facts.comparison {
             (measured(comparison))
-            (figure(
-                &step::draw(&facts.units(), plan, comparison)?,
-                "What a process is predicted to hold while a step goes through the units of the \
-                 model and back, beside the peak that was measured. The table above adds up what \
-                 each part takes at its largest, which is not at one time."
-            ))
         }
     })
 }
@@ -346,30 +320,25 @@ fn bytes_of(rank: &RankCost) -> [u128; 6] {
     ]
 }
 
-fn batches(facts: &Facts) -> Result<Markup> {
+fn batches(facts: &Facts) -> Markup {
     let content = match &facts.reading {
         Err(why) => missing(&sentence(why)),
         Ok(reading) => html! {
             p { "In the first epoch: " (reading.report) "." }
-            (figure(
-                &batches_of(reading, &facts.settings.batching())?,
-                "How long the sequences are, and where the batches of the first epoch have \
-                 their padding."
-            ))
+            p.note { (how_batched(&facts.settings.batching())) }
         },
     };
-    Ok(section("batches", "Batches", &content))
+    section("batches", "Batches", &content)
 }
 
-fn batches_of(reading: &Reading, batching: &Batching) -> Result<String> {
-    let Reading { lengths, batches, report, .. } = reading;
+/// Which sequences share a batch, in a sentence.
+fn how_batched(batching: &Batching) -> String {
     let how = match batching.strategy {
-        DynamicBatchStrategy::Bucket(_) => "sequences of similar length",
-        DynamicBatchStrategy::Pack(_) => "sequences packed into rows",
-        _ => "sequences as they come",
+        DynamicBatchStrategy::Bucket(_) => "Sequences of similar length",
+        DynamicBatchStrategy::Pack(_) => "Sequences packed into rows",
+        _ => "Sequences as they come",
     };
-    let title = format!("{how}, at most {} tokens", count(batching.max_tokens));
-    chart::svg(lengths.iter().copied(), &batches.iter().collect::<Vec<_>>(), report, &title)
+    format!("{how}, at most {} tokens.", count(batching.max_tokens))
 }
 
 fn read_by(facts: &Facts) -> Result<Markup> {
@@ -377,9 +346,7 @@ fn read_by(facts: &Facts) -> Result<Markup> {
         Err(why) => missing(&sentence(why)),
         Ok(reading) => html! {
             (covered(reading))
-            @if let Some(session) = facts.session() {
-                (shared(reading, WorldSize::new(session.world_size)?)?)
-            }
+            (shared(reading, WorldSize::new(facts.session().world_size)?))
         },
     };
     Ok(section("coverage", "Coverage", &content))
@@ -407,22 +374,16 @@ fn covered(reading: &Reading) -> Markup {
 }
 
 /// Which rank reads what.
-fn shared(reading: &Reading, world_size: WorldSize) -> Result<Markup> {
+fn shared(reading: &Reading, world_size: WorldSize) -> Markup {
     let shares = coverage::shares(reading, world_size);
     let row = |(rank, share): (usize, &coverage::Share)| {
         vec![rank.to_string(), count(share.sequences), count(share.tokens)]
     };
     let rows: Vec<_> = shares.iter().enumerate().take(MAX_ROWS).map(row).collect();
-    let n_drawn = coverage::n_drawn(reading, world_size);
-    let caption = format!(
-        "Which rank reads which sequences of a batch, in the first {n_drawn} of {}.",
-        HumanCount(reading.batches.len() as u128).of("step")
-    );
-    Ok(html! {
+    html! {
         (numbers(&["rank", "sequences per epoch", "tokens per epoch"], &rows))
         @if shares.len() > MAX_ROWS {
             p.note { "The first " (MAX_ROWS) " of " (shares.len()) " ranks." }
         }
-        (figure(&coverage::draw(reading, world_size)?, &caption))
-    })
+    }
 }

@@ -33,31 +33,19 @@ pub(super) fn parse_part(text: &str) -> Result<Part, String> {
     Err("expected a length, a colon and a weight".into())
 }
 
-/// The JSON result of `--mix`; with `--concatenated` it looks like that of one data set.
+/// The JSON result, which looks like that of one data set.
 #[derive(Serialize)]
 struct Mixed<'a> {
     format_version: u32,
-    #[serde(skip_serializing_if = "Option::is_none")]
-    len: Option<u64>,
+    len: u64,
     world_size: u64,
     rank: u64,
     per_rank_len: u64,
-    #[serde(flatten)]
-    entries: Entries<'a>,
+    #[serde(serialize_with = "indices")]
+    indices: Printed<'a>,
 }
 
-/// The entries to print. They are computed as they are written and never stored.
-#[derive(Serialize)]
-enum Entries<'a> {
-    /// Each is a data set and one of its samples.
-    #[serde(rename = "entries")]
-    Pairs(#[serde(serialize_with = "pairs")] Printed<'a>),
-    /// Each is a place in the data sets one after the other.
-    #[serde(rename = "indices")]
-    Concatenated(#[serde(serialize_with = "concatenated")] Printed<'a>),
-}
-
-/// Some entries of a mixture.
+/// Some samples of a mixture. They are computed as they are written and never stored.
 struct Printed<'a> {
     mixture: &'a Mixture,
     /// Where each data set begins if they are one after the other.
@@ -66,21 +54,15 @@ struct Printed<'a> {
 }
 
 impl Printed<'_> {
-    fn pairs(&self) -> impl Iterator<Item = (usize, u64)> {
-        self.numbers.clone().map(|n| entry(self.mixture, n))
-    }
-
-    fn concatenated(&self) -> impl Iterator<Item = u64> {
-        self.pairs().map(|(source, index)| self.starts[source] + index)
+    /// Returns where each sample is if the data sets are one after the other.
+    fn indices(&self) -> impl Iterator<Item = u64> {
+        let entries = self.numbers.clone().map(|n| entry(self.mixture, n));
+        entries.map(|(source, index)| self.starts[source] + index)
     }
 }
 
-fn pairs<S: Serializer>(printed: &Printed<'_>, serializer: S) -> Result<S::Ok, S::Error> {
-    serializer.collect_seq(printed.pairs())
-}
-
-fn concatenated<S: Serializer>(printed: &Printed<'_>, serializer: S) -> Result<S::Ok, S::Error> {
-    serializer.collect_seq(printed.concatenated())
+fn indices<S: Serializer>(printed: &Printed<'_>, serializer: S) -> Result<S::Ok, S::Error> {
+    serializer.collect_seq(printed.indices())
 }
 
 pub(super) fn print(args: &Args, parts: &[Part]) -> Result<()> {
@@ -93,30 +75,22 @@ pub(super) fn print(args: &Args, parts: &[Part]) -> Result<()> {
     let weights: Vec<u64> = parts.iter().map(|part| part.weight).collect();
     let mixture = Mixture::new(samplers.collect::<Result<_, _>>()?, &weights)?;
     let n_rows = args.count(mixture.len())?;
-    let starts = if args.concatenated { starts(parts)? } else { Vec::new() };
-    let len = args.concatenated.then(|| parts.iter().map(|part| part.len).sum());
+    let starts = starts(parts)?;
+    let len = parts.iter().map(|part| part.len).sum();
     let numbers = args.start..args.start + n_rows;
     let printed = Printed { mixture: &mixture, starts: &starts, numbers };
-    match (args.format, len) {
-        (FormatArg::Json, _) => output::json(&Mixed {
+    match args.format {
+        FormatArg::Json => output::json(&Mixed {
             format_version: 1,
             len,
             world_size: args.world_size,
             rank: args.rank,
             per_rank_len: mixture.len(),
-            entries: match len {
-                Some(_) => Entries::Concatenated(printed),
-                None => Entries::Pairs(printed),
-            },
+            indices: printed,
         }),
-        (FormatArg::Text | FormatArg::Npy | FormatArg::Raw, Some(len)) => {
-            let indices = printed.concatenated().map(|index| [index]);
+        FormatArg::Text | FormatArg::Npy => {
+            let indices = printed.indices().map(|index| [index]);
             print_rows(args, len, Rows { n_rows, fill: rows::from(indices) })
-        }
-        (FormatArg::Text | FormatArg::Npy | FormatArg::Raw, None) => {
-            let longest = parts.iter().map(|part| part.len).fold(0, u64::max);
-            let pairs = printed.pairs().map(|(source, index)| [source as u64, index]);
-            print_rows(args, longest, Rows { n_rows, fill: rows::from(pairs) })
         }
     }
 }

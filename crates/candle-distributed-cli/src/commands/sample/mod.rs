@@ -86,7 +86,8 @@ pub(crate) struct Args {
         conflicts_with_all = ["partition", "tail"]
     )]
     rank_weights: Option<Vec<u64>>,
-    /// Several data sets, read in proportion to their weights; prints pairs of data set and sample
+    /// Several data sets, read in proportion to their weights. Their samples are counted as if the
+    /// data sets were one after the other, as PyTorch's `ConcatDataset` does
     #[arg(
         long,
         value_delimiter = ',',
@@ -98,10 +99,6 @@ pub(crate) struct Args {
         ]
     )]
     mix: Option<Vec<mixture::Part>>,
-    /// Count the samples of --mix as if the data sets were one after the other, as PyTorch's
-    /// `ConcatDataset` does, and print one number for each
-    #[arg(long, requires = "mix")]
-    concatenated: bool,
     /// Seed of the shuffle; a negative one is cast to 64 bits, as PyTorch does
     #[arg(long, default_value = "0", value_parser = parse_seed, allow_negative_numbers = true)]
     seed: u64,
@@ -150,14 +147,6 @@ enum FormatArg {
     Json,
     /// An array of NumPy, of dtype `<i8`
     Npy,
-    /// 64-bit little-endian integers, and nothing else
-    Raw,
-}
-
-impl FormatArg {
-    fn is_binary(self) -> bool {
-        matches!(self, Self::Npy | Self::Raw)
-    }
 }
 
 fn parse_seed(text: &str) -> Result<u64, std::num::ParseIntError> {
@@ -279,7 +268,6 @@ impl Args {
     /// about: clap forgives those, as `--len` excludes it.
     fn check(&self) -> Result<()> {
         let are_missing = [
-            ("--concatenated", self.concatenated && self.mix.is_none(), "--mix"),
             ("--capped", self.capped.is_some() && self.classes.is_none(), "--classes"),
             ("--fixed", self.fixed.is_some() && self.classes.is_none(), "--classes"),
         ];
@@ -289,7 +277,7 @@ impl Args {
         let are_no_indices =
             [("--mark-padding", self.mark_padding), ("--locate", self.locate.is_some())];
         match are_no_indices.into_iter().find(|(_, is_given)| *is_given) {
-            Some((option, _)) if self.format.is_binary() => Err(Error::usage(format!(
+            Some((option, _)) if self.format == FormatArg::Npy => Err(Error::usage(format!(
                 "{option} needs --format text or json, not {}",
                 typed(self.format)
             ))),
@@ -400,14 +388,14 @@ fn print_indices(args: &Args, sampler: &DistributedSampler) -> Result<()> {
             indices: printed,
             padding: args.mark_padding.then_some(Padding { sampler, numbers }),
         }),
-        FormatArg::Text | FormatArg::Npy | FormatArg::Raw if args.workers == 1 => {
+        FormatArg::Text | FormatArg::Npy if args.workers == 1 => {
             let mut start = args.start;
             let fill = |rows: &mut [[u64; 1]]| {
                 start += sampler.fill(start, rows.as_flattened_mut()) as u64;
             };
             print_rows(args, sampler.data_set_len(), Rows { n_rows: count, fill })
         }
-        FormatArg::Text | FormatArg::Npy | FormatArg::Raw => {
+        FormatArg::Text | FormatArg::Npy => {
             let fill = rows::from(printed.iter().map(|index| [index]));
             print_rows(args, sampler.data_set_len(), Rows { n_rows: count, fill })
         }
@@ -427,7 +415,6 @@ fn print_rows<const WIDTH: usize>(
     match args.format {
         // JSON has more than rows, and is printed elsewhere.
         FormatArg::Text | FormatArg::Json => output::text(|out| rows.write_text(out)),
-        FormatArg::Raw => output::bytes(|out| rows.write_raw(out)),
         FormatArg::Npy => {
             rows::check_npy(n_samples)?;
             output::bytes(|out| rows.write_npy(out))
@@ -465,8 +452,6 @@ fn print_place(args: &Args, sampler: &DistributedSampler, index: u64) -> Result<
     };
     match args.format {
         FormatArg::Json => output::json(&Place { format_version: 1, index, position, rank }),
-        FormatArg::Text | FormatArg::Npy | FormatArg::Raw => {
-            output::text(|out| writeln!(out, "{text}"))
-        }
+        FormatArg::Text | FormatArg::Npy => output::text(|out| writeln!(out, "{text}")),
     }
 }

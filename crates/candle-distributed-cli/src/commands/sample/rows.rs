@@ -48,7 +48,7 @@ impl<const WIDTH: usize, F: FnMut(&mut [[u64; WIDTH]])> Rows<WIDTH, F> {
     }
 
     /// The numbers in 64 bits each, and nothing else.
-    pub(super) fn write_raw(self, out: &mut dyn Write) -> io::Result<()> {
+    fn write_raw(self, out: &mut dyn Write) -> io::Result<()> {
         let mut bytes = Vec::new();
         self.for_each_block(|rows| {
             bytes.clear();
@@ -89,7 +89,7 @@ pub(super) fn check_npy(n_samples: u64) -> Result<()> {
     }
     let refused =
         format!("--format npy has signed integers, and {n_samples} samples are above {LIMIT}");
-    Err(Error::usage(refused).hinted("--format raw has unsigned ones"))
+    Err(Error::usage(refused).hinted("--format text has no limit"))
 }
 
 #[cfg(test)]

@@ -32,7 +32,7 @@ impl Args {
             data,
             schedule,
             held_out: held_out.as_ref(),
-            folder: folder.as_ref(),
+            folder,
             settings,
             sharding: sharding.as_ref(),
             typed: "",

@@ -1,14 +1,14 @@
-//! The options of `train` for a model from a Hugging Face folder.
+//! The options of `train` that say which model learns from which examples.
 
 use std::path::{Path, PathBuf};
 
 use crate::{
-    commands::train::start::agrees,
     error::{Error, Result},
+    generation,
     help::typed,
     hf::{examples::Overlong, folder::Folder},
-    hint,
     train::{
+        built_in::{self, Sizes},
         finetune::{
             Finetune, Rows, Validation, config_of, tokenizer_fingerprint, weights_fingerprint,
         },
@@ -16,18 +16,16 @@ use crate::{
     },
 };
 
-/// How a model of a folder is fine-tuned, if one is.
+/// Which model learns, and how its texts become batches.
 #[derive(Clone, Debug, clap::Args)]
-#[command(next_help_heading = "A model from a folder")]
+#[command(next_help_heading = "The model and its texts")]
 pub(super) struct FinetuneArgs {
-    /// Fine-tune the model in this folder of Hugging Face's form (Llama, Qwen 2, Mistral) on --data
-    #[arg(
-        long,
-        value_name = "FOLDER",
-        conflicts_with_all = ["weights", "n_layers", "hidden", "n_heads"]
-    )]
+    /// Fine-tune the model in this folder of Hugging Face's form (Llama, Qwen 2, Mistral), or of a run
+    /// that has ended, on --data [default: a small new one]
+    #[arg(long, value_name = "FOLDER", conflicts_with_all = ["n_layers", "hidden", "n_heads"])]
     pub(super) model: Option<PathBuf>,
-    /// Begin with random weights of this seed, for which a config.json is enough
+    /// Begin with random weights of this seed, for which a config.json is enough [default: the weights
+    /// of --model; without one, --seed]
     #[arg(long, value_name = "SEED")]
     init: Option<u64>,
     /// How sequences lie in the rows of a batch [default: padded]
@@ -37,7 +35,7 @@ pub(super) struct FinetuneArgs {
     /// --max-tokens has room for]
     #[arg(long, value_name = "N", conflicts_with = "max_tokens")]
     batch_size: Option<u64>,
-    /// What becomes of texts that are longer than --context [default: error]
+    /// What becomes of texts that are longer than --context [default: split; with --model error]
     #[arg(long, value_enum)]
     overlong: Option<Overlong>,
     /// Fraction of the examples that nothing is learnt from: the loss on them is in
@@ -54,63 +52,81 @@ pub(super) struct FinetuneArgs {
 }
 
 impl FinetuneArgs {
-    /// The folder of the model that is fine-tuned, and how; `known` is what a resumed run started
-    /// with.
+    /// Returns the folder of the model that is trained, and how it is; `known` are the settings of a
+    /// run that is resumed.
     pub(super) fn asked(
         &self,
         known: Option<&Settings>,
-        context: Option<usize>,
-    ) -> Result<Option<(Folder, Finetune)>> {
-        match (known.map(|known| known.finetune.as_ref()), &self.model) {
-            (None, Some(model)) => self.new_run(model, context).map(Some),
-            (Some(Some(known)), _) => self.again(known, context).map(Some),
-            (Some(None), Some(model)) => {
-                agrees("model", Some(&model.to_string_lossy()), None)?;
-                Ok(None)
-            }
-            (None | Some(None), None) => {
-                match self.option_of_folders() {
-                    Some(option) => Err(Error::usage(format!("{option} needs a --model"))
-                        .hinted(hint::MODEL_OPTION)),
-                    None => Ok(None),
-                }
-            }
+        inputs: &Inputs<'_>,
+    ) -> Result<(Folder, Finetune)> {
+        if let Some(known) = known {
+            return self.again(&known.finetune);
+        }
+        if self.batch_size == Some(0) {
+            return Err(Error::usage("--batch-size is 0, must be at least 1"));
+        }
+        match &self.model {
+            Some(model) => self.of_folder(model, inputs),
+            None => self.of_program(inputs),
         }
     }
 
-    fn new_run(&self, model: &Path, context: Option<usize>) -> Result<(Folder, Finetune)> {
+    fn of_folder(&self, model: &Path, inputs: &Inputs<'_>) -> Result<(Folder, Finetune)> {
         if model.to_str().is_none() {
             return Err(Error::usage(format!(
                 "--model {} is not UTF-8, and run.json cannot name it",
                 model.display()
             )));
         }
-        let folder = Folder::open(model)?;
+        let path = generation::model_folder(model)?;
+        let folder = Folder::open(&path)?;
         let weights = match self.init {
             Some(_) => None,
             None => weights_fingerprint(&folder)?,
         };
-        if self.batch_size == Some(0) {
-            return Err(Error::usage("--batch-size is 0, must be at least 1"));
-        }
+        let context = checked_context(&folder, inputs.context)?;
         let finetune = Finetune {
-            config: config_of(&folder)?,
+            folder: Some(path),
             weights,
             init: self.init,
-            tokenizer: tokenizer_fingerprint(&folder),
-            context: checked_context(&folder, context)?,
-            rows: self.rows.unwrap_or_default(),
-            overlong: self.overlong.unwrap_or_default(),
-            batch_size: self.batch_size,
-            validation: self.validation()?,
             merge: self.merge || self.init.is_some(),
-            folder: model.to_owned(),
+            ..self.new_run(&folder, context, Overlong::Error)?
         };
         Ok((folder, finetune))
     }
 
+    /// The model of this program, with random weights.
+    fn of_program(&self, inputs: &Inputs<'_>) -> Result<(Folder, Finetune)> {
+        let config = built_in::config(inputs.sizes, inputs.context)?;
+        let folder = Folder::of_config(config.to_string())?;
+        let context = checked_context(&folder, inputs.context)?;
+        let finetune = Finetune {
+            init: Some(self.init.unwrap_or(inputs.seed)),
+            merge: true,
+            ..self.new_run(&folder, context, Overlong::Split)?
+        };
+        Ok((folder, finetune))
+    }
+
+    /// What does not depend on where the model comes from.
+    fn new_run(&self, folder: &Folder, context: usize, overlong: Overlong) -> Result<Finetune> {
+        Ok(Finetune {
+            folder: None,
+            config: config_of(folder)?,
+            weights: None,
+            init: None,
+            tokenizer: tokenizer_fingerprint(folder),
+            context,
+            rows: self.rows.unwrap_or_default(),
+            overlong: self.overlong.unwrap_or(overlong),
+            batch_size: self.batch_size,
+            validation: self.validation()?,
+            merge: false,
+        })
+    }
+
     /// The same of a run that is resumed, where its folder is now.
-    fn again(&self, known: &Finetune, context: Option<usize>) -> Result<(Folder, Finetune)> {
+    fn again(&self, known: &Finetune) -> Result<(Folder, Finetune)> {
         let words = |asked: Option<u64>| asked.map(|asked| asked.to_string());
         let fraction = |validation: Option<Validation>| {
             validation.map(|validation| validation.fraction.to_string())
@@ -125,14 +141,18 @@ impl FinetuneArgs {
             ("validation", self.validation.map(|all| all.to_string()), fraction(known.validation)),
             ("validate-every", words(self.validate_every), words(every)),
             ("merge", merge(self.merge), merge(known.merge)),
-            ("context", words(context.map(|n| n as u64)), words(Some(known.context as u64))),
         ] {
             agrees(name, asked.as_deref(), known.as_deref())?;
         }
-        let path = self.model.as_ref().unwrap_or(&known.folder);
-        let folder = Folder::open(path)?;
+        let mut known = known.clone();
+        match (&self.model, &known.folder) {
+            (Some(model), None) => agrees("model", Some(&model.to_string_lossy()), None)?,
+            (Some(model), Some(_)) => known.folder = Some(generation::model_folder(model)?),
+            (None, _) => {}
+        }
+        let folder = known.open_folder()?;
         known.check_folder(&folder)?;
-        Ok((folder, Finetune { folder: path.clone(), ..known.clone() }))
+        Ok((folder, known))
     }
 
     fn validation(&self) -> Result<Option<Validation>> {
@@ -144,18 +164,31 @@ impl FinetuneArgs {
         let every = self.validate_every.unwrap_or(EVERY);
         Ok(self.validation.map(|fraction| Validation { fraction, every }))
     }
+}
 
-    /// An option that has no meaning without a folder, if one is given.
-    fn option_of_folders(&self) -> Option<&'static str> {
-        let options = [
-            ("--init", self.init.is_some()),
-            ("--rows", self.rows.is_some()),
-            ("--batch-size", self.batch_size.is_some()),
-            ("--overlong", self.overlong.is_some()),
-            ("--validation", self.validation.is_some()),
-            ("--merge", self.merge),
-        ];
-        options.into_iter().find_map(|(option, is_given)| is_given.then_some(option))
+/// Arguments of other groups that decide about the model.
+pub(super) struct Inputs<'a> {
+    pub(super) sizes: &'a Sizes,
+    pub(super) context: Option<usize>,
+    pub(super) seed: u64,
+}
+
+impl Inputs<'_> {
+    /// Checks that the sizes are those of a run that is resumed.
+    pub(super) fn agree_with(&self, known: &Finetune) -> Result<()> {
+        let context = self.context.map(|context| context.to_string());
+        agrees("context", context.as_deref(), Some(&known.context.to_string()))?;
+        let own = known.folder.is_none().then_some(&known.config);
+        for (name, asked, field) in [
+            ("n-layers", self.sizes.n_layers, "num_hidden_layers"),
+            ("hidden", self.sizes.hidden, "hidden_size"),
+            ("n-heads", self.sizes.n_heads, "num_attention_heads"),
+        ] {
+            let asked = asked.map(|asked| asked.to_string());
+            let known = own.map(|config| config[field].to_string());
+            agrees(name, asked.as_deref(), known.as_deref())?;
+        }
+        Ok(())
     }
 }
 
@@ -169,4 +202,19 @@ fn checked_context(folder: &Folder, asked: Option<usize>) -> Result<usize> {
     Err(Error::usage(format!(
         "--context is {context}, must be 2 to {most}, the positions of the model"
     )))
+}
+
+/// Checks that an option of a run that is resumed is not given another value than it started with.
+pub(super) fn agrees(name: &str, asked: Option<&str>, known: Option<&str>) -> Result<()> {
+    if asked.is_none() || asked == known {
+        return Ok(());
+    }
+    let with = match known {
+        Some("") => format!("with --{name}"),
+        Some(known) => format!("with --{name} {known}"),
+        None => format!("without --{name}"),
+    };
+    let other =
+        Error::usage(format!("the run started {with}, and can only be resumed with the same"));
+    Err(other.hinted("another value needs a new run, in another folder"))
 }

@@ -13,7 +13,7 @@ use candle_distributed::{
     batch::Batch,
     mesh::DeviceMesh,
     plan::{ParameterInfo, report::PlanReport},
-    types::{Rank, Seed},
+    types::Rank,
 };
 
 use self::{
@@ -30,6 +30,7 @@ use crate::{
     output, strategy,
     train::{
         agreement,
+        built_in::Sizes,
         journal::Journal,
         memory::Work,
         model::Model,
@@ -45,11 +46,13 @@ use crate::{
 /// How many steps are lost at most, unless the user wants fewer or more to be.
 const CHECKPOINT_EVERY: u64 = 50;
 
-/// Train a small byte-level transformer on text, on several devices at once.
+/// Train a language model on text, on several devices at once.
+///
+/// Without --model it is a small one whose tokens are bytes.
 #[derive(Debug, clap::Args)]
 #[expect(clippy::struct_excessive_bools, reason = "each is a switch of its own")]
 #[command(after_help = examples![
-    "# About a minute on this program's own sources; the run is saved in the next free folder under runs"
+    "# About a minute on short stories; the run is saved in the next free folder under runs"
     "candle-distributed train"
     "# On the text files of a folder"
     "candle-distributed train --data docs --world-size 2 --steps 100 --out docs-run"
@@ -64,13 +67,13 @@ const CHECKPOINT_EVERY: u64 = 50;
     "candle-distributed plan docs-run --world-size 8"
 ])]
 pub(crate) struct Args {
-    /// Text file, .jsonl file, or folder of such files [default: this program's own sources, but not
-    /// with --model]
+    /// Text file, .jsonl file, or folder of such files [default: short stories that the
+    /// program makes, but not with --model]
     #[arg(long, value_name = "PATH")]
     data: Option<PathBuf>,
     #[command(flatten)]
     devices: DeviceArgs,
-    /// Number of optimizer steps [default: 400, or those of the run that is resumed]
+    /// Number of optimizer steps [default: 300, or those of the run that is resumed]
     #[arg(long)]
     steps: Option<u64>,
     /// Most tokens in a step of all devices, padding included [default: 4096, or one longest sequence
@@ -116,23 +119,11 @@ pub(crate) struct Args {
     #[command(flatten)]
     recipe: Recipe,
 
-    /// Begin with the parameters of a model of these sizes, a .safetensors file or the folder of a
-    /// run that has ended [default: new ones by --seed]
-    #[arg(long, value_name = "PATH", help_heading = "The model")]
-    weights: Option<PathBuf>,
-    /// Number of blocks [default: 2, or those of the run that is resumed]
-    #[arg(long, value_name = "N", help_heading = "The model")]
-    n_layers: Option<usize>,
-    /// Width of the residual stream [default: 128, or that of the run that is resumed]
-    #[arg(long, value_name = "N", help_heading = "The model")]
-    hidden: Option<usize>,
-    /// Number of attention heads, which divide the width [default: 4, or those of the run that is
-    /// resumed]
-    #[arg(long, value_name = "N", help_heading = "The model")]
-    n_heads: Option<usize>,
-    /// The longest input, in bytes; with --model the longest sequence, in tokens [default: 128, the
-    /// longest text for --model, with packed rows 2048 if that is more and the model has as many
-    /// positions, or that of the run that is resumed]
+    #[command(flatten)]
+    sizes: Sizes,
+    /// The longest sequence, in tokens, which are bytes without --model [default: the longest text,
+    /// with packed rows 2048 if that is more and the model has as many positions, or that of the run
+    /// that is resumed]
     #[arg(long, value_name = "N", help_heading = "The model")]
     context: Option<usize>,
 }
@@ -184,7 +175,7 @@ impl Args {
             data: &data,
             schedule: &schedule,
             held_out: held_out.as_ref(),
-            folder: folder.as_ref(),
+            folder: &folder,
             settings: &settings,
             sharding: sharding.as_ref(),
             typed: &self.typed(),
@@ -207,14 +198,14 @@ impl Args {
             Rank::ZERO => Some(self.journal(&job, place, base_bytes)?),
             _ => None,
         };
-        let prompt = self.writing.prompt(&data, folder.as_ref())?;
+        let prompt = self.writing.prompt(&data, &folder)?;
         job.run(model, journal)?;
         match (prompt.filter(|_| place.placement.rank() == Rank::ZERO), unwritten) {
             (Some(_), Some(bytes)) => {
                 writing::say_too_large(bytes);
                 Ok(())
             }
-            (Some(prompt), None) => self.writing.write(&path, &prompt, Seed::new(settings.seed)),
+            (Some(prompt), None) => self.writing.write(&path, &prompt, &settings),
             (None, _) => Ok(()),
         }
     }
@@ -264,7 +255,7 @@ impl Args {
         if let Some(out) = &self.out {
             return Ok(out.clone());
         }
-        let is_first = mesh.local_slots().start == 0;
+        let is_first = mesh.is_first_process();
         let number = if is_first { run_dir::claim_number()? } else { 0 };
         Ok(run_dir::numbered(trainer::largest(mesh, number)?))
     }
@@ -411,8 +402,8 @@ mod tests {
         let place = args.devices.place(DEFAULT_WORLD_SIZE).unwrap();
         let mesh = DeviceMesh::cpu(2).unwrap();
         args.train(&mesh, place, args.start(place)).unwrap();
-        let model = out.join("model.safetensors");
-        let killed = || fs::remove_file(&model).unwrap();
+        let model = out.join("model");
+        let killed = || fs::remove_dir_all(&model).unwrap();
         let metrics = || fs::read(out.join("metrics.jsonl")).unwrap();
 
         let second = out.join("checkpoints/step-0000000002");
@@ -435,7 +426,7 @@ mod tests {
         fs::write(&run_json, format!("{settings}\n")).unwrap();
         is_refused(start, "the settings");
         let start = args.start(place);
-        fs::write(&model, "a model").unwrap();
+        fs::create_dir(&model).unwrap();
         is_refused(start, "a model");
 
         killed();

@@ -18,30 +18,34 @@ use candle_distributed::{
 };
 
 use crate::{
-    commands::train::{Args, work_of},
+    commands::train::{
+        Args,
+        finetune::{Inputs, agrees},
+        work_of,
+    },
     devices::Place,
     error::{Error, ErrorKind, Result},
     help::typed,
-    hf::{examples::Examples, folder::Folder},
+    hf::{
+        examples::{Examples, Overlong},
+        folder::Folder,
+    },
     hint, output,
     train::{
-        corpus::Corpus,
         data::{self, Schedule},
-        dataset::{DataSet, Texts},
+        dataset::DataSet,
         finetune::Finetune,
         limits::{self, Limit},
         precision::Precision,
-        pretrained::Pretrained,
         resumed::Resumed,
         run_dir::{self, Seen},
         settings::{FORMAT_VERSION, Settings},
         sharding::Sharding,
-        transformer::{Config, MODEL},
         validation::HeldOut,
     },
 };
 
-const DEFAULT_STEPS: u64 = 400;
+const DEFAULT_STEPS: u64 = 300;
 
 /// How a run starts.
 #[derive(Debug)]
@@ -61,8 +65,8 @@ pub(super) struct Beginning {
     pub(super) schedule: Schedule,
     /// Examples by which it is seen how much was learnt.
     pub(super) held_out: Option<HeldOut>,
-    /// The folder of the model, if it comes from one.
-    pub(super) folder: Option<Folder>,
+    /// The folder of the model.
+    pub(super) folder: Folder,
     pub(super) from: Option<Resumed>,
     /// The run to resume, as it was before any of it was read.
     pub(super) seen: Option<Seen>,
@@ -167,26 +171,12 @@ impl Args {
         Ok(Start::Train(Box::new(beginning)))
     }
 
-    /// The sizes of the model: those that are asked for, and else those of the run.
-    fn config(&self, known: Option<&Settings>) -> Result<Config> {
-        let default = known.map_or(MODEL, Settings::config);
-        let config = Config {
-            layers: self.n_layers.unwrap_or(default.layers),
-            hidden: self.hidden.unwrap_or(default.hidden),
-            heads: self.n_heads.unwrap_or(default.heads),
-            context: self.context.unwrap_or(default.context),
-            ..default
-        };
-        config.check()?;
-        Ok(config)
-    }
-
     fn beginning(&self, known: Option<Settings>, world_size: WorldSize) -> Result<Beginning> {
         let is_known = known.is_some();
         let text = self.text(known.as_ref(), world_size)?;
         let settings = self.settings(known, &text, world_size)?;
         let Text { read, held_out, folder, .. } = text;
-        let validation = settings.finetune.as_ref().and_then(|finetune| finetune.validation);
+        let validation = settings.finetune.validation;
         let held_out = match (held_out, validation) {
             (Some(read), Some(validation)) => {
                 Some(HeldOut::new(read, &settings, validation.every)?)
@@ -197,7 +187,7 @@ impl Args {
         if let Some(path) = self.resumed() {
             from = Resumed::latest(&run_dir::checkpoints(path, &settings), settings.steps)?;
             if !is_known {
-                refuse_unknown(path, from.as_ref())?;
+                refuse_unknown(path)?;
             }
         }
         let schedule = settings.schedule(read.lengths())?;
@@ -216,18 +206,22 @@ impl Args {
         })
     }
 
+    fn inputs(&self, seed: u64) -> Inputs<'_> {
+        Inputs { sizes: &self.sizes, context: self.context, seed }
+    }
+
     /// What the run learns from.
     fn text(&self, known: Option<&Settings>, world_size: WorldSize) -> Result<Text> {
         let data = self.data.clone().or_else(|| known?.data.clone());
-        let Some((folder, finetune)) = self.finetune.asked(known, self.context)? else {
-            return self.bytes(known, data);
-        };
-        let Some(path) = &data else {
+        let seed = known.map_or(self.seed.unwrap_or(0), |known| known.seed);
+        let inputs = self.inputs(seed);
+        let (folder, finetune) = self.finetune.asked(known, &inputs)?;
+        if data.is_none() && finetune.folder.is_some() {
             return Err(Error::usage("--model needs --data, the texts to learn from")
                 .hinted(hint::EXAMPLE_LINES));
-        };
-        let seed = Seed::new(known.map_or(self.seed.unwrap_or(0), |known| known.seed));
-        let (fingerprint, train, held_out) = finetune.examples(&folder, path, seed)?;
+        }
+        let (fingerprint, train, held_out) =
+            finetune.examples(&folder, data.as_deref(), Seed::new(seed))?;
         say_overlong(&train, &finetune);
         say_files(&train);
         let finetune = match (known, self.context) {
@@ -237,30 +231,17 @@ impl Args {
             }
             (Some(_), _) | (_, Some(_)) => finetune,
         };
-        let texts = |examples| {
+        let data_set = |examples| {
             let devices = world_size.as_usize();
-            DataSet::Texts(Texts { examples, rows: finetune.rows, devices })
+            DataSet { examples, rows: finetune.rows, devices }
         };
-        let (read, held_out) = (texts(train), held_out.map(texts));
-        let kind = Kind::Folder(finetune);
-        Ok(Text { data, read, held_out, fingerprint, kind, folder: Some(folder) })
-    }
-
-    /// The bytes of the texts.
-    fn bytes(&self, known: Option<&Settings>, data: Option<PathBuf>) -> Result<Text> {
-        let config = self.config(known)?;
-        let corpus = match &data {
-            Some(path) => Corpus::read(path, config.longest_sequence())?,
-            None => Corpus::embedded(config.longest_sequence()),
-        };
-        let fingerprint = corpus.fingerprint();
-        let (read, kind) = (DataSet::Bytes(corpus), Kind::Bytes(config));
-        Ok(Text { data, read, held_out: None, fingerprint, kind, folder: None })
+        let (read, held_out) = (data_set(train), held_out.map(data_set));
+        Ok(Text { data, read, held_out, fingerprint, finetune, folder })
     }
 
     /// Checks that the arguments do not contradict those that the run started with.
     fn agrees_with(&self, known: &Settings) -> Result<()> {
-        self.agrees_with_sizes(known)?;
+        self.inputs(known.seed).agree_with(&known.finetune)?;
         let options = [
             ("steps", self.steps, known.steps),
             ("seed", self.seed, known.seed),
@@ -277,23 +258,6 @@ impl Args {
         Ok(())
     }
 
-    /// The same of the sizes of a transformer over bytes, which the model of a folder does not take.
-    fn agrees_with_sizes(&self, known: &Settings) -> Result<()> {
-        let of_bytes = known.finetune.is_none().then(|| known.config());
-        let context = of_bytes.as_ref().map(|config| config.context);
-        for (name, asked, known) in [
-            ("n-layers", self.n_layers, of_bytes.map(|config| config.layers)),
-            ("hidden", self.hidden, of_bytes.map(|config| config.hidden)),
-            ("n-heads", self.n_heads, of_bytes.map(|config| config.heads)),
-            // That of a folder's model is compared with its other options.
-            ("context", self.context.filter(|_| context.is_some()), context),
-        ] {
-            let words = |number: Option<usize>| number.map(|number| number.to_string());
-            agrees(name, words(asked).as_deref(), words(known).as_deref())?;
-        }
-        Ok(())
-    }
-
     /// The settings of the run: those that it started with, if it is resumed.
     fn settings(
         &self,
@@ -301,7 +265,7 @@ impl Args {
         read: &Text,
         world_size: WorldSize,
     ) -> Result<Settings> {
-        let Text { data, fingerprint: text, kind, .. } = read;
+        let Text { data, fingerprint: text, finetune, .. } = read;
         if let Some(path) = data.as_ref().filter(|path| path.to_str().is_none()) {
             return Err(Error::usage(format!(
                 "--data {} is not UTF-8, and run.json cannot name it",
@@ -313,33 +277,20 @@ impl Args {
                 let changed = Error::usage("the text is not the one that the run started with");
                 return Err(changed.hinted(hint::TEXT));
             }
-            Some(known) => self.again(known)?,
+            Some(known) => known,
             None => self.new_settings(read, world_size)?,
         };
         let settings = Settings {
             data: data.clone(),
-            // Checkpoints of another model are refused.
-            model: kind.sizes(),
-            finetune: kind.finetune(),
+            // Its folder may have moved.
+            finetune: finetune.clone(),
             allow_non_finite: settings.allow_non_finite || self.allow_non_finite,
             // The model that is there, if any, is not that of a run with steps left.
             model_files: vec![],
             model_fingerprint: None,
             ..settings
         };
-        settings.check_heads()?;
-        Ok(Settings { identity: Some(settings.identity()), ..settings })
-    }
-
-    /// The settings of a run that is resumed, where its files are now.
-    fn again(&self, known: Settings) -> Result<Settings> {
-        let moved = self.weights.as_deref();
-        if let Some(weights) = &known.weights {
-            let weights = Some(weights.again(moved)?);
-            return Ok(Settings { weights, ..known });
-        }
-        agrees("weights", moved.map(Path::to_string_lossy).as_deref(), None)?;
-        Ok(known)
+        Ok(settings.sealed())
     }
 
     /// The settings of a new run.
@@ -349,38 +300,31 @@ impl Args {
             return Err(Error::usage("--steps 0 trains nothing, it must be at least 1"));
         }
         self.recipe.check(steps)?;
-        let recipe = self.recipe.clone();
+        let finetune = &read.finetune;
+        let recipe = self.recipe.clone().with_defaults(steps, finetune.folder.is_none());
         let settings = Settings {
             format_version: FORMAT_VERSION,
             seed: self.seed.unwrap_or(0),
             steps,
             data: None,
             text: read.fingerprint.clone(),
-            max_tokens: self.checked_max_tokens(&read.kind, world_size)?,
+            max_tokens: self.checked_max_tokens(finetune, world_size)?,
             allow_non_finite: false,
-            model: None,
-            weights: self.weights.as_deref().map(Pretrained::read).transpose()?,
-            finetune: read.kind.finetune(),
-            recipe: match read.kind {
-                Kind::Bytes(_) => recipe,
-                Kind::Folder(_) => recipe.of_finetuning(steps),
-            },
+            finetune: finetune.clone(),
+            recipe,
             sessions: vec![],
-            identity: None,
+            identity: String::new(),
             model_files: vec![],
             model_fingerprint: None,
         };
-        settings.check_weights()?;
+        settings.check_adapters()?;
         Ok(settings)
     }
 
     /// The most tokens of a step: those that are asked for, if the longest sequence fits.
-    fn checked_max_tokens(&self, kind: &Kind, world_size: WorldSize) -> Result<u64> {
-        let longest = kind.longest_sequence();
-        let of_sequences = match kind {
-            Kind::Folder(finetune) => finetune.batch_size.map(|n| n.saturating_mul(longest as u64)),
-            Kind::Bytes(_) => None,
-        };
+    fn checked_max_tokens(&self, finetune: &Finetune, world_size: WorldSize) -> Result<u64> {
+        let longest = finetune.context;
+        let of_sequences = finetune.batch_size.map(|n| n.saturating_mul(longest as u64));
         match self.max_tokens.or(of_sequences) {
             None => Ok(data::max_tokens(world_size, longest)),
             Some(asked) if asked >= longest as u64 => Ok(asked),
@@ -434,13 +378,10 @@ impl Args {
             Ok(Start::Complete(_)) => return vec!["finds the run complete".into()],
             Ok(Start::Train(beginning)) => beginning,
         };
-        let Settings { seed, steps, text, max_tokens, allow_non_finite, weights, recipe, .. } =
+        let Settings { seed, steps, text, max_tokens, allow_non_finite, finetune, recipe, .. } =
             &beginning.settings;
-        let weights = weights.as_ref().map_or("none", |weights| &weights.fingerprint);
         let out = self.out.as_deref().map_or("a new folder".into(), Path::to_string_lossy);
         let first = beginning.from.as_ref().map_or(0, |from| from.checkpoint.step());
-        let Config { context, layers, heads, hidden, .. } = beginning.settings.config();
-        let finetune = beginning.settings.finetune.as_ref();
         vec![
             format!("starts after step {first}"),
             format!("has --steps {steps}"),
@@ -451,15 +392,8 @@ impl Args {
             format!("has --checkpoint-every {}", self.checkpoint_every),
             format!("has --check {}", self.check),
             format!("has --allow-non-finite {allow_non_finite}"),
-            format!("has --weights {weights}"),
-            match finetune {
-                Some(finetune) => format!("fine-tunes {}", finetune.words()),
-                None => "has no --model".into(),
-            },
+            format!("trains {}", finetune.words()),
             format!("learns by {}", recipe.words()),
-            format!(
-                "has --n-layers {layers} --hidden {hidden} --n-heads {heads} --context {context}"
-            ),
             match &beginning.sharding {
                 Some(sharding) => format!("is sharded by {}", sharding.words()),
                 None => "is not sharded".into(),
@@ -472,52 +406,24 @@ impl Args {
 
 /// What a run learns from, and what learns from it.
 struct Text {
-    /// Where it is; this program's own sources if it is nowhere.
+    /// Its path; `None` for short stories.
     data: Option<PathBuf>,
     read: DataSet,
     held_out: Option<DataSet>,
     /// That of all of it, in hexadecimal digits.
     fingerprint: String,
-    kind: Kind,
-    folder: Option<Folder>,
-}
-
-/// The two kinds of models.
-enum Kind {
-    Bytes(Config),
-    Folder(Finetune),
-}
-
-impl Kind {
-    fn sizes(&self) -> Option<Config> {
-        match self {
-            Self::Bytes(config) => Some(*config),
-            Self::Folder(_) => None,
-        }
-    }
-
-    fn finetune(&self) -> Option<Finetune> {
-        match self {
-            Self::Bytes(_) => None,
-            Self::Folder(finetune) => Some(finetune.clone()),
-        }
-    }
-
-    fn longest_sequence(&self) -> usize {
-        match self {
-            Self::Bytes(config) => config.longest_sequence(),
-            Self::Folder(finetune) => finetune.context,
-        }
-    }
+    finetune: Finetune,
+    folder: Folder,
 }
 
 /// Says how many texts are cut off or left out.
 fn say_overlong(examples: &Examples, finetune: &Finetune) {
     let n_overlong = examples.n_overlong();
-    if n_overlong > 0 {
+    // Nothing is lost of those that are split.
+    if n_overlong > 0 && finetune.overlong != Overlong::Split {
         output::warning(format_args!(
             "{} longer than the context of {} tokens: --overlong {}",
-            HumanCount(n_overlong.into()).of("text"),
+            HumanCount(n_overlong.into()).with_noun("text"),
             finetune.context,
             typed(finetune.overlong)
         ));
@@ -528,43 +434,23 @@ fn say_overlong(examples: &Examples, finetune: &Finetune) {
 fn say_files(examples: &Examples) {
     let files = examples.files();
     if files.n_skipped > 0 {
-        let skipped = HumanCount(files.n_skipped.into()).of("file");
+        let skipped = HumanCount(files.n_skipped.into()).with_noun("file");
         output::warning(format_args!("{skipped} of --data skipped, as not UTF-8"));
     }
     if files.n_of_lines > 0 && files.n_of_texts > 0 {
-        let texts = HumanCount(files.n_of_texts.into()).of("file");
+        let texts = HumanCount(files.n_of_texts.into()).with_noun("file");
         output::warning(format_args!(
             "{texts} of --data beside those of lines: every paragraph there is an example"
         ));
     }
 }
 
-/// Checks that an option of a run that is resumed is not given another value than it started with.
-pub(super) fn agrees(name: &str, asked: Option<&str>, known: Option<&str>) -> Result<()> {
-    if asked.is_none() || asked == known {
-        return Ok(());
-    }
-    let with = match known {
-        Some("") => format!("with --{name}"),
-        Some(known) => format!("with --{name} {known}"),
-        None => format!("without --{name}"),
-    };
-    let other =
-        Error::usage(format!("the run started {with}, and can only be resumed with the same"));
-    Err(other.hinted("another value needs a new run, in another folder"))
-}
-
-/// Refuses a folder that holds parts of a run but not what run it is, unless its checkpoint says
-/// that it is this one.
-fn refuse_unknown(path: &Path, from: Option<&Resumed>) -> Result<()> {
+/// Refuses a folder that holds parts of a run without its settings.
+fn refuse_unknown(path: &Path) -> Result<()> {
     let found = run_dir::contents(path)?;
     if found.is_empty() {
         return Ok(());
     }
     let lacks = format!("{} holds {}, but no run.json", path.display(), found.join(" and "));
-    if from.is_some_and(Resumed::is_known) {
-        output::warning(format_args!("{lacks}; it is written anew"));
-        return Ok(());
-    }
     Err(Error::usage(lacks).hinted(hint::NO_SETTINGS))
 }

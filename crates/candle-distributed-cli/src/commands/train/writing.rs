@@ -7,10 +7,10 @@ use candle_distributed::types::{Seed, human::HumanBytes};
 use crate::{
     commands::train::start::Beginning,
     error::Result,
-    generation::{self, Length, Prompt, Sampling, Words},
+    generation::{self, Length, Prompt, Sampling},
     hf::folder::Folder,
     hint, output,
-    train::{dataset::DataSet, run_dir},
+    train::{dataset::DataSet, run_dir, settings::Settings},
 };
 
 /// From what text the model writes on, and how.
@@ -43,11 +43,11 @@ impl WritingArgs {
         let Beginning { settings, folder, .. } = beginning;
         self.sampling.chooser(Seed::new(settings.seed))?;
         let context = settings.trained_model()?.context();
-        Prompt::Text(prompt).ids(words(folder.as_ref()), context).map(drop)
+        Prompt::Text(prompt).ids(folder.tokenizer(), context).map(drop)
     }
 
     /// The text that the model writes on from, if there is one.
-    pub(super) fn prompt(&self, data: &DataSet, folder: Option<&Folder>) -> Result<Option<String>> {
+    pub(super) fn prompt(&self, data: &DataSet, folder: &Folder) -> Result<Option<String>> {
         /// As many as show what kind of text it is.
         const N_TOKENS: usize = 16;
         if self.no_sample {
@@ -56,7 +56,7 @@ impl WritingArgs {
         if let Some(prompt) = &self.prompt {
             return Ok(Some(prompt.clone()));
         }
-        let first = words(folder).decode(&data.beginning(N_TOKENS))?;
+        let first = folder.tokenizer().decode(&data.beginning(N_TOKENS), false)?;
         // A character that is cut through is none.
         let whole = first.trim_end_matches(char::REPLACEMENT_CHARACTER);
         Ok((!whole.is_empty()).then(|| whole.to_owned()))
@@ -64,8 +64,8 @@ impl WritingArgs {
 
     /// Prints what the model of the run that has ended in `path` writes, and keeps it for its report.
     /// The run is complete, whatever becomes of that.
-    pub(super) fn write(&self, path: &Path, prompt: &str, seed: Seed) -> Result<()> {
-        match self.written(path, prompt, seed) {
+    pub(super) fn write(&self, path: &Path, prompt: &str, settings: &Settings) -> Result<()> {
+        match self.written(path, prompt, settings) {
             Ok(text) => output::text(|out| writeln!(out, "the model writes:\n{text}")),
             Err(error) => {
                 output::warning(format_args!("the model writes nothing: {}", error.chain()));
@@ -74,10 +74,14 @@ impl WritingArgs {
         }
     }
 
-    fn written(&self, path: &Path, prompt: &str, seed: Seed) -> Result<String> {
-        let mut chooser = self.sampling.chooser(seed)?;
+    fn written(&self, path: &Path, prompt: &str, settings: &Settings) -> Result<String> {
+        let mut chooser = self.sampling.chooser(Seed::new(settings.seed))?;
         let model = generation::open(path, None)?;
-        let text = model.write(Prompt::Text(prompt), Length::GLANCE, &mut chooser)?.text;
+        let length = match settings.finetune.folder {
+            Some(_) => Length::GLANCE,
+            None => Length::GLANCE_OF_BYTES,
+        };
+        let text = model.write(Prompt::Text(prompt), length, &mut chooser)?.text;
         output::file(&run_dir::sample_in(path), text.as_bytes())?;
         Ok(text)
     }
@@ -91,10 +95,6 @@ pub(super) fn say_too_large(bytes: u64) {
         HumanBytes(bytes.into())
     ));
     output::hint(hint::WRITE_LATER);
-}
-
-fn words(folder: Option<&Folder>) -> Words<'_> {
-    Words(folder.map(Folder::tokenizer))
 }
 
 #[cfg(test)]

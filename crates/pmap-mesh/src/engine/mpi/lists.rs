@@ -13,7 +13,7 @@ use crate::{engine::layout::Run, reduce::Reduction};
 
 impl Call<'_> {
     /// What each rank wants of a list, by rank: the numbers of tensors, in their order.
-    pub(super) fn exchange_wanted(
+    pub(super) fn exchange_requests(
         &self,
         list: &[Tensor],
         wanted: &[usize],

@@ -4,17 +4,17 @@
 //! reductions: their order of summation depends on the number of ranks, the size and the library,
 //! and they know no halves.
 
+mod backoff;
 mod bytes;
+mod in_flight;
 mod jobs;
 mod lists;
 mod messages;
-mod moves;
-mod patience;
+mod point_to_point;
 mod session;
 mod stream;
 mod sums;
 mod transfer;
-mod underway;
 mod wire;
 
 use std::{
@@ -30,24 +30,22 @@ use ferrompi::Communicator;
 pub(crate) use self::session::Session;
 use self::{
     bytes::{buffer, with_bytes},
+    in_flight::Entries,
     jobs::{Gathering, Job, Reducing},
     session::rank_of,
     transfer::Call,
-    underway::Entries,
 };
 use crate::{
+    axes::AxisSet,
+    device::to_device::{copied, on_host},
     engine::{
-        Backend, Engine, Finished, Gathered, Message, Purpose, Site, Underway, Wanted, Work,
+        Backend, Engine, Finished, Gathered, Message, PendingCollective, Purpose, Site, Wanted,
+        Work,
         processes::{self, Current, ProcessPlace},
         traffic::Counter,
     },
     error::{self, Error, ProcessError},
-    mesh::{
-        DeviceMesh, DeviceMeshBuilder,
-        axes::AxisSet,
-        place::{copied, on_host},
-        topology::Topology,
-    },
+    grid::Topology,
     reduce::{self, Reduction},
     sync::lock,
 };
@@ -55,47 +53,6 @@ use crate::{
 /// Each set of axes longer than 1 has a communicator of its own: 63 of the 256 that ferrompi holds,
 /// so that four meshes may live at a time.
 const MAX_AXES: usize = 6;
-
-impl DeviceMeshBuilder {
-    /// Makes the mesh of all processes that MPI has started, one slot each, by rank; this one's
-    /// runs on `device`.
-    ///
-    /// Every process makes the same mesh and calls the same functions with the same arguments, and
-    /// takes its own shard of them; results come back to all of them. All compute the same: sums
-    /// are formed in rank order. A replica that fails ends all processes, with its error on the
-    /// standard error of its own, since the others may wait for it: there is no call that returns
-    /// an error for it.
-    ///
-    /// Neither is there a panic that one process survives: from the first mesh over MPI on, a panic
-    /// on any thread of a process ends all of them, also one that the program would catch by
-    /// [`catch_unwind`](std::panic::catch_unwind) or by joining its thread. A rank that unwinds
-    /// would wait for the others when MPI ends, and they for it.
-    ///
-    /// One thread of a process calls all its meshes over MPI, which has begun with support for one
-    /// thread at a time. A call from a second thread is refused, whichever mesh it is of, and so is a
-    /// mesh that a second thread makes once another one calls.
-    ///
-    /// A process that drops its last mesh waits there for the others to do so. Those that still wait
-    /// for it in a collective end the program at once, with an error that names it.
-    ///
-    /// A mesh without axes is a row named [`DeviceMesh::AXIS`].
-    ///
-    /// # Errors
-    ///
-    /// Those of [`devices`](Self::devices), [`ProcessError::OtherThread`], and [`ProcessError::Mpi`] if
-    /// MPI cannot be started, or a second time, if not all processes come within the mesh's
-    /// [deadline](Self::deadline), if they are not as many as the mesh has slots, or if MPI grants its
-    /// calls to one thread only.
-    pub fn mpi(self, device: Device) -> error::Result<DeviceMesh> {
-        let deadline = self.options.deadline.unwrap_or(DeviceMesh::PROCESS_DEADLINE);
-        let session = Session::start_within(deadline)?;
-        let slot = session.rank();
-        let processes = session.size();
-        processes::mesh(self, slot, processes, device, |topology, deadline, _| {
-            Ok(Arc::new(Mpi::new(session, Arc::clone(topology), deadline)?))
-        })
-    }
-}
 
 /// This process's slot and its access to the others.
 #[derive(Clone, Debug)]
@@ -122,7 +79,7 @@ struct Inner {
     /// What was started and not waited for. Dropped before the session: its requests are MPI's.
     underway: Mutex<Entries>,
     /// How many of them there are; most calls look at nothing else.
-    n_underway: AtomicUsize,
+    n_in_flight: AtomicUsize,
     /// Dropped last.
     session: Arc<Session>,
 }
@@ -145,7 +102,7 @@ impl Drop for Inner {
 impl Mpi {
     /// The backend of this process's slot, and a communicator for each group it is in. All
     /// processes call this.
-    fn new(
+    pub(crate) fn new(
         session: Arc<Session>,
         topology: Arc<Topology>,
         deadline: Duration,
@@ -172,7 +129,7 @@ impl Mpi {
             inbox: Mutex::default(),
             parts: Mutex::default(),
             underway: Mutex::default(),
-            n_underway: AtomicUsize::new(0),
+            n_in_flight: AtomicUsize::new(0),
             session,
         })))
     }
@@ -200,7 +157,7 @@ impl Mpi {
     ) -> Result<Vec<Tensor>> {
         let host: Vec<Tensor> = list.iter().map(on_host).collect::<Result<_>>()?;
         let call = self.enter(site)?.expect("a group of several members");
-        let wanted = call.exchange_wanted(&host, own)?;
+        let wanted = call.exchange_requests(&host, own)?;
         let sums = call.reduce_wanted(&host, &wanted, reduction)?;
         own.iter().map(|n| sums[n].to_device(list[*n].device())).collect()
     }
@@ -344,7 +301,7 @@ impl Engine for Mpi {
         }
     }
 
-    fn start(&self, site: &Site, work: Work) -> Result<Box<dyn Underway>> {
+    fn start(&self, site: &Site, work: Work) -> Result<Box<dyn PendingCollective>> {
         Ok(match Lists::of(site, work)? {
             Lists::Round { job, tensors } => Box::new(self.start_job(site, &tensors, job)?),
             // What the others want must be known before anything can be sent.

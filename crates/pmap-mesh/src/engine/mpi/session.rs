@@ -12,9 +12,9 @@ use std::{
 
 use ferrompi::{Communicator, Request, Source, ThreadLevel};
 
-use super::patience::{Motion, Patience};
+use super::backoff::{TransferProgress, WaitBackoff};
 #[cfg(feature = "nccl")]
-use crate::mesh::DeviceMesh;
+use crate::grid::PROCESS_DEADLINE;
 use crate::{
     engine::processes,
     error::{Error, ProcessError, Result},
@@ -45,7 +45,7 @@ impl Session {
     /// [`start_within`](Self::start_within) the time that meshes of several processes have.
     #[cfg(feature = "nccl")]
     pub(crate) fn start() -> Result<Arc<Self>> {
-        Self::start_within(DeviceMesh::PROCESS_DEADLINE)
+        Self::start_within(PROCESS_DEADLINE)
     }
 
     /// This process's session: the one that meshes already use, or a new one, which can be had
@@ -162,7 +162,7 @@ impl Session {
                 requests.push(self.world.isend(scope, &[1_u8], rank_of(rank), FAREWELL)?);
             }
             // For ever, as MPI's own end does: another rank may have much to do without a mesh.
-            let mut patience = Patience::new(Duration::MAX);
+            let mut patience = WaitBackoff::new(Duration::MAX);
             while !requests.is_empty() {
                 let mut left = Vec::new();
                 for mut request in mem::take(&mut requests) {
@@ -171,7 +171,7 @@ impl Session {
                     }
                 }
                 requests = left;
-                patience.pause(Motion::default());
+                patience.pause(TransferProgress::default());
             }
             Ok(())
         })

@@ -20,14 +20,14 @@ const LEAST_BYTES: usize = 64 << 10;
 /// The messages of one round of a collective. Their requests own the buffers, so that they may
 /// outlive whoever has started them.
 pub(super) struct Stream {
-    sends: Vec<Lane>,
+    sends: Vec<Channel>,
     /// By rank.
-    receives: Vec<Lane>,
+    receives: Vec<Channel>,
 }
 
 /// Words on their way between this rank and another one, in pieces of one size; after the last of
 /// them the last piece is filled up with words that nobody reads.
-struct Lane {
+struct Channel {
     rank: usize,
     n_words: usize,
     request: PersistentRequest<u64>,
@@ -50,11 +50,11 @@ impl Stream {
     ) -> Result<Self> {
         let incoming = others.clone().map(|from| (from, job.n_incoming(from)));
         let mut receives =
-            lanes(incoming, |place, from| comm.recv_init(place, rank_of(from), tag))?;
+            channels(incoming, |place, from| comm.recv_init(place, rank_of(from), tag))?;
         let outgoing = others.map(|to| (to, job.n_outgoing(to)));
-        let mut sends = lanes(outgoing, |place, to| comm.send_init(place, rank_of(to), tag))?;
-        receives.iter_mut().try_for_each(Lane::receive)?;
-        sends.iter_mut().try_for_each(|lane| lane.send(job))?;
+        let mut sends = channels(outgoing, |place, to| comm.send_init(place, rank_of(to), tag))?;
+        receives.iter_mut().try_for_each(Channel::receive)?;
+        sends.iter_mut().try_for_each(|channel| channel.send(job))?;
         Ok(Self { sends, receives })
     }
 
@@ -69,10 +69,10 @@ impl Stream {
         while self.take(job)? {
             has_moved = true;
         }
-        for lane in &mut self.sends {
-            while !lane.is_over() && lane.has_arrived()? {
-                lane.start += lane.piece_words;
-                lane.send(job)?;
+        for channel in &mut self.sends {
+            while !channel.is_over() && channel.has_arrived()? {
+                channel.start += channel.piece_words;
+                channel.send(job)?;
                 has_moved = true;
             }
         }
@@ -86,41 +86,41 @@ impl Stream {
 
     /// The ranks to or from which something is still on its way.
     pub(super) fn missing(&self) -> impl Iterator<Item = usize> {
-        let lanes = self.receives.iter().chain(&self.sends);
-        lanes.filter(|lane| !lane.is_over()).map(|lane| lane.rank)
+        let channels = self.receives.iter().chain(&self.sends);
+        channels.filter(|channel| !channel.is_over()).map(|channel| channel.rank)
     }
 
     /// Hands the job a piece of each rank that has more, if all of these have arrived.
     fn take(&mut self, job: &mut dyn Job) -> Result<bool> {
-        let mut is_complete = !self.receives.iter().all(Lane::is_over);
-        for lane in self.receives.iter_mut().filter(|lane| !lane.is_over()) {
-            is_complete &= lane.has_arrived()?;
+        let mut is_complete = !self.receives.iter().all(Channel::is_over);
+        for channel in self.receives.iter_mut().filter(|channel| !channel.is_over()) {
+            is_complete &= channel.has_arrived()?;
         }
         if is_complete {
-            let open = self.receives.iter().filter(|lane| !lane.is_over());
-            let pieces: Vec<Piece<'_>> = open.map(Lane::piece).collect::<Result<_>>()?;
+            let open = self.receives.iter().filter(|channel| !channel.is_over());
+            let pieces: Vec<Piece<'_>> = open.map(Channel::piece).collect::<Result<_>>()?;
             job.take(&pieces)?;
-            for lane in self.receives.iter_mut().filter(|lane| !lane.is_over()) {
-                lane.start += lane.piece_words;
-                lane.receive()?;
+            for channel in self.receives.iter_mut().filter(|channel| !channel.is_over()) {
+                channel.start += channel.piece_words;
+                channel.receive()?;
             }
         }
         Ok(is_complete)
     }
 }
 
-/// A lane for each rank, given how many words go over it.
-fn lanes(
+/// Returns a channel for each rank, given the number of words that go over it.
+fn channels(
     n_words: impl Iterator<Item = (usize, usize)> + Clone,
     request: impl Fn(Vec<u64>, usize) -> ferrompi::Result<PersistentRequest<u64>>,
-) -> Result<Vec<Lane>> {
+) -> Result<Vec<Channel>> {
     let most = most_words(n_words.clone().count());
-    let lane = |(rank, n_words): (usize, usize)| {
+    let channel = |(rank, n_words): (usize, usize)| {
         let piece_words = piece_words(n_words, most);
         let request = request(vec![0; piece_words], rank).map_err(Error::wrap)?;
-        Ok(Lane { rank, n_words, request, piece_words, start: 0 })
+        Ok(Channel { rank, n_words, request, piece_words, start: 0 })
     };
-    n_words.filter(|(_, n_words)| *n_words > 0).map(lane).collect()
+    n_words.filter(|(_, n_words)| *n_words > 0).map(channel).collect()
 }
 
 /// How many words the pieces to or from each of so many ranks may have.
@@ -134,7 +134,7 @@ fn piece_words(n_words: usize, most: usize) -> usize {
     n_words.div_ceil(n_words.div_ceil(most))
 }
 
-impl Lane {
+impl Channel {
     fn is_over(&self) -> bool {
         self.start >= self.n_words
     }

@@ -6,7 +6,7 @@ use ferrompi::{Communicator, Request};
 
 use super::{
     Inner,
-    patience::{Motion, Patience, Pause},
+    backoff::{Pause, TransferProgress, WaitBackoff},
     session::{end, rank_of},
 };
 use crate::{
@@ -116,7 +116,7 @@ impl Call<'_> {
     /// Waits for messages from and to these ranks, until the deadline; they are data, or only tell
     /// that a member has come.
     pub(super) fn wait(&self, mut requests: Vec<(usize, Request<'_>)>, are_data: bool) {
-        let mut patience = Patience::new(self.engine.deadline);
+        let mut patience = WaitBackoff::new(self.engine.deadline);
         loop {
             let n_requests = requests.len();
             for _ in 0..TRIES {
@@ -150,8 +150,8 @@ impl Inner {
     pub(super) fn pause(
         &self,
         site: &Site,
-        patience: &mut Patience,
-        motion: Motion,
+        patience: &mut WaitBackoff,
+        motion: TransferProgress,
         ranks: impl FnOnce() -> Vec<usize>,
     ) {
         match patience.pause(motion) {
@@ -162,7 +162,7 @@ impl Inner {
     }
 
     /// Ends all processes if the process of one of these slots has dropped its meshes.
-    fn end_if_left(&self, site: &Site, patience: &mut Patience, missing: &[usize]) {
+    fn end_if_left(&self, site: &Site, patience: &mut WaitBackoff, missing: &[usize]) {
         let has_left = |slot: &usize| {
             let has_left = self.session.has_left(*slot);
             has_left.unwrap_or_else(|error| end(&self.session.world, &error.to_string()))

@@ -9,11 +9,11 @@ use candle_core::{DType, Device, Result, Shape, Tensor, Var, bail};
 
 use super::swap::{Call, Swap, nothing};
 use crate::{
+    device::to_device::filled,
     engine::{
         Site, Wanted, Work,
         layout::{Owned, Run, RunLayout},
     },
-    mesh::place::filled,
     reduce::{Reduction, elementwise, parts::balanced},
 };
 
@@ -89,7 +89,7 @@ pub(super) struct Gathering {
 
 impl Gathering {
     fn new(site: &Site, own: &[Tensor], layout: RunLayout, device: Device) -> Result<Self> {
-        let by_rank = layout.gathered_by_rank();
+        let by_rank = layout.by_rank();
         let dtype_of = |run: &Run| layout.tensors()[run.tensor].1;
         let mut swaps = ByType::new();
         for dtype in types(layout.tensors().iter().map(|(_, dtype)| *dtype)) {
@@ -101,7 +101,7 @@ impl Gathering {
                 .filter(|(run, _)| dtype_of(run) == dtype)
                 .map(|(_, x)| flat(x))
                 .collect::<Result<_>>()?;
-            let source = end_to_end(&own, dtype, &device)?;
+            let source = concat_flat(&own, dtype, &device)?;
             let own_items = source.elem_count();
             swaps.insert(dtype.as_str(), Swap::new(site, source, |_| 0..own_items, n_items)?);
         }
@@ -110,7 +110,7 @@ impl Gathering {
 
     fn finish(self) -> Result<Vec<Tensor>> {
         let Self { layout, device, swaps } = self;
-        let by_rank = layout.gathered_by_rank();
+        let by_rank = layout.by_rank();
         // For each rank its runs, by their numbers.
         let mut arrived: Vec<BTreeMap<usize, Tensor>> = vec![BTreeMap::new(); by_rank.len()];
         for (dtype, swap) in swaps {
@@ -160,7 +160,7 @@ impl RunReduction {
                 places.push(start..end);
             }
             let own_items = places[site.rank].len();
-            let source = end_to_end(&parts, dtype, list[0].device())?;
+            let source = concat_flat(&parts, dtype, list[0].device())?;
             let swap = Swap::new(site, source, |to| places[to].clone(), |_| own_items)?;
             swaps.insert(dtype.as_str(), swap);
         }
@@ -334,7 +334,7 @@ fn types(dtypes: impl Iterator<Item = DType>) -> Vec<DType> {
 }
 
 /// Tensors of one dimension and in one piece as one, which may be the only one of them.
-pub(super) fn end_to_end(parts: &[Tensor], dtype: DType, device: &Device) -> Result<Tensor> {
+pub(super) fn concat_flat(parts: &[Tensor], dtype: DType, device: &Device) -> Result<Tensor> {
     let parts: Vec<&Tensor> = parts.iter().filter(|part| part.elem_count() > 0).collect();
     match parts[..] {
         [] => nothing(dtype, device),
@@ -347,7 +347,7 @@ pub(super) fn end_to_end(parts: &[Tensor], dtype: DType, device: &Device) -> Res
 fn joined(list: &[Tensor], bucket: &[usize]) -> Result<Tensor> {
     let parts: Vec<Tensor> = bucket.iter().map(|&n| flat(&list[n])).collect::<Result<_>>()?;
     let first = &list[bucket[0]];
-    end_to_end(&parts, first.dtype(), first.device())
+    concat_flat(&parts, first.dtype(), first.device())
 }
 
 /// What [`joined`] made of a bucket, as tensors of their shapes, with their numbers.

@@ -39,10 +39,7 @@ use core_types::Placement;
 use half::{bf16, f16};
 
 use super::store::Id;
-use crate::{
-    engine::{call::CollectiveCall, processes::waiting},
-    mesh::workers,
-};
+use crate::{engine::processes::waiting, error::call::CollectiveCall, sync::catch};
 
 /// How long a communicator is kept when its mesh is gone: what this process has sent last may still
 /// be on its way, and cudarc ends communicators without waiting for it. The last that is sent are
@@ -81,7 +78,7 @@ pub(super) enum Broken {
 type Outcome<T> = std::result::Result<T, Broken>;
 
 /// What carries messages and transfers between processes, for one of them.
-pub(super) trait Carrier: fmt::Debug + Send + Sync {
+pub(super) trait Transport: fmt::Debug + Send + Sync {
     /// Hands bytes to each of these slots, and returns as many of each of them when all have
     /// arrived. Does not wait for the device.
     fn exchange(&self, bytes: Vec<u8>, slots: &[usize], within: Duration) -> Outcome<Vec<Vec<u8>>>;
@@ -116,7 +113,7 @@ pub(super) struct Link {
 
 /// The id of a new communicator.
 pub(super) fn new_id() -> std::result::Result<Id, String> {
-    let id = workers::catch(NcclId::new)?.map_err(|error| text(&error))?;
+    let id = catch(NcclId::new)?.map_err(|error| text(&error))?;
     Ok(id.internal().map(|item| u8::from_ne_bytes(item.to_ne_bytes())))
 }
 
@@ -134,7 +131,7 @@ impl Link {
         let stream = device.cuda_stream();
         let computing = Arc::clone(&stream);
         let hold = move || {
-            let comm = match workers::catch(|| open(&computing, place, id)).flatten() {
+            let comm = match catch(|| open(&computing, place, id)).flatten() {
                 Ok(comm) => comm,
                 Err(error) => return drop(started.send(Err(error))),
             };
@@ -142,7 +139,7 @@ impl Link {
             let mut holder = Holder { comm, underway: VecDeque::new(), end };
             holder.serve(&queue);
             thread::sleep(if place.world_size().as_u64() > 1 { LINGER } else { Duration::ZERO });
-            drop(workers::catch(|| drop(holder)));
+            drop(catch(|| drop(holder)));
         };
         let holder = thread::Builder::new()
             .name("nccl".into())
@@ -173,7 +170,7 @@ impl Link {
     }
 }
 
-impl Carrier for Link {
+impl Transport for Link {
     fn exchange(&self, bytes: Vec<u8>, slots: &[usize], within: Duration) -> Outcome<Vec<Vec<u8>>> {
         self.ask(within, |reply| Job::Exchange { bytes, slots: slots.to_vec(), reply })
     }
@@ -213,11 +210,11 @@ impl Moving for Event {
 struct Holder<E> {
     comm: Comm,
     /// Transfers that have been started and have not ended, in their order on the stream.
-    underway: VecDeque<Underway>,
+    underway: VecDeque<PendingTransfer>,
     end: E,
 }
 
-struct Underway {
+struct PendingTransfer {
     /// Held until it is over: freed earlier, its memory could be given to others.
     transfer: Transfer,
     done: Arc<CudaEvent>,
@@ -232,10 +229,10 @@ impl<E: Fn(&str)> Holder<E> {
             match job {
                 // One that has stopped waiting needs no reply.
                 Job::Exchange { bytes, slots, reply } => {
-                    drop(reply.send(workers::catch(|| self.exchange(&bytes, &slots)).flatten()));
+                    drop(reply.send(catch(|| self.exchange(&bytes, &slots)).flatten()));
                 }
                 Job::Transfer { transfer, within, reply } => {
-                    drop(reply.send(workers::catch(|| self.start(transfer, within)).flatten()));
+                    drop(reply.send(catch(|| self.start(transfer, within)).flatten()));
                 }
             }
         }
@@ -258,7 +255,7 @@ impl<E: Fn(&str)> Holder<E> {
     /// Forgets what has ended, and returns whether there is more; ends the process if something has
     /// failed.
     fn is_busy(&mut self) -> bool {
-        while let Some(Underway { transfer, done, start, within }) = self.underway.front() {
+        while let Some(PendingTransfer { transfer, done, start, within }) = self.underway.front() {
             match done.try_is_complete() {
                 Ok(true) => drop(self.underway.pop_front()),
                 Ok(false) if start.elapsed() < *within => return true,
@@ -298,7 +295,7 @@ impl<E: Fn(&str)> Holder<E> {
         while !done.try_is_complete().map_err(|error| error.to_string())? {
             // What was started before may be what it waits for.
             self.is_busy();
-            waiting::pause(waiting::nap(start.elapsed()));
+            waiting::pause(waiting::sleep_duration(start.elapsed()));
         }
         let all = stream.clone_dtoh(&all).map_err(|error| error.to_string())?;
         Ok(incoming.into_iter().map(|(_, place)| all[place].to_vec()).collect())
@@ -317,7 +314,12 @@ impl<E: Fn(&str)> Holder<E> {
         start(&self.comm, &transfer).map_err(|error| error.to_string())?;
         let done = Arc::new(stream.record_event(None).map_err(|error| error.to_string())?);
         let start = Instant::now();
-        self.underway.push_back(Underway { transfer, done: Arc::clone(&done), start, within });
+        self.underway.push_back(PendingTransfer {
+            transfer,
+            done: Arc::clone(&done),
+            start,
+            within,
+        });
         Ok(done)
     }
 }

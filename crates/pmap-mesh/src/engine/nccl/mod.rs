@@ -11,8 +11,8 @@
 //! transferred, its device waits. Collectives that are started have a communicator and a thread of
 //! their own, which waits for headers while the replica computes (ADR 17).
 
+mod comm_thread;
 mod jobs;
-mod lane;
 mod link;
 mod peers;
 mod store;
@@ -31,72 +31,32 @@ use core_types::Placement;
 
 pub use self::store::NcclStore;
 use self::{
-    jobs::{Job, Sum, Transfers, end_to_end, flat},
-    lane::{Lane, Started},
+    comm_thread::{CommThread, Started},
+    jobs::{Job, Sum, Transfers, concat_flat, flat},
     link::{Link, carries, new_id},
     peers::Peer,
     store::{Bootstrap, Id},
-    swap::{Call, Ending, Wire, late, nothing},
+    swap::{Call, ExitHandler, Wire, late, nothing},
 };
 use crate::{
+    axes::ALL,
+    device::to_device::copied,
     engine::{
-        Backend, Engine, Gathered, Message, Purpose, Site, Underway, Work,
+        Backend, Engine, Gathered, Message, PendingCollective, Purpose, Site, Work,
         processes::{self, Current, Guard, ProcessPlace, agreement, description},
         traffic::Counter,
     },
-    error::{self, CollectiveError, Error, MeshError, ProcessError},
-    mesh::{DeviceMesh, DeviceMeshBuilder, axes::ALL, place::copied, topology::Topology},
+    error::{self, CollectiveError, Error, ProcessError},
+    grid::{PROCESS_DEADLINE, Topology},
     reduce::Reduction,
 };
 
 /// How long the processes of a mesh wait for each other at its start, where connections are made
 /// too: as long as they would wait in a collective.
-const JOIN_TIME: Duration = DeviceMesh::PROCESS_DEADLINE;
+const JOIN_TIME: Duration = PROCESS_DEADLINE;
 
 /// Nobody, as the rank that a member wants to receive from.
 const NOBODY: i64 = -1;
-
-impl DeviceMeshBuilder {
-    /// Makes the mesh of as many processes as the world of `place` has, one slot each, by rank;
-    /// this one's runs on CUDA device `device` of its machine, and tensors go from device to device
-    /// through NCCL.
-    ///
-    /// The launcher knows which process this is and which device it takes: a program passes on the
-    /// placement and the local rank of `core_types::Launched`. The processes find each other at
-    /// `store`, and wait there for each other for up to ten minutes.
-    ///
-    /// As over MPI, every process makes the same mesh and calls the same functions with the same
-    /// arguments, sums are formed in rank order, and a replica that fails ends its process with its
-    /// error on the standard error; the launcher then ends the others, which wait for it. Tensors
-    /// of other devices are refused in collectives, and types that cannot be sent or added up: all
-    /// but `U8`, `U32`, `I64` and floating point of 16 to 64 bits.
-    ///
-    /// A collective that was started has a communicator and a stream of its own, and is carried out
-    /// while the GPU computes.
-    ///
-    /// A mesh without axes is a row named [`DeviceMesh::AXIS`].
-    ///
-    /// # Errors
-    ///
-    /// Those of [`devices`](Self::devices), [`MeshError::Device`] if there is no such device,
-    /// [`ProcessError::Store`] if the processes cannot find each other, and [`ProcessError::Nccl`]
-    /// if NCCL cannot be started, two processes take one GPU, or the mesh has not as many slots as
-    /// there are processes.
-    pub fn nccl(
-        self,
-        place: Placement,
-        device: usize,
-        store: &NcclStore,
-    ) -> error::Result<DeviceMesh> {
-        let opened = Device::new_cuda_with_stream(device)
-            .map_err(|cause| MeshError::Device { index: device, cause })?;
-        let slot = place.rank().as_usize();
-        let processes = place.world_size().as_usize();
-        processes::mesh(self, slot, processes, opened, |topology, deadline, device| {
-            Ok(Arc::new(Nccl::new(place, device, store, Arc::clone(topology), deadline)?))
-        })
-    }
-}
 
 /// This process's slot and its access to the others.
 #[derive(Clone, Debug)]
@@ -113,15 +73,15 @@ struct Inner {
     /// What replicas call.
     called: Wire,
     /// Dropped before the wire that it uses.
-    lane: Lane,
+    lane: CommThread,
     /// What they start.
     started: Arc<Wire>,
-    ending: Ending,
+    ending: ExitHandler,
 }
 
 impl Nccl {
     /// The backend of this process's slot. All processes call this.
-    fn new(
+    pub(crate) fn new(
         place: Placement,
         device: &Device,
         store: &NcclStore,
@@ -136,7 +96,7 @@ impl Nccl {
         let cuda = device.as_cuda_device().map_err(|error| nccl(error.to_string()))?;
         let new_ids = || Ok([new_id().map_err(nccl)?, new_id().map_err(nccl)?]);
         let bootstrap = store.bootstrap(place, Peer::on(cuda), JOIN_TIME, new_ids)?;
-        let ending = Ending {
+        let ending = ExitHandler {
             slot: place.rank().as_usize(),
             #[cfg(feature = "mpi")]
             session: bootstrap.session.clone(),
@@ -164,7 +124,7 @@ impl Nccl {
             counters: Default::default(),
             current: Current::default(),
             called,
-            lane: Lane::new().map_err(|error| nccl(error.to_string()))?,
+            lane: CommThread::new().map_err(|error| nccl(error.to_string()))?,
             started: Arc::new(started),
             ending,
         })))
@@ -172,7 +132,7 @@ impl Nccl {
 }
 
 /// A wire of its own communicator, which all processes join.
-fn join(cuda: &CudaDevice, place: Placement, id: Id, ending: &Ending) -> error::Result<Wire> {
+fn join(cuda: &CudaDevice, place: Placement, id: Id, ending: &ExitHandler) -> error::Result<Wire> {
     let end = ending.clone();
     let link = Link::join(cuda, place, id, JOIN_TIME, move |why| end.end(why)).map_err(nccl)?;
     Ok(Wire {
@@ -294,7 +254,7 @@ struct Handle {
     started: Started,
 }
 
-impl Underway for Handle {
+impl PendingCollective for Handle {
     fn wait(self: Box<Self>) -> Result<Vec<Tensor>> {
         let engine = &*self.nccl.0;
         let _guard = engine.current.enter(&self.site)?;
@@ -350,7 +310,7 @@ impl Engine for Nccl {
             let shape = parts[site.rank].shape();
             let n_items = shape.elem_count();
             let flat: Vec<Tensor> = parts.iter().map(flat).collect::<Result<_>>()?;
-            let source = end_to_end(&flat, parts[0].dtype(), &self.0.device)?;
+            let source = concat_flat(&flat, parts[0].dtype(), &self.0.device)?;
             let arrived = call.swap(source, |to| to * n_items..(to + 1) * n_items, |_| n_items)?;
             arrived.into_iter().map(|part| part.reshape(shape)).collect()
         })
@@ -392,7 +352,7 @@ impl Engine for Nccl {
         job.finish()
     }
 
-    fn start(&self, site: &Site, work: Work) -> Result<Box<dyn Underway>> {
+    fn start(&self, site: &Site, work: Work) -> Result<Box<dyn PendingCollective>> {
         let _guard = self.0.current.enter(site)?;
         let (job, agreement, text) = self.0.prepare(site, work, Transfers::One)?;
         let wire = Arc::clone(&self.0.started);

@@ -9,13 +9,13 @@ use std::{
     ffi::OsString,
     fmt::Display,
     fs::{self, OpenOptions},
-    io::{self, ErrorKind},
+    io::{self, ErrorKind, Write},
     path::{Path, PathBuf},
     thread,
     time::{Duration, Instant},
 };
 
-use core_types::{Placement, Rank};
+use core_types::{Placement, Rank, files::AtomicFile};
 use serde::{Deserialize, Serialize, de::DeserializeOwned};
 
 use super::peers::{Peer, refuse_shared, token};
@@ -30,7 +30,7 @@ pub(super) type Id = [u8; 128];
 pub(super) type Ids = [Id; 2];
 
 /// The version of what the files hold.
-const VERSION: u32 = 3;
+const VERSION: u32 = 1;
 
 /// How long to wait before looking again: not noticed beside the seconds that NCCL takes to start,
 /// and easy on a shared file system.
@@ -349,12 +349,11 @@ impl OwnFile {
         Ok(Self(path.to_owned()))
     }
 
-    /// Writes what the others look for; nobody sees half of it.
+    /// Replaces the empty file in one step: the others look for it.
     fn fill(&self, bytes: &[u8]) -> io::Result<()> {
-        let mut partial = OsString::from(&self.0);
-        partial.push(".partial");
-        fs::write(&partial, bytes)?;
-        fs::rename(&partial, &self.0)
+        let mut file = AtomicFile::replacing(&self.0)?;
+        file.write_all(bytes)?;
+        file.persist()
     }
 }
 

@@ -10,14 +10,14 @@ use std::{
 
 use candle_core::{DType, Device, Result, Tensor, bail, cuda_backend::cudarc::driver::CudaEvent};
 
-use super::link::{Broken, Carrier, Moving, Transfer};
+use super::link::{Broken, Moving, Transfer, Transport};
 use crate::{
     engine::{
         Site,
         processes::{self, TEXT_BYTES, disagreement},
     },
     error::{CollectiveError, one_line},
-    mesh::workers,
+    sync::catch,
 };
 
 /// What arrives from a rank begins at a multiple of so many items: at 16 bytes in all types, as NCCL
@@ -26,14 +26,14 @@ const ALIGNMENT: usize = 16;
 
 /// How this process ends; the launcher ends the others.
 #[derive(Clone, Debug)]
-pub(super) struct Ending {
+pub(super) struct ExitHandler {
     pub(super) slot: usize,
     /// The MPI program, if the processes are one.
     #[cfg(feature = "mpi")]
     pub(super) session: Option<Arc<crate::engine::mpi::Session>>,
 }
 
-impl Ending {
+impl ExitHandler {
     /// Says why, and ends this process.
     pub(super) fn end(&self, why: &str) -> ! {
         #[cfg(feature = "mpi")]
@@ -47,12 +47,12 @@ impl Ending {
 /// What carries collectives, one after the other: those that a replica calls, or those that it starts.
 #[derive(Debug)]
 pub(super) struct Wire {
-    pub(super) link: Box<dyn Carrier>,
+    pub(super) link: Box<dyn Transport>,
     /// How long to wait for what others call.
     pub(super) patience: Duration,
     /// How long a transfer may take, with the computation that makes what is sent.
     pub(super) deadline: Duration,
-    pub(super) ending: Ending,
+    pub(super) ending: ExitHandler,
     /// Why this process has not carried out what all had agreed on, if it has not.
     pub(super) broken: OnceLock<String>,
 }
@@ -99,7 +99,7 @@ impl Call<'_> {
     /// If it fails here, the others wait for what does not come, and would take what this process
     /// sends next for it. So that is nothing, whether its replica returns the error or not.
     pub(super) fn carry_out<T>(&self, steps: impl FnOnce() -> Result<T>) -> Result<T> {
-        let outcome = workers::catch(steps);
+        let outcome = catch(steps);
         let outcome = outcome.unwrap_or_else(|panic| Err(candle_core::Error::msg(panic)));
         if let Err(error) = &outcome {
             let why = format!("{} has failed here: {}", self.site.call, one_line(error));

@@ -11,12 +11,13 @@ use candle_core::{DType, Var};
 use core_types::Seed;
 
 use super::{
-    link::{Broken, Carrier, Moving, Transfer},
+    link::{Broken, Moving, Transfer, Transport},
     *,
 };
 use crate::{
+    axes::MeshAxes,
     engine::layout::{Run, RunLayout},
-    mesh::axes::MeshAxes,
+    mesh::DeviceMesh,
     replica::{Identity, Replica, collectives::Collectives},
     spec::join::same,
     sync::lock,
@@ -82,7 +83,7 @@ fn next(count: &mut usize) -> usize {
     *count - 1
 }
 
-impl Carrier for Port {
+impl Transport for Port {
     fn exchange(
         &self,
         bytes: Vec<u8>,
@@ -150,15 +151,15 @@ impl Moving for InMemory {
     }
 }
 
-fn ending(slot: usize) -> Ending {
-    Ending {
+fn ending(slot: usize) -> ExitHandler {
+    ExitHandler {
         slot,
         #[cfg(feature = "mpi")]
         session: None,
     }
 }
 
-fn wire(network: &Arc<Network>, ending: &Ending) -> Wire {
+fn wire(network: &Arc<Network>, ending: &ExitHandler) -> Wire {
     Wire {
         link: Box::new(Port::new(network, ending.slot)),
         patience: LIMIT,
@@ -185,7 +186,7 @@ fn run<T: Send>(axes: &Axes, f: impl Fn(&Replica) -> T + Sync) -> Vec<T> {
             counters: Default::default(),
             current: Current::default(),
             called,
-            lane: Lane::new().unwrap(),
+            lane: CommThread::new().unwrap(),
             started: Arc::new(started),
             ending,
         }));

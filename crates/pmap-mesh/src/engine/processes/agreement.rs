@@ -4,8 +4,8 @@ use candle_core::Tensor;
 use core_types::Fingerprint;
 
 use crate::{
-    engine::{Site, call::CollectiveCall},
-    error::CollectiveError,
+    engine::Site,
+    error::{CollectiveError, call::CollectiveCall},
 };
 
 /// The longest description of a call: a path, a shape and a list of pairs of ranks fit in.
@@ -14,19 +14,22 @@ pub(crate) const TEXT_BYTES: usize = 4096;
 /// A number that differs if calls, or the types or shapes of what is passed, do not agree.
 pub(crate) fn agreement(call: &CollectiveCall, tensors: &[Tensor]) -> u64 {
     let mut agreement = Fingerprint::new();
-    agreement.bytes(call.op.as_bytes()).bytes(call.detail.as_bytes()).word(call.set);
+    agreement
+        .write_bytes(call.op.as_bytes())
+        .write_bytes(call.detail.as_bytes())
+        .write_u64(call.set);
     // Nothing is allocated here: a sum of a few bytes takes 2 µs.
-    agreement.word(match call.free_dim {
+    agreement.write_u64(match call.free_dim {
         Some(dim) => dim as u64,
         None => u64::MAX,
     });
-    agreement.bytes(match call.dtype {
+    agreement.write_bytes(match call.dtype {
         Some(dtype) => dtype.as_str().as_bytes(),
         None => b"none",
     });
     add_sizes(&mut agreement, call, &call.shape);
     for tensor in tensors {
-        agreement.bytes(tensor.dtype().as_str().as_bytes());
+        agreement.write_bytes(tensor.dtype().as_str().as_bytes());
         add_sizes(&mut agreement, call, tensor.dims());
     }
     agreement.finish()
@@ -34,10 +37,10 @@ pub(crate) fn agreement(call: &CollectiveCall, tensors: &[Tensor]) -> u64 {
 
 /// The sizes that must agree, and how many dimensions there are.
 fn add_sizes(agreement: &mut Fingerprint, call: &CollectiveCall, dims: &[usize]) {
-    agreement.word(dims.len() as u64);
+    agreement.write_u64(dims.len() as u64);
     for (dim, &size) in dims.iter().enumerate() {
         if Some(dim) != call.free_dim {
-            agreement.word(size as u64);
+            agreement.write_u64(size as u64);
         }
     }
 }
@@ -80,7 +83,7 @@ mod tests {
     use candle_core::{DType, Device};
 
     use super::*;
-    use crate::mesh::{axes::ALL, topology::Topology};
+    use crate::{axes::ALL, grid::Topology};
 
     fn site(x: Option<&Tensor>) -> Site {
         let topology = Topology::new(vec![("a".into(), 2), ("b".into(), 2)], 4).unwrap();

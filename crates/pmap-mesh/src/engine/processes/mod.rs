@@ -1,49 +1,28 @@
-//! What engines of many processes have in common: how their mesh is made, one collective at a time,
-//! agreement on it, how it is waited for, results of all, and an end.
+//! Common parts of the engines of many processes: one collective at a time, agreement on it, waiting
+//! for it, results of all, and an end.
 
 mod agreement;
 mod packing;
 pub(crate) mod waiting;
 
-use std::{
-    sync::{Arc, Mutex},
-    time::Duration,
-};
+use std::sync::{Arc, Mutex};
 
 use candle_core::{Device, Result, Tensor};
 
 pub(crate) use self::agreement::{TEXT_BYTES, agreement, description, disagreement};
 use self::packing::{packed, packed_reason, unpacked};
 use crate::{
+    axes::ALL,
     ending,
-    engine::{Backend, Engine, Gathered, Purpose, Site, call::CollectiveCall},
-    error::{self, CollectiveError, Error, ProcessError},
-    mesh::{DeviceMesh, DeviceMeshBuilder, axes::ALL, topology::Topology},
+    engine::{Engine, Gathered, Purpose, Site},
+    error::{self, CollectiveError, Error, ProcessError, call::CollectiveCall},
+    grid::Topology,
     sync::lock,
 };
 
 /// Says why, and ends this process by `stop`.
 pub(crate) fn end(rank: usize, why: &str, stop: impl FnOnce()) -> ! {
     ending::end(&format!("rank {rank}: {why}"), stop)
-}
-
-/// Makes the mesh of several processes, of which this one's slot is `slot`; its backend is made
-/// when the axes have been checked.
-pub(crate) fn mesh(
-    builder: DeviceMeshBuilder,
-    slot: usize,
-    processes: usize,
-    device: Device,
-    backend: impl FnOnce(&Arc<Topology>, Duration, &Device) -> error::Result<Arc<dyn Backend>>,
-) -> error::Result<DeviceMesh> {
-    let builder = match builder.axes[..] {
-        [] => builder.axis(DeviceMesh::AXIS, processes),
-        _ => builder,
-    };
-    let topology = Arc::new(Topology::new(builder.axes, DeviceMesh::MAX_DEVICES)?);
-    let deadline = builder.options.deadline.unwrap_or(DeviceMesh::PROCESS_DEADLINE);
-    let backend = backend(&topology, deadline, &device)?;
-    DeviceMesh::start(vec![device], slot, topology, builder.options, backend)
 }
 
 /// The collective that this process takes part in; there is one at a time.

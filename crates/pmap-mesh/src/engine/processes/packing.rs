@@ -4,7 +4,7 @@
 use candle_core::{Device, Result, Tensor, safetensors::Load};
 use safetensors::SafeTensors;
 
-use crate::mesh::place::{copied, on_host};
+use crate::device::to_device::{copied, on_host};
 
 /// The name of a tensor that says why there is no list.
 const REASON: &str = "reason";

@@ -10,7 +10,7 @@ const NAP: Duration = Duration::from_millis(1);
 
 /// How long to sleep when nothing has come for so long, if at all: an eighth of it, so that the
 /// wait becomes longer by no more than that.
-pub(crate) fn nap(quiet: Duration) -> Option<Duration> {
+pub(crate) fn sleep_duration(quiet: Duration) -> Option<Duration> {
     (quiet > AWAKE).then(|| NAP.min(quiet / 8))
 }
 
@@ -28,7 +28,8 @@ mod tests {
 
     #[test]
     fn who_waits_sleeps_the_longer_the_longer_nothing_comes() {
-        let naps = [200, 400, 4000, 10_000_000].map(|micros| nap(Duration::from_micros(micros)));
+        let naps = [200, 400, 4000, 10_000_000]
+            .map(|micros| sleep_duration(Duration::from_micros(micros)));
         let micros = |micros| Some(Duration::from_micros(micros));
         assert_eq!(naps, [None, micros(50), micros(500), Some(NAP)]);
     }

@@ -4,7 +4,7 @@ use std::{collections::BTreeMap, sync::OnceLock};
 
 use candle_core::Tensor;
 
-use crate::{mesh::axes::AxisSet, reduce::joint::JointWork};
+use crate::{axes::AxisSet, reduce::joint::SharedWork};
 
 /// What one member contributes to a collective.
 #[derive(Debug, Default)]
@@ -25,14 +25,15 @@ impl From<Tensor> for Contribution {
 /// What the members of a group make together of lists.
 #[derive(Debug)]
 pub(super) struct ListWork {
-    pub(super) work: JointWork,
+    pub(super) work: SharedWork,
     /// Which output is the reduction of a run, by its tensor, start and end.
     pub(super) outputs: BTreeMap<(usize, usize, usize), usize>,
 }
 
-/// What the members of a group have to make together, given what they have contributed; nothing if
-/// each makes its results by itself.
-pub(super) type LayOut<'a> = &'a dyn Fn(&[Contribution]) -> Option<candle_core::Result<ListWork>>;
+/// Plans the shared work of a group from its contributions; `None` if each member makes its results
+/// by itself.
+pub(super) type WorkPlanner<'a> =
+    &'a dyn Fn(&[Contribution]) -> Option<candle_core::Result<ListWork>>;
 
 /// A collective among all of a call: its group, and which of the group's it is.
 pub(super) type CollectiveKey = (AxisSet, usize, u64);
@@ -68,13 +69,17 @@ impl Exchange {
 
     /// Shows the others what all have contributed, when the last member has come.
     #[expect(clippy::expect_used, reason = "only the last member completes an exchange")]
-    pub(super) fn complete(&self, contributions: Vec<Contribution>, lay_out: Option<LayOut<'_>>) {
+    pub(super) fn complete(
+        &self,
+        contributions: Vec<Contribution>,
+        lay_out: Option<WorkPlanner<'_>>,
+    ) {
         let work = lay_out.and_then(|lay_out| lay_out(&contributions));
         let work = work.map(|work| work.map_err(|error| error.to_string()));
         self.complete.set(Complete { contributions, work }).expect("an exchange is completed once");
     }
 
-    #[expect(clippy::expect_used, reason = "exchanges are looked into when all have come")]
+    #[expect(clippy::expect_used, reason = "the last rank to arrive completes the exchange")]
     fn get(&self) -> &Complete {
         self.complete.get().expect("all members have come")
     }
@@ -90,8 +95,8 @@ impl Exchange {
     }
 
     /// The tensor number `index` of each member, all of which have one.
-    pub(super) fn nths(&self, index: usize) -> Vec<Tensor> {
-        nths(self.contributions(), index)
+    pub(super) fn tensors_at(&self, index: usize) -> Vec<Tensor> {
+        tensors_at(self.contributions(), index)
     }
 
     /// What the members make together, unless each makes its results by itself.
@@ -109,6 +114,6 @@ impl Exchange {
 }
 
 /// The tensor number `index` of each member, all of which have one.
-pub(super) fn nths(contributions: &[Contribution], index: usize) -> Vec<Tensor> {
+pub(super) fn tensors_at(contributions: &[Contribution], index: usize) -> Vec<Tensor> {
     contributions.iter().map(|of_rank| of_rank.tensors[index].clone()).collect()
 }

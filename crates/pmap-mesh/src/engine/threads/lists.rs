@@ -2,7 +2,7 @@
 //!
 //! Nothing is done where a collective is started: its tensors are handed in, and are not to be
 //! written to before it has been waited for. What is copied or added up, those who wait make
-//! together, piece by piece, once all have come ([`JointWork`]). The member that came last could do
+//! together, piece by piece, once all have come ([`SharedWork`]). The member that came last could do
 //! it alone, but its own computation would stand still meanwhile, and the cores of those who wait.
 
 use std::{collections::BTreeMap, sync::Arc};
@@ -11,19 +11,19 @@ use candle_core::{Device, Result, Shape, Tensor, Var, bail};
 
 use super::{
     SMALL_BYTES,
-    exchange::{Contribution, Exchange, ListWork, nths},
-    frozen,
+    exchange::{Contribution, Exchange, ListWork, tensors_at},
     rendezvous::Rendezvous,
+    snapshot,
 };
 use crate::{
+    device::to_device::{n_bytes, on_host, placed},
     engine::{
         Site, Wanted, Work,
         layout::{Owned, Run, RunLayout},
     },
-    mesh::place::{n_bytes, on_host, placed},
     reduce::{
         self, Reduction,
-        joint::JointWork,
+        joint::SharedWork,
         outputs::{Assembly, assembled, reduced},
     },
 };
@@ -47,7 +47,7 @@ pub(super) struct ListReduction {
 }
 
 /// A run of a tensor that is reduced, and the shape of the result.
-struct Want {
+struct ReduceTarget {
     run: Run,
     shape: Shape,
 }
@@ -101,7 +101,7 @@ impl ListReduction {
     fn new(list: &[Tensor], wanted: Wanted, reduction: Reduction) -> Result<(Self, Contribution)> {
         // Small lists are copied, so that nobody has to wait until all have read them.
         let is_small = list.iter().map(n_bytes).sum::<usize>() <= SMALL_BYTES;
-        let contributed = if is_small { frozen } else { on_host };
+        let contributed = if is_small { snapshot } else { on_host };
         let tensors = list.iter().map(contributed).collect::<Result<_>>()?;
         let own = match &wanted {
             Wanted::Own(own) => own.clone(),
@@ -121,7 +121,7 @@ impl ListReduction {
         exchange: &Exchange,
         ListWork { work, outputs }: &ListWork,
     ) -> Result<Vec<Tensor>> {
-        let result = |Want { run, .. }: &Want| {
+        let result = |ReduceTarget { run, .. }: &ReduceTarget| {
             work.result(outputs[&key(run)])?.to_device(&self.devices[run.tensor])
         };
         self.wants(site.rank, exchange.contributions()).iter().map(result).collect()
@@ -131,8 +131,8 @@ impl ListReduction {
     fn own_results(&self, site: &Site, exchange: &Exchange) -> Result<Vec<Tensor>> {
         let contributions = exchange.contributions();
         check_alike(contributions)?;
-        let sum = |Want { run: Run { tensor, items }, shape }: &Want| {
-            let summands = exchange.nths(*tensor);
+        let sum = |ReduceTarget { run: Run { tensor, items }, shape }: &ReduceTarget| {
+            let summands = exchange.tensors_at(*tensor);
             let sum = reduce::run(&summands, items.clone(), shape, self.reduction)?;
             sum.to_device(&self.devices[*tensor])
         };
@@ -145,28 +145,29 @@ impl ListReduction {
         let mut outputs = BTreeMap::new();
         let mut reductions = Vec::new();
         for rank in 0..contributions.len() {
-            for Want { run, shape } in self.wants(rank, contributions) {
+            for ReduceTarget { run, shape } in self.wants(rank, contributions) {
                 let n_outputs = reductions.len();
                 if *outputs.entry(key(&run)).or_insert(n_outputs) == n_outputs {
-                    let summands = nths(contributions, run.tensor);
+                    let summands = tensors_at(contributions, run.tensor);
                     reductions.push(reduced(summands, run.items, shape, self.reduction)?);
                 }
             }
         }
-        Ok(ListWork { work: JointWork::new(reductions, contributions.len()), outputs })
+        Ok(ListWork { work: SharedWork::new(reductions, contributions.len()), outputs })
     }
 
-    fn wants(&self, rank: usize, contributions: &[Contribution]) -> Vec<Want> {
+    fn wants(&self, rank: usize, contributions: &[Contribution]) -> Vec<ReduceTarget> {
         let Contribution { tensors, wanted } = &contributions[rank];
         let whole = |tensor: usize| {
             let shape = tensors[tensor].shape().clone();
-            Want { run: Run { tensor, items: 0..shape.elem_count() }, shape }
+            ReduceTarget { run: Run { tensor, items: 0..shape.elem_count() }, shape }
         };
         match &self.wanted {
             Wanted::Everything => (0..tensors.len()).map(whole).collect(),
             Wanted::Own(_) => wanted.iter().copied().map(whole).collect(),
             Wanted::ByRank(runs) => {
-                let want = |run: &Run| Want { shape: run.items.len().into(), run: run.clone() };
+                let want =
+                    |run: &Run| ReduceTarget { shape: run.items.len().into(), run: run.clone() };
                 runs[rank].iter().map(want).collect()
             }
         }
@@ -177,7 +178,7 @@ fn key(run: &Run) -> (usize, usize, usize) {
     (run.tensor, run.items.start, run.items.end)
 }
 
-/// Refuses lists of which the kernel would reduce the items that all of them have.
+/// Rejects lists whose dtypes or shapes differ: the kernel would reduce the items that all have.
 fn check_alike(contributions: &[Contribution]) -> Result<()> {
     let first = &contributions[0].tensors;
     for (rank, Contribution { tensors, .. }) in contributions.iter().enumerate() {
@@ -216,16 +217,16 @@ fn gathering(layout: &RunLayout, contributions: &[Contribution]) -> Result<ListW
             is_leaf: true,
         })
     });
-    let work = JointWork::new(assemblies.collect::<Result<_>>()?, contributions.len());
+    let work = SharedWork::new(assemblies.collect::<Result<_>>()?, contributions.len());
     Ok(ListWork { work, outputs: BTreeMap::new() })
 }
 
 /// The items of all parts, one after the other, as one output.
-pub(super) fn end_to_end(parts: Vec<Tensor>) -> Result<ListWork> {
+pub(super) fn concat_flat(parts: Vec<Tensor>) -> Result<ListWork> {
     let n_items: usize = parts.iter().map(Tensor::elem_count).sum();
     let dtype = parts[0].dtype();
     let members = parts.len();
     let assembly = Assembly { dtype, shape: n_items.into(), parts, is_leaf: false };
-    let work = JointWork::new(vec![assembled(assembly)?], members);
+    let work = SharedWork::new(vec![assembled(assembly)?], members);
     Ok(ListWork { work, outputs: BTreeMap::new() })
 }

@@ -14,18 +14,18 @@ use std::{
 use candle_core::{Result, Tensor};
 
 use crate::{
+    device::to_device::{copied, n_bytes, on_host},
     engine::{
-        Backend, Engine, Gathered, Message, Purpose, Site, Underway, Wanted, Work,
+        Backend, Engine, Gathered, Message, PendingCollective, Purpose, Site, Wanted, Work,
         threads::{
-            exchange::{Contribution, Exchange, ListWork, nths},
-            lists::{Job, end_to_end},
+            exchange::{Contribution, Exchange, ListWork, tensors_at},
+            lists::{Job, concat_flat},
             rendezvous::Rendezvous,
             wire::{Wire, wait_until},
         },
         traffic::Counter,
     },
     error::{self, Error},
-    mesh::place::{copied, n_bytes, on_host},
     reduce::{self, Reduction},
 };
 
@@ -104,7 +104,7 @@ struct Started {
     arrival: Option<Instant>,
 }
 
-impl Underway for Started {
+impl PendingCollective for Started {
     fn wait(self: Box<Self>) -> Result<Vec<Tensor>> {
         let Self { rendezvous, site, exchange, job, arrival } = *self;
         rendezvous.complete(&site, &exchange)?;
@@ -122,19 +122,19 @@ impl Engine for ThreadsEngine {
             let mut sums = self.run(site, work)?;
             return Ok(sums.swap_remove(0));
         }
-        let exchange = self.rendezvous.meet(site, frozen(x)?.into(), None)?;
-        reduce::whole(&exchange.nths(0), reduction)?.to_device(x.device())
+        let exchange = self.rendezvous.meet(site, snapshot(x)?.into(), None)?;
+        reduce::whole(&exchange.tensors_at(0), reduction)?.to_device(x.device())
     }
 
     fn all_gather(&self, site: &Site, x: &Tensor) -> Result<Gathered> {
-        let own = if n_bytes(x) <= SMALL_BYTES { frozen(x)? } else { on_host(x)? };
+        let own = if n_bytes(x) <= SMALL_BYTES { snapshot(x)? } else { on_host(x)? };
         let lay_out = |contributions: &[Contribution]| {
-            let parts = nths(contributions, 0);
+            let parts = tensors_at(contributions, 0);
             let is_small = parts.iter().all(|part| n_bytes(part) <= SMALL_BYTES);
-            (!is_small).then(|| end_to_end(parts))
+            (!is_small).then(|| concat_flat(parts))
         };
         let exchange = self.rendezvous.meet(site, own.into(), Some(&lay_out))?;
-        let parts = exchange.nths(0);
+        let parts = exchange.tensors_at(0);
         let Some(ListWork { work, .. }) = exchange.work()? else {
             let parts = parts.iter().map(|part| part.to_device(x.device()));
             return Ok(Gathered::Parts(parts.collect::<Result<_>>()?));
@@ -146,16 +146,16 @@ impl Engine for ThreadsEngine {
 
     fn all_to_all(&self, site: &Site, parts: Vec<Tensor>) -> Result<Vec<Tensor>> {
         let device = parts[site.rank].device();
-        let tensors = parts.iter().map(frozen).collect::<Result<_>>()?;
+        let tensors = parts.iter().map(snapshot).collect::<Result<_>>()?;
         let contribution = Contribution { tensors, wanted: Vec::new() };
         let exchange = self.rendezvous.meet(site, contribution, None)?;
-        exchange.nths(site.rank).iter().map(|tensor| tensor.to_device(device)).collect()
+        exchange.tensors_at(site.rank).iter().map(|tensor| tensor.to_device(device)).collect()
     }
 
     fn receive(&self, site: &Site, message: &Message<'_>) -> Result<Option<Tensor>> {
-        // Who sends nothing copies nothing, and all who receive the same share one copy.
+        // Ranks that only receive copy nothing, and share one copy of the message.
         let contribution =
-            if message.is_sent { frozen(message.x)?.into() } else { Contribution::default() };
+            if message.is_sent { snapshot(message.x)?.into() } else { Contribution::default() };
         let exchange = self.rendezvous.meet(site, contribution, None)?;
         let device = message.x.device();
         message.from.map(|from| exchange.first(from).to_device(device)).transpose()
@@ -171,7 +171,7 @@ impl Engine for ThreadsEngine {
         results
     }
 
-    fn start(&self, site: &Site, work: Work) -> Result<Box<dyn Underway>> {
+    fn start(&self, site: &Site, work: Work) -> Result<Box<dyn PendingCollective>> {
         let arrival = self.arrival(&work);
         let (job, contribution) = Job::new(work)?;
         let lay_out = |contributions: &[Contribution]| job.lay_out(contributions);
@@ -206,6 +206,6 @@ impl Engine for ThreadsEngine {
 }
 
 /// A copy on the processor, which the owner of the original cannot change while others still read.
-fn frozen(x: &Tensor) -> Result<Tensor> {
+fn snapshot(x: &Tensor) -> Result<Tensor> {
     if x.device().is_cpu() { copied(x) } else { on_host(x) }
 }

@@ -29,14 +29,13 @@ use std::{
 };
 
 use crate::{
+    axes::AxisSet,
     engine::{
         Site,
-        call::CollectiveCall,
-        threads::exchange::{CollectiveKey, Contribution, Exchange, LayOut},
+        threads::exchange::{CollectiveKey, Contribution, Exchange, WorkPlanner},
     },
-    error::{CollectiveError, Error},
-    mesh::axes::AxisSet,
-    reduce::joint::JointWork,
+    error::{CollectiveError, Error, call::CollectiveCall},
+    reduce::joint::SharedWork,
     sync::{self, lock},
 };
 
@@ -68,7 +67,7 @@ struct ReplicaState {
     /// The thread to be woken when there is news.
     thread: Option<Thread>,
     returned: bool,
-    /// Whether it was told that another replica failed; its own error is then only an echo.
+    /// Whether it saw a peer fail; its own error is then secondary.
     aborted: bool,
 }
 
@@ -117,7 +116,7 @@ impl Rendezvous {
         &self,
         site: &Site,
         contribution: Contribution,
-        lay_out: Option<LayOut<'_>>,
+        lay_out: Option<WorkPlanner<'_>>,
     ) -> candle_core::Result<Arc<Exchange>> {
         let (exchange, is_last) = self.come(site, contribution, lay_out, true)?;
         if !is_last {
@@ -136,7 +135,7 @@ impl Rendezvous {
         &self,
         site: &Site,
         contribution: Contribution,
-        lay_out: LayOut<'_>,
+        lay_out: WorkPlanner<'_>,
     ) -> candle_core::Result<Arc<Exchange>> {
         Ok(self.come(site, contribution, Some(lay_out), false)?.0)
     }
@@ -147,7 +146,7 @@ impl Rendezvous {
         &self,
         site: &Site,
         contribution: Contribution,
-        lay_out: Option<LayOut<'_>>,
+        lay_out: Option<WorkPlanner<'_>>,
         waits: bool,
     ) -> candle_core::Result<(Arc<Exchange>, bool)> {
         let mut state = lock(&self.state);
@@ -199,7 +198,7 @@ impl Rendezvous {
         &self,
         site: &Site,
         exchange: &Arc<Exchange>,
-        work: &JointWork,
+        work: &SharedWork,
     ) -> candle_core::Result<()> {
         if work.help(site.rank) {
             lock(&self.state).wake_others(site);
@@ -316,7 +315,7 @@ impl Rendezvous {
             return;
         }
         if let Some((waiting, call)) = state.open.values().find_map(|open| open.waits_for(slot)) {
-            self.end(state, slot, CollectiveError::Deserted { slot, waiting, call }.into());
+            self.end(state, slot, CollectiveError::PeerReturned { slot, waiting, call }.into());
         } else {
             // This replica has returned, so there is nobody to give the error to; the others are
             // woken by it.
@@ -388,7 +387,7 @@ impl State {
             return Some(CollectiveError::Ended { slot, call: call() });
         }
         if let Some(&gone) = site.members().iter().find(|&&slot| self.replicas[slot].returned) {
-            return Some(CollectiveError::Deserted { slot: gone, waiting: slot, call: call() });
+            return Some(CollectiveError::PeerReturned { slot: gone, waiting: slot, call: call() });
         }
         let first = self.open.get(&key)?.first()?;
         (!first.1.agrees_with(&site.call)).then(|| mismatch(first, site))
@@ -517,10 +516,7 @@ impl OpenGroup {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::{
-        mesh::{axes::ALL, topology::Topology},
-        reduce::joint::Output,
-    };
+    use crate::{axes::ALL, grid::Topology, reduce::joint::Output};
 
     fn site(slot: usize) -> Site {
         let topology = Topology::new(vec![("a".into(), 2)], 2).unwrap();
@@ -568,7 +564,7 @@ mod tests {
         begins(&rendezvous, 0).unwrap();
 
         // A piece that another member has taken, and has not made.
-        let work = JointWork::new(vec![Output::new(1, |_| Ok(None))], 2);
+        let work = SharedWork::new(vec![Output::new(1, |_| Ok(None))], 2);
         rendezvous.work(&site(0), &exchange, &work).unwrap_err();
         let failure = rendezvous.take_failure();
         assert!(

@@ -8,8 +8,8 @@ use std::{
 };
 
 use crate::{
+    device::to_device::n_bytes,
     engine::{Work, layout::RunLayout},
-    mesh::place::n_bytes,
     sync::lock,
 };
 

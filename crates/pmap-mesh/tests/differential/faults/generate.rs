@@ -2,7 +2,7 @@
 
 use candle_core::DType;
 
-use crate::{
+use crate::differential::{
     faults::{Call, Fault, Kind, Scenario, Step},
     grid::Grid,
     op::Op,

@@ -10,7 +10,7 @@ use std::{collections::BTreeSet, fmt};
 use candle_core::DType;
 use pmap_mesh::DeviceMesh;
 
-use crate::{
+use crate::differential::{
     grid::{Axes, Grid},
     op::Op,
 };
@@ -85,13 +85,13 @@ enum Failure {
     UnknownAxis,
     /// Two replicas, the lower slot first.
     Mismatch(usize, usize),
-    Deserted {
+    PeerReturned {
         slot: usize,
         waiting: usize,
     },
     Deadlock,
     /// A replica has not waited for what it had started.
-    NotWaited(usize),
+    NeverAwaited(usize),
     Deadline,
 }
 

@@ -2,7 +2,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use crate::{
+use crate::differential::{
     faults::{Call, Failure, Kind, NO_DATA, Scenario, Step},
     grid::{Axes, Grid, sorted},
     op::Op,
@@ -172,7 +172,7 @@ impl World<'_> {
                 State::Failed
             }
             Act::Return if !self.runners[slot].pending.is_empty() => {
-                self.failures.insert(Failure::NotWaited(slot));
+                self.failures.insert(Failure::NeverAwaited(slot));
                 State::Failed
             }
             Act::Return => State::Returned,
@@ -226,7 +226,7 @@ impl World<'_> {
                 !calls.contains_key(slot) && self.runners[**slot].state == State::Returned
             };
             for &slot in members.iter().filter(has_gone) {
-                found.extend(calls.keys().map(|&waiting| Failure::Deserted { slot, waiting }));
+                found.extend(calls.keys().map(|&waiting| Failure::PeerReturned { slot, waiting }));
             }
         }
         found

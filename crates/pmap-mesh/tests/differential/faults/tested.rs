@@ -9,10 +9,10 @@ use std::{
 
 use candle_core::{DType, Device, Error as CandleError, Result, Tensor, bail};
 use pmap_mesh::{
-    ALL, CollectiveError, DeviceMesh, Error, MeshError, Pending, Replica, ReplicaError,
+    ALL, CollectiveError, DeviceMesh, Error, MeshError, Replica, ReplicaError, support::Pending,
 };
 
-use crate::{
+use crate::differential::{
     faults::{Call, Failure, Kind, NO_DATA, Scenario, Step},
     grid::Grid,
     op::Op,
@@ -56,10 +56,12 @@ fn kind(scenario: &Scenario, error: &Error) -> Option<Failure> {
         Error::Collective(CollectiveError::Mismatch { left, right, .. }) => {
             Failure::Mismatch(*left.min(right), *left.max(right))
         }
-        Error::Collective(CollectiveError::Deserted { slot, waiting, .. }) => {
-            Failure::Deserted { slot: *slot, waiting: *waiting }
+        Error::Collective(CollectiveError::PeerReturned { slot, waiting, .. }) => {
+            Failure::PeerReturned { slot: *slot, waiting: *waiting }
         }
-        Error::Collective(CollectiveError::NotWaited { slot, .. }) => Failure::NotWaited(*slot),
+        Error::Collective(CollectiveError::NeverAwaited { slot, .. }) => {
+            Failure::NeverAwaited(*slot)
+        }
         Error::Collective(CollectiveError::Deadline { .. }) => Failure::Deadline,
         Error::Collective(CollectiveError::Deadlock { waiting })
             if waiting.len() <= scenario.grid.slots() =>

@@ -1,6 +1,6 @@
 //! Random chains in which collectives stand where their gradients have a meaning.
 
-use crate::{
+use crate::differential::{
     gradients::{Chain, Link, Variable},
     grid::{Axes, Grid, sorted},
     op::{Op, place_of},

@@ -13,7 +13,7 @@ use std::fmt;
 
 use candle_core::{DType, Tensor};
 
-use crate::{
+use crate::differential::{
     array::Array,
     grid::{Axes, Grid},
     op::Op,

@@ -2,7 +2,7 @@
 
 use candle_core::{Result, Tensor, Var};
 
-use crate::{
+use crate::differential::{
     array::Array,
     gradients::{Chain, Gradients, Link, Variable, first, local},
     grid::Grid,

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use candle_core::{Result, Tensor, Var};
 use pmap_mesh::{DeviceMesh, Replica};
 
-use crate::{
+use crate::differential::{
     array::Array,
     gradients::{Chain, Gradients, Link, local},
 };

@@ -1,6 +1,6 @@
 //! What each collective gives.
 
-use crate::{
+use crate::differential::{
     array::Array,
     bits::Fold,
     op::{Op, place_of},

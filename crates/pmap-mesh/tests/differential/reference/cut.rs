@@ -2,7 +2,7 @@
 
 use pmap_mesh::Uneven;
 
-use crate::{
+use crate::differential::{
     array::Array,
     grid::{Axes, Grid, sorted},
     op::place_of,

@@ -1,6 +1,6 @@
 //! How results are put together.
 
-use crate::{
+use crate::differential::{
     array::Array,
     bits::Fold,
     grid::{Axes, Grid},

@@ -6,7 +6,7 @@ mod join;
 
 use candle_core::DType;
 
-use crate::{
+use crate::differential::{
     array::Array,
     bits::{Fold, REDUCIBLE},
     grid::Grid,

@@ -7,11 +7,11 @@ use candle_core::{DType, Device, Result, Shape, Tensor};
 
 use super::{Job, Next, Part, Piece, bytes_of, n_words, pack, parts};
 use crate::{
+    device::to_device::{on_host, placed},
     engine::{
         layout::{Run, RunLayout},
         mpi::bytes::{Buffer, buffer, with_bytes},
     },
-    mesh::place::{on_host, placed},
 };
 
 /// The one round in which every rank sends its runs to all others.
@@ -34,7 +34,7 @@ impl Gathering {
         layout: &RunLayout,
         device: &Device,
     ) -> Result<Self> {
-        let by_rank = Arc::clone(layout.gathered_by_rank());
+        let by_rank = Arc::clone(layout.by_rank());
         // What nobody takes is not sent.
         let own = own[..by_rank[own_rank].len()].iter().map(on_host).collect::<Result<_>>()?;
         let tensors = layout.tensors().iter();

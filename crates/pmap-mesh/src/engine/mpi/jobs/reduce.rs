@@ -7,11 +7,11 @@ use candle_core::{Device, Result, Tensor, bail};
 
 use super::{Gathering, Job, Next, Part, Piece, bytes_of, n_words, pack, parts};
 use crate::{
+    device::to_device::on_host,
     engine::{
         layout::Run,
         mpi::bytes::{Buffer, buffer, with_part},
     },
-    mesh::place::on_host,
     reduce::{self, Reduction, parts::balanced},
 };
 

@@ -1,0 +1,194 @@
+//! A picture of a plan: the memory of each rank at its peak as a column, and the memory of a device as a line.
+
+use std::cmp::Reverse;
+
+use candle_distributed::{
+    plan::{
+        ShardingPlan,
+        cost::{PlanCost, RankCost},
+    },
+    types::human::{BinaryUnit, HumanBytes, HumanCount},
+};
+use plotters::{coord::types::RangedCoordf64, prelude::*};
+
+use crate::{
+    error::Result,
+    picture::{
+        self, ACTIVATIONS, Area, BLUE, Drawn, FAINT, FITS, GATHERED, GRADIENTS, HEADING, LEFT,
+        LEGEND, LIMIT, Mark, OPTIMIZER,
+    },
+};
+
+const SIZE: (u32, u32) = (1000, 560);
+
+/// The most columns that can be told apart.
+const MAX_COLUMNS: usize = 64;
+
+/// A limit of more than so many times the highest peak is named but not drawn: all else would be too low to read.
+const FAR: u128 = 3;
+
+const PADDING: RGBColor = RGBColor(165, 165, 165);
+
+/// The parts of a column from the bottom up.
+const PARTS: [(&str, RGBColor); 6] = [
+    ("parameters", BLUE),
+    ("padding", PADDING),
+    ("gradients", GRADIENTS),
+    ("optimizer state", OPTIMIZER),
+    ("gathered at the peak", GATHERED),
+    ("activations", ACTIVATIONS),
+];
+
+/// Draws the memory of each rank of `plan` at its peak, with the limit `budget` if there is one.
+pub(crate) fn draw(plan: &ShardingPlan, cost: &PlanCost, budget: Option<u64>) -> Result<String> {
+    let ranks = drawn_ranks(&cost.ranks);
+    let color = match budget {
+        None => FAINT,
+        Some(budget) if cost.peak_bytes() <= budget.into() => FITS,
+        Some(_) => LIMIT,
+    };
+    picture::document(SIZE, |area| {
+        picture::heading(&area, &plan.summary(), &verdict(cost, budget), color)?;
+        legend(&area, &ranks, budget)?;
+        let below = area.margin(HEADING + LEGEND, 8, LEFT, LEFT);
+        chart(&below, &ranks, cost.ranks.len(), budget.map(u128::from))?;
+        area.present()
+    })
+}
+
+/// Returns every rank of a small world, and of a larger one, of neighbors that share a column, the one with the highest
+/// peak.
+fn drawn_ranks(ranks: &[RankCost]) -> Vec<RankCost> {
+    let n_columns = ranks.len().min(MAX_COLUMNS);
+    let start = |column| column * ranks.len() / n_columns;
+    let neighbors = (0..n_columns).map(|column| &ranks[start(column)..start(column + 1)]);
+    neighbors.filter_map(highest).collect()
+}
+
+/// Returns the rank with the highest peak, the first of several.
+fn highest(ranks: &[RankCost]) -> Option<RankCost> {
+    ranks.iter().min_by_key(|rank| Reverse(rank.peak_bytes())).copied()
+}
+
+/// Returns the bytes of each of the [`PARTS`].
+fn parts(rank: &RankCost) -> [u128; PARTS.len()] {
+    let padding = rank.storage_bytes.saturating_sub(rank.param_bytes);
+    let within_step = rank.peak_bytes() - rank.total_bytes();
+    [
+        rank.param_bytes.into(),
+        padding.into(),
+        rank.grad_bytes.into(),
+        rank.optimizer_bytes.into(),
+        within_step - u128::from(rank.activation_bytes),
+        rank.activation_bytes.into(),
+    ]
+}
+
+/// Says how much the fullest rank needs, and whether every rank fits in `budget`.
+fn verdict(cost: &PlanCost, budget: Option<u64>) -> String {
+    let has_activations = cost.ranks.iter().any(|rank| rank.activation_bytes > 0);
+    let but = if has_activations { "" } else { ", activations not counted" };
+    let most = format!("at most {} per rank at the peak{but}", HumanBytes(cost.peak_bytes()));
+    let Some(budget) = budget.map(u128::from) else { return most };
+    let n_over = cost.ranks.iter().filter(|rank| rank.peak_bytes() > budget).count();
+    if n_over == 0 {
+        return format!("{most}: every rank fits in {}", HumanBytes(budget));
+    }
+    let [n_over, n_ranks] = [n_over, cost.ranks.len()].map(|number| HumanCount(number as u128));
+    let [limit, missing] = [budget, cost.peak_bytes() - budget].map(HumanBytes);
+    format!("{most}: {n_over} of {n_ranks} ranks above the limit of {limit}, by up to {missing}")
+}
+
+/// Names the parts that some rank has, and the limit.
+fn legend(area: &Area<'_>, ranks: &[RankCost], budget: Option<u64>) -> Drawn {
+    let mut entries = Vec::new();
+    for (part, (name, color)) in PARTS.into_iter().enumerate() {
+        if ranks.iter().any(|rank| parts(rank)[part] > 0) {
+            entries.push((Mark::Block, color, name));
+        }
+    }
+    let limit = budget.map(|budget| format!("limit {}", HumanBytes(budget.into())));
+    if let Some(limit) = &limit {
+        entries.push((Mark::Line, LIMIT, limit));
+    }
+    picture::legend(area, (LEFT, HEADING.cast_signed() + 8), &entries)
+}
+
+/// Draws the columns over an axis in binary units.
+fn chart(area: &Area<'_>, ranks: &[RankCost], n_ranks: usize, limit: Option<u128>) -> Drawn {
+    let peak = ranks.iter().map(RankCost::peak_bytes).fold(0, u128::max);
+    let limit = limit.filter(|limit| limit / FAR <= peak);
+    let highest = peak.max(limit.unwrap_or(0));
+    let unit = BinaryUnit::for_bytes(highest);
+    // An axis of no extent cannot be drawn.
+    let top = if highest == 0 { 1.0 } else { 1.1 * in_unit(highest, unit) };
+    let mut chart = ChartBuilder::on(area)
+        .x_label_area_size(44)
+        .y_label_area_size(76)
+        .build_cartesian_2d(0.0..ranks.len() as f64, 0.0..top)?;
+    let mut axes = chart.configure_mesh();
+    picture::plain(&mut axes);
+    axes.x_labels(ranks.len().min(16) + 1)
+        .x_label_formatter(&|position| rank_at(ranks, *position))
+        .x_desc(rank_axis(n_ranks, ranks.len()))
+        .y_labels(highest.clamp(1, 6) as usize + 1)
+        .y_label_formatter(&|number| ((number * 1000.0).round() / 1000.0).to_string())
+        .y_desc(format!("at the peak ({})", unit.name()))
+        .draw()?;
+    for (position, rank) in ranks.iter().enumerate() {
+        column(&mut chart, position as f64, rank, unit)?;
+    }
+    if let Some(limit) = limit {
+        let (left, y) = chart.backend_coord(&(0.0, in_unit(limit, unit)));
+        let (right, _) = chart.backend_coord(&(ranks.len() as f64, 0.0));
+        picture::dashes(&area.strip_coord_spec(), left..right, y, LIMIT)?;
+    }
+    Ok(())
+}
+
+type Chart<'a, 'b> = ChartContext<'a, SVGBackend<'b>, Cartesian2d<RangedCoordf64, RangedCoordf64>>;
+
+/// Draws the parts of a rank on each other.
+fn column(chart: &mut Chart<'_, '_>, position: f64, rank: &RankCost, unit: BinaryUnit) -> Drawn {
+    let mut bottom = 0;
+    for ((_, color), bytes) in PARTS.into_iter().zip(parts(rank)) {
+        if bytes == 0 {
+            continue;
+        }
+        let corners = [
+            (position + 0.1, in_unit(bottom, unit)),
+            (position + 0.9, in_unit(bottom + bytes, unit)),
+        ];
+        chart.plotting_area().draw(&Rectangle::new(corners, color.filled()))?;
+        bottom += bytes;
+    }
+    Ok(())
+}
+
+fn in_unit(bytes: u128, unit: BinaryUnit) -> f64 {
+    bytes as f64 / unit.bytes() as f64
+}
+
+/// Names the rank whose column begins at a place of the axis.
+#[expect(
+    clippy::cast_possible_truncation,
+    clippy::cast_sign_loss,
+    reason = "places are small and not negative"
+)]
+fn rank_at(ranks: &[RankCost], position: f64) -> String {
+    ranks.get(position as usize).map_or_else(String::new, |rank| rank.rank.to_string())
+}
+
+/// Names the axis of the ranks, and which of them are drawn.
+fn rank_axis(n_ranks: usize, n_columns: usize) -> String {
+    match (n_ranks / n_columns, n_ranks % n_columns) {
+        (1, 0) => String::from("rank"),
+        (n, 0) => format!(
+            "rank: of every {} neighbors, the one with the highest peak",
+            HumanCount(n as u128)
+        ),
+        (n, _) => {
+            format!("rank: of every {n} or {} neighbors, the one with the highest peak", n + 1)
+        }
+    }
+}

@@ -1,0 +1,1190 @@
+//! The contract of the command line: results, JSON shapes, exit codes, messages.
+
+use std::{
+    fs,
+    io::{Read, Write},
+    path::Path,
+    process::{Command, Output, Stdio},
+};
+
+use serde_json::{Value, json};
+
+use crate::support::{command, file, json, refuses, text};
+
+#[test]
+fn sample_prints_one_index_a_line() {
+    assert_eq!(
+        text(&["sample", "--len", "11", "--world-size", "4", "--rank", "3", "--preset", "spdl"]),
+        "3\n7\n"
+    );
+    let spread =
+        ["sample", "--len", "11", "--world-size", "4", "--preset", "spdl", "--tail", "spread"];
+    assert_eq!(text(&spread), "0\n4\n8\n");
+    let part = ["sample", "--len", "10", "--order", "sequential", "--start", "3", "--count", "2"];
+    assert_eq!(text(&part), "3\n4\n");
+}
+
+#[test]
+fn sample_in_json_has_the_agreed_fields() {
+    let report = json(&[
+        "sample",
+        "--len",
+        "10",
+        "--world-size",
+        "4",
+        "--rank",
+        "3",
+        "--order",
+        "sequential",
+        "--count",
+        "2",
+    ]);
+    let expected = json!({"format_version": 1, "len": 10, "world_size": 4, "rank": 3, "per_rank_len": 4, "indices": [6, 7]});
+    assert_eq!(report, expected);
+}
+
+#[test]
+fn sample_covers_the_data_set_over_all_ranks() {
+    let mut all: Vec<u64> = (0..3)
+        .flat_map(|rank| {
+            text(&[
+                "sample",
+                "--len",
+                "100",
+                "--world-size",
+                "3",
+                "--rank",
+                &rank.to_string(),
+                "--epoch",
+                "2",
+            ])
+            .lines()
+            .map(|line| line.parse().unwrap())
+            .collect::<Vec<_>>()
+        })
+        .collect();
+    all.sort_unstable();
+    assert!(all.into_iter().eq(0..100));
+}
+
+#[test]
+fn sample_repeats_what_torch_reads_and_marks_its_padding() {
+    // torch.utils.data.DistributedSampler(range(10), num_replicas=1, rank=0, seed=45)
+    let torch = ["sample", "--preset", "torch", "--len", "10", "--seed", "45"];
+    assert_eq!(json(&torch)["indices"], json!([7, 6, 5, 3, 4, 9, 0, 8, 2, 1]));
+    assert_eq!(
+        json(&["sample", "--preset", "torch", "--len", "10", "--seed", "-1", "--epoch", "46"]),
+        json(&torch)
+    );
+    let padded = [
+        "sample",
+        "--preset",
+        "torch",
+        "--order",
+        "sequential",
+        "--len",
+        "5",
+        "--world-size",
+        "3",
+        "--rank",
+        "2",
+    ];
+    let marked = [&padded[..], &["--mark-padding"]].concat();
+    assert_eq!(text(&marked), "2\n0 padding\n");
+    assert_eq!(json(&marked)["padding"], json!([false, true]));
+}
+
+#[test]
+fn sample_resumes_in_another_world_where_it_was_stopped() {
+    let dir = tempfile::tempdir().unwrap();
+    let state = dir.path().join("state.json");
+    let state = state.to_str().unwrap();
+    let world = [
+        "sample",
+        "--len",
+        "1000000",
+        "--order",
+        "streaming",
+        "--partition",
+        "strided",
+        "--tail",
+        "spread",
+    ];
+    let read = |more: &[&str]| -> Vec<u64> {
+        text(&[&world[..], more].concat()).lines().map(|line| line.parse().unwrap()).collect()
+    };
+    let four = |rank| {
+        read(&[
+            "--world-size",
+            "4",
+            "--rank",
+            rank,
+            "--epoch",
+            "3",
+            "--count",
+            "100",
+            "--save-state",
+            state,
+        ])
+    };
+    let first: Vec<u64> = ["0", "1", "2", "3"].into_iter().flat_map(four).collect();
+    let whole = read(&["--epoch", "3", "--count", "410"]);
+    assert!((0..400).all(|n| first.contains(&whole[n])));
+    assert_eq!(read(&["--resume", state, "--count", "10"]), whole[400..]);
+    refuses(
+        &["sample", "--len", "999", "--order", "streaming", "--resume", state],
+        &["data set length 1000000", "999"],
+    );
+    let (_dir, broken) = file("state.json", "{}");
+    refuses(&["sample", "--len", "9", "--resume", &broken], &["state.json"]);
+}
+
+#[test]
+fn sample_shares_a_rank_among_workers_and_the_data_by_weight() {
+    let sequential = ["sample", "--len", "10", "--order", "sequential"];
+    let with = |more: &[&'static str]| text(&[&sequential[..], more].concat());
+    assert_eq!(with(&["--workers", "3", "--worker", "1"]), "1\n4\n7\n");
+    assert_eq!(with(&["--world-size", "2", "--rank", "1", "--rank-weights", "4,1"]), "8\n9\n");
+    refuses(
+        &["sample", "--len", "10", "--world-size", "2", "--rank-weights", "1,2,3"],
+        &["3 rank weights", "world of 2"],
+    );
+}
+
+#[test]
+fn sample_draws_by_weight() {
+    let (_dir, path) = file("weights.txt", "1 0\n2.5e0");
+    let drawn = text(&["sample", "--len", "3500", "--weights", &path]);
+    let of = |index| drawn.lines().filter(|line| *line == index).count();
+    assert_eq!(of("0") + of("2"), 3500);
+    assert!((2400..2600).contains(&of("2")), "{}", of("2"));
+    for (weights, words) in [
+        ("1 -1", &["-1", "index 1"][..]),
+        ("0 0", &["all 2 weights"]),
+        ("1 x", &["weight 2", "\"x\""]),
+        ("", &["no weight"]),
+    ] {
+        let (_dir, path) = file("weights.txt", weights);
+        refuses(&["sample", "--len", "10", "--weights", &path], words);
+    }
+}
+
+#[test]
+fn sample_gives_every_rank_its_share_of_each_class() {
+    let (_dir, path) = file("classes.txt", "0 0 0 1 ".repeat(10));
+    for rank in ["0", "1"] {
+        let read = text(&["sample", "--classes", &path, "--world-size", "2", "--rank", rank]);
+        let rare = read.lines().filter(|line| line.parse::<u64>().unwrap() % 4 == 3).count();
+        assert_eq!(read.lines().count(), 20);
+        assert!((4..=6).contains(&rare), "{rare}");
+    }
+    assert_eq!(json(&["sample", "--classes", &path, "--capped", "3"])["len"], 6);
+    assert_eq!(json(&["sample", "--classes", &path, "--fixed", "40"])["len"], 80);
+    refuses(&["sample", "--classes", &path, "--fixed", "0"], &["length 0"]);
+    refuses(&["sample", "--len", "9", "--fixed", "3"], &["--fixed needs --classes"]);
+    refuses(&["sample", "--len", "9", "--capped", "3"], &["--capped needs --classes"]);
+    refuses(
+        &["sample", "--classes", &path, "--fixed", "3000000000"],
+        &["6000000000", "4294967296"],
+    );
+}
+
+#[test]
+fn sample_mixes_data_sets_by_weight() {
+    let mix = ["sample", "--order", "sequential", "--mix", "100:2,3:1"];
+    assert_eq!(text(&[&mix[..], &["--count", "4"]].concat()), "0\n100\n1\n2\n");
+    let report = json(&mix);
+    assert_eq!((&report["per_rank_len"], &report["indices"][4]), (&json!(10), &json!(101)));
+    assert_eq!(report["len"], 103);
+    let half = "9223372036854775808:1";
+    let too_long = ["sample", "--mix", &[half, half].join(",")];
+    refuses(&too_long, &["18446744073709551615 samples"]);
+    refuses(&["sample", "--mix", "100"], &["colon"]);
+    refuses(&["sample", "--mix", "100:0"], &["weight above 0"]);
+    refuses(&["sample", "--mix", "0:1"], &["length 0"]);
+}
+
+#[test]
+fn sample_says_when_and_where_a_sample_is_read() {
+    let world = ["sample", "--len", "1000000000000", "--world-size", "8", "--partition", "strided"];
+    let with = |more: &[&'static str]| json(&[&world[..], more].concat());
+    let place = with(&["--locate", "7"]);
+    let (position, rank) = (place["position"].as_u64().unwrap(), place["rank"].as_u64().unwrap());
+    assert_eq!(position % 8, rank);
+    let (rank, start) = (rank.to_string(), (position / 8).to_string());
+    let found = json(&[&world[..], &["--rank", &rank, "--start", &start, "--count", "1"]].concat());
+    assert_eq!(found["indices"], json!([7]));
+    assert!(
+        text(&["sample", "--len", "9", "--locate", "3"]).starts_with("sample 3 is at position")
+    );
+    for order in ["sequential", "exact", "streaming"] {
+        refuses(&["sample", "--len", "9", "--order", order, "--locate", "9"], &["sample 9"]);
+    }
+}
+
+#[test]
+fn sample_starts_anywhere_in_a_trillion_samples() {
+    let args = [
+        "--len",
+        "1000000000000",
+        "--world-size",
+        "8",
+        "--rank",
+        "3",
+        "--start",
+        "70000000000",
+        "--count",
+        "3",
+    ];
+    let indices = json(&[&["sample"], &args[..]].concat());
+    assert_eq!(indices["per_rank_len"], 125_000_000_000_u64);
+    assert_eq!(
+        indices["indices"],
+        json!([865_294_699_686_u64, 161_247_444_482_u64, 660_896_130_033_u64])
+    );
+}
+
+#[test]
+fn sample_refuses_bad_input() {
+    refuses(&["sample", "--len", "0"], &["length 0"]);
+    refuses(
+        &["sample", "--len", "9223372036854775809"],
+        &["9223372036854775809", "9223372036854775808"],
+    );
+    refuses(&["sample", "--len", "5000000000", "--order", "exact"], &["5000000000", "4294967296"]);
+    refuses(&["sample", "--len", "10", "--world-size", "0"], &["world size 0", "1048576"]);
+    refuses(&["sample", "--len", "10", "--world-size", "1048577"], &["1048577", "1048576"]);
+    refuses(
+        &["sample", "--len", "10", "--world-size", "4", "--rank", "4"],
+        &["rank 4", "world of 4"],
+    );
+    refuses(&["sample", "--len", "10", "--start", "11"], &["start 11", "10"]);
+    refuses(&["sample", "--len", "-1"], &[]);
+    refuses(&["sample", "--len", "18446744073709551616"], &[]);
+    refuses(&["sample"], &["--len"]);
+}
+
+#[test]
+fn sample_ends_quietly_when_its_reader_has_seen_enough() {
+    let args = ["sample", "--len", "9223372036854775808", "--order", "sequential"];
+    let mut child = command(&args).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+    let mut first = [0; 2];
+    child.stdout.take().unwrap().read_exact(&mut first).unwrap();
+    let output = child.wait_with_output().unwrap();
+    assert_eq!((&first, output.status.code(), output.stderr.is_empty()), (b"0\n", Some(0), true));
+}
+
+#[test]
+fn batch_reads_files_and_standard_input() {
+    let (_dir, path) = file("lengths.txt", "12 80\n15\t70 9\n");
+    let args = |path| ["batch", "--lengths", path, "--strategy", "bucket", "--max-tokens", "160"];
+    let expected = "2 x 80: 1 3\n3 x 15: 0 2 4\n";
+    assert!(text(&args(&path)).starts_with(expected));
+
+    let mut child =
+        command(&args("-")).stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().unwrap();
+    child.stdin.take().unwrap().write_all(b"12 80 15 70 9").unwrap();
+    assert!(child.wait_with_output().unwrap().stdout.starts_with(expected.as_bytes()));
+}
+
+#[test]
+fn batch_in_json_has_the_agreed_fields() {
+    let (_dir, path) = file("lengths.txt", "3 6 4");
+    let report =
+        json(&["batch", "--lengths", &path, "--strategy", "pad-to-max", "--max-batch-size", "2"]);
+    let batches = json!([
+        {"indices": [0, 1], "padded_length": 6, "padded_tokens": 12, "real_tokens": 9},
+        {"indices": [2], "padded_length": 4, "padded_tokens": 4, "real_tokens": 4},
+    ]);
+    assert_eq!((&report["format_version"], &report["batches"]), (&json!(1), &batches));
+    let figures = ["efficiency", "batches", "sequences", "max_padded_tokens"]
+        .map(|name| &report["report"][name]);
+    assert_eq!(figures, [&json!(0.8125), &json!(2), &json!(3), &json!(12)]);
+}
+
+/// The answer of `batch` over these lengths.
+fn batches(lengths: &str, args: &[&str]) -> Value {
+    let (_dir, path) = file("lengths.txt", lengths);
+    json(&[&["batch", "--lengths", &path, "--strategy"], args].concat())
+}
+
+/// Checks which batches come, as (indices, padded length), and how many of their tokens are real,
+/// of how many.
+fn batches_are(lengths: &str, args: &[&str], expected: &[(&[u64], u64)], tokens: (u64, u64)) {
+    let answer = batches(lengths, args);
+    let pair = |batch: &Value| (batch["indices"].clone(), batch["padded_length"].clone());
+    let found: Vec<_> = answer["batches"].as_array().unwrap().iter().map(pair).collect();
+    let expected: Vec<_> =
+        expected.iter().map(|(indices, length)| (json!(indices), json!(length))).collect();
+    assert_eq!(found, expected, "{args:?}");
+    let found = ["real_tokens", "padded_tokens"].map(|name| &answer["report"][name]);
+    assert_eq!(found, [&json!(tokens.0), &json!(tokens.1)], "{args:?}");
+}
+
+/// A text of the lengths 1 to `longest`.
+fn lengths_up_to(longest: u64) -> String {
+    (1..=longest).map(|length| length.to_string()).collect::<Vec<_>>().join(" ")
+}
+
+#[test]
+fn batch_cuts_sorted_sequences() {
+    let both = ["sorted", "--max-batch-size", "3"];
+    let with = |cut| [&both[..], &["--cut", cut]].concat();
+    let lengths = "1 5 1 1 1 5 1";
+    // The batch that is not full comes first or last if the cut is greedy, and here in between.
+    let greedy: [(&[_], _); 3] = [(&[0], 1), (&[2, 3, 4], 1), (&[6, 1, 5], 5)];
+    batches_are(lengths, &with("greedy"), &greedy, (15, 19));
+    for optimal in [&both[..], &with("optimal")] {
+        let batches: [(&[_], _); 3] = [(&[0, 2], 1), (&[3, 4, 6], 1), (&[1, 5], 5)];
+        batches_are(lengths, optimal, &batches, (15, 15));
+    }
+    batches_are(
+        "12 80 15 70 9",
+        &["sorted", "--max-tokens", "160"],
+        &[(&[4, 0, 2], 15), (&[3, 1], 80)],
+        (186, 205),
+    );
+}
+
+#[test]
+fn batch_sorts_a_window_at_a_time() {
+    let sorted = ["sorted", "--max-batch-size", "2"];
+    batches_are("1 9 1 9 5 1", &sorted, &[(&[0, 2], 1), (&[5, 4], 5), (&[1, 3], 9)], (26, 30));
+    // One batch from each window of four: first from the long end, then from the short one.
+    let window = [&sorted[..], &["--window", "1"]].concat();
+    batches_are("1 9 1 9 5 1", &window, &[(&[1, 3], 9), (&[0, 2], 1), (&[5, 4], 5)], (26, 30));
+}
+
+#[test]
+fn batch_finds_the_boundaries_of_buckets() {
+    let bucket = ["bucket", "--max-batch-size", "2", "--buckets", "2"];
+    batches_are("10 80 15 70 9", &bucket, &[(&[0, 2], 15), (&[1, 3], 80), (&[4], 9)], (184, 199));
+    let fixed = [&bucket[..], &["--fixed-shapes"]].concat();
+    batches_are("10 80 15 70 9", &fixed, &[(&[0, 2], 15), (&[1, 3], 80), (&[4], 15)], (184, 205));
+    // A sequence that is left out moves no boundary; one that is cut counts with its cut length.
+    let skip = [&fixed[..], &["--max-sequence-length", "15", "--overlong", "skip"]].concat();
+    batches_are("10 80 15 70 9", &skip, &[(&[0, 4], 10), (&[2], 15)], (34, 35));
+    let truncate =
+        [&fixed[..], &["--max-sequence-length", "60", "--overlong", "truncate"]].concat();
+    batches_are(
+        "10 80 15 70 9",
+        &truncate,
+        &[(&[0, 2], 15), (&[1, 3], 60), (&[4], 15)],
+        (154, 165),
+    );
+}
+
+#[test]
+fn batch_packs_rows_and_counts_them() {
+    let answer = batches("12 80 15 70 9", &["pack", "--capacity", "100"]);
+    let rows = json!([
+        {"indices": [1, 2], "padded_length": 100, "padded_tokens": 100, "real_tokens": 95},
+        {"indices": [3, 0, 4], "padded_length": 100, "padded_tokens": 100, "real_tokens": 91},
+    ]);
+    assert_eq!(answer["batches"], rows);
+    let figures =
+        ["bins", "density", "efficiency", "sequences"].map(|name| &answer["report"][name]);
+    assert_eq!(figures, [&json!(2), &json!(0.93), &json!(0.93), &json!(5)]);
+    assert_eq!(batches("12 80 15 70 9", &["pack", "--max-tokens", "100"]), answer);
+    assert!(batches("1 2", &["dynamic", "--max-tokens", "9"])["report"].get("bins").is_none());
+}
+
+#[test]
+fn batch_knows_every_packing() {
+    let bins = |lengths, more: &[&'static str]| {
+        batches(lengths, &[&["pack", "--capacity", "10", "--packing"], more].concat())["report"]["bins"].clone()
+    };
+    // 5 + 4, 3 + 3 + 3 and 2; but 5 + 3 + 2 and 4 + 3 + 3.
+    assert_eq!(bins("5 4 3 3 3 2", &["best-fit"]), 3);
+    assert_eq!(bins("5 4 3 3 3 2", &["minimum-slack"]), 2);
+    assert_eq!(bins("6 7 4 3", &["in-order"]), 2);
+    assert_eq!(bins("6 7 4 3", &["in-order", "--open-rows", "1"]), 3);
+}
+
+#[test]
+fn batch_keeps_multiples() {
+    let with = |more: &[&'static str]| [&["pad-to-max", "--max-batch-size", "2"], more].concat();
+    batches_are("3 6 4", &with(&["--length-multiple", "4"]), &[(&[0, 1], 8), (&[2], 4)], (13, 20));
+    let dropped = with(&["--batch-size-multiple", "2"]);
+    batches_are("3 6 4", &dropped, &[(&[0, 1], 6)], (9, 12));
+    assert_eq!(batches("3 6 4", &dropped)["report"]["dropped"], 1);
+    let kept = [&dropped[..], &["--last-batch", "keep"]].concat();
+    batches_are("3 6 4", &kept, &[(&[0, 1], 6), (&[2], 4)], (13, 16));
+}
+
+#[test]
+fn batch_keeps_a_cost() {
+    let pad = ["pad-to-max", "--max-cost"];
+    let cuts = [(&[0, 1][..], 6), (&[2], 4), (&[3], 10)];
+    // 2 x 6 tokens and 2 x 6 x 6 pairs; a third sequence makes 3 x 6 and 3 x 6 x 6.
+    batches_are("3 6 4 10", &[&pad[..], &["12"]].concat(), &cuts, (23, 26));
+    batches_are("3 6 4 10", &[&pad[..], &["100", "--cost", "quadratic"]].concat(), &cuts, (23, 26));
+}
+
+#[test]
+fn batch_of_a_rank_in_json_has_the_agreed_fields() {
+    // Three batches for two ranks: the one with padding, of 1 and 3, becomes two.
+    let args = ["pad-to-max", "--max-batch-size", "2", "--world-size", "2", "--rank"];
+    let ranks = ["0", "1"].map(|rank| batches("5 5 1 3 5 5", &[&args[..], &[rank]].concat()));
+    for (rank, answer) in (0..).zip(&ranks) {
+        let figures = ["format_version", "world_size", "rank", "n_steps"].map(|name| &answer[name]);
+        assert_eq!(figures, [&json!(1), &json!(2), &json!(rank), &json!(2)]);
+        assert_eq!(answer["report"]["batches"], 2, "of this rank");
+    }
+    let batch = json!({
+        "indices": [0, 1], "padded_length": 5, "padded_tokens": 10, "real_tokens": 10, "step_real_tokens": 20,
+    });
+    assert_eq!(ranks[0]["batches"][0], batch);
+    let small = [0, 1].map(|rank| ranks[rank]["batches"][1]["real_tokens"].as_u64().unwrap());
+    assert_eq!((small, &ranks[1]["batches"][1]["step_real_tokens"]), ([1, 3], &json!(4)));
+}
+
+/// Checks that the ranks of a world take equally many steps and hold each of 100 sequences once.
+fn ranks_share(args: &[&str]) {
+    let lengths = lengths_up_to(100);
+    let of_rank =
+        |rank: &str| batches(&lengths, &[args, &["--world-size", "3", "--rank", rank]].concat());
+    let ranks = ["0", "1", "2"].map(of_rank);
+    let n_steps = ranks[0]["n_steps"].as_u64().unwrap();
+    let batches = ranks.each_ref().map(|answer| answer["batches"].as_array().unwrap());
+    assert!(batches.iter().all(|batches| batches.len() as u64 == n_steps), "{args:?}");
+
+    let indices = batches
+        .iter()
+        .flat_map(|batches| batches.iter())
+        .filter_map(|batch| batch["indices"].as_array());
+    let mut indices: Vec<u64> = indices.flatten().map(|index| index.as_u64().unwrap()).collect();
+    indices.sort_unstable();
+    assert!(indices.into_iter().eq(0..100), "{args:?}");
+
+    for step in 0..batches[0].len() {
+        let real: u64 =
+            batches.iter().map(|batches| batches[step]["real_tokens"].as_u64().unwrap()).sum();
+        assert!(
+            batches.iter().all(|batches| batches[step]["step_real_tokens"] == real),
+            "{args:?}"
+        );
+    }
+}
+
+#[test]
+fn batch_gives_ranks_equal_numbers_of_batches_and_each_sequence_once() {
+    for strategy in ["pad-to-max", "dynamic", "sorted"] {
+        for steps in ["grouped", "dealt"] {
+            let args = [strategy, "--max-batch-size", "8", "--max-tokens", "400", "--steps", steps];
+            ranks_share(&args);
+            ranks_share(
+                &[&args[..], &["--shuffle", "--epoch", "1", "--step-cost", "attention"]].concat(),
+            );
+        }
+    }
+    ranks_share(&["bucket", "--buckets", "4", "--max-tokens", "400"]);
+    ranks_share(&["pack", "--capacity", "128", "--shuffle"]);
+}
+
+#[test]
+fn batch_shuffles_batches_that_are_ready_together() {
+    let lengths = lengths_up_to(50);
+    let padded = |more: &[&'static str]| -> Vec<u64> {
+        let answer = batches(&lengths, &[&["sorted", "--max-batch-size", "8"], more].concat());
+        answer["batches"]
+            .as_array()
+            .unwrap()
+            .iter()
+            .map(|batch| batch["padded_length"].as_u64().unwrap())
+            .collect()
+    };
+    assert!(padded(&[]).is_sorted());
+    let [mut first, second] = [padded(&["--shuffle"]), padded(&["--shuffle", "--epoch", "1"])];
+    assert!(first != second && !first.is_sorted(), "{first:?}");
+    first.sort_unstable();
+    assert_eq!(first, padded(&[]));
+}
+
+#[test]
+fn batch_refuses_options_that_do_not_go_together() {
+    let (_dir, path) = file("lengths.txt", "3 6 4");
+    let refused = |args: &[&'static str], words: &[&str]| {
+        refuses(
+            &[&["batch", "--lengths", &path, "--max-batch-size", "8", "--strategy"], args].concat(),
+            words,
+        );
+    };
+    for (option, needed) in [
+        (&["--bucket-width", "8"][..], "--strategy bucket"),
+        (&["--buckets", "2"], "--strategy bucket"),
+        (&["--fixed-shapes"], "--strategy bucket"),
+        (&["--window", "2"], "--strategy sorted"),
+        (&["--cut", "greedy"], "--strategy sorted"),
+        (&["--capacity", "9"], "--strategy pack"),
+        (&["--packing", "best-fit"], "--strategy pack"),
+        (&["--open-rows", "2"], "--strategy pack"),
+    ] {
+        refused(&[&["pad-to-max"], option].concat(), &[option[0], needed, "pad-to-max"]);
+    }
+    refused(&["bucket", "--buckets", "2", "--bucket-width", "8"], &["--buckets", "--bucket-width"]);
+    refused(&["pack"], &["--strategy pack", "--capacity"]);
+    refused(&["pack", "--capacity", "9", "--max-tokens", "9"], &["--capacity", "--max-tokens"]);
+    refused(
+        &["pack", "--capacity", "9", "--open-rows", "2"],
+        &["--open-rows", "--packing in-order"],
+    );
+    for option in ["--length-multiple", "--batch-size-multiple"] {
+        refused(&["pack", "--capacity", "9", option, "2"], &[option, "--strategy pack"]);
+    }
+    refused(&["sorted", "--last-batch", "keep"], &["--last-batch", "--batch-size-multiple"]);
+    refused(&["sorted", "--cost", "quadratic"], &["--cost", "--max-cost"]);
+    refused(&["sorted", "--remainder", "repeat"], &["--remainder", "--world-size"]);
+    refused(&["sorted", "--world-size", "2"], &["--world-size", "--rank"]);
+    refused(&["sorted", "--rank", "0"], &["--rank", "--world-size"]);
+    for option in [["--steps", "grouped"], ["--step-cost", "tokens"]] {
+        refused(&["sorted", option[0], option[1]], &[option[0], "--world-size"]);
+    }
+    let dealt = ["--steps", "dealt", "--world-size", "2", "--rank", "0"];
+    for strategy in [&["bucket"][..], &["pack", "--capacity", "9"]] {
+        refused(&[strategy, &dealt].concat(), &["--steps dealt", "--strategy", strategy[0]]);
+    }
+}
+
+#[test]
+fn batch_refuses_values_out_of_range() {
+    let (_dir, path) = file("lengths.txt", "3 6 4");
+    let refused = |args: &[&'static str], words: &[&str]| {
+        refuses(&[&["batch", "--lengths", &path, "--strategy"], args].concat(), words);
+    };
+    refused(&["bucket", "--max-tokens", "9", "--buckets", "0"], &["number of buckets", "0"]);
+    refused(&["sorted", "--max-tokens", "9", "--window", "0"], &["window", "0"]);
+    refused(
+        &["pack", "--capacity", "9", "--packing", "in-order", "--open-rows", "0"],
+        &["open_rows", "0"],
+    );
+    refused(&["pack", "--capacity", "5"], &["sequence 1", "6", "5"]);
+    refused(&["pack", "--capacity", "16777217"], &["16777217", "16777216"]);
+    refused(
+        &["sorted", "--max-tokens", "9", "--world-size", "2", "--rank", "2"],
+        &["rank 2", "world of 2"],
+    );
+    refused(&["sorted", "--max-tokens", "9", "--world-size", "4", "--rank", "0"], &["4 ranks"]);
+}
+
+#[test]
+fn batch_shuffles_reproducibly() {
+    let (_dir, path) = file("lengths.txt", lengths_up_to(50));
+    let args = ["batch", "--lengths", &path, "--strategy", "pad-to-max", "--max-batch-size", "8"];
+    let shuffled = |epoch| text(&[&args[..], &["--shuffle", "--epoch", epoch]].concat());
+    assert_eq!(shuffled("1"), shuffled("1"));
+    assert_ne!(shuffled("1"), shuffled("2"));
+    assert_ne!(shuffled("1"), text(&args));
+}
+
+#[test]
+fn batch_refuses_bad_input() {
+    let (_dir, path) = file("lengths.txt", "3 600 4");
+    let dynamic = ["batch", "--lengths", &path, "--strategy", "dynamic"];
+    let with = |more: &[&'static str]| [&dynamic[..], more].concat();
+    refuses(&dynamic, &["max_tokens"]);
+    refuses(&with(&["--max-tokens", "0"]), &["max_tokens", "0"]);
+    refuses(&with(&["--max-tokens", "599"]), &["600", "599"]);
+    refuses(&with(&["--max-tokens", "1000", "--max-sequence-length", "512"]), &["600", "512"]);
+    refuses(
+        &with(&["--max-batch-size", "5000000000", "--max-sequence-length", "5000000000"]),
+        &["5000000000"],
+    );
+    refuses(
+        &with(&["--max-tokens", "1000", "--bucket-width", "8"]),
+        &["--bucket-width", "--strategy bucket"],
+    );
+    refuses(&with(&["--max-tokens", "1000", "--epoch", "1"]), &["--shuffle"]);
+    let bucket = [
+        "batch",
+        "--lengths",
+        &path,
+        "--strategy",
+        "bucket",
+        "--max-batch-size",
+        "8",
+        "--bucket-width",
+        "0",
+    ];
+    refuses(&bucket, &["width", "0"]);
+
+    for (content, words) in [
+        ("", &["no length in", "lengths.txt"][..]),
+        ("3 x 4", &["length 2", "\"x\""]),
+        ("3 -4", &["\"-4\""]),
+        (
+            "99999999999999999999",
+            &["length 1", "limit of 18446744073709551615", "\"99999999999999999999\""],
+        ),
+    ] {
+        let (_dir, path) = file("lengths.txt", content);
+        refuses(
+            &["batch", "--lengths", &path, "--strategy", "pad-to-max", "--max-batch-size", "2"],
+            words,
+        );
+    }
+    let (_dir, path) = file("lengths.bin", b"\xff\xfe");
+    refuses(
+        &["batch", "--lengths", &path, "--strategy", "dynamic", "--max-tokens", "9"],
+        &["length 1 in", "lengths.bin is not a number"],
+    );
+    refuses(
+        &["batch", "--lengths", "/no/such/file", "--strategy", "dynamic", "--max-tokens", "9"],
+        &["/no/such/file"],
+    );
+}
+
+const MANIFEST: &str =
+    r#"{"h.0.w": {"dtype": "F32", "shape": [10, 4]}, "h.0.b": {"dtype": "F32", "shape": [4]}}"#;
+
+/// A safetensors file with this header and no tensor bytes behind it.
+fn safetensors(header: &str) -> Vec<u8> {
+    [&(header.len() as u64).to_le_bytes()[..], header.as_bytes()].concat()
+}
+
+#[test]
+fn plan_in_json_has_the_agreed_fields() {
+    let (_dir, path) = file("model.json", MANIFEST);
+    let report = json(&["plan", &path, "--world-size", "4", "--rank", "3"]);
+    assert_eq!((&report["format_version"], &report["world_size"]), (&json!(1), &json!(4)));
+    assert_eq!(report["parameters"][0]["name"], "h.0.w");
+    assert_eq!(report["parameters"][0]["shape"], json!([10, 4]));
+    let bytes: Vec<_> =
+        (0..4).map(|rank| report["ranks"][rank]["param_bytes"].as_u64().unwrap()).collect();
+    assert_eq!(bytes, [52, 52, 52, 20]);
+    for field in ["storage_bytes", "grad_bytes", "optimizer_bytes"] {
+        assert!(report["ranks"][0][field].is_u64(), "{field}");
+    }
+    assert!(report["max_over_mean"].is_f64() && report["collectives"].is_object());
+    let shard = &report["shards"][0];
+    let place = ["start_offset", "shard_size", "dim0_start", "dim0_rows"]
+        .map(|name| shard[name].as_u64().unwrap());
+    assert_eq!((&shard["name"], place), (&json!("h.0.w"), [36, 4, 9, 1]));
+}
+
+#[test]
+fn plan_reads_every_kind_of_model() {
+    let header = r#"{"w": {"dtype": "F32", "shape": [2, 2], "data_offsets": [0, 16]}}"#;
+    let (dir, path) = file("model.safetensors", safetensors(header));
+    let of_file = json(&["plan", &path, "--world-size", "2"]);
+    assert_eq!(of_file["ranks"][1]["param_bytes"], 8);
+    let folder = dir.path().to_str().unwrap();
+    assert_eq!(json(&["plan", folder, "--world-size", "2"]), of_file);
+
+    let second = r#"{"v": {"dtype": "BF16", "shape": [2], "data_offsets": [0, 4]}}"#;
+    fs::write(dir.path().join("second.safetensors"), safetensors(second)).unwrap();
+    let index = r#"{"weight_map": {"w": "model.safetensors", "v": "second.safetensors"}}"#;
+    let index_path = dir.path().join("model.safetensors.index.json");
+    fs::write(&index_path, index).unwrap();
+    let of_index = json(&["plan", index_path.to_str().unwrap(), "--world-size", "2"]);
+    assert_eq!(of_index["ranks"][1]["param_bytes"], 10);
+    assert_eq!(json(&["plan", folder, "--world-size", "2"]), of_index);
+}
+
+#[test]
+fn plan_knows_strategies_layouts_and_optimizers() {
+    let (_dir, path) = file("model.json", MANIFEST);
+    let plan =
+        |more: &[&'static str]| json(&[&["plan", &path, "--world-size", "2"][..], more].concat());
+    let owned =
+        |report: &Value| [0, 1].map(|rank| report["ranks"][rank]["param_bytes"].as_u64().unwrap());
+    assert_eq!(owned(&plan(&[])), [88, 88]);
+    assert_eq!(owned(&plan(&["--strategy", "layer-wise"])), [176, 0]);
+    assert_eq!(owned(&plan(&["--strategy", "hybrid"])), [88, 88]);
+    assert_eq!(owned(&plan(&["--layout", "flat"])), [88, 88]);
+    assert_eq!(plan(&["--optimizer", "sgd"])["ranks"][0]["optimizer_bytes"], 88);
+    assert_eq!(plan(&["--optimizer", "none"])["ranks"][0]["optimizer_bytes"], 0);
+    assert!(text(&["plan", &path, "--world-size", "2"]).contains("h.0"));
+}
+
+#[test]
+fn plan_knows_replicas_ragged_layouts_and_whole_tensors() {
+    let (_dir, path) = file("model.json", MANIFEST);
+    let plan =
+        |more: &[&'static str]| json(&[&["plan", &path, "--world-size", "4"][..], more].concat());
+    let owned = |report: &Value| {
+        [0, 1, 2, 3].map(|rank| report["ranks"][rank]["param_bytes"].as_u64().unwrap())
+    };
+    let replicas = plan(&["--replicas", "2"]);
+    assert_eq!((owned(&replicas), &replicas["replicas"]), ([88; 4], &json!(2)));
+    let all_reduce = json!({"count": 1, "bytes": 88, "payload_bytes": 88});
+    assert_eq!(replicas["collectives"]["all_reduce"], all_reduce);
+    assert_eq!(owned(&plan(&["--layout", "row-ragged"])).iter().sum::<u64>(), 176);
+    assert_eq!(owned(&plan(&["--layout", "block-ragged", "--block-size", "1"])), [44; 4]);
+    assert_eq!(owned(&plan(&["--strategy", "whole-tensor"])), [44; 4]);
+    assert_eq!(plan(&["--optimizer", "adam-mixed"])["ranks"][0]["optimizer_bytes"], 12 * 13 + 8);
+    let half = plan(&["--param-dtype", "bf16", "--mixed-precision", "F16,F32"]);
+    assert_eq!(owned(&half), [26, 26, 26, 10]);
+    let reduce_scatter = json!({"count": 1, "bytes": 4 * 52, "payload_bytes": 4 * 44});
+    assert_eq!(half["collectives"]["reduce_scatter"], reduce_scatter);
+    let times = |links| plan(&["--links", links])["step_seconds"].as_f64().unwrap();
+    assert!(times("h100") < times("2:450:1"));
+}
+
+#[test]
+fn plan_follows_rules_and_patterns() {
+    let rules = r#"{"rules": [{"pattern": "*.*.b", "choice": "replicate"}, {"pattern": "h", "choice": {"full": "dim0"}}]}"#;
+    let (_dir, model) = file("model.json", MANIFEST);
+    let (_dir, rules) = file("rules.json", rules);
+    let plan = ["plan", &model, "--world-size", "2", "--rules", &rules];
+    let report = json(&plan);
+    assert_eq!(report["parameters"][1]["cut"], "replicated");
+    assert_eq!(
+        report["rules"],
+        json!({"decided": [1, 1], "overlaps": [["h.0.b", [0, 1]]], "unmatched": []})
+    );
+    assert!(text(&plan).contains("several rules match h.0.b;"));
+
+    let layers = json(&[
+        "plan",
+        &model,
+        "--world-size",
+        "2",
+        "--layer-pattern",
+        "h.*.?",
+        "--stay-gathered",
+        "h.0.w",
+    ]);
+    assert_eq!(
+        (&layers["parameters"][0]["layer"], &layers["kept_units"]),
+        (&json!("h.0.w"), &json!(["h.0.w"]))
+    );
+    // Each of the two units would be gathered twice, but one of them stays.
+    assert_eq!(layers["collectives"]["all_gather"]["count"], 3);
+}
+
+#[test]
+fn plan_tells_what_the_runtime_on_candle_takes_term_by_term() {
+    let (_dir, model) = file("model.json", MANIFEST);
+    let plan = ["plan", &model, "--world-size", "4", "--runtime", "candle"];
+    let told = [&plan[..], &["--tokens", "10", "--width", "8", "--slots", "2"]].concat();
+    let report = json(&told);
+    let rank = &report["ranks"][0];
+    assert_eq!(rank["storage_bytes"], rank["param_bytes"]);
+    let bytes = |field: &str| rank[field].as_u64().unwrap();
+    let once = bytes("gathered_bytes");
+    let others = ["unreduced_bytes", "backward_bytes", "activation_bytes"].map(bytes);
+    let of_rank = |rank: &Value| {
+        let stored = ["storage_bytes", "grad_bytes", "optimizer_bytes"];
+        stored.iter().map(|field| rank[field].as_u64().unwrap()).sum::<u64>()
+    };
+    let both: u64 = report["ranks"].as_array().unwrap()[..2].iter().map(of_rank).sum();
+    let expected = both + once + 2 * others.iter().sum::<u64>();
+    assert_eq!(report["process"], json!({"slots": 2, "peak_bytes": expected}));
+
+    let words = text(&told).replace(',', "");
+    assert!(words.contains("a process of 2 ranks that share what is gathered needs"), "{words}");
+    for (term, bytes) in [
+        ("gathered units", once),
+        ("unreduced gradients", others[0]),
+        ("gradients that are made", others[1]),
+        ("activations", others[2]),
+    ] {
+        assert!(words.contains(&format!("{term} {bytes}")), "{term}: {words}");
+    }
+    // Without a batch there are no activations to tell of.
+    assert!(json(&plan)["ranks"][0].get("activation_bytes").is_none());
+    refuses(&["plan", &model, "--world-size", "4", "--tokens", "10"], &["--width"]);
+
+    let in_backward = json(&[&plan[..], &["--optimizer-in-backward"]].concat());
+    assert_eq!(in_backward["ranks"][0]["grad_bytes"], 0);
+}
+
+#[test]
+fn plan_tells_whether_a_model_fits_and_finds_a_plan_that_does() {
+    let (_dir, path) = file("model.json", MANIFEST);
+    let plan =
+        |more: &[&'static str]| json(&[&["plan", &path, "--world-size", "8"][..], more].concat());
+    let budget = plan(&["--budget", "1KiB"])["budget"].clone();
+    assert_eq!((&budget["bytes"], &budget["missing_bytes"]), (&json!(1024), &json!(0)));
+    let missing = plan(&["--budget", "100"])["budget"]["missing_bytes"].as_u64().unwrap();
+    assert_eq!(missing, plan(&["--budget", "100"])["budget"]["peak_bytes"].as_u64().unwrap() - 100);
+    let found = plan(&["--search", "--budget", "600"]);
+    assert_eq!(found["budget"]["missing_bytes"], 0);
+    let nothing = text(&["plan", &path, "--world-size", "8", "--search", "--budget", "9"]);
+    assert!(nothing.contains("are missing"), "{nothing}");
+}
+
+#[test]
+fn plan_explains_and_compares() {
+    let (dir, path) = file("model.json", MANIFEST);
+    let plan = |world_size, more: &[&str]| {
+        text(&[&["plan", &path, "--world-size", world_size][..], more].concat())
+    };
+    assert!(plan("4", &["--explain", "h.0.w"]).contains("ranks 0–2: 3 rows (12 elements) each"));
+    assert!(plan("4", &["--explain-rank", "3"]).contains("at most on any rank"));
+    refuses(&["plan", &path, "--world-size", "4", "--explain", "h.1.w"], &["no parameter h.1.w"]);
+
+    let stored = dir.path().join("plan.json");
+    fs::write(&stored, plan("4", &["--format", "json"])).unwrap();
+    let against = ["--against", stored.to_str().unwrap()];
+    assert!(plan("4", &against).starts_with("the plans are the same\nresharding: 0 bytes move"));
+    let fewer = plan("2", &against);
+    assert!(
+        fewer.starts_with("world size: 4 → 2\nresharding: ") && fewer.contains("renumbered"),
+        "{fewer}"
+    );
+    refuses(
+        &["plan", &path, "--world-size", "4", "--against", &path],
+        &["model.json does not hold a plan"],
+    );
+    refuses(
+        &["plan", &path, "--world-size", "4", "--explain", "h.0.w", "--format", "json"],
+        &["--format"],
+    );
+
+    let (_dir, grown) = file("grown.json", MANIFEST.replace("[4]", "[5]"));
+    let other = text(&["plan", &grown, "--world-size", "4", "--against", stored.to_str().unwrap()]);
+    assert!(
+        other.contains("~ h.0.b: [4] F32") && other.ends_with("nothing can be resharded\n"),
+        "{other}"
+    );
+}
+
+#[test]
+fn plan_refuses_bad_input() {
+    let refuses_model = |name: &str, content: &[u8], words: &[&str]| {
+        let (_dir, path) = file(name, content);
+        refuses(&["plan", &path, "--world-size", "2"], words);
+    };
+    refuses_model("m.json", b"{}", &["empty"]);
+    refuses_model("m.json", b"{", &["m.json"]);
+    refuses_model("m.json", br#"{"w": {"dtype": "F33", "shape": [1]}}"#, &["F33"]);
+    refuses_model("m.json", br#"{"w": {"dtype": "F32", "shape": [-1]}}"#, &["m.json"]);
+    refuses_model(
+        "m.json",
+        br#"{"w": {"dtype": "F32", "shape": [9223372036854775807, 3]}}"#,
+        &["parameter w of shape [9223372036854775807, 3]"],
+    );
+    let twice = br#"{"w": {"dtype": "F32", "shape": [1]}, "w": {"dtype": "F32", "shape": [1]}}"#;
+    refuses_model("m.json", twice, &["parameter w is listed twice"]);
+    refuses_model(
+        "m.json",
+        br#"{"w": {"dtype": "F32", "shape": []}}"#,
+        &["parameter w has no dims"],
+    );
+    refuses_model("m.safetensors", b"abc", &["m.safetensors", "header"]);
+    refuses_model(
+        "m.safetensors.index.json",
+        br#"{"weight_map": {"w": "../x"}}"#,
+        &["index.json", "../x"],
+    );
+    refuses_model("m.safetensors", &u64::MAX.to_le_bytes(), &["18446744073709551615"]);
+    refuses_model(
+        "m.safetensors",
+        &[&[99, 0, 0, 0, 0, 0, 0, 0][..], b"{}"].concat(),
+        &["107", "10"],
+    );
+
+    let (_dir, path) = file("model.json", MANIFEST);
+    refuses(&["plan", &path, "--world-size", "0"], &["world size 0"]);
+    let layout = ["plan", &path, "--world-size", "2", "--strategy", "hybrid", "--layout", "flat"];
+    refuses(&layout, &["--layout", "--strategy full"]);
+    let plan = |more: &[&'static str], words: &[&str]| {
+        refuses(&[&["plan", &path, "--world-size", "2"][..], more].concat(), words);
+    };
+    plan(&["--rank", "2"], &["rank 2", "world of 2"]);
+    plan(&["--explain-rank", "9"], &["rank 9", "world of 2"]);
+    plan(&["--replicas", "3"], &["world of 2", "3 replicas"]);
+    plan(&["--replicas", "0"], &["0 replicas"]);
+    plan(&["--layout", "dim0", "--block-size", "4"], &["--block-size", "ragged"]);
+    plan(&["--layout", "row-ragged", "--block-size", "0"], &["rows in a granule is 0"]);
+    plan(&["--strategy", "full", "--rules", "x.json"], &["--rules needs --strategy hybrid"]);
+    plan(&["--rules", "/no/such/rules"], &["/no/such/rules"]);
+    plan(&["--search"], &["--budget"]);
+    plan(&["--budget", "3 apples"], &["KiB"]);
+    plan(&["--budget", "99999999999TiB"], &["18446744073709551615"]);
+    plan(&["--layer-pattern", "a.["], &["malformed pattern", "a.["]);
+    plan(&["--links", "8:450"], &["three whole numbers"]);
+    plan(&["--links", "8:450:50:x"], &["three whole numbers"]);
+    plan(&["--links", "8:0:1"], &["bytes per second of a link is 0"]);
+    plan(&["--param-dtype", "F33"], &["unknown dtype"]);
+    refuses(&["plan", "/no/such/model", "--world-size", "2"], &["/no/such/model"]);
+}
+
+/// Trains for a few steps into `out` and returns the loss of each.
+fn train(out: &Path, args: &[&str]) -> Vec<f64> {
+    text(&[&["train", "--steps", "3", "--out", out.to_str().unwrap()], args].concat());
+    let metrics = fs::read_to_string(out.join("metrics.jsonl")).unwrap();
+    metrics
+        .lines()
+        .map(|line| serde_json::from_str::<Value>(line).unwrap()["loss"].as_f64().unwrap())
+        .collect()
+}
+
+#[test]
+fn train_learns_reproducibly_and_equally_on_any_number_of_devices() {
+    let dir = tempfile::tempdir().unwrap();
+    // The last batch of an epoch has one row, whatever the number of devices.
+    let (_data, data) =
+        file("text.txt", "to be or not to be, that is the question.\n\n".repeat(100));
+    let losses = |name: &str, world_size| {
+        train(&dir.path().join(name), &["--data", &data, "--world-size", world_size])
+    };
+    let two = losses("two", "2");
+    assert_eq!(two.len(), 3);
+    assert!(two[2] < two[0], "{two:?}");
+    assert_eq!(losses("again", "2"), two);
+    for (name, world_size) in [("one", "1"), ("four", "4")] {
+        let other = losses(name, world_size);
+        assert!(two.iter().zip(&other).all(|(a, b)| (a - b).abs() < 1e-4), "{two:?} and {other:?}");
+    }
+
+    let checkpoint = fs::read(dir.path().join("two/model/model.safetensors")).unwrap();
+    let tensors = safetensors::SafeTensors::deserialize(&checkpoint).unwrap();
+    assert_eq!(tensors.tensor("lm_head.weight").unwrap().shape()[0], 260);
+}
+
+/// The number of folders in a folder.
+fn folders(path: &Path) -> usize {
+    fs::read_dir(path).unwrap().filter(|entry| entry.as_ref().unwrap().path().is_dir()).count()
+}
+
+#[test]
+fn train_resumes_as_if_it_had_not_been_stopped() {
+    let dir = tempfile::tempdir().unwrap();
+    let (_data, data) =
+        file("text.txt", "to be or not to be, that is the question.\n\n".repeat(100));
+    let path = |name: &str| dir.path().join(name);
+    let run = |name: &str, more: &[&str]| {
+        let out = path(name);
+        let args = ["train", "--checkpoint-every", "2", "--resume", "--out", out.to_str().unwrap()];
+        text(&[&args, more].concat())
+    };
+    let bytes = |name: &str, file: &str| fs::read(path(name).join(file)).unwrap();
+    let losses = |name: &str| -> Vec<Value> {
+        let metrics = String::from_utf8(bytes(name, "metrics.jsonl")).unwrap();
+        metrics
+            .lines()
+            .map(|line| serde_json::from_str::<Value>(line).unwrap()["loss"].clone())
+            .collect()
+    };
+    run("whole", &["--data", &data, "--steps", "7"]);
+    let model = bytes("whole", "model/model.safetensors");
+    assert_eq!(losses("whole").len(), 7);
+
+    // As if it had been killed in its last step: then only two checkpoints and the metrics are
+    // there.
+    fs::create_dir(path("half")).unwrap();
+    for file in ["run.json", "metrics.jsonl"] {
+        fs::copy(path("whole").join(file), path("half").join(file)).unwrap();
+    }
+    let checkpoints = |name: &str| path(name).join("checkpoints");
+    assert_eq!(folders(&checkpoints("whole")), 2);
+    fs::rename(checkpoints("whole"), checkpoints("half")).unwrap();
+    fs::rename(
+        checkpoints("half").join("step-0000000006"),
+        checkpoints("half").join("step-0000000006.partial"),
+    )
+    .unwrap();
+    refuses(
+        &["train", "--resume", "--out", path("half").to_str().unwrap(), "--steps", "9"],
+        &["--steps 7"],
+    );
+    let said = run("half", &[]);
+    assert!(said.contains("at step 5"), "{said}");
+    assert_eq!(
+        (losses("half"), bytes("half", "model/model.safetensors")),
+        (losses("whole"), model)
+    );
+    assert!(run("half", &[]).contains("is complete"));
+
+    // On more devices it continues with the same batches.
+    run("wide", &["--data", &data, "--steps", "7", "--world-size", "3"]);
+    fs::remove_dir_all(path("wide").join("model")).unwrap();
+    run("wide", &["--world-size", "5"]);
+    let close = |(left, right): (&Value, &Value)| {
+        (left.as_f64().unwrap() - right.as_f64().unwrap()).abs() < 1e-4
+    };
+    assert!(losses("wide").iter().zip(&losses("whole")).all(close), "{:?}", losses("wide"));
+
+    // Another text is another run.
+    let (_other, other) = file("text.txt", "something else\n\n".repeat(98));
+    fs::remove_dir_all(path("wide").join("model")).unwrap();
+    let out = path("wide");
+    refuses(
+        &["train", "--resume", "--out", out.to_str().unwrap(), "--data", &other],
+        &["the text", "hint: ", "another folder"],
+    );
+}
+
+#[test]
+fn train_checks_gradients_first_and_trains_as_if_it_had_not() {
+    let dir = tempfile::tempdir().unwrap();
+    let (_data, data) =
+        file("text.txt", "to be or not to be, that is the question.\n\n".repeat(20));
+    let path = |name: &str| dir.path().join(name);
+    let run = |name: &str, more: &[&str]| {
+        let out = path(name);
+        let args = ["train", "--steps", "3", "--data", &data, "--out", out.to_str().unwrap()];
+        let output = command(&[&args, more].concat()).output().unwrap();
+        let said = String::from_utf8(output.stderr).unwrap();
+        assert!(output.status.success(), "{said}");
+        said
+    };
+    let checked = |said: &str| {
+        let (heading, after) = said.split_once("(found)").unwrap();
+        assert!(!heading.contains("step "), "{said}");
+        let parts =
+            ["lm_head", "model.embed_tokens", "model.layers.0", "model.layers.1", "model.norm"];
+        let lines: Vec<&str> = after.lines().skip(1).take(parts.len()).collect();
+        for (line, part) in lines.iter().zip(parts) {
+            assert!(line.starts_with(part) && line.ends_with("  right"), "{said}");
+            assert_eq!(line.find("expected"), lines[0].find("expected"), "{said}");
+        }
+        assert!(after.contains("step 3 of 3"), "{said}");
+    };
+    let trained = |name: &str| {
+        let metrics = fs::read_to_string(path(name).join("metrics.jsonl")).unwrap();
+        let loss = |line: &str| serde_json::from_str::<Value>(line).unwrap()["loss"].clone();
+        let losses: Vec<Value> = metrics.lines().map(loss).collect();
+        assert_eq!(losses.len(), 3);
+        (losses, fs::read(path(name).join("model/model.safetensors")).unwrap())
+    };
+    let said = run("plain", &["--checkpoint-every", "2"]);
+    assert!(!said.contains("(found)"), "{said}");
+    let plain = trained("plain");
+    checked(&run("checked", &["--check"]));
+    assert!(trained("checked") == plain);
+
+    // A run that is resumed checks the model that it resumes with.
+    fs::remove_dir_all(path("plain").join("model")).unwrap();
+    checked(&run("plain", &["--resume", "--check"]));
+    assert!(trained("plain") == plain);
+}
+
+/// How a run ends that gets signals, some after each of its first steps.
+#[cfg(unix)]
+fn interrupted(mut train: Command, signals: &[&str], out: &Path) -> Output {
+    let steps = || {
+        fs::read_to_string(out.join("metrics.jsonl")).map_or(0, |metrics| metrics.lines().count())
+    };
+    let child = train.stdout(Stdio::null()).stderr(Stdio::piped()).spawn().unwrap();
+    for signals in signals {
+        // After a step its handler is surely there, and one more is made of a signal ignored.
+        let before = steps();
+        while steps() <= before {
+            std::thread::yield_now();
+        }
+        for signal in signals.split(' ') {
+            let kill = Command::new("kill").args([signal, &child.id().to_string()]).status();
+            assert!(kill.unwrap().success());
+        }
+    }
+    child.wait_with_output().unwrap()
+}
+
+#[test]
+#[cfg(unix)]
+fn train_that_is_interrupted_saves_itself_and_says_how_to_resume() {
+    for signal in ["-INT", "-TERM", "-HUP"] {
+        let dir = tempfile::tempdir().unwrap();
+        let out = dir.path().join("my run");
+        let sharded =
+            ["train", "--strategy", "full", "--keep", "gathered", "--optimizer-in-backward"];
+        let steps = ["--steps", "100000", "--out", out.to_str().unwrap()];
+        let session = [
+            "--world-size",
+            "3",
+            "--checkpoint-every",
+            "20",
+            "--prompt",
+            "a b",
+            "--temperature",
+            "0.5",
+        ];
+        let ended =
+            interrupted(command(&[&sharded[..], &steps, &session].concat()), &[signal], &out);
+        assert_eq!(ended.status.code(), Some(130), "{signal}");
+        let said = String::from_utf8(ended.stderr).unwrap();
+        // What a shell takes as it stands.
+        let hint = format!(
+            "hint: to resume: candle-distributed train --out '{}' --resume --world-size 3 \
+             --strategy full --keep gathered --optimizer-in-backward --checkpoint-every 20 \
+             --prompt 'a b' --temperature 0.5\n",
+            out.display()
+        );
+        assert!(said.contains(&hint), "{said}");
+        assert_eq!(folders(&out.join("checkpoints")), 1);
+        assert!(fs::read_to_string(out.join("loss.svg")).unwrap().contains("<circle "));
+    }
+}
+
+#[test]
+#[cfg(unix)]
+fn an_interrupt_that_comes_by_two_ways_does_not_cost_the_checkpoint() {
+    let dir = tempfile::tempdir().unwrap();
+    let out = dir.path().join("run");
+    let train = command(&["train", "--steps", "100000", "--out", out.to_str().unwrap()]);
+    let ended = interrupted(train, &["-INT -INT -INT"], &out);
+    assert_eq!(ended.status.code(), Some(130));
+    let said = String::from_utf8(ended.stderr).unwrap();
+    assert!(said.contains("--resume"), "{said}");
+    assert_eq!(folders(&out.join("checkpoints")), 1);
+}
+
+#[test]
+#[cfg(target_os = "linux")]
+fn train_that_was_told_to_survive_its_terminal_does() {
+    let dir = tempfile::tempdir().unwrap();
+    let out = dir.path().join("run");
+    let mut train = Command::new("sh");
+    // As `nohup` does.
+    let program = env!("CARGO_BIN_EXE_candle-distributed");
+    train.args(["-c", "trap '' HUP; exec \"$0\" train --steps 100000 --out \"$1\"", program]);
+    train.arg(&out);
+    let ended = interrupted(train, &["-HUP", "-INT"], &out);
+    assert_eq!(ended.status.code(), Some(130));
+    assert!(n_steps(&out) >= 2);
+}
+
+#[cfg(target_os = "linux")]
+fn n_steps(out: &Path) -> usize {
+    fs::read_to_string(out.join("metrics.jsonl")).unwrap().lines().count()
+}
+
+#[test]
+fn train_prints_the_plan_first_and_last_where_the_run_is_and_what_its_model_writes() {
+    let dir = tempfile::tempdir().unwrap();
+    let out = dir.path().join("run");
+    let printed = text(&["train", "--steps", "1", "--out", out.to_str().unwrap()]);
+    assert!(printed.starts_with("full over 2 ranks"), "{printed}");
+    let end = format!("\nmetrics and model are in {}\nthe model writes:\n", out.display());
+    let (_, written) = printed.split_once(&end).unwrap_or_else(|| panic!("{printed}"));
+    assert!(written.starts_with("Once there was a "), "{written}");
+}
+
+#[test]
+fn train_saves_its_model_though_nobody_reads_what_it_prints() {
+    let dir = tempfile::tempdir().unwrap();
+    let out = dir.path().join("run");
+    let mut child = command(&["train", "--steps", "1", "--out", out.to_str().unwrap()]);
+    let mut child = child.stdout(Stdio::piped()).stderr(Stdio::null()).spawn().unwrap();
+    drop(child.stdout.take());
+    child.wait().unwrap();
+    assert!(out.join("model/model.safetensors").exists());
+}
+
+#[test]
+fn train_refuses_bad_input_and_never_overwrites_a_run() {
+    refuses(&["train", "--steps", "0"], &["--steps 0", "at least 1"]);
+    refuses(&["train", "--world-size", "0"], &["world size 0"]);
+    refuses(&["train", "--world-size", "1025"], &["1025", "1024"]);
+    refuses(&["train", "--data", "/no/such/folder"], &["/no/such/folder"]);
+    refuses(&["train", "--device", "cuda", "--world-size", "1"], &["device 0"]);
+    refuses(&["train", "--checkpoint-every", "0"], &["--checkpoint-every 0", "at least 1"]);
+    refuses(&["train", "--resume"], &["--out"]);
+    let (_dir, lines) = file("texts.jsonl", "\"right\"\n\n{\"text\": 3}\n");
+    refuses(&["train", "--data", &lines], &["line 3 of ", "texts.jsonl", "hint: "]);
+    let dir = tempfile::tempdir().unwrap();
+    for kept in ["metrics.jsonl", "model", "run.json", "checkpoints"] {
+        let path = dir.path().join(kept);
+        fs::write(&path, "kept").unwrap();
+        refuses(
+            &["train", "--steps", "1", "--out", dir.path().to_str().unwrap()],
+            &["already holds a run"],
+        );
+        assert_eq!(fs::read_to_string(&path).unwrap(), "kept");
+        fs::remove_file(path).unwrap();
+    }
+}

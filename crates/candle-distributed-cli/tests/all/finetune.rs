@@ -1,0 +1,500 @@
+//! `train --model`: fine-tuning the model of a folder into another folder.
+
+use std::fs;
+
+use safetensors::{Dtype, SafeTensors};
+use serde_json::{Value, json};
+
+use crate::support::{
+    command,
+    finetune::{Model, config, files, tensors},
+    refuses,
+    run::{replace, said},
+    text,
+};
+
+#[test]
+fn a_model_of_a_folder_becomes_another_folder() {
+    let model = Model::new();
+    let learns = ["--steps", "24", "--lr", "0.01"];
+    model.train("first", &[&learns[..], &["--init", "7"]].concat());
+    let losses = model.losses("first");
+    assert!(losses[23] < 0.8 * losses[0], "{losses:?}");
+
+    let folder = files(&model.at("first/model"));
+    let names: Vec<&str> = folder.keys().map(String::as_str).collect();
+    let expected = ["config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"];
+    assert_eq!(names, expected);
+    assert_eq!(folder["config.json"], fs::read(model.at("new/config.json")).unwrap());
+    let found = tensors(&model.at("first/model/model.safetensors"));
+    assert_eq!(found.len(), 2 * 9 + 3);
+    assert!(found.values().all(|&dtype| dtype == Dtype::F32));
+
+    // Another run begins where it has ended.
+    let ended = model.path("first/model");
+    model.train("second", &["--steps", "1", "--model", &ended]);
+    assert!(model.losses("second")[0] < 0.8 * losses[0]);
+    let report = model.path("first");
+    text(&["report", &report]);
+    let page = fs::read_to_string(model.at("first/report.html")).unwrap();
+    assert!(page.contains("model.layers.1.mlp.gate_proj.weight"));
+}
+
+#[test]
+fn halves_are_written_as_halves() {
+    let model = Model::new();
+    for (out, more) in [("whole", &[][..]), ("parts", &["--strategy", "full"])] {
+        let options = ["--steps", "4", "--init", "1", "--dtype", "bf16"];
+        model.train(out, &[&options[..], more].concat());
+        let found = tensors(&model.at(&format!("{out}/model/model.safetensors")));
+        assert!(found.values().all(|&dtype| dtype == Dtype::BF16), "{out}");
+        let config = fs::read(model.at(&format!("{out}/model/config.json"))).unwrap();
+        let config: Value = serde_json::from_slice(&config).unwrap();
+        assert_eq!(config["torch_dtype"], "bfloat16");
+    }
+}
+
+#[test]
+fn a_run_is_resumed_to_the_bit() {
+    let model = Model::new();
+    let packed = ["--rows", "packed", "--strategy", "full"];
+    let adapted = ["--lora", "2", "--merge"];
+    for (n, more) in [&[][..], &packed, &adapted].into_iter().enumerate() {
+        let run = format!("run-{n}");
+        let options = ["--steps", "10", "--init", "3", "--validation", "0.5"];
+        model.train(&run, &[&options[..], more].concat());
+        let at = |name: &str| model.at(&format!("{run}/{name}"));
+        let kept = ["model", "best"].map(|name| files(&at(name)));
+        let lines = ["loss", "grad_norm"]
+            .map(|field| model.numbers(&format!("{run}/metrics.jsonl"), field));
+        let found = fs::read_to_string(at("validation.jsonl")).unwrap();
+        assert_eq!(found.lines().count(), 3);
+
+        fs::remove_dir_all(at("model")).unwrap();
+        let (out, strategy) = (model.path(&run), ["--strategy", "full"]);
+        let resumed = ["train", "--resume", "--out", &out, "--checkpoint-every", "4"];
+        let strategy = if more == packed { &strategy[..] } else { &[] };
+        text(&[&resumed[..], strategy].concat());
+        assert!(kept == ["model", "best"].map(|name| files(&at(name))), "{more:?}");
+        let again = ["loss", "grad_norm"]
+            .map(|field| model.numbers(&format!("{run}/metrics.jsonl"), field));
+        assert_eq!(lines, again);
+        assert_eq!(fs::read_to_string(at("validation.jsonl")).unwrap(), found);
+        // It is complete.
+        assert!(text(&[&resumed[..], strategy].concat()).contains("is complete"));
+    }
+}
+
+#[test]
+fn a_sharded_model_has_the_losses_of_data_parallel() {
+    let model = Model::new();
+    // A norm that clips is added up from other parts, in another order.
+    let options = ["--steps", "5", "--init", "3", "--max-grad-norm", "1000000"];
+    for world_size in ["2", "3"] {
+        let options = [&options[..], &["--world-size", world_size]].concat();
+        let whole = format!("whole-{world_size}");
+        model.train(&whole, &options);
+        let parts = format!("parts-{world_size}");
+        model.train(&parts, &[&options[..], &["--strategy", "full", "--keep", "graph"]].concat());
+        assert_eq!(model.losses(&parts), model.losses(&whole), "{world_size}");
+    }
+}
+
+#[test]
+fn packed_rows_have_the_losses_of_padded_ones() {
+    let model = Model::new();
+    // All texts are in one step.
+    let padded = ["--steps", "3", "--init", "3", "--batch-size", "16"];
+    model.train("padded", &padded);
+    let packed = [
+        "--steps",
+        "3",
+        "--init",
+        "3",
+        "--rows",
+        "packed",
+        "--batch-size",
+        "8",
+        "--world-size",
+        "3",
+    ];
+    model.train("packed", &packed);
+    for field in ["sequences", "real_tokens", "weight"] {
+        let [padded, packed] =
+            ["padded", "packed"].map(|run| model.numbers(&format!("{run}/metrics.jsonl"), field));
+        assert_eq!(padded, packed, "{field}");
+    }
+    let (padded, packed) = (model.losses("padded"), model.losses("packed"));
+    for (padded, packed) in padded.iter().zip(&packed) {
+        assert!((padded - packed).abs() < 1e-5, "{padded}, {packed}");
+    }
+    text(&["report", &model.path("packed")]);
+    let page = fs::read_to_string(model.at("packed/report.html")).unwrap();
+    assert!(page.contains("Sequences packed into rows"));
+    let tokens = |run: &str| model.numbers(&format!("{run}/metrics.jsonl"), "padded_tokens")[0];
+    assert!(tokens("packed") < tokens("padded"));
+}
+
+#[test]
+fn answers_alone_are_predicted_where_there_are_prompts() {
+    let model = Model::new();
+    let prompts = model.path("texts/0.jsonl");
+    model.train("run", &["--steps", "1", "--init", "3", "--batch-size", "8", "--data", &prompts]);
+    // Eight answers: four of a digit, four of two, and the end of each.
+    let weights = model.numbers("run/metrics.jsonl", "weight");
+    assert_eq!(weights, [f64::from(5 + 3 * 2 + 8)]);
+}
+
+#[test]
+fn what_is_held_out_is_not_learnt() {
+    let model = Model::new();
+    let options = ["--steps", "8", "--init", "3", "--lr", "0.01", "--batch-size", "4"];
+    model.train("run", &[&options[..], &["--validation", "0.25"]].concat());
+    let sequences = model.numbers("run/metrics.jsonl", "sequences");
+    let epochs = model.numbers("run/metrics.jsonl", "epoch");
+    let in_first = sequences.iter().zip(&epochs).filter(|(_, epoch)| **epoch < 1.);
+    let in_first: Vec<f64> = in_first.map(|(sequences, _)| *sequences).collect();
+    assert_eq!(in_first, [4., 4., 4.]);
+    let steps = model.numbers("run/validation.jsonl", "step");
+    assert_eq!(steps, [4., 8.]);
+    let losses = model.numbers("run/validation.jsonl", "loss");
+    // What did best is there: the last, here.
+    assert!(losses[1] < losses[0], "{losses:?}");
+    assert_eq!(files(&model.at("run/best")), files(&model.at("run/model")));
+    text(&["report", &model.path("run")]);
+    let page = fs::read_to_string(model.at("run/report.html")).unwrap();
+    for words in ["examples that were held out", "it was least after step 8"] {
+        assert!(page.contains(words), "{words}");
+    }
+    // A validation more changes nothing.
+    model.train(
+        "often",
+        &[&options[..], &["--validation", "0.25", "--validate-every", "3"]].concat(),
+    );
+    assert_eq!(model.losses("often"), model.losses("run"));
+
+    let mut small = model.arguments("small", &["--init", "3", "--validation", "0.1"]);
+    small.extend(["--steps", "1"].map(str::to_owned));
+    let small: Vec<&str> = small.iter().map(String::as_str).collect();
+    refuses(&small, &["--validation holds out", "less than the 96 of a step", "hint: "]);
+}
+
+#[test]
+fn a_loss_that_is_no_number_is_never_the_best() {
+    let model = Model::new();
+    let options = ["--steps", "4", "--init", "3", "--lr", "1e39", "--allow-non-finite"];
+    model.train("run", &[&options[..], &["--validation", "0.5", "--no-sample"]].concat());
+    let found = fs::read_to_string(model.at("run/validation.jsonl")).unwrap();
+    assert!(found.contains("\"loss\":null"), "{found}");
+    assert!(!model.at("run/best").exists());
+    text(&["report", &model.path("run")]);
+}
+
+#[test]
+fn adapters_are_written_as_peft_does() {
+    let model = Model::new();
+    model.train("base", &["--steps", "4", "--init", "3"]);
+    let base = model.path("base/model");
+    let lora = ["--steps", "4", "--model", &base, "--lora", "2"];
+    model.train("lora", &lora);
+    let adapter = files(&model.at("lora/adapter"));
+    let names: Vec<&str> = adapter.keys().map(String::as_str).collect();
+    let expected = [
+        "adapter_config.json",
+        "adapter_model.safetensors",
+        "tokenizer.json",
+        "tokenizer_config.json",
+    ];
+    assert_eq!(names, expected);
+    assert!(!model.at("lora/model").exists());
+    let found = tensors(&model.at("lora/adapter/adapter_model.safetensors"));
+    assert_eq!(found.len(), 2 * 2 * 2);
+    let described: Value = serde_json::from_slice(&adapter["adapter_config.json"]).unwrap();
+    assert_eq!(described["target_modules"], json!(["q_proj", "v_proj"]));
+
+    let on = ["--lora-on", "o_proj,mlp.up_proj", "--merge", "--strategy", "full"];
+    model.train("merged", &[&lora[..], &on].concat());
+    let found = tensors(&model.at("merged/adapter/adapter_model.safetensors"));
+    assert!(found.keys().all(|name| name.contains("o_proj") || name.contains("mlp.up_proj")));
+    let merged = model.at("merged/model/model.safetensors");
+    assert_eq!(tensors(&merged), tensors(&model.at("base/model/model.safetensors")));
+    let ended = model.path("merged/model");
+    model.train("next", &["--steps", "1", "--model", &ended]);
+
+    let unmatched = [&lora[..], &["--lora-on", "q_proj,query"]].concat();
+    is_refused(
+        &model,
+        &unmatched,
+        &["no linear layer of the model is named query", "hint: --lora-on"],
+    );
+    let halves = [&lora[..], &["--dtype", "bf16"]].concat();
+    is_refused(&model, &halves, &["needs a --strategy", "hint: "]);
+}
+
+#[test]
+fn adapters_are_resumed_and_sharded() {
+    let model = Model::new();
+    model.train("base", &["--steps", "4", "--init", "3"]);
+    let base = model.path("base");
+    let lora = ["--steps", "6", "--model", &base, "--lora", "4", "--lora-alpha", "4"];
+    model.train("whole", &lora);
+    let found = model.losses("whole");
+    // It begins where the model has ended: B is zero.
+    model.train("all", &["--steps", "1", "--model", &base]);
+    assert_eq!(model.losses("all"), found[..1]);
+    let adapter = files(&model.at("whole/adapter"));
+    fs::remove_dir_all(model.at("whole/adapter")).unwrap();
+    let out = model.path("whole");
+    refuses(&resume(&out, &["--lora", "2"]), &["with --lora 4"]);
+    text(&resume(&out, &["--strategy", "full"]));
+    assert!(files(&model.at("whole/adapter")) == adapter);
+    for (n, more) in [
+        &["--strategy", "full", "--keep", "graph"][..],
+        &["--strategy", "layer-wise", "--prefetch", "1"],
+    ]
+    .into_iter()
+    .enumerate()
+    {
+        let name = format!("parts-{n}");
+        model.train(&name, &[&lora[..], more].concat());
+        assert!(files(&model.at(&format!("{name}/adapter"))) == adapter, "{more:?}");
+    }
+    text(&["report", &out]);
+    let page = fs::read_to_string(model.at("whole/report.html")).unwrap();
+    assert!(page.contains("lora") && page.contains("began with"), "{page}");
+    // A run that has trained adapters alone has no model.
+    is_refused(&model, &["--model", &out], &["holds adapters, and not their model"]);
+}
+
+#[test]
+fn adapters_of_nothing_are_refused() {
+    refuses(&["train", "--lora", "2"], &["--lora 2 needs the --model", "hint: --model"]);
+    refuses(&["train", "--lora-alpha", "2"], &["--lora"]);
+    let model = Model::new();
+    let base = model.path("new");
+    let data = model.path("texts");
+    let train = ["train", "--model", &base, "--data", &data, "--init", "1", "--lora"];
+    for (options, words) in [
+        (&["0"][..], "the rank of adapters is 0"),
+        (&["1", "--lora-alpha", "0"], "the alpha of adapters is 0"),
+    ] {
+        refuses(&[&train[..], options].concat(), &[words]);
+    }
+}
+
+/// Checks that a run is refused before anything is written, with these words.
+fn is_refused(model: &Model, options: &[&str], words: &[&str]) {
+    let arguments = model.arguments("refused", options);
+    refuses(&arguments.iter().map(String::as_str).collect::<Vec<_>>(), words);
+    assert!(!model.at("refused").exists(), "{options:?}");
+}
+
+#[test]
+fn what_cannot_be_trained_is_refused_by_name() {
+    let model = Model::new();
+    is_refused(&model, &[], &["has no model.safetensors", "hint: --init SEED of train"]);
+    let init = ["--init", "3"];
+    let with = |more: &[&'static str]| [&init[..], more].concat();
+    is_refused(&model, &with(&["--context", "49"]), &["--context is 49, must be 2 to 48"]);
+    is_refused(
+        &model,
+        &with(&["--max-tokens", "25"]),
+        &["--max-tokens is 25, must be at least 26"],
+    );
+    is_refused(&model, &with(&["--batch-size", "0"]), &["--batch-size is 0"]);
+    is_refused(
+        &model,
+        &with(&["--rows", "packed", "--batch-size", "99"]),
+        &["packed rows, and a step has 99", "hint: a smaller --batch-size"],
+    );
+    is_refused(&model, &with(&["--lr", "0"]), &["--lr is 0"]);
+    is_refused(&model, &with(&["--validation", "1"]), &["--validation 1 of 16 examples"]);
+    is_refused(&model, &with(&["--n-layers", "3"]), &["--n-layers", "cannot be used with"]);
+    is_refused(
+        &model,
+        &with(&["--context", "12"]),
+        &["and the context is 12", "--overlong truncate"],
+    );
+    let new = model.path("new");
+    refuses(&["train", "--model", &new, "--init", "3"], &["--model needs --data"]);
+
+    let changed = |field: &str, value: Value| {
+        let mut config = config();
+        config[field] = value;
+        fs::write(model.at("new/config.json"), config.to_string()).unwrap();
+    };
+    changed("architectures", json!(["GPT2LMHeadModel"]));
+    is_refused(&model, &init, &["architectures is", "GPT2LMHeadModel", "config.json"]);
+    changed("rope_scaling", json!({"rope_type": "yarn", "factor": 2.0}));
+    is_refused(&model, &init, &["rope_scaling.type is yarn"]);
+    changed("quantization_config", json!({"bits": 4}));
+    is_refused(&model, &init, &["quantized"]);
+}
+
+#[test]
+fn a_head_that_is_the_embedding_may_be_among_the_weights() {
+    let model = Model::new();
+    let mut tied = config();
+    tied["tie_word_embeddings"] = json!(true);
+    fs::write(model.at("new/config.json"), tied.to_string()).unwrap();
+    model.train("base", &["--steps", "1", "--init", "3"]);
+    let file = model.at("base/model/model.safetensors");
+    let bytes = fs::read(&file).unwrap();
+    let weights = SafeTensors::deserialize(&bytes).unwrap();
+    let mut tensors = weights.tensors();
+    let head = weights.tensor("model.embed_tokens.weight").unwrap();
+    tensors.push(("lm_head.weight".to_owned(), head));
+    fs::write(&file, safetensors::serialize(tensors, None).unwrap()).unwrap();
+    let base = model.path("base/model");
+    model.train("next", &["--steps", "1", "--model", &base]);
+    model.train("parts", &["--steps", "1", "--model", &base, "--strategy", "full"]);
+    text(&["generate", &base, "--prompt", "a", "--max-tokens", "1"]);
+}
+
+#[test]
+fn a_run_is_complete_whatever_becomes_of_its_text() {
+    let model = Model::new();
+    let run = |out: &str, more: &[&str]| {
+        let more = [&["--steps", "1", "--init", "3"][..], more].concat();
+        let arguments = model.arguments(out, &more);
+        let arguments: Vec<&str> = arguments.iter().map(String::as_str).collect();
+        let run = command(&arguments).output().unwrap();
+        assert!(run.status.success(), "{}", said(&run));
+        assert!(model.at(out).join("model/config.json").exists());
+        String::from_utf8(run.stdout.clone()).unwrap() + &said(&run)
+    };
+    assert!(run("usual", &[]).contains("the model writes:"));
+    assert!(model.at("usual/sample.txt").is_file());
+    assert!(!run("silent", &["--no-sample"]).contains("the model writes"));
+    assert!(!model.at("silent/sample.txt").exists());
+    // What is no file is not replaced.
+    fs::create_dir_all(model.at("taken/sample.txt")).unwrap();
+    assert!(run("taken", &[]).contains("the model writes nothing: "));
+}
+
+#[test]
+fn tensors_that_are_missing_or_left_over_are_named() {
+    let model = Model::new();
+    model.train("base", &["--steps", "1", "--init", "3"]);
+    let base = model.path("base/model");
+    let deeper = model.at("base/model/config.json");
+    replace(deeper.clone(), "\"num_hidden_layers\":2", "\"num_hidden_layers\":3");
+    is_refused(&model, &["--model", &base], &["9 of 30 parameters are missing"]);
+    replace(deeper, "\"num_hidden_layers\":3", "\"num_hidden_layers\":1");
+    is_refused(&model, &["--model", &base], &["9 of 21 tensors are not the model's"]);
+}
+
+#[test]
+fn a_run_is_resumed_with_the_same_model_and_options() {
+    let model = Model::new();
+    model.train("run", &["--steps", "8", "--init", "3"]);
+    fs::remove_dir_all(model.at("run/model")).unwrap();
+    let out = model.path("run");
+    let new = model.path("new");
+    for (more, words) in [
+        (&["--model", &new, "--init", "4"][..], "the run started with --init 3"),
+        (&["--rows", "packed"], "the run started with --rows padded"),
+        (&["--context", "32"], "the run started with --context 26"),
+        (&["--lr", "1"], "the run started with --lr 0.00002"),
+        (&["--max-tokens", "4096"], "the run started with --max-tokens 96"),
+        (&["--n-layers", "2"], "the run started without --n-layers"),
+        (&["--hidden", "32"], "the run started without --hidden"),
+        (&["--n-heads", "4"], "the run started without --n-heads"),
+    ] {
+        refuses(&resume(&out, more), &[words]);
+    }
+    let config = model.at("new/config.json");
+    replace(config.clone(), "\"rms_norm_eps\":1e-6", "\"rms_norm_eps\":1e-5");
+    refuses(
+        &resume(&out, &[]),
+        &["is not the model that the run began with", "hint: give --model"],
+    );
+    replace(config, "\"rms_norm_eps\":1e-5", "\"rms_norm_eps\":1e-6");
+    // The folder may have moved.
+    fs::rename(model.at("new"), model.at("moved")).unwrap();
+    let moved = model.path("moved");
+    let resumed = command(&resume(&out, &["--model", &moved])).output().unwrap();
+    assert!(resumed.status.success(), "{}", said(&resumed));
+}
+
+#[test]
+fn a_step_has_room_for_the_texts_and_not_for_all_positions() {
+    let model = Model::new();
+    let config = model.at("new/config.json");
+    replace(config, "\"max_position_embeddings\":48", "\"max_position_embeddings\":32768");
+    let (new, texts) = (model.path("new"), model.path("texts"));
+    for (rows, context) in [("padded", 26), ("packed", 2048)] {
+        let out = model.path(rows);
+        let train = ["train", "--model", &new, "--data", &texts, "--init", "3", "--steps", "1"];
+        text(&[&train[..], &["--rows", rows, "--out", &out]].concat());
+        let run = fs::read(model.at(&format!("{rows}/run.json"))).unwrap();
+        let run: Value = serde_json::from_slice(&run).unwrap();
+        assert_eq!(
+            (&run["finetune"]["context"], &run["max_tokens"]),
+            (&json!(context), &json!(4096))
+        );
+    }
+}
+
+#[test]
+fn a_model_may_be_described_where_a_run_wrote_it() {
+    let model = Model::new();
+    model.train("run", &["--steps", "1", "--init", "3"]);
+    let at = |name: &str| model.at(&format!("run/model/{name}"));
+    fs::write(at("README.md"), "What it learnt.").unwrap();
+    fs::create_dir(at("notes")).unwrap();
+    let out = model.path("run");
+    assert!(text(&resume(&out, &[])).contains("is complete"));
+    replace(at("config.json"), "\"vocab_size\":260", "\"vocab_size\":261");
+    let resumed = command(&resume(&out, &[])).output().unwrap();
+    let fault = "does not complete the run: it is not as the run wrote it";
+    assert!(resumed.status.success() && said(&resumed).contains(fault), "{}", said(&resumed));
+}
+
+#[test]
+fn a_run_that_starts_anew_keeps_what_it_had() {
+    let model = Model::new();
+    let options = ["--steps", "8", "--init", "3", "--validation", "0.5", "--lora", "2", "--merge"];
+    model.train("run", &options);
+    let at = |name: &str| model.at(&format!("run/{name}"));
+    let folders = ["model", "adapter", "best"];
+    let before = folders.map(|name| files(&at(name)));
+    let found = fs::read(at("validation.jsonl")).unwrap();
+    // Neither a checkpoint nor all metrics are left.
+    fs::remove_dir_all(at("checkpoints")).unwrap();
+    fs::write(at("metrics.jsonl"), "").unwrap();
+    text(&resume(&model.path("run"), &[]));
+    assert!(before == folders.map(|name| files(&at(&format!("{name}.unsaved-0001")))));
+    assert!(before == folders.map(|name| files(&at(name))));
+    assert_eq!(fs::read(at("validation.unsaved-0001.jsonl")).unwrap(), found);
+    assert_eq!(fs::read(at("validation.jsonl")).unwrap(), found);
+}
+
+fn resume<'a>(out: &'a str, more: &[&'a str]) -> Vec<&'a str> {
+    [&["train", "--resume", "--out", out][..], more].concat()
+}
+
+#[test]
+fn a_dry_run_predicts_memory_and_traffic() {
+    let model = Model::new();
+    let (new, texts) = (model.path("new"), model.path("texts"));
+    let dry = ["train", "--model", &new, "--data", &texts, "--init", "3", "--dry-run"];
+    let printed = text(&[&dry[..], &["--strategy", "full", "--lora", "2"]].concat());
+    assert!(printed.contains("weights with adapters") && printed.contains("all_gather"));
+    let limited = [&dry[..], &["--memory-limit", "1MiB"]].concat();
+    refuses(&limited, &["this process would take about", "--memory-limit"]);
+}
+
+#[test]
+fn files_that_may_be_no_examples_are_warned_of() {
+    let model = Model::new();
+    fs::write(model.at("texts/README.md"), "About it.").unwrap();
+    fs::write(model.at("texts/picture"), b"\xff").unwrap();
+    let arguments = model.arguments("run", &["--init", "1", "--steps", "1"]);
+    let output =
+        command(&arguments.iter().map(String::as_str).collect::<Vec<_>>()).output().unwrap();
+    let said = String::from_utf8(output.stderr).unwrap();
+    assert!(output.status.success(), "{said}");
+    assert!(said.contains("warning: 1 file of --data skipped, as not UTF-8"), "{said}");
+    assert!(said.contains("warning: 1 file of --data beside those of lines"), "{said}");
+}

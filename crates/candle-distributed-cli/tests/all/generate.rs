@@ -1,0 +1,350 @@
+//! `generate`: what models of folders write, and which folders are refused.
+
+use std::{fs, path::Path};
+
+use candle_core::{Device, safetensors};
+use serde_json::{Value, json};
+
+use crate::support::{
+    finetune::Model,
+    golden, json, refuses, run,
+    run::{Home, copy},
+    text,
+};
+
+const PROMPT: [&str; 2] = ["--prompt", "When the fog came in"];
+
+fn expected(model: &str, file: &str) -> Value {
+    let path = Path::new(&golden(model)).join(file);
+    serde_json::from_str(&fs::read_to_string(path).unwrap()).unwrap()
+}
+
+fn generate(folder: &str, more: &[&str]) -> Value {
+    json(&[&["generate", folder], more].concat())
+}
+
+/// A copy of a folder.
+struct Copy(tempfile::TempDir);
+
+impl Copy {
+    fn of(model: &str) -> Self {
+        let home = tempfile::tempdir().unwrap();
+        copy(Path::new(&golden(model)), home.path());
+        Self(home)
+    }
+
+    fn path(&self) -> &str {
+        self.0.path().to_str().unwrap()
+    }
+
+    fn write(&self, name: &str, content: impl AsRef<[u8]>) -> &Self {
+        fs::write(self.0.path().join(name), content).unwrap();
+        self
+    }
+
+    fn remove(&self, name: &str) -> &Self {
+        fs::remove_file(self.0.path().join(name)).unwrap();
+        self
+    }
+
+    /// Changes a JSON file.
+    fn set(&self, name: &str, field: &str, value: Value) -> &Self {
+        let path = self.0.path().join(name);
+        let mut content: Value = serde_json::from_slice(&fs::read(&path).unwrap()).unwrap();
+        content[field] = value;
+        self.write(name, content.to_string())
+    }
+
+    /// Checks that nothing is generated, for a reason in these words, and with advice.
+    fn is_refused(&self, words: &[&str]) {
+        let args = ["generate", self.path(), "--prompt", "a", "--max-tokens", "2"];
+        refuses(&args, &[&["\nhint: "], words].concat());
+    }
+}
+
+#[test]
+fn the_likeliest_tokens_are_those_of_transformers() {
+    for model in ["llama", "llama3", "qwen2", "mistral"] {
+        let length = ["--max-tokens", "16", "--ignore-eos"];
+        let found = generate(&golden(model), &[&PROMPT[..], &length].concat());
+        let generation = &expected(model, "expected.json")["generation"];
+        assert_eq!(found["prompt_ids"], generation["prompt"], "{model}");
+        assert_eq!(found["ids"], generation["new"], "{model}");
+        assert_eq!(found["stop"], "max_tokens");
+        let shown = text(&[&["generate", &golden(model)], &PROMPT[..], &length].concat());
+        assert_eq!(shown, format!("{}\n", found["text"].as_str().unwrap()));
+    }
+}
+
+#[test]
+fn logits_are_written_of_all_tokens() {
+    let home = tempfile::tempdir().unwrap();
+    let file = home.path().join("logits.safetensors");
+    let more = ["--max-tokens", "16", "--ignore-eos", "--logits", file.to_str().unwrap()];
+    let found = generate(&golden("llama"), &[&PROMPT[..], &more].concat());
+    let logits = safetensors::load(file, &Device::Cpu).unwrap().remove("logits").unwrap();
+    let ids = |field: &str| serde_json::from_value::<Vec<u32>>(found[field].clone()).unwrap();
+    let (prompt, new) = (ids("prompt_ids"), ids("ids"));
+    assert_eq!(logits.dims(), [prompt.len() + 16, 320]);
+    let likeliest: Vec<u32> = logits.argmax(1).unwrap().to_vec1().unwrap();
+    assert_eq!(likeliest[prompt.len() - 1..][..16], new);
+    let nowhere = ["--logits", "no/such/folder/logits"];
+    let failed = run(&[&["generate", &golden("llama")], &PROMPT[..], &nowhere].concat());
+    let message = String::from_utf8(failed.stderr).unwrap();
+    assert_eq!(failed.status.code(), Some(1), "{message}");
+    assert!(message.contains("cannot write no/such/folder/logits"), "{message}");
+}
+
+#[test]
+#[cfg(unix)]
+fn logits_never_replace_a_file_of_the_model() {
+    let copy = Copy::of("llama");
+    let weights = copy.0.path().join("model.safetensors");
+    let before = fs::read(&weights).unwrap();
+    let more = [&PROMPT[..], &["--max-tokens", "1", "--logits"]].concat();
+    let (weights_path, new) = (weights.to_str().unwrap(), format!("{}/a", copy.path()));
+    let home = tempfile::tempdir().unwrap();
+    let link = home.path().join("link");
+    std::os::unix::fs::symlink(&weights, &link).unwrap();
+    for file in [weights_path, &new, link.to_str().unwrap()] {
+        refuses(
+            &[&["generate", copy.path()], &more[..], &[file]].concat(),
+            &["--logits", "which the model is read from", "\nhint: "],
+        );
+    }
+    assert!(fs::read(&weights).unwrap() == before);
+    // Others that hold the file keep what they have: it is replaced in one piece.
+    let file = home.path().join("logits");
+    fs::write(&file, "old").unwrap();
+    fs::hard_link(&file, home.path().join("other")).unwrap();
+    generate(copy.path(), &[&more[..], &[file.to_str().unwrap()]].concat());
+    assert!(safetensors::load(&file, &Device::Cpu).unwrap().contains_key("logits"));
+    assert_eq!(fs::read(home.path().join("other")).unwrap(), b"old");
+}
+
+#[test]
+fn a_temperature_draws_by_its_seed() {
+    let drawn = |seed: &str| {
+        let more = ["--temperature", "1.5", "--seed", seed, "--max-tokens", "12", "--ignore-eos"];
+        generate(&golden("llama"), &[&PROMPT[..], &more].concat())["ids"].clone()
+    };
+    assert_eq!(drawn("1"), drawn("1"));
+    assert_ne!(drawn("1"), drawn("2"));
+    let llama = golden("llama");
+    refuses(
+        &["generate", &llama, "--prompt", "a", "--temperature", "0"],
+        &["--temperature is 0, must be above 0", "\nhint: "],
+    );
+    refuses(&["generate", &llama, "--prompt", "a", "--seed", "1"], &["--temperature"]);
+}
+
+#[test]
+fn a_conversation_is_answered_by_the_chat_template() {
+    let copy = Copy::of("qwen2");
+    let template = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n\
+                    {% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}";
+    copy.write("chat_template.jinja", template);
+    let more = ["--prompt", "Why?", "--chat", "--max-tokens", "3", "--ignore-eos"];
+    let plain = generate(copy.path(), &more);
+    let ids = plain["prompt_ids"].as_array().unwrap();
+    // <|im_start|> is 318, <|im_end|> 319: the user's turn, and the beginning of the assistant's.
+    let marks: Vec<u64> =
+        ids.iter().filter_map(Value::as_u64).filter(|id| (317..=319).contains(id)).collect();
+    assert_eq!(marks, [318, 319, 318]);
+    assert!(!plain["text"].as_str().unwrap().contains("Why?"), "the answer alone");
+    let with_system = generate(copy.path(), &[&more[..], &["--system", "Be brief."]].concat());
+    let longer = with_system["prompt_ids"].as_array().unwrap();
+    assert!(longer.ends_with(ids) && longer.len() > ids.len());
+    refuses(
+        &[&["generate", &golden("qwen2")], &more[..]].concat(),
+        &["has no chat template for messages", "\nhint: "],
+    );
+}
+
+#[test]
+fn models_that_would_compute_something_else_are_refused() {
+    for (field, value, words) in [
+        ("architectures", json!(["GemmaForCausalLM"]), "architectures is [\"GemmaForCausalLM\"]"),
+        ("rope_scaling", json!({"type": "yarn", "factor": 2.0}), "rope_scaling.type is yarn"),
+        ("quantization_config", json!({"quant_method": "gptq"}), "the weights are quantized"),
+        ("hidden_size", json!(0), "hidden_size is 0"),
+        ("num_hidden_layers", json!("two"), "cannot be read"),
+        ("num_hidden_layers", json!(3), "no weights have model.layers.2."),
+        ("intermediate_size", json!(80), "and the model's is [80, 32]"),
+    ] {
+        let copy = Copy::of("llama");
+        copy.set("config.json", field, value).is_refused(&[words, copy.path()]);
+    }
+    let copy = Copy::of("mistral");
+    copy.set("config.json", "sliding_window", json!(64));
+    copy.is_refused(&["sliding_window is 64", "config.json"]);
+    let copy = Copy::of("llama");
+    copy.set("config.json", "num_hidden_layers", json!(1));
+    copy.is_refused(&["the model has no model.layers.1."]);
+    let copy = Copy::of("llama");
+    copy.write("model.safetensors", "PK").is_refused(&["model.safetensors: "]);
+}
+
+#[test]
+fn folders_that_lack_something_are_refused() {
+    refuses(
+        &["generate", "meta/llama", "--prompt", "a"],
+        &["meta/llama is not a folder", "\nhint: ", "hf download"],
+    );
+    let copy = Copy::of("llama");
+    copy.remove("config.json").is_refused(&["config.json", "hf download"]);
+    let copy = Copy::of("llama");
+    copy.remove("model.safetensors").write("pytorch_model.bin", "PK");
+    copy.is_refused(&["has weights in pytorch_model.bin alone", "save_pretrained"]);
+    copy.remove("pytorch_model.bin").is_refused(&["has no model.safetensors and no"]);
+    let copy = Copy::of("llama");
+    copy.remove("tokenizer.json").is_refused(&["has no tokenizer.json", "AutoTokenizer"]);
+    let copy = Copy::of("mistral");
+    copy.remove("model-00002-of-00002.safetensors");
+    copy.is_refused(&["model-00002-of-00002.safetensors", "model.safetensors.index.json"]);
+    let copy = Copy::of("mistral");
+    copy.set("model.safetensors.index.json", "weight_map", json!({"a": "../a.safetensors"}));
+    copy.is_refused(&["\"../a.safetensors\", where it has weights, is no file beside it"]);
+    copy.set("model.safetensors.index.json", "weight_map", json!({}));
+    copy.is_refused(&["model.safetensors.index.json: it names no file"]);
+    let copy = Copy::of("mistral");
+    let shard = |n: u8| copy.0.path().join(format!("model-0000{n}-of-00002.safetensors"));
+    let [first, mut second] = [1, 2].map(|n| safetensors::load(shard(n), &Device::Cpu).unwrap());
+    second.insert("model.embed_tokens.weight".into(), first["model.embed_tokens.weight"].clone());
+    safetensors::save(&second, shard(2)).unwrap();
+    copy.is_refused(&["model-00002-of", "model.embed_tokens.weight is in another file"]);
+}
+
+#[test]
+fn tokenizers_that_do_not_fit_are_refused() {
+    let copy = Copy::of("llama");
+    copy.set("config.json", "vocab_size", json!(319));
+    copy.is_refused(&["has number 319, and the model has 319 tokens"]);
+    let copy = Copy::of("llama");
+    copy.set("tokenizer_config.json", "eos_token", Value::Null);
+    copy.set("config.json", "eos_token_id", Value::Null);
+    copy.is_refused(&["no token of ", " ends a text"]);
+    let copy = Copy::of("llama");
+    copy.write("tokenizer.json", "{\"version\": \"1.0\"");
+    copy.is_refused(&["tokenizer.json: "]);
+    copy.write("tokenizer.json", "[]").is_refused(&["tokenizer.json: "]);
+    let copy = Copy::of("llama");
+    copy.write("chat_template.jinja", "{% for %}").is_refused(&["chat_template.jinja: "]);
+}
+
+#[test]
+fn prompts_that_do_not_fit_are_refused() {
+    let long = "fog ".repeat(200);
+    refuses(
+        &["generate", &golden("llama"), "--prompt", &long],
+        &["tokens, and the model has 128 positions", "\nhint: "],
+    );
+    refuses(
+        &["generate", &golden("qwen2"), "--prompt", ""],
+        &["--prompt has no token", "\nhint: "],
+    );
+    let found =
+        generate(&golden("llama"), &["--prompt", "", "--max-tokens", "400", "--ignore-eos"]);
+    assert_eq!((&found["stop"], &found["prompt_ids"]), (&json!("context"), &json!([1])));
+    assert_eq!(found["ids"].as_array().unwrap().len(), 128);
+}
+
+#[test]
+fn a_run_of_bytes_writes_what_it_has_learnt() {
+    let home = Home::new();
+    home.train("run", &["--steps", "60", "--world-size", "1"]);
+    let run = home.path("run");
+    let found = generate(&run, &["--prompt", "Line 7 of a", "--max-tokens", "20"]);
+    assert_eq!(found["text"], "Line 7 of a text to learn.", "{found}");
+    assert_eq!((&found["prompt_ids"], &found["stop"]), (&json!(b"Line 7 of a"), &json!("end")));
+    let long = generate(&run, &["--prompt", "L", "--max-tokens", "400"]);
+    assert_eq!(long["stop"], "end", "{long}");
+    refuses(&["generate", &run, "--prompt", "a", "--chat"], &["has no chat template", "\nhint: "]);
+    refuses(&["generate", &run, "--prompt", ""], &["--prompt has no token", "\nhint: "]);
+    fs::remove_dir_all(home.at("run/model")).unwrap();
+    refuses(&["generate", &run, "--prompt", "a"], &["has not ended", "\nhint: "]);
+}
+
+#[test]
+fn a_run_on_a_folder_writes_with_its_model_and_with_its_adapters() {
+    let model = Model::new();
+    let learns = ["--steps", "4", "--lr", "0.01"];
+    model.train("base", &[&learns[..], &["--init", "7"]].concat());
+    let base = model.path("base/model");
+    let prompt = ["--prompt", "3 and 1 is", "--max-tokens", "12", "--ignore-eos"];
+    let whole = generate(&model.path("base"), &prompt);
+    assert_eq!(generate(&base, &prompt), whole);
+
+    let lora = ["--steps", "12", "--lr", "0.1", "--model", &base, "--lora", "4"];
+    model.train("lora", &lora);
+    model.train("merged", &[&lora[..], &["--merge"]].concat());
+    let (run, adapter) = (model.path("lora"), model.path("lora/adapter"));
+    let found = generate(&run, &prompt);
+    assert_ne!(found["ids"], whole["ids"]);
+    let others = [
+        generate(&base, &[&prompt[..], &["--adapter", &adapter]].concat()),
+        generate(&model.path("merged"), &prompt),
+        generate(&model.path("merged/model"), &prompt),
+    ];
+    assert!(others.iter().all(|other| *other == found), "{found} {others:?}");
+
+    refuses(&["generate", &adapter, "--prompt", "a"], &["holds adapters", "hint: ", "--adapter"]);
+    // They have more layers, or others.
+    for other in ["qwen2", "mistral"].map(golden) {
+        let other = [&["generate", &other, "--adapter", &adapter][..], &prompt].concat();
+        refuses(&other, &["\nhint: adapters are of one model"]);
+    }
+    let missing = [&["generate", &base, "--adapter", &base][..], &prompt].concat();
+    refuses(&missing, &["adapter_config.json", "\nhint: "]);
+    fs::rename(model.at("base"), model.at("moved")).unwrap();
+    refuses(&["generate", &run, "--prompt", "a"], &["is not a folder", "hint: ", "--adapter"]);
+    // Nobody else has random weights, so the model is written, too.
+    model.train("random", &["--steps", "1", "--init", "7", "--lora", "4"]);
+    generate(&model.path("random"), &prompt);
+    assert!(model.at("random/adapter").is_dir() && model.at("random/model").is_dir());
+}
+
+#[test]
+fn a_run_ends_with_a_line_that_generate_writes_too() {
+    let home = Home::new();
+    let (data, run) = (home.path("text.txt"), home.path("run"));
+    let train = |more: &[&str]| {
+        let args = ["train", "--data", &data, "--world-size", "1", "--steps", "60", "--out", &run];
+        text(&[&args[..], more].concat())
+    };
+    let printed = train(&["--prompt", "Line 12 of", "--seed", "3"]);
+    let line = text(&["generate", &run, "--prompt", "Line 12 of"]);
+    assert!(printed.ends_with(&format!("\n{line}")), "{printed}");
+    assert!(line.starts_with("Line 12 of a text to learn."), "{line}");
+    fs::remove_dir_all(&run).unwrap();
+    let warm = ["--prompt", "L", "--temperature", "2"];
+    let printed = train(&[&warm[..], &["--seed", "3"]].concat());
+    let line =
+        text(&[&["generate", &run, "--seed", "3", "--max-tokens", "320"], &warm[..]].concat());
+    assert!(printed.ends_with(&format!("\n{line}")), "{printed}{line}");
+
+    let model = Model::new();
+    let words = ["--prompt", "3 and 1 is "];
+    let learns = ["--steps", "2", "--init", "7", "--strategy", "full"];
+    let arguments = model.arguments("folder", &[&learns[..], &words].concat());
+    let printed = text(&arguments.iter().map(String::as_str).collect::<Vec<_>>());
+    let line = text(&[&["generate", &model.path("folder")], &words[..]].concat());
+    assert!(printed.ends_with(&format!("\n{line}")), "{printed}{line}");
+}
+
+#[test]
+fn a_line_that_could_not_be_written_is_refused_before_the_first_step() {
+    let home = Home::new();
+    let (data, run) = (home.path("text.txt"), home.path("run"));
+    let train = ["train", "--data", &data, "--steps", "2", "--out", &run];
+    let long = "a".repeat(385);
+    for (more, words) in [
+        (&["--prompt", &long][..], "--prompt has 385 tokens, and the model has 384 positions"),
+        (&["--prompt", ""], "--prompt has no token"),
+        (&["--prompt", "a", "--temperature", "0"], "--temperature is 0, must be above 0"),
+        (&["--temperature", "1"], "--prompt"),
+    ] {
+        refuses(&[&train[..], more].concat(), &[words]);
+        assert!(!home.at("run").exists(), "{words}");
+    }
+}

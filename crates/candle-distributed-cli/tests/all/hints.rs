@@ -1,0 +1,229 @@
+//! Errors that say what to do next.
+
+use crate::support::{file, json, refuses, run};
+
+const MANIFEST: &str = r#"{"w": {"dtype": "F32", "shape": [64, 4]}}"#;
+
+/// Checks that a refusal comes with advice that has all of these words.
+fn advises(args: &[&str], words: &[&str]) {
+    refuses(args, &[&["\nhint: "], words].concat());
+}
+
+#[test]
+fn files_are_described_that_cannot_be_read() {
+    let (_dir, model) = file("m.json", MANIFEST);
+    advises(
+        &["plan", "/no/such/model", "--world-size", "2"],
+        &["/no/such/model", ".safetensors", "manifest"],
+    );
+    advises(&["plan", &model, "--world-size", "2", "--rules", "/no/such"], &["\"rules\""]);
+    advises(
+        &["plan", &model, "--world-size", "2", "--against", &model],
+        &["m.json", "--format json"],
+    );
+    advises(
+        &["batch", "--lengths", "/no/such", "--strategy", "pack", "--capacity", "9"],
+        &["--lengths takes a text file"],
+    );
+    advises(&["sample", "--len", "9", "--weights", "/no/such"], &["text file of numbers"]);
+    advises(&["sample", "--classes", &model], &["m.json", "text file of numbers"]);
+    advises(&["sample", "--len", "9", "--resume", &model], &["m.json", "--save-state"]);
+}
+
+#[test]
+fn models_are_described_that_are_none() {
+    let (_dir, pickle) = file("model.bin", b"\x80\x02\x8a");
+    advises(&["plan", &pickle, "--world-size", "2"], &["model.bin", ".safetensors"]);
+    let (_dir, list) = file("m.json", "[]");
+    advises(&["plan", &list, "--world-size", "2"], &["m.json", ".safetensors"]);
+    let (_dir, dtype) = file("m.json", MANIFEST.replace("F32", "float32"));
+    advises(&["plan", &dtype, "--world-size", "2"], &["float32", "BF16"]);
+    let (_dir, scalar) = file("m.json", MANIFEST.replace("64, 4", ""));
+    advises(&["plan", &scalar, "--world-size", "2"], &["--layout flat"]);
+    let (_dir, model) = file("m.json", MANIFEST);
+    advises(
+        &["plan", &model, "--world-size", "2", "--explain", "v"],
+        &["no parameter v", "names of all parameters"],
+    );
+}
+
+#[test]
+fn ranks_and_devices_are_explained() {
+    advises(
+        &["sample", "--len", "9", "--world-size", "0"],
+        &["world size 0", "--world-size is the number of ranks"],
+    );
+    advises(&["sample", "--len", "9", "--world-size", "4", "--rank", "4"], &["the last one is 3"]);
+    advises(
+        &["sample", "--len", "9", "--world-size", "2", "--rank-weights", "1"],
+        &["--rank-weights", "per rank"],
+    );
+    advises(&["sample", "--len", "0"], &["--len"]);
+    advises(&["sample", "--len", "5000000000", "--order", "exact"], &["--order streaming"]);
+    advises(&["mesh", "--world-size", "0"], &["world size 0", "--world-size"]);
+    advises(&["mesh", "--world-size", "1025"], &["1025", "1024", "--world-size"]);
+    if cfg!(not(feature = "cuda")) {
+        advises(&["mesh", "--device", "cuda"], &["device 0", "--device cpu"]);
+    }
+}
+
+#[test]
+fn numbers_are_written_out() {
+    for (args, words) in [
+        (&["sample", "--len", "1e7"][..], "--len 10000000\n"),
+        (&["sample", "--len", "1_000"], "--len 1000\n"),
+        (&["sample", "--len", "9", "--count", "5.0"], "--count 5\n"),
+        (&["mesh", "--world-size", "2,000"], "--world-size 2000\n"),
+        (&["sample", "--len", "-5"], "at least 0"),
+        (&["sample", "--len", "9", "--start", "-1e3"], "at least 0"),
+        (&["sample", "--len=-5"], "at least 0"),
+    ] {
+        advises(args, &[words]);
+    }
+    for value in ["1.5", "ten", "1e300", "nan", "inf", "18446744073709551616"] {
+        let output = run(&["sample", "--len", value]);
+        let message = String::from_utf8(output.stderr).unwrap();
+        assert!(!message.contains("hint:") && message.contains(value), "{message}");
+    }
+}
+
+#[test]
+fn limits_are_named_as_on_the_command_line() {
+    let (_dir, lengths) = file("lengths.txt", "3 600 4");
+    let batch = |strategy, more: &[&'static str], words: &[&str]| {
+        advises(&[&["batch", "--lengths", &lengths, "--strategy", strategy], more].concat(), words);
+    };
+    batch("sorted", &[], &["--max-tokens", "--max-batch-size"]);
+    batch("dynamic", &[], &["--max-tokens"]);
+    batch("dynamic", &["--max-tokens", "512"], &["--max-sequence-length 512 --overlong skip"]);
+    batch(
+        "dynamic",
+        &["--max-tokens", "900", "--max-sequence-length", "512"],
+        &["--overlong truncate"],
+    );
+    batch(
+        "sorted",
+        &["--max-tokens", "900", "--world-size", "8", "--rank", "0"],
+        &["8 ranks", "makes more batches"],
+    );
+}
+
+#[test]
+fn a_step_that_cannot_be_filled_comes_with_the_ways_out() {
+    let (_dir, lengths) = file("lengths.txt", "1000 ".repeat(300));
+    let batch = ["batch", "--lengths", &lengths, "--strategy", "dynamic", "--max-tokens", "1000"];
+    let of_rank = [&batch[..], &["--world-size", "7", "--rank", "6"]].concat();
+    advises(&of_rank, &["300 batches", "--remainder drop", "--remainder repeat"]);
+    for (remainder, n_steps) in [("drop", 42), ("repeat", 43)] {
+        let answer = json(&[&of_rank[..], &["--remainder", remainder]].concat());
+        assert_eq!(answer["n_steps"], n_steps, "{remainder}");
+        assert_eq!(answer["report"]["dropped"], if remainder == "drop" { 6 } else { 0 });
+    }
+}
+
+#[test]
+fn names_from_files_cannot_act_on_a_terminal() {
+    let refused = |args: &[&str], escaped: &str| {
+        let output = run(args);
+        let message = String::from_utf8(output.stderr).unwrap();
+        assert_eq!(output.status.code(), Some(2), "{args:?}: {message}");
+        let acts = |char: char| char.is_control() && char != '\n';
+        assert!(!message.contains(acts), "{args:?}: {message:?}");
+        assert!(message.contains(escaped), "{args:?}: no {escaped} in {message}");
+    };
+    let large = "\"shape\": [4611686018427387904, 4611686018427387904]";
+    let (_dir, model) =
+        file("m.json", format!(r#"{{"\u001b[31mred\n": {{"dtype": "F32", {large}}}}}"#));
+    refused(&["plan", &model, "--world-size", "2"], r"\u{1b}[31mred\n");
+    let (_dir, model) = file("m.json", r#"{"w": {"dtype": "F\u001b[31m32", "shape": [2]}}"#);
+    refused(&["plan", &model, "--world-size", "2"], r"F\u{1b}[31m32");
+    let (_dir, state) = file("state.json", r#"{"\u001b[31m": 1}"#);
+    refused(&["sample", "--len", "9", "--resume", &state], "state.json");
+    refused(
+        &["sample", "--len", "9", "--resume", "no\u{1b}[31m\u{202e}file"],
+        r"no\u{1b}[31m\u{202e}file",
+    );
+    let (_dir, lengths) = file("l\u{1b}[31m.txt", "1 \u{1b}[31m");
+    refused(&["batch", "--lengths", &lengths, "--strategy", "dynamic"], r"l\u{1b}[31m.txt");
+}
+
+#[test]
+fn hostile_patterns_are_refused_wherever_they_come_from() {
+    let (_dir, model) = file("m.json", MANIFEST);
+    let nested = format!("{}a{}", "{".repeat(250), "}".repeat(250));
+    let long = format!("*{}", "a".repeat(100_000));
+    for (pattern, words) in
+        [(&nested, ["250 braces", "limit is 16"]), (&long, ["100001 bytes", "limit is 4096"])]
+    {
+        for option in ["--stay-gathered", "--layer-pattern"] {
+            refuses(&["plan", &model, "--world-size", "2", option, pattern], &words);
+        }
+        let rules = format!(r#"{{"rules": [{{"pattern": "{pattern}", "choice": "replicate"}}]}}"#);
+        let (_dir, rules) = file("rules.json", rules);
+        refuses(&["plan", &model, "--world-size", "2", "--rules", &rules], &words);
+    }
+    let deep = format!(r#"{{"rules": {}"#, "[".repeat(200_000));
+    let (_dir, rules) = file("rules.json", deep);
+    refuses(&["plan", &model, "--world-size", "2", "--rules", &rules], &["rules.json"]);
+    let many = vec![r#"{"pattern": "a.*", "choice": "replicate"}"#; 4097].join(",");
+    let (_dir, rules) = file("rules.json", format!(r#"{{"rules": [{many}]}}"#));
+    refuses(&["plan", &model, "--world-size", "2", "--rules", &rules], &["more than 4096 rules"]);
+    let long = format!(r#"{{"pattern": "{}", "choice": "replicate"}}"#, "a".repeat(4096));
+    let (_dir, rules) =
+        file("rules.json", format!(r#"{{"rules": [{}]}}"#, vec![&*long; 257].join(",")));
+    let words = ["patterns of the rules", "more than 1048576 bytes"];
+    refuses(&["plan", &model, "--world-size", "2", "--rules", &rules], &words);
+}
+
+#[test]
+fn a_pipe_in_the_place_of_a_file_of_the_model_is_not_waited_for() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = |name: &str| dir.path().join(name).to_str().unwrap().to_owned();
+    let pipe = |name: &str| {
+        assert!(std::process::Command::new("mkfifo").arg(path(name)).status().unwrap().success());
+    };
+    let plan = |model: &str| refuses(&["plan", model, "--world-size", "2"], &["is not a file"]);
+    pipe("model.safetensors");
+    plan(&path(""));
+    plan(&path("model.safetensors"));
+    let index = r#"{"weight_map": {"w": "model.safetensors"}}"#;
+    std::fs::write(path("model.safetensors.index.json"), index).unwrap();
+    plan(&path(""));
+    std::fs::remove_file(path("model.safetensors.index.json")).unwrap();
+    pipe("model.safetensors.index.json");
+    plan(&path(""));
+}
+
+#[cfg(target_os = "linux")]
+#[test]
+fn an_order_that_does_not_fit_into_memory_is_an_error_with_advice_that_works() {
+    use crate::support::command;
+
+    let (_dir, classes) = file("classes.txt", "0 1 2 3 4");
+    let args = ["sample", "--classes", &classes, "--fixed", "20000000", "--count", "1"];
+    let mut shell = std::process::Command::new("bash");
+    // The order itself, of 400 MB, fits; what sorts it, of 1.6 GB, does not.
+    shell.args(["-c", r#"ulimit -v 1500000; exec "$0" "$@""#]);
+    shell.arg(command(&[]).get_program()).args(args);
+    let output = shell.output().unwrap();
+    let message = String::from_utf8(output.stderr).unwrap();
+    assert_eq!(output.status.code(), Some(2), "{message}");
+    assert!(message.contains("1600000000 bytes of memory"), "{message}");
+    assert!(message.contains("hint: --capped") && !message.contains("--order"), "{message}");
+}
+
+#[test]
+fn a_missed_budget_is_no_error_but_comes_with_advice() {
+    let (_dir, model) = file("m.json", MANIFEST);
+    let plan = ["plan", &model, "--world-size", "2", "--budget"];
+    for (more, advice) in [(&["9"][..], "--search"), (&["9", "--search"], "more ranks")] {
+        let output = run(&[&plan[..], more].concat());
+        let message = String::from_utf8(output.stderr).unwrap();
+        assert!(
+            output.status.success() && message.starts_with("hint: ") && message.contains(advice),
+            "{message}"
+        );
+    }
+    assert!(run(&[&plan[..], &["1GiB"]].concat()).stderr.is_empty());
+    assert!(json(&[&plan[..], &["9"]].concat())["budget"]["missing_bytes"].is_u64());
+}

@@ -1,0 +1,97 @@
+//! `mesh`: the devices, and collectives on them.
+
+use serde_json::json;
+
+use crate::support::{command, json, refuses, text};
+
+const SMALL: [&str; 5] = ["mesh", "--bytes", "4KiB,100", "--repetitions", "2"];
+
+#[test]
+fn mesh_in_json_has_the_agreed_fields() {
+    let report = json(&[&SMALL[..], &["--world-size", "3"]].concat());
+    assert_eq!((&report["format_version"], &report["world_size"]), (&json!(1), &json!(3)));
+    assert_eq!(report["axes"], json!([{"name": "devices", "size": 3}]));
+    assert_eq!(report["devices"], json!(["Cpu", "Cpu", "Cpu"]));
+    assert_eq!(report["repetitions"], 2);
+    let collectives = report["collectives"].as_array().unwrap();
+    let names: Vec<_> =
+        collectives.iter().map(|figures| figures["collective"].as_str().unwrap()).collect();
+    assert_eq!(
+        names,
+        ["psum", "all_gather", "psum_scatter", "all_to_all", "ppermute"]
+            .map(|name| [name; 2])
+            .concat()
+    );
+    for (figures, factor) in
+        collectives.iter().step_by(2).zip([4.0 / 3.0, 2.0 / 3.0, 2.0 / 3.0, 2.0 / 3.0, 1.0])
+    {
+        // The next size that three devices can share in numbers of four bytes.
+        assert_eq!((&figures["group_size"], &figures["bytes"]), (&json!(3), &json!(4104)));
+        let [seconds, algorithm, bus] =
+            ["seconds", "algorithm_bytes_per_second", "bus_bytes_per_second"]
+                .map(|name| figures[name].as_f64().unwrap());
+        assert!(
+            (algorithm * seconds - 4104.0).abs() < 1e-6 && (bus / algorithm - factor).abs() < 1e-9,
+            "{figures}"
+        );
+    }
+}
+
+#[test]
+fn mesh_shows_the_grid_and_measures_along_each_axis_and_all() {
+    let grid = [&SMALL[..], &["--axis", "data=2", "--axis", "model=2"]].concat();
+    let printed = text(&grid);
+    assert!(
+        printed.starts_with("data 2 x model 2\n[0: Cpu, 1: Cpu]\n[2: Cpu, 3: Cpu]\n"),
+        "{printed}"
+    );
+    assert!(printed.contains("all results correct"), "{printed}");
+    let report = json(&[&grid[..], &["--world-size", "4"]].concat());
+    let groups: Vec<_> = report["collectives"].as_array().unwrap().iter().step_by(10).collect();
+    let groups: Vec<_> =
+        groups.into_iter().map(|figures| (&figures["axes"], &figures["group_size"])).collect();
+    assert_eq!(
+        groups,
+        [
+            (&json!(["data"]), &json!(2)),
+            (&json!(["model"]), &json!(2)),
+            (&json!(["data", "model"]), &json!(4))
+        ]
+    );
+}
+
+#[test]
+fn mesh_says_how_many_threads_kernels_take() {
+    let threads = |variable: Option<&str>| {
+        let mut command = command(&[&SMALL[..], &["--world-size", "64"]].concat());
+        command.env_remove("CANDLE_NUM_THREADS").env_remove("RAYON_NUM_THREADS");
+        variable.map(|value| command.env("RAYON_NUM_THREADS", value));
+        String::from_utf8(command.output().unwrap().stdout).unwrap()
+    };
+    assert!(threads(None).contains(", CANDLE_NUM_THREADS=1 RAYON_NUM_THREADS=1\n"));
+    assert!(
+        threads(Some("2")).contains(", CANDLE_NUM_THREADS=1 RAYON_NUM_THREADS=2\n"),
+        "what the user says"
+    );
+}
+
+#[test]
+fn mesh_refuses_bad_input() {
+    refuses(&["mesh", "--axis", "data"], &["data", "data=2"]);
+    for axis in ["=2", "data=", "data=0", "data=-1", "data=2x"] {
+        refuses(&["mesh", "--axis", axis], &[axis, "at least 1"]);
+    }
+    refuses(&["mesh", "--axis", "a=2", "--axis", "a=2"], &["two axes named a"]);
+    refuses(
+        &["mesh", "--axis", "a=2", "--axis", "b=3", "--world-size", "4"],
+        &["grid of 6", "4 devices"],
+    );
+    refuses(
+        &["mesh", "--axis", "a=65535", "--axis", "b=18446744073709551615"],
+        &["18446744073709551615"],
+    );
+    refuses(&["mesh", "--bytes", "0"], &["1 byte", "1.00 GiB"]);
+    refuses(&["mesh", "--bytes", "2GiB"], &["1.00 GiB"]);
+    refuses(&["mesh", "--repetitions", "0"], &["0"]);
+    refuses(&["mesh", "--device", "tpu"], &["tpu", "cpu"]);
+}

@@ -1,0 +1,74 @@
+//! The picture of a plan: a column for each rank, and the limit.
+
+use std::{fs, process::Command};
+
+const OPTIMIZER: &str = "fill=\"#F7BE96\"";
+/// A dash of the limit. The style sheet names the color too, but not as the attribute of a line.
+const LIMIT: &str = " stroke=\"#C0262D\"";
+
+const MODEL: &str = r#"{"embed": {"dtype": "F32", "shape": [1024, 256]},
+    "layers.0.weight": {"dtype": "F32", "shape": [256, 256]},
+    "layers.1.weight": {"dtype": "F32", "shape": [256, 256]}}"#;
+
+/// The picture that `plan` prints for a model that is given as a manifest.
+fn picture(manifest: &str, args: &str) -> String {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("model.json");
+    fs::write(&path, manifest).unwrap();
+    let mut command = Command::new(env!("CARGO_BIN_EXE_candle-distributed"));
+    command.arg("plan").arg(&path).args(args.split_whitespace()).args(["--format", "svg"]);
+    let output = command.output().unwrap();
+    assert!(output.status.success(), "{args}: {}", String::from_utf8_lossy(&output.stderr));
+    let svg = String::from_utf8(output.stdout).unwrap();
+    assert!(svg.starts_with("<svg ") && svg.ends_with("</svg>\n"), "{svg}");
+    assert!(!svg.contains("NaN") && !svg.contains("inf"), "{svg}");
+    svg
+}
+
+fn has_text(svg: &str, text: &str) -> bool {
+    svg.lines().any(|line| line == text)
+}
+
+#[test]
+fn parts_of_each_rank_are_drawn_and_named() {
+    let svg = picture(MODEL, "--world-size 3 --budget 2GiB");
+    for text in
+        ["at the peak (MiB)", "rank", "parameters", "padding", "gradients", "optimizer state"]
+    {
+        assert!(has_text(&svg, text), "no {text:?} in {svg}");
+    }
+    assert!(svg.contains(": every rank fits in 2.00 GiB\n"), "{svg}");
+    assert!(has_text(&svg, "limit 2.00 GiB"), "{svg}");
+    // A column each, and one in the legend.
+    assert_eq!(svg.matches(OPTIMIZER).count(), 4);
+    assert!(!picture(MODEL, "--world-size 3").contains(LIMIT));
+}
+
+#[test]
+fn ranks_above_the_limit_are_counted() {
+    let svg = picture(MODEL, "--world-size 4 --strategy layer-wise --budget 5MiB");
+    assert!(svg.contains(": 1 of 4 ranks above the limit of 5.00 MiB, by up to "), "{svg}");
+    assert!(svg.matches(LIMIT).count() > 10, "a dashed line: {svg}");
+}
+
+#[test]
+fn ranks_of_a_large_world_share_columns() {
+    for (world_size, n_columns, text) in [
+        (1, 1, "rank"),
+        (65, 64, "rank: of every 1 or 2 neighbors, the one with the highest peak"),
+        (256, 64, "rank: of every 4 neighbors, the one with the highest peak"),
+    ] {
+        let svg = picture(MODEL, &format!("--world-size {world_size}"));
+        assert_eq!(svg.matches(OPTIMIZER).count(), n_columns + 1, "{world_size}");
+        assert!(has_text(&svg, text), "{svg}");
+    }
+}
+
+#[test]
+fn a_model_without_bytes_is_drawn() {
+    let svg = picture(
+        r#"{"a": {"dtype": "F32", "shape": [0, 3]}}"#,
+        "--world-size 2 --optimizer none --budget 0",
+    );
+    assert!(svg.contains("at most 0.00 B per rank") && svg.contains("every rank fits"), "{svg}");
+}

@@ -1,0 +1,94 @@
+//! `train --dtype`: a model that computes in half precision.
+
+use std::fs;
+
+use safetensors::{Dtype, SafeTensors};
+use serde_json::Value;
+
+use crate::support::{
+    refuses,
+    run::{Home, STEPS, said},
+    text,
+};
+
+fn losses(home: &Home, name: &str) -> Vec<f64> {
+    let metrics = fs::read_to_string(home.at(name).join("metrics.jsonl")).unwrap();
+    let loss = |line: &str| serde_json::from_str::<Value>(line).unwrap()["loss"].as_f64().unwrap();
+    metrics.lines().map(loss).collect()
+}
+
+#[test]
+fn halves_learn_the_same_whole_and_in_parts() {
+    let home = Home::new();
+    let long = ["--steps", "40"];
+    home.train("single", &long);
+    let halves = [&long[..], &["--dtype", "bf16"]].concat();
+    home.train("whole", &halves);
+    for (name, more) in [
+        ("parts", &["--strategy", "full"][..]),
+        ("graphs", &["--strategy", "layer-wise", "--keep", "graph", "--prefetch", "1"]),
+    ] {
+        home.train(name, &[&halves[..], more].concat());
+        // The model in parts begins with weights that are not rounded to halves.
+        for (found, expected) in losses(&home, name).iter().zip(losses(&home, "whole")) {
+            assert!((found - expected).abs() < 0.02 * expected, "{name}: {found}, {expected}");
+        }
+    }
+    let file = home.model("whole");
+    let tensors = SafeTensors::deserialize(&file).unwrap();
+    assert!(tensors.tensors().iter().all(|(_, tensor)| tensor.dtype() == Dtype::BF16));
+
+    let [single, whole] = ["single", "whole"].map(|name| losses(&home, name));
+    let (expected, found) = (single[39], whole[39]);
+    assert!((found - expected).abs() < 0.1 * expected, "{found}, {expected}");
+    assert_ne!(single, whole);
+    // A run of single precision may begin with it.
+    let model = home.path("whole");
+    home.train("next", &["--steps", "1", "--model", &model]);
+    assert!(losses(&home, "next")[0] < 1.1 * found);
+}
+
+#[test]
+fn a_run_is_resumed_in_its_precision() {
+    let home = Home::new();
+    let halves = ["--steps", STEPS, "--dtype", "bf16"];
+    home.train("whole", &halves);
+    home.train("parts", &[&halves[..], &["--strategy", "full"]].concat());
+    for (name, more) in [
+        ("whole", &[][..]),
+        ("parts", &["--dtype", "bf16", "--strategy", "full", "--layout", "flat"]),
+    ] {
+        let model = home.model(name);
+        fs::remove_dir_all(home.at(name).join("model")).unwrap();
+        let resumed = home.resume(name, more);
+        assert!(resumed.status.success(), "{name}: {}", said(&resumed));
+        assert!(home.model(name) == model, "{name}");
+        fs::remove_dir_all(home.at(name).join("model")).unwrap();
+        home.is_refused(name, &["--dtype", "f32"], &["with --dtype bf16"]);
+    }
+    let words = ["without --strategy", "cannot be resumed with one"];
+    home.is_refused("whole", &["--strategy", "full"], &words);
+    home.is_refused("parts", &[], &["with --strategy", "cannot be resumed without one"]);
+    home.killed("single");
+    home.is_refused("single", &["--dtype", "bf16"], &["without --dtype"]);
+}
+
+#[test]
+fn half_as_much_is_gathered() {
+    let home = Home::new();
+    let data = home.path("text.txt");
+    let dry = ["train", "--data", &data, "--strategy", "full", "--dry-run", "--dtype"];
+    let bytes = |dtype: &str| {
+        let printed = text(&[&dry[..], &[dtype]].concat());
+        let row = printed.lines().find(|line| line.trim_start().starts_with("all_gather")).unwrap();
+        let cells: Vec<u64> = row
+            .split_whitespace()
+            .skip(1)
+            .map(|cell| cell.replace(',', "").parse().unwrap())
+            .collect();
+        assert!(cells[3] - cells[2] < 1000, "{printed}");
+        cells[2]
+    };
+    assert_eq!(bytes("f32"), 2 * bytes("bf16"));
+    refuses(&["train", "--dtype", "f16"], &["invalid value 'f16'", "hint: f16 loses small"]);
+}

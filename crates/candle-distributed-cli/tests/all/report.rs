@@ -1,0 +1,215 @@
+//! The page of `report`: what is on it, whether it is well-formed, and what a browser makes of it.
+
+use std::{
+    env, fs,
+    io::BufReader,
+    path::{Path, PathBuf},
+    process::Command,
+};
+
+use crate::support::{file, refuses, text};
+
+const SECTIONS: [&str; 7] =
+    ["summary", "settings", "sample", "training", "plan", "batches", "coverage"];
+
+/// A run of a few steps on this text, in a folder `run` beside it; the folder of both lives as long
+/// as it.
+fn run_on(text_to_learn: &str) -> (tempfile::TempDir, PathBuf) {
+    let (dir, data) = file("text <&>.txt", text_to_learn);
+    let run = dir.path().join("run");
+    let steps = ["train", "--steps", "3", "--world-size", "3", "--checkpoint-every", "2"];
+    text(&[&steps[..], &["--data", &data, "--out", run.to_str().unwrap()]].concat());
+    (dir, run)
+}
+
+const TEXT: &str = "to be or not to be, that is the question.\n\nshort\n\n";
+
+/// The page about a run.
+fn page(run: &Path) -> String {
+    let said = text(&["report", run.to_str().unwrap()]);
+    assert!(said.trim_end().ends_with("report.html"), "{said}");
+    fs::read_to_string(run.join("report.html")).unwrap()
+}
+
+/// The body of a page about a run.
+fn checked(page: &str) -> &str {
+    of_sections(page, &SECTIONS)
+}
+
+/// The body of a page of these sections: all tags are closed, and it needs nothing from elsewhere.
+fn of_sections<'a>(page: &'a str, sections: &[&str]) -> &'a str {
+    assert!(
+        page.starts_with("<!DOCTYPE html>") && !page.contains("http") && !page.contains("<script"),
+        "{page}"
+    );
+    let body = &page[page.find("<body>").unwrap()..page.rfind("</html>").unwrap()];
+    let document = roxmltree::Document::parse(body).unwrap();
+    let ids: Vec<&str> =
+        document.descendants().filter_map(|element| element.attribute("id")).collect();
+    assert_eq!(ids, sections);
+    assert!(!page.contains("NaN") && !page.contains("inf<"), "{page}");
+    body
+}
+
+fn n_pictures(body: &str) -> usize {
+    body.matches("<svg ").count()
+}
+
+#[test]
+fn a_page_tells_all_of_a_run() {
+    let (_dir, run) = run_on(&TEXT.repeat(200));
+    let page = page(&run);
+    let body = checked(&page);
+    assert_eq!(n_pictures(body), 2);
+    for words in [
+        "Complete: 3 steps on 3 devices.",
+        "text &lt;&amp;&gt;.txt",
+        "full over 3 ranks: 21 parameters",
+        "Every sequence is read exactly once.",
+        "steps 2",
+        "3 devices from step 1 on",
+    ] {
+        assert!(body.contains(words), "no {words:?} in {body}");
+    }
+    assert_eq!(body.contains("Peak memory of the process: "), cfg!(target_os = "linux"));
+    // The same arguments write the same page.
+    assert_eq!(self::page(&run), page);
+    let curve = fs::read_to_string(run.join("loss.svg")).unwrap();
+    assert!(roxmltree::Document::parse(&curve).is_ok() && curve.contains("tokens/s"), "{curve}");
+}
+
+#[test]
+fn what_cannot_be_known_is_said_and_left_out() {
+    let (dir, run) = run_on(&TEXT.repeat(200));
+    let data = dir.path().join("text <&>.txt");
+    fs::write(&data, "another text").unwrap();
+    let changed = page(&run);
+    let body = checked(&changed);
+    assert!(body.contains("has changed since") && !body.contains("exactly once"), "{body}");
+    assert_eq!(n_pictures(body), 2);
+    fs::remove_file(&data).unwrap();
+    assert!(checked(&page(&run)).contains("can no longer be read"));
+
+    // A run that was killed before its first step.
+    fs::remove_dir_all(run.join("model")).unwrap();
+    fs::remove_file(run.join("metrics.jsonl")).unwrap();
+    let begun = page(&run);
+    let body = checked(&begun);
+    assert!(body.contains("0 of 3 steps") && body.contains("No step is done yet"), "{body}");
+    assert_eq!(n_pictures(body), 1);
+}
+
+#[test]
+fn a_page_can_lie_elsewhere_and_a_folder_without_a_run_has_none() {
+    let (dir, run) = run_on(&TEXT.repeat(100));
+    let out = dir.path().join("page.html");
+    text(&["report", run.to_str().unwrap(), "--out", out.to_str().unwrap()]);
+    checked(&fs::read_to_string(out).unwrap());
+    assert!(!run.join("report.html").exists());
+    refuses(&["report", dir.path().to_str().unwrap()], &["does not hold a run", "hint: ", "train"]);
+    refuses(&["report"], &["RUN_DIR"]);
+}
+
+#[test]
+fn runs_are_compared_on_one_page() {
+    let (dir, run) = run_on(&TEXT.repeat(200));
+    let data = dir.path().join("text <&>.txt");
+    let other = dir.path().join("other");
+    let steps = ["train", "--steps", "2", "--strategy", "full", "--max-grad-norm", "0.5"];
+    let paths = ["--data", data.to_str().unwrap(), "--out", other.to_str().unwrap()];
+    text(&[&steps[..], &paths].concat());
+    fs::write(other.join("sample.txt"), "to be <or>\n\u{1b}[2J not").unwrap();
+    let said = text(&["report", run.to_str().unwrap(), other.to_str().unwrap()]);
+    assert!(said.trim_end().ends_with("comparison.html"), "{said}");
+    let page = fs::read_to_string(run.join("comparison.html")).unwrap();
+    let body = of_sections(&page, &["summary", "settings", "training", "sample"]);
+    assert_eq!(n_pictures(body), 1);
+    for words in ["3 of 3", "2 of 2", "sharded by full", "to be &lt;or&gt;\n\\u{1b}[2J not"] {
+        assert!(body.contains(words), "no {words:?} in {body}");
+    }
+    assert!(!body.contains("fingerprint"), "the text is the same: {body}");
+
+    // A page about one run shows what its model wrote.
+    let alone = self::page(&other);
+    assert!(checked(&alone).contains("What the model wrote"));
+    refuses(&["report", "a", "b", "c", "d", "e"], &["RUN_DIR"]);
+}
+
+#[test]
+fn a_curve_shows_all_steps_of_a_resumed_run() {
+    let (_dir, run) = run_on(&TEXT.repeat(200));
+    let whole = fs::read_to_string(run.join("loss.svg")).unwrap();
+    fs::remove_dir_all(run.join("model")).unwrap();
+    text(&["train", "--resume", "--out", run.to_str().unwrap()]);
+    let resumed = fs::read_to_string(run.join("loss.svg")).unwrap();
+    let n_points = |svg: &str| svg.matches("<circle ").count();
+    // Losses, learning rates, norms and speeds of three steps, and the mark of the legend.
+    assert_eq!((n_points(&whole), n_points(&resumed)), (13, 13));
+    assert!(checked(&page(&run)).contains("2 devices from step 3 on"));
+}
+
+/// A Chromium, if there is one.
+fn chromium() -> Option<String> {
+    let named = env::var("CHROMIUM").ok();
+    let known = ["chromium", "chromium-browser", "google-chrome"].map(String::from);
+    named.into_iter().chain(known).find(|name| {
+        Command::new(name).arg("--version").output().is_ok_and(|output| output.status.success())
+    })
+}
+
+/// What a browser shows of a page, of which its console must have no complaints: the width in
+/// pixels, and the pixels.
+fn screenshot(chromium: &str, page: &Path, (width, scheme): (u32, &str)) -> Vec<u8> {
+    let folder = page.parent().unwrap();
+    let png = folder.join(format!("{width}-{scheme}.png"));
+    let mut browser = Command::new(chromium);
+    browser.args([
+        "--headless",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--hide-scrollbars",
+        "--enable-logging=stderr",
+    ]);
+    browser.arg(format!("--user-data-dir={}", folder.join("profile").display()));
+    browser
+        .arg(format!("--window-size={width},3600"))
+        .arg(format!("--screenshot={}", png.display()));
+    // Blink counts dark as 0 and light as 1.
+    browser.arg(format!("--blink-settings=preferredColorScheme={}", u8::from(scheme == "light")));
+    let output = browser.arg(format!("file://{}", page.display())).output().unwrap();
+    let said = String::from_utf8_lossy(&output.stderr);
+    assert!(output.status.success(), "{said}");
+    assert!(!said.contains("CONSOLE"), "{said}");
+    if let Some(kept) = env::var_os("KEEP_SCREENSHOTS") {
+        fs::copy(&png, Path::new(&kept).join(png.file_name().unwrap())).unwrap();
+    }
+    let mut reader =
+        png::Decoder::new(BufReader::new(fs::File::open(&png).unwrap())).read_info().unwrap();
+    let mut pixels = vec![0; reader.output_buffer_size().unwrap()];
+    let frame = reader.next_frame(&mut pixels).unwrap();
+    assert_eq!(frame.width, width);
+    let n_channels = frame.color_type.samples();
+    pixels.chunks(n_channels).map(|pixel| pixel[0]).collect()
+}
+
+#[test]
+fn a_browser_shows_the_page_in_light_and_dark() {
+    let Some(chromium) = chromium() else {
+        println!("SKIPPED: there is no Chromium; the variable CHROMIUM may name one");
+        return;
+    };
+    let (_dir, run) = run_on(&TEXT.repeat(200));
+    page(&run);
+    let page = run.join("report.html");
+    let mut means = Vec::new();
+    for view in [(800, "light"), (800, "dark"), (1200, "light"), (500, "light")] {
+        let pixels = screenshot(&chromium, &page, view);
+        let mut shades = [0_u64; 256];
+        for &shade in &pixels {
+            shades[usize::from(shade)] += 1;
+        }
+        assert!(shades.iter().filter(|&&count| count > 0).count() > 50, "{view:?}");
+        means.push(pixels.iter().map(|&shade| u64::from(shade)).sum::<u64>() / pixels.len() as u64);
+    }
+    assert!(means[0] > 200 && means[1] < 80, "{means:?}");
+}

@@ -1,0 +1,452 @@
+//! The folder of a run: what may be resumed, what is refused, and what damage does to it.
+
+use std::{fs, path::Path, process::Stdio};
+
+use crate::support::{
+    command, refuses,
+    run::{Home, STEPS, contents, copy, replace, said},
+    text,
+};
+
+/// What befalls the model of a run.
+type Damage = fn(&Path);
+
+#[test]
+fn only_a_run_that_is_complete_is_called_so() {
+    let home = Home::new();
+    home.complete("run");
+    let model = home.model("run");
+    assert!(home.resume("run", &[]).status.success());
+
+    // A model without a run is nothing to resume.
+    for (name, junk) in [("junk", "junk"), ("empty", "")] {
+        fs::create_dir(home.at(name)).unwrap();
+        fs::write(home.at(name).join("model"), junk).unwrap();
+        home.is_refused(name, &[], &["holds model, but no run.json", "hint: "]);
+    }
+
+    // What is there beside a run is no model of it, and the last steps are made again.
+    let damage: [(&str, Damage); 6] = [
+        ("an empty file", |model| fs::write(model, "").unwrap()),
+        ("a file", |model| {
+            fs::remove_dir_all(model.parent().unwrap()).unwrap();
+            fs::write(model.parent().unwrap(), "").unwrap();
+        }),
+        ("a file cut short", |model| {
+            let bytes = fs::read(model).unwrap();
+            fs::write(model, &bytes[..bytes.len() - 1]).unwrap();
+        }),
+        ("a flipped bit", |model| {
+            let mut bytes = fs::read(model).unwrap();
+            let last = bytes.len() - 1;
+            bytes[last] ^= 0x40;
+            fs::write(model, bytes).unwrap();
+        }),
+        ("metrics cut short", |model| {
+            let metrics = model.parent().unwrap().with_file_name("metrics.jsonl");
+            let kept = fs::read_to_string(&metrics).unwrap();
+            let kept: Vec<&str> = kept.split_inclusive('\n').take(9).collect();
+            fs::write(metrics, kept.concat()).unwrap();
+        }),
+        ("no metrics", |model| {
+            fs::remove_file(model.parent().unwrap().with_file_name("metrics.jsonl")).unwrap();
+        }),
+    ];
+    for (what, damage) in damage {
+        copy(&home.at("run"), &home.at(what));
+        damage(&home.at(what).join("model/model.safetensors"));
+        if home.at(what).join("model").is_file() {
+            // It is not this program's to remove.
+            home.is_refused(what, &[], &["model is not a folder"]);
+            continue;
+        }
+        let resumed = home.resume(what, &[]);
+        assert!(resumed.status.success(), "{what}: {}", said(&resumed));
+        assert!(said(&resumed).contains("does not complete the run: "), "{what}");
+        assert!(home.model(what) == model, "{what}");
+        assert!(String::from_utf8(home.resume(what, &[]).stdout).unwrap().contains("is complete"));
+    }
+}
+
+#[test]
+fn a_checkpoint_of_another_run_is_never_taken() {
+    let home = Home::new();
+    home.complete("whole");
+    home.killed("run");
+    home.train("long", &["--steps", "40"]);
+    home.train("seed", &["--steps", STEPS, "--seed", "1"]);
+    for (name, step) in [("long", "step-0000000036"), ("seed", "step-0000000008")] {
+        let mixed = format!("mixed-{name}");
+        copy(&home.at("run"), &home.at(&mixed));
+        let checkpoints = home.at(&mixed).join("checkpoints");
+        fs::remove_dir_all(checkpoints.join("step-0000000008")).unwrap();
+        copy(&home.at(name).join("checkpoints").join(step), &checkpoints.join(step));
+        copy(&home.at(&mixed), &home.at("alone"));
+
+        // There is one of this run: the other is passed over, and said.
+        let resumed = home.resume(&mixed, &[]);
+        assert!(resumed.status.success(), "{name}: {}", said(&resumed));
+        assert!(said(&resumed).contains(step), "{}", said(&resumed));
+        assert!(said(&resumed).contains("this is a checkpoint of run"), "{}", said(&resumed));
+        assert!(home.model(&mixed) == home.model("whole"));
+
+        // There is none.
+        let own = home.at("alone").join("checkpoints/step-0000000004");
+        fs::remove_dir_all(own).unwrap();
+        home.is_refused("alone", &[], &["this is a checkpoint of run", "hint: ", "another folder"]);
+        fs::remove_dir_all(home.at("alone")).unwrap();
+    }
+}
+
+#[test]
+fn a_checkpoint_of_another_run_is_said_once_however_many_are_saved() {
+    let home = Home::new();
+    home.killed("run");
+    home.train("other", &["--steps", STEPS, "--seed", "3"]);
+    let foreign = home.at("run").join("checkpoints/step-0000000004");
+    fs::remove_dir_all(&foreign).unwrap();
+    copy(&home.at("other/checkpoints/step-0000000004"), &foreign);
+    let out = home.path("run");
+    let args = ["train", "--checkpoint-every", "1", "--resume", "--out", &out];
+    let resumed = command(&args).output().unwrap();
+    assert!(resumed.status.success());
+    let said = said(&resumed);
+    assert_eq!(said.matches("an old checkpoint stays").count(), 1, "{said}");
+    assert!(foreign.exists());
+}
+
+#[test]
+fn a_run_that_trains_is_not_trained_twice() {
+    let home = Home::new();
+    let (data, out) = (home.path("text.txt"), home.path("run"));
+    let args = ["train", "--data", &data, "--steps", "100000", "--resume", "--out", &out];
+    let first = command(&args).stdout(Stdio::null()).stderr(Stdio::null()).spawn();
+    let mut first = first.unwrap();
+    let steps = || {
+        let metrics = fs::read_to_string(home.at("run").join("metrics.jsonl"));
+        metrics.map_or(0, |metrics| metrics.lines().count())
+    };
+    while steps() == 0 {
+        std::thread::yield_now();
+    }
+    refuses(&args, &["is being trained by process", &first.id().to_string(), "hint: "]);
+    let before = steps();
+    while steps() <= before {
+        std::thread::yield_now();
+    }
+    // The lock does not outlive its holder.
+    first.kill().unwrap();
+    first.wait().unwrap();
+    assert!(steps() > before);
+    home.is_refused("run", &["--steps", "9"], &["--steps 100000"]);
+}
+
+#[test]
+fn of_three_that_start_at_once_one_trains() {
+    let home = Home::new();
+    let (data, out) = (home.path("text.txt"), home.path("run"));
+    let args = ["train", "--data", &data, "--steps", STEPS, "--resume", "--out", &out];
+    let start = || command(&args).stdout(Stdio::null()).stderr(Stdio::piped()).spawn().unwrap();
+    let started = [start(), start(), start()];
+    let ended = started.map(|process| process.wait_with_output().unwrap());
+    for process in &ended {
+        let said = said(process);
+        match process.status.code() {
+            Some(0) => {}
+            Some(2) => assert!(
+                said.contains("is being trained by") || said.contains("went on while it was read"),
+                "{said}"
+            ),
+            _ => panic!("{said}"),
+        }
+    }
+    // One that comes when the first has ended finds the run complete.
+    assert!(ended.iter().any(|process| process.status.success()));
+    home.train("alone", &["--steps", STEPS]);
+    assert!(home.model("run") == home.model("alone"));
+    let steps = fs::read_to_string(home.at("run").join("metrics.jsonl")).unwrap().lines().count();
+    assert_eq!(steps.to_string(), STEPS);
+}
+
+#[cfg(target_os = "linux")]
+#[test]
+fn a_run_that_is_told_twice_to_end_saves_itself_all_the_same() {
+    let home = Home::new();
+    let (data, out) = (home.path("text.txt"), home.path("run"));
+    let train = command(&["train", "--data", &data, "--steps", "100000", "--out", &out])
+        .stdout(Stdio::null())
+        .stderr(Stdio::piped())
+        .spawn()
+        .unwrap();
+    let metrics = home.at("run").join("metrics.jsonl");
+    while fs::read(&metrics).map_or(0, |metrics| metrics.len()) == 0 {
+        std::thread::yield_now();
+    }
+    // While it is held still, two signals gather that it then gets at once. They differ, since the
+    // system makes one of two that are the same.
+    for signal in ["-STOP", "-TERM", "-HUP", "-CONT"] {
+        let mut kill = std::process::Command::new("kill");
+        assert!(kill.args([signal, &train.id().to_string()]).status().unwrap().success());
+    }
+    let ended = train.wait_with_output().unwrap();
+    assert_eq!(ended.status.code(), Some(130));
+    assert!(said(&ended).contains("--resume"), "{}", said(&ended));
+    let saved = contents(&home.at("run").join("checkpoints"));
+    assert!(saved.keys().any(|path| path.ends_with("index.json")), "{:?}", saved.keys());
+}
+
+#[test]
+fn a_run_without_settings_is_refused() {
+    let home = Home::new();
+    home.killed("run");
+    fs::remove_file(home.at("run").join("run.json")).unwrap();
+    let data = home.path("text.txt");
+    home.is_refused("run", &[], &["this is a checkpoint of run"]);
+    let same = ["--data", &data, "--steps", STEPS];
+    home.is_refused("run", &same, &["but no run.json", "hint: "]);
+}
+
+#[test]
+fn a_run_that_cannot_start_leaves_nothing_behind() {
+    let home = Home::new();
+    let data = home.path("text.txt");
+    let out = home.path("run");
+    let train = ["train", "--data", &data, "--steps", "1", "--out", &out];
+    refuses(&[&train[..], &["--memory-limit", "10MiB"]].concat(), &["10.00 MiB", "--memory-limit"]);
+    for device in ["cuda", "metal"] {
+        let limited = ["--device", device, "--memory-limit", "4GiB"];
+        refuses(&[&train[..], &limited].concat(), &["--memory-limit is for --device cpu"]);
+    }
+    assert!(!home.at("run").exists());
+
+    #[cfg(target_os = "linux")]
+    {
+        use std::os::unix::ffi::OsStrExt;
+
+        let full = fs::File::options().write(true).open("/dev/full").unwrap();
+        assert_eq!(command(&train).stdout(full).status().unwrap().code(), Some(1));
+        let name = std::ffi::OsStr::from_bytes(b"text-\xff.txt");
+        fs::copy(&data, home.0.path().join(name)).unwrap();
+        let mut unnamed = command(&["train", "--steps", "1", "--out", &out, "--data"]);
+        let output = unnamed.arg(home.0.path().join(name)).output().unwrap();
+        assert_eq!(output.status.code(), Some(2));
+        assert!(said(&output).contains("is not UTF-8"), "{}", said(&output));
+    }
+    text(&train);
+}
+
+#[test]
+fn memory_is_compared_with_the_limit_before_it_is_taken() {
+    let home = Home::new();
+    let (data, out) = (home.path("text.txt"), home.path("run"));
+    let train = ["train", "--data", &data, "--steps", "1", "--out", &out];
+    refuses(
+        &[&train[..], &["--world-size", "1000", "--memory-limit", "1GiB"]].concat(),
+        &["would take about", "GiB", "1.00 GiB", "--memory-limit", "hint: --strategy full"],
+    );
+    assert!(!home.at("run").exists());
+    let said = {
+        let output = command(&[&train[..], &["-v", "--memory-limit", "4GiB"]].concat()).output();
+        said(&output.unwrap())
+    };
+    let predicted = said.split_once("info: this process will take about ").unwrap().1;
+    let predicted: f64 = predicted.split_once(" MiB").unwrap().0.parse().unwrap();
+    let run: serde_json::Value =
+        serde_json::from_slice(&fs::read(home.at("run").join("run.json")).unwrap()).unwrap();
+    if let Some(measured) = run["sessions"][0]["peak_bytes"].as_f64() {
+        let ratio = predicted * f64::from(1 << 20) / measured;
+        assert!(
+            (0.5..2.0).contains(&ratio),
+            "{predicted} MiB predicted, {measured} bytes measured"
+        );
+    }
+}
+
+#[cfg(target_os = "linux")]
+#[test]
+fn a_limit_of_the_process_is_found() {
+    let home = Home::new();
+    let mut limited = std::process::Command::new("sh");
+    let program = env!("CARGO_BIN_EXE_candle-distributed");
+    limited.args(["-c", "ulimit -v 1500000; exec \"$0\" \"$@\"", program, "train", "--out"]);
+    limited.arg(home.at("run")).arg("--data").arg(home.at("text.txt"));
+    let output = limited.args(["--world-size", "1000"]).output().unwrap();
+    assert_eq!(output.status.code(), Some(2), "{}", said(&output));
+    assert!(said(&output).contains("1.43 GiB because of its address space"), "{}", said(&output));
+}
+
+#[test]
+fn devices_and_pipes_are_no_files_of_a_run() {
+    let home = Home::new();
+    home.complete("run");
+    #[cfg(target_os = "linux")]
+    for name in ["run.json", "metrics.jsonl"] {
+        let endless = format!("endless-{name}");
+        copy(&home.at("run"), &home.at(&endless));
+        fs::remove_file(home.at(&endless).join(name)).unwrap();
+        std::os::unix::fs::symlink("/dev/zero", home.at(&endless).join(name)).unwrap();
+        refuses(&["report", &home.path(&endless)], &[name, "is not a file"]);
+        home.resume(&endless, &[]);
+        let piped = home.at(&endless).join(name);
+        fs::remove_file(&piped).unwrap();
+        assert!(std::process::Command::new("mkfifo").arg(&piped).status().unwrap().success());
+        refuses(&["report", &home.path(&endless)], &[name, "is not a file"]);
+    }
+}
+
+#[test]
+fn lost_and_damaged_metrics_are_said_and_kept() {
+    let home = Home::new();
+    home.complete("whole");
+    let model = home.model("whole");
+    home.killed("run");
+    copy(&home.at("run"), &home.at("lost"));
+
+    let metrics = home.at("run").join("metrics.jsonl");
+    replace(metrics.clone(), "\"step\":2,", "\"step\";2,");
+    let damaged = fs::read(&metrics).unwrap();
+    let resumed = home.resume("run", &[]);
+    assert!(resumed.status.success());
+    let beside = home.at("run").join("metrics.damaged-0001.jsonl");
+    assert_eq!(fs::read(&beside).unwrap(), damaged);
+    for words in [
+        "warning: ",
+        "has damage in line 3; the whole file is kept as",
+        "lacks the metrics of step 3\n",
+    ] {
+        assert!(said(&resumed).contains(words), "{}", said(&resumed));
+    }
+    assert_eq!(fs::read_to_string(&metrics).unwrap().lines().count(), 11);
+    assert!(home.model("run") == model);
+
+    fs::remove_file(home.at("lost").join("metrics.jsonl")).unwrap();
+    let resumed = home.resume("lost", &[]);
+    assert!(said(&resumed).contains("lacks the metrics of steps 1 to 8"), "{}", said(&resumed));
+    assert!(home.model("lost") == model);
+}
+
+#[test]
+fn metrics_without_a_checkpoint_are_said_and_kept() {
+    let home = Home::new();
+    home.killed("run");
+    let whole = fs::read(home.at("run").join("metrics.jsonl")).unwrap();
+    let model = {
+        home.complete("whole");
+        home.model("whole")
+    };
+    for beside in ["metrics.unsaved-0001.jsonl", "metrics.unsaved-0002.jsonl"] {
+        fs::remove_dir_all(home.at("run").join("checkpoints")).unwrap();
+        let before = fs::read(home.at("run").join("metrics.jsonl")).unwrap();
+        let resumed = home.resume("run", &[]);
+        assert!(resumed.status.success(), "{}", said(&resumed));
+        let checkpoints = home.path("run/checkpoints");
+        for words in ["warning: ", "ends with step 12", &checkpoints, "starts anew", beside] {
+            assert!(said(&resumed).contains(words), "no {words:?} in {}", said(&resumed));
+        }
+        assert_eq!(fs::read(home.at("run").join(beside)).unwrap(), before);
+        assert!(home.model("run") == model);
+        fs::remove_dir_all(home.at("run").join("model")).unwrap();
+    }
+    assert_eq!(fs::read(home.at("run").join("metrics.unsaved-0001.jsonl")).unwrap(), whole);
+    // A model that does not complete the run is kept too.
+    copy(&home.at("whole"), &home.at("other"));
+    fs::remove_dir_all(home.at("other").join("checkpoints")).unwrap();
+    fs::write(home.at("other").join("model/model.safetensors"), "a model").unwrap();
+    let resumed = home.resume("other", &[]);
+    let beside = home.at("other").join("model.unsaved-0001/model.safetensors");
+    assert!(said(&resumed).contains(&home.path("other/model.unsaved-0001")), "{}", said(&resumed));
+    assert_eq!(fs::read(beside).unwrap(), b"a model");
+    assert!(home.model("other") == model);
+
+    // With a checkpoint nothing is set aside.
+    assert!(home.resume("run", &[]).status.success());
+    assert!(!home.at("run").join("metrics.unsaved-0003.jsonl").exists());
+}
+
+#[test]
+fn a_damaged_checkpoint_is_said_and_the_one_before_it_taken() {
+    let home = Home::new();
+    home.complete("whole");
+    home.killed("run");
+    let newest = home.at("run").join("checkpoints/step-0000000008");
+    let shard = newest.join("shard-00002-of-00002.safetensors");
+    let bytes = fs::read(&shard).unwrap();
+    fs::write(&shard, &bytes[..bytes.len() - 1]).unwrap();
+    let resumed = home.resume("run", &[]);
+    assert!(resumed.status.success());
+    assert!(said(&resumed).contains("warning: "), "{}", said(&resumed));
+    assert!(said(&resumed).contains("step-0000000008"), "{}", said(&resumed));
+    let printed = String::from_utf8(resumed.stdout).unwrap();
+    assert!(printed.contains("resuming after step 4 of 12"), "{printed}");
+    assert!(home.model("run") == home.model("whole"));
+}
+
+#[test]
+fn what_is_said_of_a_checkpoint_cannot_act_on_the_terminal() {
+    let home = Home::new();
+    let name = "\u{1b}[2Jrun\u{202e}";
+    home.killed(name);
+    let checkpoints = home.at(name).join("checkpoints");
+    fs::remove_file(checkpoints.join("step-0000000008/index.json")).unwrap();
+    let resumed = home.resume(name, &[]);
+    let lines = said(&resumed);
+    assert!(resumed.status.success(), "{lines}");
+    assert!(lines.contains("\\u{1b}[2Jrun\\u{202e}/checkpoints/step-0000000008"), "{lines}");
+    assert!(!lines.contains(['\u{1b}', '\u{202e}']), "{lines:?}");
+}
+
+#[cfg(target_os = "linux")]
+#[test]
+fn a_checkpoint_that_cannot_be_read_ends_the_run_and_the_hint_says_what_to_do() {
+    let home = Home::new();
+    home.complete("whole");
+    home.killed("run");
+    let newest = home.at("run").join("checkpoints/step-0000000008");
+    let index = newest.join("index.json");
+    fs::remove_file(&index).unwrap();
+    // Nobody, not even root, gets through a link to itself.
+    std::os::unix::fs::symlink("index.json", &index).unwrap();
+    let refused = home.resume("run", &[]);
+    assert_eq!(refused.status.code(), Some(1));
+    assert!(said(&refused).contains("move its folder away"), "{}", said(&refused));
+
+    fs::rename(&newest, home.at("away")).unwrap();
+    let resumed = home.resume("run", &[]);
+    assert!(resumed.status.success(), "{}", said(&resumed));
+    assert!(home.model("run") == home.model("whole"));
+}
+
+#[test]
+fn numbers_of_threads_that_are_none_are_said() {
+    let said = |value: &str| {
+        let mut mesh = command(&["mesh", "--bytes", "1", "--repetitions", "1"]);
+        said(&mesh.env("RAYON_NUM_THREADS", value).output().unwrap())
+    };
+    for nonsense in ["0", "", "abc", "-1"] {
+        let said = said(nonsense);
+        assert!(said.contains("warning: RAYON_NUM_THREADS is \"") && said.contains("no number"));
+    }
+    assert_eq!(said("1"), "");
+}
+
+#[test]
+fn more_devices_than_cores_can_serve_are_said() {
+    let cores = std::thread::available_parallelism().unwrap().get();
+    let said = |n_devices: usize| {
+        let size = n_devices.to_string();
+        said(
+            &command(&["mesh", "--bytes", "1", "--repetitions", "1", "--world-size", &size])
+                .output()
+                .unwrap(),
+        )
+    };
+    assert_eq!(said(8 * cores), "");
+    let many = format!("warning: {} devices share {cores} cores", 8 * cores + 1);
+    assert!(said(8 * cores + 1).starts_with(&many));
+}
+
+#[test]
+fn a_deadline_is_a_number_of_seconds() {
+    refuses(&["mesh", "--deadline", "0"], &["--deadline", "0"]);
+    text(&["mesh", "--deadline", "60", "--bytes", "1", "--repetitions", "1"]);
+}

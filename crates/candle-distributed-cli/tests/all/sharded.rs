@@ -1,0 +1,312 @@
+//! `train` with its model in parts: the losses of whole models, other sizes, resumed either way, and
+//! models that only fit in parts.
+
+use std::fs;
+
+use serde_json::Value;
+
+use crate::support::{
+    self, refuses, run,
+    run::{Home, STEPS, said},
+    text,
+};
+
+/// The losses of a run.
+fn losses(home: &Home, name: &str) -> Vec<f64> {
+    let metrics = fs::read_to_string(home.at(name).join("metrics.jsonl")).unwrap();
+    let loss = |line: &str| serde_json::from_str::<Value>(line).unwrap()["loss"].as_f64().unwrap();
+    metrics.lines().map(loss).collect()
+}
+
+fn run_json(home: &Home, name: &str) -> Value {
+    serde_json::from_slice(&fs::read(home.at(name).join("run.json")).unwrap()).unwrap()
+}
+
+#[test]
+fn losses_and_model_do_not_depend_on_what_goes_where() {
+    let home = Home::new();
+    let rules = r#"{"rules": [{"pattern": "**.norm.*", "choice": "replicate"}]}"#;
+    fs::write(home.at("rules.json"), rules).unwrap();
+    let rules = home.path("rules.json");
+    for world_size in ["2", "3"] {
+        let short = ["--steps", "4", "--world-size", world_size];
+        let whole = format!("whole-{world_size}");
+        home.train(&whole, &short);
+        for (n, what) in [
+            &["--strategy", "full"][..],
+            &["--strategy", "full", "--keep", "gathered"],
+            &["--strategy", "layer-wise", "--keep", "graph"],
+            &["--strategy", "full", "--prefetch", "1"],
+            &["--strategy", "full", "--keep", "graph", "--prefetch", "2"],
+            &["--strategy", "full", "--layout", "flat"],
+            &["--strategy", "full", "--layout", "flat-aligned"],
+            &["--strategy", "full", "--layout", "row-ragged", "--block-size", "3"],
+            &["--strategy", "full", "--layout", "block-ragged", "--keep", "inputs"],
+            &["--strategy", "layer-wise"],
+            &["--strategy", "layer-wise", "--layer-order", "contiguous"],
+            &["--strategy", "whole-tensor"],
+            &["--strategy", "hybrid", "--rules", &rules],
+            &["--strategy", "full", "--replicas", "1", "--optimizer-in-backward"],
+        ]
+        .into_iter()
+        .enumerate()
+        {
+            let name = format!("sharded-{world_size}-{n}");
+            home.train(&name, &[&short[..], what].concat());
+            assert_eq!(losses(&home, &name), losses(&home, &whole), "{what:?}");
+            assert!(home.model(&name) == home.model(&whole), "{what:?}");
+        }
+    }
+}
+
+/// Gradients of two copies are added in another order than those of four devices.
+#[test]
+fn copies_of_a_sharded_model_learn_the_same() {
+    let home = Home::new();
+    let four = ["--steps", STEPS, "--world-size", "4"];
+    home.train("whole", &four);
+    let copies = ["--strategy", "full", "--replicas", "2"];
+    for (name, more) in
+        [("two", &[][..]), ("two-in-bwd", &["--optimizer-in-backward", "--keep", "gathered"])]
+    {
+        home.train(name, &[&four[..], &copies, more].concat());
+        for (found, expected) in losses(&home, name).iter().zip(losses(&home, "whole")) {
+            assert!((found - expected).abs() < 1e-6 * expected, "{name}: {found}, {expected}");
+        }
+    }
+    assert!(home.model("two") == home.model("two-in-bwd"));
+    assert_eq!(run_json(&home, "two")["sessions"][0]["sharding"]["replicas"], 2);
+
+    // It is resumed on one copy, and one copy on it.
+    for (name, more) in [("two", &["--strategy", "full"][..]), ("two-in-bwd", &copies)] {
+        fs::remove_dir_all(home.at(name).join("model")).unwrap();
+        let resumed = home.resume(name, &[&["--world-size", "4"][..], more].concat());
+        assert!(resumed.status.success(), "{name}: {}", said(&resumed));
+        assert_eq!(losses(&home, name).len(), losses(&home, "whole").len());
+    }
+    let copies = [&["train", "--data", &home.path("text.txt"), "--dry-run"], &four[2..], &copies];
+    let printed = text(&copies.concat());
+    for kind in ["all_gather", "reduce_scatter", "all_reduce"] {
+        assert!(row(&printed, kind)[1] != "0", "{printed}");
+    }
+    let reduced = row(&printed, "reduce_scatter");
+    assert_eq!((reduced[1], reduced[3]), (reduced[2], reduced[4]), "{printed}");
+}
+
+#[test]
+fn an_optimizer_in_the_backward_pass_keeps_no_gradients() {
+    let home = Home::new();
+    let data = home.path("text.txt");
+    let train = ["train", "--data", &data, "--strategy", "full", "--dry-run"];
+    let after = text(&train);
+    let within = text(&[&train[..], &["--optimizer-in-backward"]].concat());
+    assert_ne!(row(&after, "gradients ")[1], "0.00 B", "{after}");
+    assert_eq!(row(&within, "gradients ")[1], "0.00 B", "{within}");
+    // Devices agree on each unit's gradients in the place of all at once.
+    assert_ne!(row(&within, "all_gather")[2], row(&after, "all_gather")[2], "{within}");
+
+    home.train("after", &["--steps", STEPS, "--strategy", "full"]);
+    home.train("within", &["--steps", STEPS, "--strategy", "full", "--optimizer-in-bwd"]);
+    assert!(home.model("after") == home.model("within"));
+    let resumed = |name: &str, more: &[&str]| {
+        fs::remove_dir_all(home.at(name).join("model")).unwrap();
+        let resumed = home.resume(name, &[&["--strategy", "full"], more].concat());
+        assert!(resumed.status.success(), "{name}: {}", said(&resumed));
+    };
+    resumed("after", &["--optimizer-in-backward", "--check"]);
+    resumed("within", &[]);
+    assert!(home.model("after") == home.model("within"));
+}
+
+#[test]
+fn a_run_is_resumed_whole_or_in_parts() {
+    let home = Home::new();
+    home.complete("whole");
+    home.train("parts", &["--steps", STEPS, "--strategy", "full", "--keep", "gathered"]);
+    assert!(home.model("parts") == home.model("whole"));
+    let [whole, parts] = ["whole", "parts"].map(|name| run_json(&home, name));
+    assert_eq!(whole["identity"], parts["identity"]);
+    assert!(whole["sessions"][0].get("sharding").is_none());
+    let sharding = &parts["sessions"][0]["sharding"];
+    let expected = serde_json::json!({"strategy": {"full": "dim0"}, "keep": "gathered"});
+    assert_eq!(*sharding, expected);
+
+    for (name, first, second) in [
+        ("into-parts", &[][..], &["--strategy", "full", "--layout", "block-ragged"][..]),
+        ("into-whole", &["--strategy", "layer-wise"], &[]),
+        ("into-others", &["--strategy", "full"], &["--strategy", "whole-tensor"]),
+    ] {
+        home.train(name, &[&["--steps", STEPS][..], first].concat());
+        fs::remove_dir_all(home.at(name).join("model")).unwrap();
+        let resumed = home.resume(name, second);
+        assert!(resumed.status.success(), "{name}: {}", said(&resumed));
+        assert!(home.model(name) == home.model("whole"), "{name}");
+        let sessions = run_json(&home, name)["sessions"].clone();
+        let sharded = |n: usize| sessions[n].get("sharding").is_some();
+        assert_eq!((sharded(0), sharded(1)), (!first.is_empty(), !second.is_empty()), "{name}");
+
+        // On another number of devices, up to rounding.
+        fs::remove_dir_all(home.at(name).join("model")).unwrap();
+        let more = [&["--world-size", "3"][..], first].concat();
+        let resumed = home.resume(name, &more);
+        assert!(resumed.status.success(), "{name}: {}", said(&resumed));
+        for (found, expected) in losses(&home, name).iter().zip(losses(&home, "whole")) {
+            assert!((found - expected).abs() < 1e-4, "{name}: {found} for {expected}");
+        }
+    }
+}
+
+#[test]
+fn a_report_says_how_a_run_was_sharded() {
+    let home = Home::new();
+    let data = home.path("text.txt");
+    let out = home.path("run");
+    let args = ["train", "--data", &data, "--steps", "2", "--out", &out];
+    let sharded = ["--strategy", "full", "--layout", "row-ragged", "--keep", "graph"];
+    let copies = ["--replicas", "2", "--optimizer-in-backward", "--prefetch", "2"];
+    text(&[&args[..], &sharded, &copies, &["--lr-schedule", "cosine"]].concat());
+    text(&["report", &out]);
+    let page = fs::read_to_string(home.at("run").join("report.html")).unwrap();
+    for words in [
+        "2 devices, sharded by full, where units keep their graphs, in 2 copies, with 2 units \
+         gathered ahead, with the optimizer inside",
+        "planned calls",
+        "gathered parameters",
+        "lr-schedule",
+        "cosine",
+    ] {
+        assert!(page.contains(words), "no {words:?} in {page}");
+    }
+}
+
+#[test]
+fn a_model_has_the_sizes_that_are_asked_for() {
+    let home = Home::new();
+    let sizes = ["--n-layers", "3", "--hidden", "24", "--n-heads", "2", "--context", "16"];
+    home.train("small", &[&["--steps", STEPS][..], &sizes].concat());
+    let file = home.model("small");
+    let tensors = safetensors::SafeTensors::deserialize(&file).unwrap();
+    let shape = |name: &str| tensors.tensor(name).unwrap().shape().to_vec();
+    assert_eq!(shape("model.layers.2.self_attn.q_proj.weight"), [24, 24]);
+    assert_eq!(shape("model.layers.2.mlp.up_proj.weight"), [66, 24]);
+
+    // The run knows its sizes, and is no run of others.
+    fs::remove_dir_all(home.at("small").join("model")).unwrap();
+    let resumed = home.resume("small", &["--strategy", "full"]);
+    assert!(resumed.status.success(), "{}", said(&resumed));
+    assert!(home.model("small") == file);
+    home.is_refused(
+        "small",
+        &["--hidden", "48"],
+        &["--hidden 24", "only be resumed with the same"],
+    );
+    home.is_refused("small", &["--n-layers", "2"], &["--n-layers 3"]);
+    home.is_refused("small", &["--context", "128"], &["--context 16"]);
+}
+
+#[test]
+fn options_that_make_no_sense_together_are_refused() {
+    for (args, words) in [
+        (&["--keep", "inputs"][..], &["--keep needs a --strategy"][..]),
+        (&["--replicas", "1"], &["--replicas needs a --strategy"]),
+        (&["--prefetch", "1"], &["--prefetch needs a --strategy"]),
+        (&["--optimizer-in-backward"], &["--optimizer-in-backward needs a --strategy"]),
+        (&["--layout", "flat"], &["--layout needs --strategy full"]),
+        (&["--rules", "rules.json"], &["--rules needs --strategy hybrid"]),
+        (&["--strategy", "layer-wise", "--layout", "flat"], &["--layout needs --strategy full"]),
+        (&["--strategy", "full", "--layer-order", "any"], &["needs --strategy layer-wise"]),
+        (&["--strategy", "full", "--block-size", "2"], &["needs a ragged --layout"]),
+        (
+            &["--strategy", "full", "--replicas", "2", "--world-size", "3"],
+            &["--replicas 2 does not divide the 3 devices"],
+        ),
+        (
+            &["--strategy", "full", "--replicas", "0", "--device", "cuda"],
+            &["--replicas 0 does not divide the 2 devices"],
+        ),
+        (&["--n-heads", "3"], &["--hidden 128 does not split evenly over --n-heads 3"]),
+        (&["--n-layers", "0"], &["num_hidden_layers is 0"]),
+        (&["--hidden", "100000000"], &["hidden_size is 100000000"]),
+        (&["--dry-run", "--out", "run"], &["--dry-run", "--out"]),
+        (&["--dry-run", "--steps", "3"], &["--dry-run", "--steps"]),
+    ] {
+        refuses(&[&["train"][..], args].concat(), words);
+    }
+}
+
+/// The cells of the row of a table that begins with this name.
+fn row<'a>(table: &'a str, name: &str) -> Vec<&'a str> {
+    let row = table.lines().find(|line| line.trim_start().starts_with(name)).unwrap();
+    let cells = row.trim().split("  ").map(str::trim).filter(|cell| !cell.is_empty());
+    cells.collect()
+}
+
+#[test]
+fn a_dry_run_writes_nothing_and_compares() {
+    let home = Home::new();
+    let data = home.path("text.txt");
+    let train = ["train", "--data", &data, "--world-size", "3", "--dry-run"];
+    let before = support::run::contents(&home.at(""));
+    for keep in ["inputs", "graph", "gathered"] {
+        let printed = text(&[&train[..], &["--strategy", "full", "--keep", keep]].concat());
+        // What is planned is what is counted: calls, and bytes.
+        let reduced = row(&printed, "reduce_scatter");
+        assert_eq!((reduced[1], reduced[3]), (reduced[2], reduced[4]), "{printed}");
+        assert_ne!(reduced[3], "0", "{printed}");
+        let gathered = row(&printed, "all_gather");
+        let number = |cell: &str| cell.replace(',', "").parse::<u64>().unwrap();
+        // Beside the plan: the loss, which parameters have a gradient, and their squares.
+        assert_eq!(number(gathered[2]), number(gathered[1]) + 3, "{printed}");
+        let more = number(gathered[4]) - number(gathered[3]);
+        assert!((1..1000).contains(&more), "{printed}");
+        for term in ["parameters", "gradients of a unit", "activations", "peak"] {
+            assert!(row(&printed, term).len() >= 2, "{printed}");
+        }
+    }
+    let whole = text(&train);
+    assert!(whole.contains("is not sharded sends nothing"), "{whole}");
+    assert!(support::run::contents(&home.at("")) == before);
+    assert!(run(&["report", &home.path("")]).status.code() == Some(2));
+}
+
+/// A model of 39 million parameters, 151 MiB: they outweigh everything else.
+#[cfg(target_os = "linux")]
+const LARGE: [&str; 4] = ["--n-layers", "8", "--hidden", "640"];
+
+/// What four devices in one process may take: more than they need of a model in parts, and less than
+/// they need if each has gradients of all of it.
+#[cfg(target_os = "linux")]
+const LIMIT_KIB: u32 = 1_400_000;
+
+/// Trains the large model on four devices in a process that may take no more memory than that.
+#[cfg(target_os = "linux")]
+fn train_limited(home: &Home, name: &str, more: &[&str]) -> std::process::Output {
+    let limit = format!("ulimit -v {LIMIT_KIB}; exec \"$0\" \"$@\"");
+    let mut limited = std::process::Command::new("sh");
+    limited.args(["-c", &limit, env!("CARGO_BIN_EXE_candle-distributed"), "train"]);
+    limited.args(["--data", &home.path("text.txt"), "--out", &home.path(name), "--steps", "3"]);
+    limited.args(["--world-size", "4"]).args(LARGE).args(more).output().unwrap()
+}
+
+#[cfg(target_os = "linux")]
+#[test]
+fn a_model_that_does_not_fit_trains_in_parts() {
+    let home = Home::new();
+    // It is refused before the first step, with both numbers and what to do.
+    let refused = train_limited(&home, "whole", &[]);
+    assert_eq!(refused.status.code(), Some(2), "{}", said(&refused));
+    for words in ["would take about", "iB because of its address space", "hint: --strategy full"] {
+        assert!(said(&refused).contains(words), "{}", said(&refused));
+    }
+    assert!(!home.at("whole").exists());
+
+    // With that check off it dies.
+    let killed = train_limited(&home, "killed", &["--memory-limit", "1TiB"]);
+    assert!(!killed.status.success(), "{}", said(&killed));
+    assert!(!home.at("killed").join("model").exists());
+
+    let trained = train_limited(&home, "parts", &["--strategy", "full"]);
+    assert!(trained.status.success(), "{}", said(&trained));
+    assert_eq!(losses(&home, "parts").len(), 3);
+    assert!(losses(&home, "parts").iter().all(|loss| loss.is_finite()));
+}

@@ -1,0 +1,35 @@
+//! What the model of the program writes after it has read short stories: sentences of their grammar.
+
+use std::env;
+
+use crate::support::{run, run::said};
+
+#[path = "../../src/train/stories.rs"]
+mod grammar;
+
+/// Set to the number of seeds to train with, each for about a minute with `--release`.
+const SEEDS: &str = "STORY_SEEDS";
+
+/// The least part of the sentences that the grammar must have.
+const LEAST: f64 = 0.8;
+
+#[test]
+fn a_model_writes_sentences_of_the_grammar() {
+    let Some(n_seeds) = env::var(SEEDS).ok().and_then(|seeds| seeds.parse::<u64>().ok()) else {
+        println!("SKIPPED: {SEEDS}=5 trains with five seeds");
+        return;
+    };
+    for seed in 0..n_seeds {
+        let home = tempfile::tempdir().unwrap();
+        let out = home.path().join("run");
+        let seed = seed.to_string();
+        let trained = run(&["train", "--seed", &seed, "--out", out.to_str().unwrap()]);
+        assert!(trained.status.success(), "{}", said(&trained));
+        let text = std::fs::read_to_string(out.join("sample.txt")).unwrap();
+        let sentences: Vec<&str> = text.split_inclusive('.').map(str::trim_start).collect();
+        let n_right = sentences.iter().filter(|sentence| grammar::parses(sentence)).count();
+        println!("seed {seed}: {n_right} of {} sentences: {text}", sentences.len());
+        assert!(n_right as f64 >= LEAST * sentences.len() as f64, "seed {seed}: {text}");
+        assert!((200..=400).contains(&text.len()), "seed {seed}: {} bytes", text.len());
+    }
+}

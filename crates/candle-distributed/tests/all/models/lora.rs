@@ -1,0 +1,124 @@
+//! Fine-tuning of adapters, and the files that are saved of it.
+
+use std::{collections::BTreeMap, path::Path};
+
+use candle_core::{Device, IndexOp, Tensor, Var, safetensors};
+use candle_distributed::{
+    mesh::{DeviceMesh, Uneven},
+    models::{Llama, Tokens},
+    plan::strategy::{Full, Layout},
+    train::{DataParallel, FullyShard, Lora, Units},
+};
+use tempfile::TempDir;
+
+use crate::models::{
+    golden::{Golden, MODELS, distance, ids},
+    training::{STEPS, assert_near, batch, loss, optimizer, rate},
+};
+
+#[test]
+fn adapters_learn_as_in_peft() {
+    for model in MODELS {
+        let golden = Golden::open(model);
+        for slots in [1, 2] {
+            let (steps, saved) = data_parallel(&golden, slots);
+            check(&golden, &steps, saved.path(), &format!("{model}, {slots} slots"));
+        }
+        let (steps, saved) = sharded(&golden);
+        check(&golden, &steps, saved.path(), &format!("{model}, sharded"));
+    }
+}
+
+#[test]
+fn layers_that_are_not_there_have_no_adapters() {
+    let golden = Golden::open("llama");
+    let mesh = DeviceMesh::cpu(1).unwrap();
+    let lora = Lora::new(["q_proj", "query"], 4, 8.).unwrap();
+    let llama = golden.llama.clone().with_lora(lora);
+    let model = Units::by(llama.units(), |vb| llama.declare(&vb));
+    let builder = DataParallel::builder(&mesh, model).weights(&golden.folder);
+    let refused = builder.build(optimizer).unwrap_err().to_string();
+    assert!(refused.contains("query"), "{refused}");
+}
+
+/// Checks losses and norms of steps, the adapters in a folder, and the logits of the merged model.
+fn check(golden: &Golden, steps: &[(f64, f64)], saved: &Path, what: &str) {
+    let expected = &golden.expected["lora"];
+    assert_near(expected, steps, [1e-5, 1e-5], what);
+
+    let read = |folder: &Path| {
+        safetensors::load(folder.join("adapter_model.safetensors"), &Device::Cpu).unwrap()
+    };
+    let (found, adapters) =
+        (read(&saved.join("adapter")), read(&golden.folder.join("adapter_final")));
+    assert_eq!(found.len(), adapters.len(), "{what}");
+    for (name, matrix) in &adapters {
+        let difference = distance(&found[name], matrix);
+        assert!(difference < 5e-6, "{what}: {name}: {difference}");
+    }
+
+    let merged = safetensors::load(saved.join("merged/model.safetensors"), &Device::Cpu).unwrap();
+    let merged: BTreeMap<String, Var> = merged
+        .into_iter()
+        .map(|(name, tensor)| (name, Var::from_tensor(&tensor).unwrap()))
+        .collect();
+    let units = golden.units(&merged);
+    let rows = &golden.expected["logits"][0];
+    let tokens = Tokens::rows(ids(&Golden::rows(&rows["input_ids"])));
+    let logits = golden.llama.logits(&units, &tokens).unwrap();
+    let last = Golden::rows(&rows["attention_mask"]).into_iter().enumerate().map(|(row, mask)| {
+        let n = mask.iter().filter(|&&real| real == 1).count();
+        logits.i((row, n - 1)).unwrap()
+    });
+    let last = Tensor::stack(&last.collect::<Vec<_>>(), 0).unwrap();
+    let difference = distance(&last, &golden.tensors["lora.last_logits.a"]);
+    assert!(difference < 2e-5, "{what}: logits: {difference}");
+}
+
+/// The model with the adapters that the steps begin with.
+fn with_adapters(golden: &Golden) -> (Llama, Lora) {
+    let lora = Lora::open(golden.folder.join("adapter_start")).unwrap();
+    (golden.llama.clone().with_lora(lora.clone()), lora)
+}
+
+/// Trains what a builder makes: losses and norms, and a folder with the adapters after the steps and
+/// the merged model. (Both kinds of builders have the same methods, and no trait.)
+macro_rules! trained {
+    ($golden:expr, $llama:expr, $lora:expr, $builder:expr) => {{
+        let mut model = $builder
+            .weights(&$golden.folder)
+            .allow_missing(Lora::PATTERNS)
+            .init_with($lora.values())
+            .train_only(Lora::PATTERNS)
+            .clip_grad_norm(1.)
+            .uneven(Uneven::Balanced)
+            .build(optimizer)
+            .unwrap();
+        let step = |step| {
+            model.set_learning_rate(rate(step, STEPS)).unwrap();
+            let step = model.step(batch($golden, step), loss(&$llama)).unwrap();
+            (step.loss, step.grad_norm)
+        };
+        let steps = (0..STEPS).map(step).collect();
+        let folder = tempfile::tempdir().unwrap();
+        model.save_pretrained(folder.path().join("adapter"), $lora.adapters()).unwrap();
+        model.save_pretrained(folder.path().join("merged"), $lora.merged()).unwrap();
+        (steps, folder)
+    }};
+}
+
+fn data_parallel(golden: &Golden, slots: usize) -> (Vec<(f64, f64)>, TempDir) {
+    let mesh = DeviceMesh::cpu(slots).unwrap();
+    let (llama, lora) = with_adapters(golden);
+    let units = Units::by(llama.units(), |vb| llama.declare(&vb));
+    trained!(golden, llama, lora, DataParallel::builder(&mesh, units))
+}
+
+fn sharded(golden: &Golden) -> (Vec<(f64, f64)>, TempDir) {
+    let mesh = DeviceMesh::cpu(2).unwrap();
+    let (llama, lora) = with_adapters(golden);
+    let builder = FullyShard::builder(&mesh, |vb| llama.declare(&vb))
+        .unit_rules(llama.units())
+        .strategy(Full::new(Layout::Dim0));
+    trained!(golden, llama, lora, builder)
+}

@@ -1,0 +1,93 @@
+//! A folder that gets its name when it is whole.
+
+use std::{
+    fs::{self, File},
+    io,
+    path::{Path, PathBuf},
+};
+
+use super::{
+    partial_name::create_beside,
+    sync::{between_calls, rename, sync_folder},
+};
+
+/// A folder that is filled beside its target, and gets that name in one step.
+///
+/// Dropped without [`persist`](Self::persist), it is removed with all that is in it.
+///
+/// # Examples
+///
+/// ```
+/// use std::fs;
+///
+/// use core_types::files::AtomicFolder;
+///
+/// # let parent = AtomicFolder::new(std::env::temp_dir().join("example"))?;
+/// let target = parent.path().join("model");
+/// let folder = AtomicFolder::new(&target)?;
+/// fs::write(folder.path().join("config.json"), "{}")?;
+/// assert!(!target.exists());
+/// folder.persist()?;
+/// assert_eq!(fs::read_to_string(target.join("config.json"))?, "{}");
+/// # Ok::<(), std::io::Error>(())
+/// ```
+#[derive(Debug)]
+#[must_use = "dropped without `persist`, it is removed"]
+pub struct AtomicFolder {
+    path: PathBuf,
+    target: PathBuf,
+}
+
+impl AtomicFolder {
+    /// Makes an empty folder beside `target`.
+    ///
+    /// # Errors
+    ///
+    /// What the system returns.
+    pub fn new(target: impl AsRef<Path>) -> io::Result<Self> {
+        let target = target.as_ref().to_path_buf();
+        let ((), path) = create_beside(&target, |path| fs::create_dir(path))?;
+        between_calls(&path);
+        Ok(Self { path, target })
+    }
+
+    /// Returns the path of the folder until it is persisted.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// Syncs all that is in the folder, renames it to its target, and syncs the folder around it.
+    ///
+    /// # Errors
+    ///
+    /// What the system returns, also if the target exists and is not an empty folder: no system
+    /// replaces a folder in one step, so move the old one first.
+    pub fn persist(self) -> io::Result<()> {
+        sync_all_in(&self.path)?;
+        rename(&self.path, &self.target)
+    }
+}
+
+impl Drop for AtomicFolder {
+    fn drop(&mut self) {
+        // Renamed, it is gone already. What cannot be removed harms nobody.
+        drop(fs::remove_dir_all(&self.path));
+    }
+}
+
+/// Syncs the files and folders in a folder, and then the folder.
+fn sync_all_in(folder: &Path) -> io::Result<()> {
+    for entry in fs::read_dir(folder)? {
+        let entry = entry?;
+        let kind = entry.file_type()?;
+        if kind.is_dir() {
+            sync_all_in(&entry.path())?;
+        } else if kind.is_file() {
+            // Windows syncs only what may be written; elsewhere a file without that permission is
+            // synced as well.
+            File::options().read(true).write(cfg!(windows)).open(entry.path())?.sync_all()?;
+        }
+        between_calls(&entry.path());
+    }
+    sync_folder(folder)
+}

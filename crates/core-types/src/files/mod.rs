@@ -1,0 +1,140 @@
+//! Files and folders that appear under their names in one step.
+//!
+//! A program can be killed, and a machine can fail, between any two system calls. What this module
+//! writes is then under its name with its old content or with its new one, never with a part of
+//! either: the content goes to a new file beside the target, is synced to disk, and is renamed, after
+//! which the folder is synced. An interrupted program leaves at most a file that ends in `.partial`
+//! (see [`is_partial`]), which nobody else reads.
+//!
+//! The new file has a random name that did not exist before. A fixed name would be shared with other
+//! writers, and somebody could have planted a link there, which leads to a file of theirs.
+//!
+//! # Differences between systems
+//!
+//! Permissions, owner and group of a replaced file are kept on Unix, the owner and group as far as the
+//! system allows. Windows syncs no folders, and keeps no more than the read-only flag. File systems
+//! that cannot sync a folder are written without that.
+//!
+//! # Examples
+//!
+//! ```
+//! use std::io::Write;
+//!
+//! use core_types::files::{self, AtomicFile};
+//!
+//! # let folder = files::AtomicFolder::new(std::env::temp_dir().join("example"))?;
+//! # let path = folder.path().join("results.json");
+//! files::write(&path, b"[]")?; // all at once
+//!
+//! let mut file = AtomicFile::new(&path)?; // or a part at a time
+//! file.write_all(b"[1, ")?;
+//! assert_eq!(std::fs::read(&path)?, b"[]");
+//! file.write_all(b"2]")?;
+//! file.persist()?;
+//! assert_eq!(std::fs::read(&path)?, b"[1, 2]");
+//! # Ok::<(), std::io::Error>(())
+//! ```
+
+mod atomic_file;
+mod atomic_folder;
+mod partial_name;
+mod sync;
+#[cfg(test)]
+mod tests;
+
+use std::{
+    ffi::OsString,
+    fs::{self, File},
+    io::{self, ErrorKind, Write},
+    path::{Path, PathBuf},
+};
+
+pub use self::{
+    atomic_file::AtomicFile,
+    atomic_folder::AtomicFolder,
+    partial_name::is_partial,
+    sync::{rename, sync_folder},
+};
+
+/// Writes `bytes` to the file at `path`, which is replaced in one step or made.
+///
+/// Of several programs that write it at once, one has its whole content there. Links, permissions
+/// and owner are treated as by [`AtomicFile::new`]. Pipes and devices cannot be replaced, and are
+/// written to.
+///
+/// # Errors
+///
+/// What the system returns; the old content is still there.
+///
+/// # Examples
+///
+/// ```
+/// use core_types::files::{self, AtomicFolder};
+///
+/// # let folder = AtomicFolder::new(std::env::temp_dir().join("example"))?;
+/// let path = folder.path().join("config.json");
+/// for text in ["{}", "{\"rank\": 8}"] {
+///     files::write(&path, text.as_bytes())?;
+///     assert_eq!(std::fs::read_to_string(&path)?, text);
+/// }
+/// # Ok::<(), std::io::Error>(())
+/// ```
+pub fn write(path: impl AsRef<Path>, bytes: &[u8]) -> io::Result<()> {
+    let path = path.as_ref();
+    match fs::metadata(path) {
+        Ok(known) if !known.is_file() => File::options().write(true).open(path)?.write_all(bytes),
+        _ => {
+            let mut file = AtomicFile::new(path)?;
+            file.write_all(bytes)?;
+            file.persist()
+        }
+    }
+}
+
+/// Writes `bytes`, the content of the file at `path`, to a new file beside it, and returns its path.
+///
+/// `word` says in the name why: `metrics.jsonl` becomes `metrics.damaged-0001.jsonl`, or the first
+/// number that is free. No file is replaced.
+///
+/// # Errors
+///
+/// What the system returns.
+///
+/// # Examples
+///
+/// ```
+/// use core_types::files::{self, AtomicFolder};
+///
+/// # let folder = AtomicFolder::new(std::env::temp_dir().join("example"))?;
+/// let path = folder.path().join("metrics.jsonl");
+/// for number in 1..=2 {
+///     let copy = files::back_up(&path, "damaged", b"{\"loss\":")?;
+///     assert!(copy.ends_with(format!("metrics.damaged-000{number}.jsonl")));
+/// }
+/// # Ok::<(), std::io::Error>(())
+/// ```
+pub fn back_up(path: impl AsRef<Path>, word: &str, bytes: &[u8]) -> io::Result<PathBuf> {
+    let path = path.as_ref();
+    let mut file = AtomicFile::replacing(path)?;
+    file.write_all(bytes)?;
+    file.sync()?;
+    let mut number = 1_u64;
+    loop {
+        let copy = path.with_file_name(numbered_name(path, word, number));
+        match file.publish_new(&copy) {
+            Err(error) if error.kind() == ErrorKind::AlreadyExists => number += 1,
+            published => return published.map(|()| copy),
+        }
+    }
+}
+
+/// Returns the name of `path` with a word and a number before its extension.
+fn numbered_name(path: &Path, word: &str, number: u64) -> OsString {
+    let mut name = path.file_stem().unwrap_or_default().to_owned();
+    name.push(format!(".{word}-{number:04}"));
+    if let Some(extension) = path.extension() {
+        name.push(".");
+        name.push(extension);
+    }
+    name
+}

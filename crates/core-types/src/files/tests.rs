@@ -1,0 +1,184 @@
+//! Tests of files and folders that are replaced, observed between every two system calls.
+
+use std::{
+    cell::RefCell,
+    collections::BTreeSet,
+    fs,
+    io::{ErrorKind, Write},
+    path::Path,
+};
+
+use super::{AtomicFile, AtomicFolder, back_up, is_partial, write};
+
+type Observer = Box<dyn FnMut(&Path)>;
+
+thread_local! {
+    static OBSERVER: RefCell<Option<Observer>> = const { RefCell::new(None) };
+}
+
+/// Calls the observer of this thread, which may itself work with files.
+pub(super) fn observe(path: &Path) {
+    let Some(mut observer) = OBSERVER.take() else { return };
+    observer(path);
+    OBSERVER.set(Some(observer));
+}
+
+/// Runs `f`, and `observer` between any two of its system calls; returns how often.
+fn observed(f: impl FnOnce(), mut observer: impl FnMut(&Path) + 'static) -> usize {
+    let count = std::rc::Rc::new(std::cell::Cell::new(0));
+    let counted = count.clone();
+    OBSERVER.set(Some(Box::new(move |path| {
+        counted.set(counted.get() + 1);
+        observer(path);
+    })));
+    f();
+    OBSERVER.set(None);
+    count.get()
+}
+
+fn temp_folder() -> AtomicFolder {
+    AtomicFolder::new(std::env::temp_dir().join("files")).unwrap()
+}
+
+/// The names in a folder that are not those of unfinished files.
+fn names(folder: &Path) -> Vec<String> {
+    let entries = fs::read_dir(folder).unwrap();
+    let names = entries.map(|entry| entry.unwrap().file_name().into_string().unwrap());
+    names.filter(|name| !is_partial(name)).collect()
+}
+
+#[test]
+fn a_kill_leaves_the_old_content_or_the_new() {
+    let folder = temp_folder();
+    let target = folder.path().join("model");
+    for (old, new) in [(None, "first"), (Some("first"), "second, longer")] {
+        let (seen, path) = (folder.path().to_path_buf(), target.clone());
+        let check = move |_: &Path| {
+            let found = fs::read_to_string(&path).ok();
+            assert!(found.as_deref() == old || found.as_deref() == Some(new), "{found:?}");
+            assert!(names(&seen).iter().all(|name| name == "model"));
+        };
+        let n_calls = observed(|| write(&target, new.as_bytes()).unwrap(), check);
+        assert_eq!(n_calls, 5, "name, file, bytes, sync, rename");
+        assert_eq!(fs::read_to_string(&target).unwrap(), new);
+    }
+    assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 1, "nothing is left");
+}
+
+#[test]
+fn a_kill_leaves_a_new_file_whole_or_missing() {
+    let folder = temp_folder();
+    let target = folder.path().join("log.jsonl");
+    let copy = folder.path().join("log.damaged-0002.jsonl");
+    write(folder.path().join("log.damaged-0001.jsonl"), b"earlier").unwrap();
+    let path = copy.clone();
+    let check = move |_: &Path| assert!(!path.exists() || fs::read(&path).unwrap() == b"line");
+    let backed_up = || assert_eq!(back_up(&target, "damaged", b"line").unwrap(), copy);
+    assert_eq!(observed(backed_up, check), 5);
+    assert_eq!(fs::read(folder.path().join("log.damaged-0001.jsonl")).unwrap(), b"earlier");
+    assert_eq!(names(folder.path()).len(), 2);
+}
+
+#[test]
+fn a_kill_leaves_a_folder_whole_or_missing() {
+    let folder = temp_folder();
+    let target = folder.path().join("model");
+    let path = target.clone();
+    let check = move |_: &Path| {
+        assert!(!path.exists() || fs::read(path.join("deep/file")).unwrap() == b"bytes");
+    };
+    let n_calls = observed(
+        || {
+            let model = AtomicFolder::new(&target).unwrap();
+            fs::create_dir(model.path().join("deep")).unwrap();
+            fs::write(model.path().join("deep/file"), "bytes").unwrap();
+            model.persist().unwrap();
+        },
+        check,
+    );
+    assert_eq!(n_calls, 5, "name, folder, file, folder in it, rename");
+    assert_eq!(names(folder.path()), ["model"]);
+    assert!(AtomicFolder::new(&target).unwrap().persist().is_err(), "a full folder stays");
+    assert_eq!(fs::read(target.join("deep/file")).unwrap(), b"bytes");
+    assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 1, "nothing is left");
+}
+
+#[test]
+fn dropped_files_leave_the_target() {
+    let folder = temp_folder();
+    let target = folder.path().join("model");
+    write(&target, b"old").unwrap();
+    let mut file = AtomicFile::new(&target).unwrap();
+    file.write_all(b"half of it").unwrap();
+    drop(file);
+    drop(AtomicFolder::new(&target).unwrap());
+    assert_eq!(fs::read(&target).unwrap(), b"old");
+    assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 1);
+    let refused = AtomicFile::new(folder.path()).unwrap_err();
+    assert_eq!(refused.kind(), ErrorKind::InvalidInput, "a folder is no file");
+}
+
+#[test]
+fn names_are_never_used_twice() {
+    let folder = temp_folder();
+    let target = folder.path().join("model");
+    let files: Vec<_> = (0..100).map(|_| AtomicFile::new(&target).unwrap()).collect();
+    let paths: BTreeSet<_> = files.iter().map(AtomicFile::path).collect();
+    assert_eq!(paths.len(), 100);
+    assert!(paths.iter().all(|path| is_partial(path.file_name().unwrap())));
+    for other in [".partial", "0123456789abcdef.partial", ".0123456789ABCDEF.partial", ".x"] {
+        assert!(!is_partial(other), "{other}");
+    }
+}
+
+#[cfg(unix)]
+#[test]
+fn a_planted_link_is_not_followed() {
+    let folder = temp_folder();
+    let [precious, target] = ["precious", "model"].map(|name| folder.path().join(name));
+    fs::write(&precious, "kept").unwrap();
+    // Somebody guesses the first two names.
+    let (mut left, outside) = (2, precious.clone());
+    let plant = move |path: &Path| {
+        if left > 0 && !path.exists() {
+            left -= 1;
+            std::os::unix::fs::symlink(&outside, path).unwrap();
+        }
+    };
+    observed(|| write(&target, b"new").unwrap(), plant);
+    assert_eq!(fs::read_to_string(&precious).unwrap(), "kept");
+    assert_eq!(fs::read_to_string(&target).unwrap(), "new");
+    assert!(fs::symlink_metadata(&target).unwrap().is_file());
+}
+
+#[cfg(unix)]
+#[test]
+fn links_and_permissions_of_the_target_stay() {
+    use std::os::unix::fs::{PermissionsExt, symlink};
+
+    let folder = temp_folder();
+    let [file, link, chain] = ["file", "link", "chain"].map(|name| folder.path().join(name));
+    fs::write(&file, "old").unwrap();
+    symlink("file", &link).unwrap();
+    symlink(&link, &chain).unwrap();
+    let mode = |path: &Path| fs::metadata(path).unwrap().permissions().mode() & 0o7777;
+    for bits in [0o600, 0o444, 0o755] {
+        fs::set_permissions(&file, fs::Permissions::from_mode(bits)).unwrap();
+        write(&chain, format!("{bits:o}").as_bytes()).unwrap();
+        assert_eq!((fs::read_to_string(&file).unwrap(), mode(&file)), (format!("{bits:o}"), bits));
+    }
+    assert!([&link, &chain].iter().all(|path| path.is_symlink()));
+    let [plain, atomic] = ["plain", "atomic"].map(|name| folder.path().join(name));
+    fs::write(&plain, "").unwrap();
+    write(&atomic, b"").unwrap();
+    assert_eq!(mode(&atomic), mode(&plain), "new files have the permissions of new files");
+    symlink("loop", folder.path().join("loop")).unwrap();
+    assert!(write(folder.path().join("loop"), b"").is_err());
+}
+
+#[cfg(unix)]
+#[test]
+fn devices_are_written_to() {
+    write("/dev/null", b"gone").unwrap();
+    assert!(!fs::metadata("/dev/null").unwrap().is_file());
+}

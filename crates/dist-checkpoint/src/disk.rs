@@ -1,0 +1,98 @@
+//! What the system is asked to do with files and folders, with the path in every error.
+//!
+//! Each call that changes something is one function here, so that a test can look at the folder
+//! between any two of them.
+
+use std::{
+    fs::{self, File, Metadata},
+    io::{self, Write},
+    path::Path,
+};
+
+use core_types::files;
+
+use crate::error::{Error, Result};
+
+/// Names the path that an error of the system is about.
+pub(crate) trait At<T> {
+    /// Turns the system's error into [`Error::Io`].
+    fn at(self, path: &Path) -> Result<T>;
+}
+
+impl<T> At<T> for io::Result<T> {
+    fn at(self, path: &Path) -> Result<T> {
+        self.map_err(|cause| Error::Io { path: path.to_owned(), cause })
+    }
+}
+
+/// Returns the metadata of a file. Whatever else is there is an error: to open a named pipe would
+/// wait for ever.
+pub(crate) fn check_file(path: &Path) -> io::Result<Metadata> {
+    let known = fs::metadata(path)?;
+    if known.is_file() {
+        return Ok(known);
+    }
+    Err(io::Error::new(io::ErrorKind::InvalidInput, "this is not a file"))
+}
+
+/// Makes a file that must not exist.
+pub(crate) fn create_file(path: &Path) -> Result<File> {
+    between_calls();
+    File::create_new(path).at(path)
+}
+
+/// Writes a file that must not exist, and syncs it to disk.
+pub(crate) fn write_file(path: &Path, bytes: &[u8]) -> Result<()> {
+    let mut file = create_file(path)?;
+    between_calls();
+    file.write_all(bytes).at(path)?;
+    sync_file(&file, path)
+}
+
+/// Syncs a file to disk.
+pub(crate) fn sync_file(file: &File, path: &Path) -> Result<()> {
+    between_calls();
+    file.sync_all().at(path)
+}
+
+/// Makes a folder, and those around it.
+pub(crate) fn create_folder(path: &Path) -> Result<()> {
+    between_calls();
+    fs::create_dir_all(path).at(path)
+}
+
+/// Syncs the names in a folder to disk.
+pub(crate) fn sync_folder(path: &Path) -> Result<()> {
+    between_calls();
+    files::sync_folder(path).at(path)
+}
+
+/// Renames a file or folder, and syncs the folder around it.
+pub(crate) fn rename(from: &Path, to: &Path) -> Result<()> {
+    between_calls();
+    files::rename(from, to).at(from)
+}
+
+/// Removes a folder and all that is in it.
+pub(crate) fn remove_folder(path: &Path) -> Result<()> {
+    between_calls();
+    fs::remove_dir_all(path).at(path)
+}
+
+/// Removes a file, if it exists.
+pub(crate) fn remove_file(path: &Path) -> Result<()> {
+    between_calls();
+    match fs::remove_file(path) {
+        Err(error) if error.kind() != io::ErrorKind::NotFound => Err(error).at(path),
+        _ => Ok(()),
+    }
+}
+
+/// Lets a test look at the files between two system calls.
+#[cfg(test)]
+pub(crate) fn between_calls() {
+    crate::run::kills::observe();
+}
+
+#[cfg(not(test))]
+pub(crate) fn between_calls() {}

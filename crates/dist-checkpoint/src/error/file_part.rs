@@ -1,0 +1,27 @@
+//! Parts of a checkpoint that have checksums.
+
+use std::fmt;
+
+use core_types::human::Printable;
+
+/// A part of a checkpoint that has a checksum of its own.
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum FilePart {
+    /// All of the index.
+    Index,
+    /// What the file of a slot says about its tensors.
+    Header,
+    /// The tensor of this name.
+    Tensor(String),
+}
+
+impl fmt::Display for FilePart {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Index => f.write_str("the index"),
+            Self::Header => f.write_str("the header"),
+            Self::Tensor(name) => write!(f, "tensor {}", Printable(name)),
+        }
+    }
+}

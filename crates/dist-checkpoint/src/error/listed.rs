@@ -1,0 +1,48 @@
+//! Lists in error messages, which may be long.
+
+use std::fmt;
+
+use core_types::human::Printable;
+
+/// How many of a list are shown.
+const SHOWN: usize = 8;
+
+/// The first of a list, and how many more there are. Names may be those of a file.
+#[derive(Debug)]
+pub struct Listed<'a, T>(pub &'a [T]);
+
+impl<T: fmt::Display> fmt::Display for Listed<'_, T> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        for (position, item) in self.0.iter().take(SHOWN).enumerate() {
+            write!(f, "{}{}", if position == 0 { "" } else { ", " }, Printable(item))?;
+        }
+        match self.0.len().saturating_sub(SHOWN) {
+            0 => Ok(()),
+            more => write!(f, " and {more} more"),
+        }
+    }
+}
+
+/// The same in brackets, if there is anything.
+#[derive(Debug)]
+pub struct Bracketed<'a, T>(pub &'a [T]);
+
+impl<T: fmt::Display> fmt::Display for Bracketed<'_, T> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        if self.0.is_empty() { Ok(()) } else { write!(f, " ({})", Listed(self.0)) }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn long_lists_end_with_a_number() {
+        let numbers: Vec<usize> = (0..11).collect();
+        assert_eq!(Listed(&numbers[..2]).to_string(), "0, 1");
+        assert_eq!(Listed(&numbers[..8]).to_string(), "0, 1, 2, 3, 4, 5, 6, 7");
+        assert_eq!(Bracketed(&numbers).to_string(), " (0, 1, 2, 3, 4, 5, 6, 7 and 3 more)");
+        assert_eq!(Bracketed(&numbers[..0]).to_string(), "");
+    }
+}

@@ -1,0 +1,41 @@
+//! Checkpoints that could not be used.
+
+use std::{fmt, path::PathBuf};
+
+use core_types::human::Printable;
+
+use crate::error::Error;
+
+/// A checkpoint that could not be used, so that an earlier one was taken.
+#[derive(Debug)]
+#[non_exhaustive]
+pub struct SkippedCheckpoint {
+    /// Its folder.
+    pub path: PathBuf,
+    /// Why.
+    pub error: Error,
+}
+
+impl fmt::Display for SkippedCheckpoint {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let path = Printable(self.path.display()).to_string();
+        let reason = self.error.to_string();
+        // Most errors begin with a file of the checkpoint.
+        if !reason.starts_with(&path) {
+            write!(f, "{path}: ")?;
+        }
+        f.write_str(&reason)
+    }
+}
+
+/// Why checkpoints could not be used, one after the other.
+pub(super) struct Reasons<'a>(pub(super) &'a [SkippedCheckpoint]);
+
+impl fmt::Display for Reasons<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        for (n, skipped) in self.0.iter().enumerate() {
+            write!(f, "{}{skipped}", if n == 0 { "" } else { "; " })?;
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,21 @@
+//! The folder of a model: its weights in one safetensors file, or in several beside an index.
+
+pub(crate) mod weights;
+pub(crate) mod writer;
+
+use std::cmp::Ordering;
+
+/// The name of a model's weights in one file, as Hugging Face's libraries give it.
+pub(crate) const ONE_FILE: &str = "model.safetensors";
+/// The name of the index of a model's weights in several files.
+pub(crate) const INDEX: &str = "model.safetensors.index.json";
+
+/// Compares names component by component, numbers by value.
+pub fn natural_order(left: &str, right: &str) -> Ordering {
+    left.split('.').map(component_key).cmp(right.split('.').map(component_key))
+}
+
+/// Numbers come before words, by their value.
+fn component_key(component: &str) -> ((u8, u64), &str) {
+    (component.parse().map_or((1, 0), |number| (0, number)), component)
+}

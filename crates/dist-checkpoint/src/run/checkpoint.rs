@@ -1,0 +1,266 @@
+//! Reading a checkpoint.
+
+use std::{
+    collections::BTreeMap,
+    path::{Path, PathBuf},
+};
+
+use candle_core::{Device, Tensor};
+use pmap_mesh::DeviceMesh;
+use serde::de::DeserializeOwned;
+
+use crate::{
+    error::{Doing, Error, Result, parameter::ParameterError, skipped::SkippedCheckpoint},
+    run::{
+        index::{INDEX, Index, json_error},
+        key::{Owner, TensorKey},
+        names,
+        shard::{self, read::Piece},
+    },
+    safetensors::{checksum::Checksum, finite::Values},
+};
+
+/// One checkpoint that is whole, to be read under any number of slots and any plan.
+#[derive(Debug)]
+pub struct Checkpoint {
+    path: PathBuf,
+    index: Index,
+    /// The checksum of the index, and so of all that is in the checkpoint.
+    checksum: Checksum,
+    /// The pieces of each kind and parameter, by first items.
+    pieces: BTreeMap<Owner, Vec<Piece>>,
+    values: Values,
+    skipped: Vec<SkippedCheckpoint>,
+}
+
+impl Checkpoint {
+    /// Opens the checkpoint in the folder `path`, and checks its index and the headers of its
+    /// files. Tensors are checked when they are read, or by [`verify`](Self::verify).
+    ///
+    /// # Errors
+    ///
+    /// An [`Error`] that names the file if it is missing, damaged, of another step or run, or of another
+    /// format; [`ParameterError::UnknownDtype`] for tensors that candle cannot hold.
+    pub fn open(path: impl Into<PathBuf>) -> Result<Self> {
+        let path = path.into();
+        let (index, checksum) = Index::read(&path.join(INDEX))?;
+        names::check_step(&path, index.step)?;
+        let mut pieces: BTreeMap<Owner, Vec<Piece>> = BTreeMap::new();
+        for listed in &index.files {
+            let path = path.join(&listed.name);
+            for (owner, piece) in shard::read::open(&path, &index.expected(listed))? {
+                pieces.entry(owner).or_default().push(piece);
+            }
+        }
+        for pieces in pieces.values_mut() {
+            pieces.sort_by_key(|piece| piece.items().start);
+        }
+        let values = Values::default();
+        Ok(Self { path, index, checksum, pieces, values, skipped: Vec::new() })
+    }
+
+    /// Accepts numbers that are infinite or not numbers; else a tensor with one is an error when it is
+    /// read.
+    #[must_use]
+    pub fn allow_non_finite(self) -> Self {
+        self.with_values(Values::Any)
+    }
+
+    pub(super) fn with_values(self, values: Values) -> Self {
+        Self { values, ..self }
+    }
+
+    /// Adds the newer checkpoints that were skipped.
+    pub(super) fn after(self, skipped: Vec<SkippedCheckpoint>) -> Self {
+        Self { skipped, ..self }
+    }
+
+    /// Reads all tensors, and keeps none of them.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Checksum`] and [`Error::NotFinite`] with the first file and
+    /// tensor that is damaged, [`Error::Io`] if a file cannot be read.
+    pub fn verify(&self) -> Result<()> {
+        self.pieces.values().flatten().try_for_each(|piece| piece.verify(self.values))
+    }
+
+    /// Returns its folder.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// Returns the number of steps that had been taken.
+    pub fn step(&self) -> u64 {
+        self.index.step
+    }
+
+    /// Returns the name of the run that wrote it, if it has one: [`Checkpoints::run`].
+    ///
+    /// [`Checkpoints::run`]: crate::Checkpoints::run
+    pub fn run(&self) -> Option<&str> {
+        self.index.run.as_deref()
+    }
+
+    /// Returns the newer checkpoints that could not be used, the newest first.
+    pub fn skipped(&self) -> &[SkippedCheckpoint] {
+        &self.skipped
+    }
+
+    /// Returns the state of the trainer that wrote it; `None` if none did.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Json`] if it is not a `T`.
+    pub fn trainer<T: DeserializeOwned>(&self) -> Result<Option<T>> {
+        let Some(trainer) = &self.index.trainer else { return Ok(None) };
+        let read = serde_json::from_str(trainer.get());
+        read.map(Some).map_err(|cause| json_error(&self.path.join(INDEX), cause))
+    }
+
+    /// Returns the state that it was saved with.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Json`] if it is not a `T`.
+    pub fn state<T: DeserializeOwned>(&self) -> Result<T> {
+        T::deserialize(&self.index.state).map_err(|cause| json_error(&self.path.join(INDEX), cause))
+    }
+
+    /// Returns the names of the model's parameters.
+    pub fn parameters(&self) -> impl Iterator<Item = &str> {
+        self.index.parameters.keys().map(String::as_str)
+    }
+
+    /// Checks that the model has these parameters, of these shapes, and no others, and that all
+    /// processes of the mesh read the same checkpoint.
+    ///
+    /// # Errors
+    ///
+    /// [`ParameterError::Unknown`], [`ParameterError::Missing`], [`ParameterError::Shape`];
+    /// [`Error::StepMismatch`] or [`Error::ContentMismatch`] if another process reads
+    /// another one, and [`Error::OtherProcess`] if it fails.
+    pub fn check_fits(
+        &self,
+        mesh: &DeviceMesh,
+        model: &BTreeMap<String, Vec<usize>>,
+    ) -> Result<()> {
+        mesh.all_ok(self.check_parameters(model).map_err(Error::from))?;
+        if let Some((_, other)) = mesh.find_mismatch(self.step())? {
+            return Err(Error::step_mismatch(&self.path, self.step(), other));
+        }
+        match mesh.find_mismatch(self.checksum.get().into())? {
+            None => Ok(()),
+            Some((slot, _)) => Err(Error::ContentMismatch { path: self.path.clone(), slot }),
+        }
+    }
+
+    fn check_parameters(&self, model: &BTreeMap<String, Vec<usize>>) -> Result<(), ParameterError> {
+        if let Some(unknown) = self.parameters().find(|name| !model.contains_key(*name)) {
+            return Err(ParameterError::Unknown { name: unknown.to_owned() });
+        }
+        for (name, expected) in model {
+            let Some(found) = self.index.parameters.get(name) else {
+                return Err(ParameterError::Missing { name: name.clone() });
+            };
+            ParameterError::check_shape(name, found, expected)?;
+        }
+        Ok(())
+    }
+
+    /// Reads `len` items from the first one of `key` on: one dimension, on the processor.
+    ///
+    /// # Errors
+    ///
+    /// [`ParameterError::Incomplete`] if one of them is nowhere, [`Error::Checksum`],
+    /// [`Error::NotFinite`] or [`Error::Io`] if they cannot be read.
+    pub fn items(&self, key: TensorKey<'_>, len: usize) -> Result<Tensor> {
+        let range = key.start..key.start + len;
+        let pieces = self.pieces(key)?;
+        if range.is_empty() {
+            return pieces[0].read(pieces[0].items().start..pieces[0].items().start, self.values);
+        }
+        let mut reached = range.start;
+        let mut parts = Vec::new();
+        for piece in pieces {
+            let items = piece.items();
+            let end = items.end.min(range.end);
+            if items.start <= reached && reached < end {
+                parts.push(piece.read(reached..end, self.values)?);
+                reached = end;
+            }
+        }
+        if reached < range.end {
+            return Err(incomplete(TensorKey { start: reached, ..key }));
+        }
+        match &parts[..] {
+            [only] => Ok(only.clone()),
+            parts => Tensor::cat(parts, 0).doing("joining the pieces of a parameter"),
+        }
+    }
+
+    /// Reads a tensor of the shape of `like`: the items from the first one of `key` on, or the scalar of
+    /// the parameter.
+    ///
+    /// # Errors
+    ///
+    /// Those of [`items`](Self::items).
+    ///
+    /// # Examples
+    ///
+    /// ```
+    /// # use std::collections::BTreeMap;
+    /// # use candle_core::{DType, Device, Tensor};
+    /// # use dist_checkpoint::{Checkpoints, StateDict, TensorKey};
+    /// # use pmap_mesh::DeviceMesh;
+    /// # let mesh = DeviceMesh::cpu(1)?;
+    /// # let folder = tempfile::tempdir()?;
+    /// let mut state = StateDict::new(&mesh, BTreeMap::from([("bias".to_owned(), vec![2])]));
+    /// let count = TensorKey { kind: "step", parameter: "bias", start: 0 };
+    /// state.add(0, count, Tensor::new(7_i64, &Device::Cpu)?)?;
+    /// # let checkpoints = Checkpoints::new(folder.path());
+    /// checkpoints.save(&mesh, 8, &state, &())?;
+    /// let checkpoint = checkpoints.latest()?.ok_or("no checkpoint")?;
+    /// let zero = Tensor::new(0_i64, &Device::Cpu)?;
+    /// assert_eq!(checkpoint.like(count, &zero)?.to_scalar::<i64>()?, 7);
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
+    pub fn like(&self, key: TensorKey<'_>, like: &Tensor) -> Result<Tensor> {
+        // The slots that keep no item of a parameter write no scalar of it: all slots, if it has none.
+        if like.elem_count() == 0 || self.has_no_items(key.parameter) {
+            return Tensor::zeros(like.dims(), like.dtype(), &Device::Cpu).doing(LOADING);
+        }
+        if like.rank() == 0 {
+            return self.scalar(key);
+        }
+        self.items(key, like.elem_count())?.reshape(like.dims()).doing(LOADING)
+    }
+
+    /// Returns true if the model has a parameter of this name without any item.
+    fn has_no_items(&self, parameter: &str) -> bool {
+        self.index.parameters.get(parameter).is_some_and(|shape| shape.contains(&0))
+    }
+
+    /// Reads the scalar of a parameter. Every slot with some of its items has written it, and all have
+    /// the same.
+    fn scalar(&self, key: TensorKey<'_>) -> Result<Tensor> {
+        let first = &self.pieces(key)?[0];
+        first.read(first.items(), self.values)?.reshape(()).doing(LOADING)
+    }
+
+    /// Returns the pieces that belong to the kind and parameter of a key; at least one.
+    fn pieces(&self, key: TensorKey<'_>) -> Result<&[Piece]> {
+        self.pieces.get(&key.owner()).map(Vec::as_slice).ok_or_else(|| incomplete(key))
+    }
+}
+
+const LOADING: &str = "loading a tensor of a checkpoint";
+
+/// Returns the error that the first item of a key is missing.
+fn incomplete(key: TensorKey<'_>) -> Error {
+    Error::Parameter(ParameterError::Incomplete {
+        name: key.parameter.to_owned(),
+        kind: key.kind.to_owned(),
+        item: key.start,
+    })
+}

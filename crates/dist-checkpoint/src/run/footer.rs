@@ -1,0 +1,65 @@
+//! The footer of an index: the checksum of the text before it, as the last member of the object.
+
+use std::path::Path;
+
+use crate::{
+    error::{Error, Result, file_part::FilePart},
+    safetensors::checksum::Checksum,
+};
+
+const BEGIN: &[u8] = b",\n  \"checksum\": \"";
+const END: &[u8] = b"\"\n}";
+
+/// Adds a checksum to the text of an object.
+pub(super) fn add(mut text: Vec<u8>) -> Vec<u8> {
+    debug_assert!(text.ends_with(b"\n}"), "an object that is printed over several lines");
+    text.truncate(text.len() - 2);
+    let checksum = Checksum::of(&text);
+    [&text, BEGIN, checksum.to_string().as_bytes(), END].concat()
+}
+
+/// Checks that a text ends with the checksum of what is before it.
+///
+/// # Errors
+///
+/// [`Error::NoChecksum`], [`Error::Checksum`].
+pub(super) fn check(path: &Path, text: &[u8]) -> Result<()> {
+    let Some((checked, expected)) = split(text) else {
+        let path = path.to_owned();
+        return Err(Error::NoChecksum { path, part: FilePart::Index });
+    };
+    let found = Checksum::of(checked);
+    if found == expected {
+        return Ok(());
+    }
+    Err(Error::Checksum {
+        path: path.to_owned(),
+        part: FilePart::Index,
+        expected: expected.get(),
+        found: found.get(),
+    })
+}
+
+fn split(text: &[u8]) -> Option<(&[u8], Checksum)> {
+    let text = text.strip_suffix(END)?;
+    let (text, digits) = text.split_at_checked(text.len().checked_sub(Checksum::DIGITS)?)?;
+    let checksum = Checksum::parse(str::from_utf8(digits).ok()?)?;
+    Some((text.strip_suffix(BEGIN)?, checksum))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_checksum_is_that_of_the_text_before_it() {
+        let text = br#"{
+  "format_version": 1,
+  "step": 7
+}"#;
+        let complete = add(text.to_vec());
+        // `zlib.crc32` of Python says so.
+        let expected = [&text[..text.len() - 2], b",\n  \"checksum\": \"256f795d\"\n}"].concat();
+        assert_eq!(String::from_utf8(complete), String::from_utf8(expected));
+    }
+}

@@ -1,0 +1,219 @@
+//! The index of a checkpoint: its parameters, its files, and the states of trainer and run.
+
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    fs::File,
+    io::{self, Read},
+    path::Path,
+};
+
+use fsdp_plan::support::MAX_HEADER_LEN;
+use serde::{Deserialize, Serialize};
+use serde_json::{Value, value::RawValue};
+
+use crate::{
+    disk::{At, check_file, write_file},
+    error::{Error, Result},
+    run::{
+        footer,
+        shard::{self, Origin, read::Expected},
+    },
+    safetensors::{checksum::Checksum, tensor_file::Written},
+};
+
+/// The name of the index in its folder.
+pub(super) const INDEX: &str = "index.json";
+/// The form of the index and of the files that it lists.
+const FORMAT_VERSION: u32 = 1;
+/// What is read of an index at most: it names what the headers of its files describe, and is no
+/// longer than one may be.
+const MAX_BYTES: u64 = MAX_HEADER_LEN;
+
+/// The index of a checkpoint.
+#[derive(Debug, Serialize, Deserialize)]
+pub(super) struct Index {
+    format_version: u32,
+    /// The name of the run, if it has one.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(super) run: Option<String>,
+    /// How many steps had been taken.
+    pub(super) step: u64,
+    /// The model's parameters and their shapes.
+    pub(super) parameters: BTreeMap<String, Vec<usize>>,
+    pub(super) files: Vec<Listed>,
+    /// The state of the trainer that wrote it, if one did.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(super) trainer: Option<Box<RawValue>>,
+    /// Whatever else the run had to remember.
+    pub(super) state: Value,
+    // The last member of the text, `checksum`, is added and checked by `footer`.
+}
+
+/// What every version of the index says.
+#[derive(Deserialize)]
+struct Version {
+    format_version: u32,
+}
+
+/// A file of a checkpoint.
+#[derive(Debug, Serialize, Deserialize)]
+pub(super) struct Listed {
+    pub(super) name: String,
+    bytes: u64,
+    /// The checksum of its header, which has those of its tensors.
+    header: Checksum,
+}
+
+impl Listed {
+    pub(super) fn new(name: String, written: Written) -> Self {
+        Self { name, bytes: written.bytes, header: written.header }
+    }
+}
+
+impl Index {
+    pub(super) fn new(
+        run: Option<String>,
+        step: u64,
+        parameters: BTreeMap<String, Vec<usize>>,
+        files: Vec<Listed>,
+        trainer: Option<Box<RawValue>>,
+        state: Value,
+    ) -> Self {
+        let format_version = FORMAT_VERSION;
+        Self { format_version, run, step, parameters, files, trainer, state }
+    }
+
+    /// Writes it, and waits until it is on disk.
+    pub(super) fn write(&self, path: &Path) -> Result<()> {
+        let text = self.to_text(path)?;
+        let found = text.len() as u64;
+        // What would be refused when it is read must not replace an older checkpoint.
+        if found > MAX_BYTES {
+            let path = path.to_owned();
+            return Err(Error::IndexTooLong { path, found, max: MAX_BYTES });
+        }
+        // Nor what is nested too deep.
+        Self::parse(path, &text)?;
+        write_file(path, &text)
+    }
+
+    /// What is written to `path`.
+    pub(super) fn to_text(&self, path: &Path) -> Result<Vec<u8>> {
+        let text = serde_json::to_vec_pretty(self).map_err(|cause| json_error(path, cause))?;
+        Ok(footer::add(text))
+    }
+
+    /// The index at `path`, and the checksum of its text, which is that of all that the checkpoint
+    /// holds: the text has the checksums of headers, and those have the ones of tensors.
+    pub(super) fn read(path: &Path) -> Result<(Self, Checksum)> {
+        let text = read_text(path).at(path)?;
+        Ok((Self::parse(path, &text)?, Checksum::of(&text)))
+    }
+
+    /// Reads the text of the index at `path`.
+    pub(super) fn parse(path: &Path, text: &[u8]) -> Result<Self> {
+        // The version is all that the forms of the index have in common.
+        let Version { format_version } =
+            serde_json::from_slice(text).map_err(|cause| json_error(path, cause))?;
+        if format_version != FORMAT_VERSION {
+            return Err(Error::FormatVersion {
+                path: path.to_owned(),
+                found: format_version,
+                supported: FORMAT_VERSION,
+            });
+        }
+        footer::check(path, text)?;
+        let index: Self = serde_json::from_slice(text).map_err(|cause| json_error(path, cause))?;
+        index.check_files(path)?;
+        Ok(index)
+    }
+
+    /// What a file must be.
+    pub(super) fn expected(&self, listed: &Listed) -> Expected {
+        let origin = Origin { run: self.run.clone(), step: self.step, file: listed.name.clone() };
+        Expected { bytes: listed.bytes, origin, header: listed.header }
+    }
+
+    fn check_files(&self, path: &Path) -> Result<()> {
+        let mut names = BTreeSet::new();
+        for Listed { name, .. } in &self.files {
+            if !shard::is_name(name) || !names.insert(name) {
+                let (path, file) = (path.to_owned(), name.clone());
+                return Err(Error::Listed { path, file });
+            }
+        }
+        Ok(())
+    }
+}
+
+/// An error of the JSON in the index at `path`.
+pub(super) fn json_error(path: &Path, cause: serde_json::Error) -> Error {
+    Error::Json { path: path.to_owned(), cause }
+}
+
+fn read_text(path: &Path) -> io::Result<Vec<u8>> {
+    let mut text = Vec::new();
+    check_file(path)?;
+    File::open(path)?.take(MAX_BYTES).read_to_end(&mut text)?;
+    Ok(text)
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+    use crate::error::Error;
+
+    fn index(state: Value) -> Index {
+        let parameters = [("a".to_owned(), vec![2, 3]), ("b".to_owned(), vec![])].into();
+        let written = Written { bytes: 376, header: Checksum::of(b"a header") };
+        let files = vec![Listed::new(shard::name(0, 1), written)];
+        Index::new(Some("c0ffee".to_owned()), 7, parameters, files, None, state)
+    }
+
+    #[test]
+    fn an_index_that_could_not_be_read_is_not_written() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join(INDEX);
+        let state = Value::String("x".repeat(usize::try_from(MAX_BYTES).unwrap()));
+        let error = index(state).write(&path).unwrap_err();
+        let Error::IndexTooLong { found, max, .. } = error else { panic!("{error}") };
+        assert!(found > max && !path.exists());
+    }
+
+    #[test]
+    fn an_index_that_is_nested_too_deep_is_not_written() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join(INDEX);
+        let nested = |depth| (0..depth).fold(Value::Null, |inner, _| Value::Array(vec![inner]));
+        let refused = index(nested(200)).write(&path);
+        assert!(matches!(refused, Err(Error::Json { .. })));
+        assert!(!path.exists());
+        index(nested(100)).write(&path).unwrap();
+        assert_eq!(Index::read(&path).unwrap().0.state, nested(100));
+    }
+
+    #[test]
+    fn every_changed_bit_and_every_missing_end_is_noticed() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join(INDEX);
+        // Text that looks like the end of an index, in the middle of one.
+        let state =
+            json!({"x": ",\n  \"checksum\": \"00000000\"\n}", "y": [1.5, null, "\u{1f980}"]});
+        index(state.clone()).write(&path).unwrap();
+        let (read, checksum) = Index::read(&path).unwrap();
+        assert_eq!((read.state, read.step, read.run.as_deref()), (state, 7, Some("c0ffee")));
+        let text = std::fs::read(&path).unwrap();
+        assert_eq!(checksum, Checksum::of(&text));
+        for bit in 0..text.len() * 8 {
+            let mut other = text.clone();
+            other[bit / 8] ^= 1 << (bit % 8);
+            assert!(Index::parse(&path, &other).is_err(), "bit {bit}");
+        }
+        for len in 0..text.len() {
+            assert!(Index::parse(&path, &text[..len]).is_err(), "{len} bytes");
+        }
+        assert!(Index::parse(&path, &[&text[..], b"\n"].concat()).is_err());
+    }
+}

@@ -1,0 +1,72 @@
+//! The names of tensors in a checkpoint.
+
+use std::fmt;
+
+/// The kind of a model's parameters; an optimizer names its own kinds.
+pub(crate) const MODEL: &str = "model";
+
+/// The key of a tensor in a checkpoint: a range of the items of a parameter, or of something that is
+/// kept for each of them, or a scalar that is kept for the parameter.
+///
+/// # Examples
+///
+/// ```
+/// use dist_checkpoint::TensorKey;
+///
+/// let key = TensorKey { kind: "exp_avg", parameter: "h.0.weight", start: 12 };
+/// assert_eq!(key.to_string(), "exp_avg/h.0.weight@12");
+/// assert_eq!(TensorKey::model("bias", 0).to_string(), "model/bias@0");
+/// ```
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[expect(clippy::exhaustive_structs, reason = "callers make keys, which have no other parts")]
+pub struct TensorKey<'a> {
+    /// `model` for the parameter itself, or the name that an optimizer gives to its state.
+    pub kind: &'a str,
+    /// The name of the parameter.
+    pub parameter: &'a str,
+    /// The first item, in row-major order.
+    pub start: usize,
+}
+
+impl<'a> TensorKey<'a> {
+    /// Returns the key of a parameter's own items from `start` on.
+    pub fn model(parameter: &'a str, start: usize) -> Self {
+        Self { kind: MODEL, parameter, start }
+    }
+
+    /// Parses a name as it is displayed.
+    pub(super) fn parse(key: &'a str) -> Option<Self> {
+        let (kind, rest) = key.split_once('/')?;
+        let (parameter, start) = rest.rsplit_once('@')?;
+        Some(Self { kind, parameter, start: start.parse().ok()? })
+    }
+
+    /// Returns the key without its position.
+    pub(super) fn owner(self) -> Owner {
+        (self.kind.to_owned(), self.parameter.to_owned())
+    }
+}
+
+impl fmt::Display for TensorKey<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}/{}@{}", self.kind, self.parameter, self.start)
+    }
+}
+
+/// A kind, and the parameter that it belongs to.
+pub(super) type Owner = (String, String);
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_are_read_as_they_are_written() {
+        let key = TensorKey { kind: "exp_avg", parameter: "a/b@c.weight", start: 12 };
+        assert_eq!(key.to_string(), "exp_avg/a/b@c.weight@12");
+        assert_eq!(TensorKey::parse(&key.to_string()), Some(key));
+        for other in ["weight", "model/weight", "weight@3", "model/weight@", "model/weight@-1"] {
+            assert_eq!(TensorKey::parse(other), None, "{other}");
+        }
+    }
+}

@@ -1,0 +1,425 @@
+//! The one writer of safetensors files.
+
+use std::{
+    cmp::Reverse,
+    collections::BTreeMap,
+    io::{self, Seek, Write},
+    mem,
+    ops::Range,
+    path::{Path, PathBuf},
+};
+
+use bytemuck::cast_slice;
+use candle_core::{CpuStorage, DType, Device, Storage, Tensor};
+use safetensors::tensor::{Dtype, TensorInfo as FileTensorInfo};
+use serde::{Serialize, Serializer, ser::SerializeMap};
+
+use crate::{
+    disk::{At, between_calls},
+    error::{Doing, Error, Result, parameter::ParameterError},
+    safetensors::{
+        checksum::{BLOCK, Checksum, to_digits},
+        finite::Values,
+        scan::{PIECE, Scan, Scanned},
+        stored::header_bytes,
+    },
+};
+
+/// The name, shape and type of a tensor.
+#[derive(Clone, Debug, PartialEq)]
+pub struct TensorInfo {
+    /// Its name in the file or the model.
+    pub name: String,
+    /// Its dimensions.
+    pub shape: Vec<usize>,
+    /// The type of its items.
+    pub dtype: DType,
+}
+
+impl TensorInfo {
+    /// Describes `tensor` under a name.
+    ///
+    /// # Examples
+    ///
+    /// ```
+    /// use candle_core::{DType, Device, Tensor};
+    /// use dist_checkpoint::TensorInfo;
+    ///
+    /// let info = TensorInfo::new("weight", &Tensor::zeros((2, 3), DType::F32, &Device::Cpu)?);
+    /// assert_eq!((info.shape, info.dtype), (vec![2, 3], DType::F32));
+    /// # Ok::<(), candle_core::Error>(())
+    /// ```
+    pub fn new(name: impl Into<String>, tensor: &Tensor) -> Self {
+        Self { name: name.into(), shape: tensor.dims().to_vec(), dtype: tensor.dtype() }
+    }
+
+    /// Sorts tensors as files have them: wide types first, so that all are aligned. Tensors of one
+    /// type keep their order.
+    ///
+    /// # Examples
+    ///
+    /// ```
+    /// use candle_core::{DType, Device, Tensor};
+    /// use dist_checkpoint::TensorInfo;
+    ///
+    /// let half = Tensor::zeros(3, DType::BF16, &Device::Cpu)?;
+    /// let single = half.to_dtype(DType::F32)?;
+    /// let mut tensors = [TensorInfo::new("half", &half), TensorInfo::new("single", &single)];
+    /// TensorInfo::sort(&mut tensors);
+    /// assert_eq!(tensors[0].name, "single");
+    /// # Ok::<(), candle_core::Error>(())
+    /// ```
+    pub fn sort(tensors: &mut [Self]) {
+        tensors.sort_by_key(|info| Reverse(Dtype::from(info.dtype)));
+    }
+
+    pub(crate) fn n_bytes(&self) -> usize {
+        self.shape.iter().product::<usize>() * self.dtype.size_in_bytes()
+    }
+}
+
+/// A safetensors file that is written a tensor at a time.
+///
+/// No more than one tensor is copied at once. What is written may lie on any device and be a view.
+///
+/// # Examples
+///
+/// ```
+/// use std::collections::BTreeMap;
+///
+/// use candle_core::{Device, Tensor};
+/// use dist_checkpoint::{TensorFile, TensorInfo, files::AtomicFile};
+///
+/// # let folder = tempfile::tempdir()?;
+/// # let path = folder.path().join("logits.safetensors");
+/// let logits = Tensor::new(&[[0.5_f32, 1.5]], &Device::Cpu)?;
+/// let tensors = [TensorInfo::new("logits", &logits)];
+/// let mut file = TensorFile::create(AtomicFile::new(&path)?, &path, &tensors, BTreeMap::new())?;
+/// file.write(&logits)?;
+/// file.finish()?.persist()?;
+/// let read = candle_core::safetensors::load(&path, &Device::Cpu)?;
+/// assert_eq!(read["logits"].to_vec2::<f32>()?, [[0.5, 1.5]]);
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+#[derive(Debug)]
+pub struct TensorFile<W> {
+    out: W,
+    /// The path that errors name.
+    path: PathBuf,
+    header: Header,
+    values: Values,
+    n_written: usize,
+}
+
+/// The facts about a file that an index states.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Written {
+    /// Its length.
+    pub(crate) bytes: u64,
+    /// The checksum of its header.
+    pub(crate) header: Checksum,
+}
+
+impl<W: Write + Seek> TensorFile<W> {
+    /// Writes the header of a file of these tensors to `out`, which is the file at `path`.
+    ///
+    /// Their items follow in this order. Readers map files into memory, so [sort](TensorInfo::sort) the
+    /// tensors before, or some are not aligned to their types.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Header`] if a file of so many tensors could not be read, [`Error::Io`].
+    pub fn create(
+        out: W,
+        path: impl Into<PathBuf>,
+        tensors: &[TensorInfo],
+        metadata: BTreeMap<String, String>,
+    ) -> Result<Self> {
+        Self::with_header(out, path.into(), Header::new(tensors, metadata))
+    }
+
+    /// Like [`create`](Self::create), with the checksums of each tensor under its name in the
+    /// metadata: zeros until the file is finished.
+    pub(crate) fn create_checked(
+        out: W,
+        path: impl Into<PathBuf>,
+        tensors: &[TensorInfo],
+        metadata: BTreeMap<String, String>,
+    ) -> Result<Self> {
+        let mut header = Header::new(tensors, metadata);
+        header.has_checksums = true;
+        for info in tensors {
+            let zeros = vec![Checksum::default(); info.n_bytes().div_ceil(BLOCK)];
+            header.metadata.insert(info.name.clone(), to_digits(&zeros));
+        }
+        Self::with_header(out, path.into(), header)
+    }
+
+    fn with_header(mut out: W, path: PathBuf, header: Header) -> Result<Self> {
+        let bytes = header.to_bytes(&path)?;
+        between_calls();
+        out.write_all(&bytes).at(&path)?;
+        Ok(Self { out, path, header, values: Values::default(), n_written: 0 })
+    }
+
+    /// Accepts numbers that are infinite or not numbers, which are errors by default.
+    #[must_use]
+    pub fn allow_non_finite(self) -> Self {
+        self.with_values(Values::Any)
+    }
+
+    pub(crate) fn with_values(self, values: Values) -> Self {
+        Self { values, ..self }
+    }
+
+    /// Writes the items of the next tensor.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::TensorCount`] if there is no next one, [`ParameterError::Shape`] or
+    /// [`ParameterError::Dtype`] if it is another tensor, [`Error::NotFinite`], [`Error::Io`].
+    pub fn write(&mut self, tensor: &Tensor) -> Result<()> {
+        let Some((info, _)) = self.header.tensors.get(self.n_written) else {
+            return Err(self.count_error(self.n_written + 1));
+        };
+        ParameterError::check_shape(&info.name, tensor.dims(), &info.shape)?;
+        ParameterError::check_dtype(&info.name, tensor.dtype(), info.dtype)?;
+        let mut blocks = Blocks::new(&mut self.out, info, self.values);
+        let local = tensor.contiguous().and_then(|items| items.to_device(&Device::Cpu));
+        match local.and_then(|items| copy_items(&items, &mut blocks)) {
+            Err(candle_core::Error::Io(cause)) => return Err(cause).at(&self.path),
+            written => written.doing("copying a tensor to a file")?,
+        }
+        blocks.end_block().at(&self.path)?;
+        if let Some(item) = blocks.refused {
+            let (path, tensor) = (self.path.clone(), info.name.clone());
+            return Err(Error::NotFinite { path, tensor, item });
+        }
+        if self.header.has_checksums {
+            let digits = to_digits(&blocks.checksums);
+            self.header.metadata.insert(info.name.clone(), digits);
+        }
+        self.n_written += 1;
+        Ok(())
+    }
+
+    /// Returns the file, of which all tensors are written. Its content may not be on disk yet.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::TensorCount`] if some are missing.
+    pub fn finish(self) -> Result<W> {
+        if self.n_written < self.header.tensors.len() {
+            return Err(self.count_error(self.n_written));
+        }
+        Ok(self.out)
+    }
+
+    /// Like [`finish`](Self::finish), once the checksums have taken their places.
+    pub(crate) fn finish_checked(mut self) -> Result<(W, Written)> {
+        let header = self.header.to_bytes(&self.path)?;
+        let bytes = (header.len() + self.header.n_bytes()) as u64;
+        between_calls();
+        self.out.rewind().at(&self.path)?;
+        self.out.write_all(&header).at(&self.path)?;
+        Ok((self.finish()?, Written { bytes, header: Checksum::of(&header) }))
+    }
+
+    fn count_error(&self, found: usize) -> Error {
+        let expected = self.header.tensors.len();
+        Error::TensorCount { path: self.path.clone(), found, expected }
+    }
+}
+
+/// The header of a file, as it is written.
+#[derive(Debug)]
+struct Header {
+    metadata: BTreeMap<String, String>,
+    has_checksums: bool,
+    /// The tensors, and where their bytes begin.
+    tensors: Vec<(TensorInfo, usize)>,
+}
+
+impl Header {
+    fn new(tensors: &[TensorInfo], metadata: BTreeMap<String, String>) -> Self {
+        let mut end = 0;
+        let mut placed = Vec::with_capacity(tensors.len());
+        for info in tensors {
+            placed.push((info.clone(), end));
+            end += info.n_bytes();
+        }
+        Self { metadata, has_checksums: false, tensors: placed }
+    }
+
+    /// Returns the number of bytes of all tensors.
+    fn n_bytes(&self) -> usize {
+        self.tensors.last().map_or(0, |(info, begin)| begin + info.n_bytes())
+    }
+
+    fn to_bytes(&self, path: &Path) -> Result<Vec<u8>> {
+        let json = serde_json::to_vec(self)
+            .map_err(|cause| Error::Json { path: path.to_owned(), cause })?;
+        header_bytes(&json, path)
+    }
+}
+
+impl Serialize for Header {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        let mut map = serializer.serialize_map(None)?;
+        if !self.metadata.is_empty() {
+            map.serialize_entry("__metadata__", &self.metadata)?;
+        }
+        for (info, begin) in &self.tensors {
+            let file_info = FileTensorInfo {
+                dtype: info.dtype.into(),
+                shape: info.shape.clone(),
+                data_offsets: (*begin, begin + info.n_bytes()),
+            };
+            map.serialize_entry(&info.name, &file_info)?;
+        }
+        map.end()
+    }
+}
+
+/// Writes the items of a contiguous tensor on the processor.
+fn copy_items<W: Write>(items: &Tensor, blocks: &mut Blocks<'_, W>) -> candle_core::Result<()> {
+    let (storage, layout) = items.storage_and_layout();
+    if let Storage::Cpu(storage) = &*storage
+        && let Some((start, end)) = layout.contiguous_offsets()
+        && let Some(bytes) = bytes_of(storage, start..end)
+    {
+        return Ok(blocks.write_all(bytes)?);
+    }
+    // candle locks it again. It copies the tensor, and hands over item by item: that takes several
+    // times as long as to write them.
+    drop(storage);
+    items.write_bytes(blocks)
+}
+
+/// Some items as a file has them, if they lie in memory so.
+fn bytes_of(storage: &CpuStorage, items: Range<usize>) -> Option<&[u8]> {
+    if cfg!(target_endian = "big") {
+        return None;
+    }
+    Some(match storage {
+        CpuStorage::U8(all) => &all[items],
+        CpuStorage::U32(all) => cast_slice(&all[items]),
+        CpuStorage::I16(all) => cast_slice(&all[items]),
+        CpuStorage::I32(all) => cast_slice(&all[items]),
+        CpuStorage::I64(all) => cast_slice(&all[items]),
+        CpuStorage::BF16(all) => cast_slice(&all[items]),
+        CpuStorage::F16(all) => cast_slice(&all[items]),
+        CpuStorage::F32(all) => cast_slice(&all[items]),
+        CpuStorage::F64(all) => cast_slice(&all[items]),
+        // The crates of other types do not promise it.
+        _ => return None,
+    })
+}
+
+/// Collects the bytes of a tensor, writes them block by block, and scans each.
+struct Blocks<'a, W> {
+    out: &'a mut W,
+    dtype: DType,
+    values: Values,
+    /// The block that is being filled.
+    bytes: Vec<u8>,
+    /// Those of the blocks that are written.
+    checksums: Vec<Checksum>,
+    /// The first item that is refused, in the blocks that are written.
+    refused: Option<usize>,
+}
+
+impl<'a, W: Write> Blocks<'a, W> {
+    fn new(out: &'a mut W, info: &TensorInfo, values: Values) -> Self {
+        let bytes = Vec::with_capacity(info.n_bytes().min(BLOCK));
+        Self { out, dtype: info.dtype, values, bytes, checksums: Vec::new(), refused: None }
+    }
+
+    /// Writes the block that is being filled, if there is anything in it.
+    fn end_block(&mut self) -> io::Result<()> {
+        if self.bytes.is_empty() {
+            return Ok(());
+        }
+        let mut bytes = mem::take(&mut self.bytes);
+        self.write_block(&bytes)?;
+        bytes.clear();
+        self.bytes = bytes;
+        Ok(())
+    }
+
+    fn write_block(&mut self, bytes: &[u8]) -> io::Result<()> {
+        let mut scan = Scan::new(self.dtype, self.values);
+        for piece in bytes.chunks(PIECE) {
+            between_calls();
+            self.out.write_all(piece)?;
+            scan.add(piece);
+        }
+        let Scanned { checksum, refused } = scan.finish();
+        let first = self.checksums.len() * BLOCK / self.dtype.size_in_bytes();
+        self.refused = self.refused.or(refused.map(|item| first + item));
+        self.checksums.push(checksum);
+        Ok(())
+    }
+
+    /// Takes bytes that fill a block at least. Whole blocks are written from where they lie.
+    #[cold]
+    fn write_blocks(&mut self, mut bytes: &[u8]) -> io::Result<()> {
+        if !self.bytes.is_empty() {
+            let (first, rest) = bytes.split_at(BLOCK - self.bytes.len());
+            self.bytes.extend_from_slice(first);
+            self.end_block()?;
+            bytes = rest;
+        }
+        let blocks = bytes.chunks_exact(BLOCK);
+        self.bytes.extend_from_slice(blocks.remainder());
+        for block in blocks {
+            self.write_block(block)?;
+        }
+        Ok(())
+    }
+}
+
+impl<W: Write> Write for Blocks<'_, W> {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        self.write_all(bytes)?;
+        Ok(bytes.len())
+    }
+
+    /// candle hands over item by item: this must be no more than the copy of one.
+    #[inline]
+    fn write_all(&mut self, bytes: &[u8]) -> io::Result<()> {
+        if bytes.len() >= BLOCK - self.bytes.len() {
+            return self.write_blocks(bytes);
+        }
+        self.bytes.extend_from_slice(bytes);
+        Ok(())
+    }
+
+    /// Does nothing: a block ends when it is full.
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn blocks_do_not_depend_on_the_pieces() {
+        let len = 3 * BLOCK + 5;
+        let info = TensorInfo { name: "a".to_owned(), shape: vec![len], dtype: DType::U8 };
+        let bytes: Vec<u8> = (0..251).cycle().take(len).collect();
+        let expected: Vec<_> = bytes.chunks(BLOCK).map(Checksum::of).collect();
+        for cut in [1 << 10, 4097, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK, len] {
+            let mut out = Vec::new();
+            let mut blocks = Blocks::new(&mut out, &info, Values::Finite);
+            for bytes in bytes.chunks(cut) {
+                blocks.write_all(bytes).unwrap();
+            }
+            blocks.end_block().unwrap();
+            assert_eq!(blocks.checksums, expected, "{cut} bytes at once");
+            assert!(out == bytes, "{cut} bytes at once");
+        }
+    }
+}

@@ -1,0 +1,258 @@
+//! Checkpoints are whole or not there, and hostile files are refused.
+
+use std::{fs, path::Path};
+
+use candle_core::{DType, Device, Tensor};
+use dist_checkpoint::{Checkpoint, Checkpoints, Error, FilePart, ParameterError};
+use pmap_mesh::DeviceMesh;
+
+use crate::run::{Run, saved};
+
+/// Why a checkpoint cannot be opened.
+fn refused(path: &Path) -> Error {
+    match Checkpoint::open(path) {
+        Err(error) => error,
+        other => panic!("{other:?}"),
+    }
+}
+
+#[test]
+fn what_is_not_whole_is_never_taken_for_a_checkpoint() {
+    let folder = tempfile::tempdir().unwrap();
+    let checkpoints = Checkpoints::new(folder.path());
+    assert!(checkpoints.latest().unwrap().is_none());
+    let run = Run::cpu(2);
+    let newest = || checkpoints.latest().unwrap().map(|checkpoint| checkpoint.step());
+    saved(folder.path(), &run, 1);
+    let second = saved(folder.path(), &run, 2);
+    assert_eq!(newest(), Some(2));
+
+    // Stopped while a checkpoint was written: the folder has its first name.
+    fs::rename(second.path(), folder.path().join("step-0000000003.partial")).unwrap();
+    assert_eq!(newest(), Some(1));
+    // The next one clears it away.
+    let fourth = saved(folder.path(), &run, 4);
+    assert!(!folder.path().join("step-0000000003.partial").exists());
+
+    let shard = fourth.path().join("shard-00001-of-00002.safetensors");
+    let bytes = fs::read(&shard).unwrap();
+    for torn in [&bytes[..bytes.len() - 1], &bytes[..4], &[], &[&bytes[..], b"x"].concat()[..]] {
+        fs::write(&shard, torn).unwrap();
+        let Error::Length { path, found, expected } = refused(fourth.path()) else {
+            panic!("a file of another length is refused by its length")
+        };
+        assert_eq!((&path, found), (&shard, torn.len() as u64));
+        assert_eq!(expected, bytes.len() as u64);
+        assert_eq!(newest(), Some(1));
+    }
+    let mut hostile = bytes.clone();
+    hostile[..8].copy_from_slice(&u64::MAX.to_le_bytes());
+    fs::write(&shard, &hostile).unwrap();
+    assert!(matches!(refused(fourth.path()), Error::Header { path, .. } if path == shard));
+    fs::remove_file(&shard).unwrap();
+    assert!(matches!(refused(fourth.path()), Error::Io { path, .. } if path == shard));
+    assert_eq!(newest(), Some(1));
+    fs::write(&shard, &bytes).unwrap();
+    assert_eq!(newest(), Some(4));
+
+    let index = fourth.path().join("index.json");
+    let text = fs::read_to_string(&index).unwrap();
+    for other in [&text[..text.len() / 2], "{}"] {
+        fs::write(&index, other).unwrap();
+        assert!(matches!(refused(fourth.path()), Error::Json { path, .. } if path == index));
+    }
+    let other_number = text.replace("\"format_version\": 1", "\"format_version\": 2");
+    for other in [r#"{"format_version": 2, "tensors": []}"#, &other_number] {
+        fs::write(&index, other).unwrap();
+        let error = refused(fourth.path());
+        assert!(matches!(error, Error::FormatVersion { found: 2, supported: 1, .. }));
+        let message = error.to_string();
+        assert!(message.ends_with("format version 2 is not supported, 1 is"), "{message}");
+    }
+    // One that was edited, and one that hides its checksum.
+    fs::write(&index, text.replace("\"step\": 4", "\"step\": 5")).unwrap();
+    let edited = refused(fourth.path());
+    assert!(matches!(&edited, Error::Checksum { part: FilePart::Index, .. }), "{edited}");
+    fs::write(&index, format!("{text}\n")).unwrap();
+    let edited = refused(fourth.path());
+    assert!(matches!(edited, Error::NoChecksum { part: FilePart::Index, .. }));
+}
+
+#[test]
+fn the_newest_are_kept() {
+    let folder = tempfile::tempdir().unwrap();
+    let run = Run::cpu(1);
+    let checkpoints = Checkpoints::new(folder.path()).keep(3);
+    for step in [10, 20, 30, 40, 50] {
+        checkpoints.save(&run.mesh, step, &run.state_dict(), &()).unwrap();
+    }
+    let mut names: Vec<_> = fs::read_dir(folder.path())
+        .unwrap()
+        .map(|entry| entry.unwrap().file_name().into_string().unwrap())
+        .collect();
+    names.sort();
+    let steps = ["step-0000000030", "step-0000000040", "step-0000000050"];
+    assert_eq!(names, [&["holder.json", "lock"][..], &steps].concat());
+    drop(checkpoints);
+    assert!(!folder.path().join("holder.json").exists(), "nobody holds the lock any more");
+}
+
+#[test]
+fn a_damaged_checkpoint_is_written_again_and_counts_for_none() {
+    let folder = tempfile::tempdir().unwrap();
+    let run = Run::cpu(2);
+    let steps = || {
+        let names = fs::read_dir(folder.path())
+            .unwrap()
+            .map(|entry| entry.unwrap().file_name().into_string().unwrap());
+        names.filter(|name| name != "lock").collect::<std::collections::BTreeSet<_>>()
+    };
+    saved(folder.path(), &run, 10);
+    let newest = saved(folder.path(), &run, 20);
+    fs::remove_file(newest.path().join("shard-00002-of-00002.safetensors")).unwrap();
+    assert_eq!(Checkpoints::new(folder.path()).latest().unwrap().unwrap().step(), 10);
+    assert_eq!(Checkpoints::new(folder.path()).steps().unwrap(), [10]);
+    // The run continues from there, and comes to the same step again.
+    assert_eq!(saved(folder.path(), &run, 20).step(), 20);
+    assert_eq!(steps().into_iter().collect::<Vec<_>>(), ["step-0000000010", "step-0000000020"]);
+
+    // A damaged one takes no place of those that are kept; what is not ours, or later, stays.
+    fs::create_dir(folder.path().join("step-0000000025")).unwrap();
+    fs::create_dir(folder.path().join("notes.partial")).unwrap();
+    fs::create_dir(folder.path().join("step-0000000099")).unwrap();
+    Checkpoints::new(folder.path()).save(&run.mesh, 30, &run.state_dict(), &()).unwrap();
+    let expected = ["notes.partial", "step-0000000020", "step-0000000030", "step-0000000099"];
+    assert_eq!(steps().into_iter().collect::<Vec<_>>(), expected);
+}
+
+/// Changes the index of a checkpoint, and says its new checksum in it.
+fn edit_index(checkpoint: &Checkpoint, edit: impl FnOnce(&mut serde_json::Value)) {
+    let path = checkpoint.path().join("index.json");
+    let mut index: serde_json::Value = serde_json::from_slice(&fs::read(&path).unwrap()).unwrap();
+    index.as_object_mut().unwrap().remove("checksum");
+    edit(&mut index);
+    let text = format!("{index:#}");
+    let text = text.strip_suffix("\n}").unwrap();
+    let checksum = crc32fast::hash(text.as_bytes());
+    fs::write(path, format!("{text},\n  \"checksum\": \"{checksum:08x}\"\n}}")).unwrap();
+}
+
+/// Replaces the file of a checkpoint of one slot, and says so in its index.
+fn replace_shard(checkpoint: &Checkpoint, bytes: &[u8]) {
+    let (len, _) = bytes.split_first_chunk::<8>().unwrap();
+    let header = &bytes[..8 + usize::try_from(u64::from_le_bytes(*len)).unwrap()];
+    edit_index(checkpoint, |index| {
+        index["files"][0]["bytes"] = bytes.len().into();
+        index["files"][0]["header"] = format!("{:08x}", crc32fast::hash(header)).into();
+    });
+    fs::write(checkpoint.path().join(SHARD), bytes).unwrap();
+}
+
+/// The file of a checkpoint of step 1 with these tensors, each of one block.
+#[expect(clippy::disallowed_types, reason = "what the safetensors crate takes")]
+fn shard<V: safetensors::View>(tensors: Vec<(&str, V)>) -> Vec<u8> {
+    let checksum = |tensor: &V| format!("{:08x}", crc32fast::hash(&tensor.data()));
+    let texts = tensors.iter().map(|(name, tensor)| ((*name).to_owned(), checksum(tensor)));
+    let origin = [("step", "1"), ("file", SHARD)];
+    let origin = origin.map(|(key, text)| (key.to_owned(), text.to_owned()));
+    let texts: std::collections::HashMap<_, _> = texts.chain(origin).collect();
+    safetensors::serialize(tensors, Some(texts)).unwrap()
+}
+
+const SHARD: &str = "shard-00001-of-00001.safetensors";
+
+#[test]
+fn hostile_indices_are_refused() {
+    let folder = tempfile::tempdir().unwrap();
+    let checkpoint = saved(folder.path(), &Run::cpu(1), 1);
+    let index = checkpoint.path().join("index.json");
+    fs::write(folder.path().join("shard-.safetensors"), b"outside").unwrap();
+    for name in ["../shard-.safetensors", "/etc/hosts", "index.json"] {
+        edit_index(&checkpoint, |index| index["files"][0]["name"] = name.into());
+        assert!(
+            matches!(refused(checkpoint.path()), Error::Listed { path, file } if path == index && file == name)
+        );
+    }
+    edit_index(&checkpoint, |index| {
+        index["files"][0]["name"] = SHARD.into();
+        let first = index["files"][0].clone();
+        index["files"].as_array_mut().unwrap().push(first);
+    });
+    assert!(matches!(refused(checkpoint.path()), Error::Listed { file, .. } if file == SHARD));
+    edit_index(&checkpoint, |index| {
+        index["files"].as_array_mut().unwrap().truncate(1);
+        index["files"][0].as_object_mut().unwrap().remove("header");
+    });
+    let error = refused(checkpoint.path());
+    assert!(matches!(&error, Error::Json { path, .. } if *path == index), "{error}");
+}
+
+#[test]
+fn hostile_headers_are_refused() {
+    let folder = tempfile::tempdir().unwrap();
+    let checkpoint = saved(folder.path(), &Run::cpu(1), 1);
+    let tensor = Tensor::zeros(6, DType::F32, &Device::Cpu).unwrap();
+    let file = |key: &str| shard(vec![(key, &tensor)]);
+    // No name of a checkpoint, and items that would end beyond all numbers.
+    for name in ["weight", "model/weight", &format!("model/weight@{}", usize::MAX)] {
+        replace_shard(&checkpoint, &file(name));
+        assert!(matches!(refused(checkpoint.path()), Error::Key { key, .. } if key == name));
+    }
+    let whole = file("model/weight@0");
+    replace_shard(&checkpoint, &whole[..whole.len() - 4]);
+    let Error::Extent { described, found, .. } = refused(checkpoint.path()) else {
+        panic!("a file that ends too early is refused")
+    };
+    assert_eq!((described, found), (whole.len() as u64, whole.len() as u64 - 4));
+    // Numbers that candle does not have.
+    let complex = safetensors::tensor::TensorView::new(safetensors::Dtype::C64, vec![2], &[0; 16]);
+    replace_shard(&checkpoint, &shard(vec![("model/weight@0", complex.unwrap())]));
+    let error = Checkpoint::open(checkpoint.path()).unwrap_err();
+    assert!(
+        matches!(error, Error::Parameter(ParameterError::UnknownDtype { dtype, .. }) if dtype == "C64")
+    );
+    // A header that is whole and has no checksums.
+    let without = safetensors::serialize([("model/weight@0", &tensor)], None).unwrap();
+    replace_shard(&checkpoint, &without);
+    let error = refused(checkpoint.path());
+    let Error::NoChecksum { part: FilePart::Tensor(name), .. } = &error else { panic!("{error}") };
+    assert_eq!(name, "model/weight@0");
+}
+
+#[test]
+fn a_folder_that_cannot_be_written_is_an_error() {
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("file");
+    fs::write(&file, "no folder").unwrap();
+    let run = Run::cpu(1);
+    let save = Checkpoints::new(&file).save(&run.mesh, 1, &run.state_dict(), &());
+    assert!(matches!(save, Err(Error::Io { path, .. }) if path.starts_with(&file)));
+    saved(folder.path(), &run, 1);
+    let again = Checkpoints::new(folder.path()).save(&run.mesh, 1, &run.state_dict(), &());
+    assert!(
+        matches!(again, Err(Error::Exists { step: 1, .. })),
+        "a checkpoint is never overwritten"
+    );
+    assert!(Checkpoints::new(folder.path()).latest().unwrap().is_some());
+
+    let three = DeviceMesh::cpu(3).unwrap();
+    let state = run.state_dict();
+    let other_mesh = Checkpoints::new(folder.path()).save(&three, 2, &state, &());
+    assert!(matches!(other_mesh, Err(Error::Slots { found: 1, expected: 3 })));
+}
+
+#[test]
+fn a_state_that_would_not_be_read_as_it_is_is_refused() {
+    let folder = tempfile::tempdir().unwrap();
+    let run = Run::cpu(1);
+    let checkpoints = Checkpoints::new(folder.path());
+    let tensors = run.state_dict();
+    for best in [f64::INFINITY, f64::NAN] {
+        let error = checkpoints.save(&run.mesh, 1, &tensors, &("best loss", best)).unwrap_err();
+        assert!(matches!(&error, Error::Json { .. }), "{error}");
+    }
+    assert!(checkpoints.latest().unwrap().is_none());
+    checkpoints.save(&run.mesh, 1, &tensors, &("best loss", f64::MAX)).unwrap();
+    let state: (String, f64) = checkpoints.latest().unwrap().unwrap().state().unwrap();
+    assert_eq!(state.1.to_bits(), f64::MAX.to_bits());
+}

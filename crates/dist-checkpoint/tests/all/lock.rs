@@ -1,0 +1,272 @@
+//! One group of processes writes the checkpoints of a folder, and no other while it lives.
+
+use std::{
+    env,
+    fs::{self, File},
+    io::{self, BufRead, BufReader, Read, Write},
+    path::Path,
+    process::{self, Child, ChildStdout, Command, Stdio},
+};
+
+use dist_checkpoint::{Checkpoint, Checkpoints, Error};
+
+use super::run::Run;
+
+/// The folder in which a child of this program works.
+const FOLDER: &str = "CHECKPOINTS_TEST_FOLDER";
+
+fn save(checkpoints: &Checkpoints, run: &Run, step: u64) -> Result<(), Error> {
+    checkpoints.save(&run.mesh, step, &run.state_dict(), &())
+}
+
+/// Who holds the folder, as the refusal says.
+fn refused(result: Result<(), Error>) -> String {
+    let error = result.unwrap_err();
+    let text = error.to_string();
+    let Error::Locked { path, holder } = error else { panic!("{text}") };
+    let expected = format!("the run in {} is being trained by {holder}", path.display());
+    assert_eq!(text, expected);
+    holder
+}
+
+#[test]
+fn of_two_in_one_process_the_second_is_refused_and_readers_are_not() {
+    let folder = tempfile::tempdir().unwrap();
+    let mut run = Run::cpu(1);
+    let first = Checkpoints::new(folder.path());
+    save(&first, &run, 1).unwrap();
+    let second = Checkpoints::new(folder.path());
+    for attempt in [second.lock(&run.mesh), save(&second, &run, 2)] {
+        let holder = refused(attempt);
+        assert!(holder.starts_with(&format!("process {} on host ", process::id())), "{holder}");
+    }
+
+    assert_eq!(second.steps().unwrap(), [1]);
+    let checkpoint = second.latest().unwrap().unwrap();
+    Checkpoint::open(checkpoint.path()).unwrap();
+    let mesh = run.mesh.clone();
+    let load = |checkpoint: &Checkpoint| run.load(checkpoint);
+    assert!(second.load_latest(&mesh, load).unwrap().is_some());
+
+    // A clone is the same holder, and the lock lives as long as either.
+    let clone = first.clone();
+    drop(first);
+    save(&clone, &run, 2).unwrap();
+    refused(second.lock(&run.mesh));
+    drop(clone);
+    second.lock(&run.mesh).unwrap();
+    save(&second, &run, 3).unwrap();
+}
+
+#[test]
+fn a_folder_that_is_removed_or_taken_over_is_noticed() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("checkpoints");
+    let run = Run::cpu(1);
+    let is_lost = |result| matches!(result, Err(Error::Lost { path: lost }) if lost == path);
+    let checkpoints = Checkpoints::new(&path);
+    save(&checkpoints, &run, 1).unwrap();
+    fs::remove_dir_all(&path).unwrap();
+    assert!(is_lost(save(&checkpoints, &run, 2)));
+    assert!(!path.exists(), "it is not made again");
+    // As on a file system without locks: the lock of the first one does not keep the second out.
+    let other = Checkpoints::new(&path);
+    save(&other, &run, 1).unwrap();
+    assert!(is_lost(save(&checkpoints, &run, 3)));
+    save(&other, &run, 2).unwrap();
+    // The first one removes no file of the second.
+    drop(checkpoints);
+    assert!(path.join("holder.json").exists());
+    save(&other, &run, 3).unwrap();
+}
+
+#[cfg(unix)]
+#[test]
+fn a_planted_link_leads_nowhere() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("checkpoints");
+    let outside = folder.path().join("outside");
+    fs::create_dir(&path).unwrap();
+    fs::write(&outside, "precious").unwrap();
+    for name in ["lock", "holder.json"] {
+        std::os::unix::fs::symlink(&outside, path.join(name)).unwrap();
+    }
+    let run = Run::cpu(1);
+    save(&Checkpoints::new(&path), &run, 1).unwrap();
+    assert_eq!(fs::read_to_string(&outside).unwrap(), "precious");
+    let names = fs::read_dir(&path).unwrap().map(|entry| entry.unwrap().file_name());
+    let names: std::collections::BTreeSet<_> = names.collect();
+    assert_eq!(names.into_iter().collect::<Vec<_>>(), ["lock", "step-0000000001"]);
+}
+
+#[cfg(unix)]
+#[test]
+fn no_file_is_made_where_a_planted_link_leads() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("checkpoints");
+    let outside = folder.path().join("outside");
+    let lock = path.join("lock");
+    fs::create_dir(&path).unwrap();
+    std::os::unix::fs::symlink(&outside, &lock).unwrap();
+    let refused = save(&Checkpoints::new(&path), &Run::cpu(1), 1);
+    let is_refused = matches!(
+        refused,
+        Err(Error::Io { path: refused, .. }) if refused == lock
+    );
+    assert!(is_refused && !outside.exists());
+}
+
+#[cfg(unix)]
+#[test]
+fn named_pipes_are_refused_and_nobody_waits_for_them() {
+    let folder = tempfile::tempdir().unwrap();
+    let pipe = |path: &Path| {
+        assert!(Command::new("mkfifo").arg(path).status().unwrap().success());
+    };
+    let is_refused = |error: Error, path: &Path| matches!(error, Error::Io { path: refused, .. } if refused == path);
+    let run = Run::cpu(1);
+    let checkpoints = Checkpoints::new(folder.path());
+    save(&checkpoints, &run, 1).unwrap();
+    let index = folder.path().join("step-0000000002/index.json");
+    fs::create_dir(index.parent().unwrap()).unwrap();
+    pipe(&index);
+    assert!(is_refused(Checkpoint::open(index.parent().unwrap()).unwrap_err(), &index));
+    assert_eq!(checkpoints.latest().unwrap().unwrap().step(), 1);
+
+    // Nor is a shard in the place of one that was written.
+    fs::remove_dir_all(index.parent().unwrap()).unwrap();
+    save(&checkpoints, &run, 3).unwrap();
+    let piped = checkpoints.latest().unwrap().unwrap().path().to_owned();
+    let shard = piped.join("shard-00001-of-00001.safetensors");
+    fs::remove_file(&shard).unwrap();
+    pipe(&shard);
+    assert!(is_refused(Checkpoint::open(&piped).unwrap_err(), &shard));
+    assert_eq!(checkpoints.latest().unwrap().unwrap().step(), 1);
+
+    let other = folder.path().join("other");
+    fs::create_dir(&other).unwrap();
+    let lock = other.join("lock");
+    pipe(&lock);
+    let checkpoints = Checkpoints::new(&other);
+    assert!(is_refused(checkpoints.lock(&run.mesh).unwrap_err(), &lock));
+    // Nor does who claims the folder read what is in the place of its holder.
+    fs::remove_file(&lock).unwrap();
+    pipe(&other.join("holder.json"));
+    save(&checkpoints, &run, 1).unwrap();
+}
+
+/// A child of this program, which runs one of the tests below.
+struct Other {
+    child: Child,
+    stdout: BufReader<ChildStdout>,
+}
+
+impl Other {
+    fn start(test: &str, folder: &Path) -> Self {
+        let mut child = Command::new(env::current_exe().unwrap())
+            .args(["--exact", test, "--nocapture"])
+            .env(FOLDER, folder)
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .spawn()
+            .unwrap();
+        let stdout = BufReader::new(child.stdout.take().unwrap());
+        Self { child, stdout }
+    }
+
+    /// Waits until it says this.
+    fn wait_for(&mut self, word: &str) {
+        let mut line = String::new();
+        while !line.contains(word) {
+            line.clear();
+            assert!(self.stdout.read_line(&mut line).unwrap() > 0, "it ended before {word:?}");
+        }
+    }
+
+    /// Ends it as `kill -9` does.
+    fn kill(mut self) {
+        self.child.kill().unwrap();
+        self.child.wait().unwrap();
+    }
+}
+
+/// The folder of a child; nothing in the process that runs all tests.
+fn folder_of_child() -> Option<String> {
+    env::var(FOLDER).ok()
+}
+
+/// Says a word to the process that started this one.
+fn say(word: &str) {
+    println!("{word}");
+    io::stdout().flush().unwrap();
+}
+
+/// Says a word to the process that started this one, and waits until that one ends or kills this.
+fn say_and_wait(word: &str) {
+    say(word);
+    io::stdin().read_to_end(&mut Vec::new()).unwrap();
+}
+
+#[test]
+fn child_that_holds_the_folder() {
+    let Some(folder) = folder_of_child() else { return };
+    let run = Run::cpu(1);
+    let checkpoints = Checkpoints::new(folder);
+    save(&checkpoints, &run, 1).unwrap();
+    say_and_wait("holding");
+}
+
+#[test]
+fn another_process_is_refused_until_the_holder_is_killed() {
+    let folder = tempfile::tempdir().unwrap();
+    let mut other = Other::start("lock::child_that_holds_the_folder", folder.path());
+    other.wait_for("holding");
+    let run = Run::cpu(1);
+    let checkpoints = Checkpoints::new(folder.path());
+    let holder = refused(save(&checkpoints, &run, 2));
+    assert!(holder.starts_with(&format!("process {} on host ", other.child.id())), "{holder}");
+    assert_eq!(checkpoints.steps().unwrap(), [1]);
+    other.kill();
+    save(&checkpoints, &run, 2).unwrap();
+    assert_eq!(checkpoints.steps().unwrap(), [1, 2]);
+}
+
+/// What a rank does whose first process is gone: it writes its files, until it cannot.
+#[test]
+fn child_that_outlives_its_group() {
+    let Some(folder) = folder_of_child() else { return };
+    let partial = Path::new(&folder).join("step-0000000003.00000000deadbeef.partial");
+    fs::create_dir(&partial).unwrap();
+    let mut open = File::create_new(partial.join("shard-00002-of-00002.safetensors")).unwrap();
+    say("writing");
+    let mut n_files = 0;
+    let error = loop {
+        n_files += 1;
+        assert!(n_files < 1_000_000, "nobody has taken the folder away");
+        if let Err(error) = File::create_new(partial.join(format!("{n_files}"))) {
+            break error;
+        }
+    };
+    assert_eq!(error.kind(), io::ErrorKind::NotFound);
+    open.write_all(b"nobody reads this").unwrap();
+    say("ended");
+}
+
+#[cfg(unix)]
+#[test]
+fn a_rank_that_outlives_the_holder_harms_nobody() {
+    let folder = tempfile::tempdir().unwrap();
+    let mut run = Run::cpu(2);
+    let checkpoints = Checkpoints::new(folder.path());
+    save(&checkpoints, &run, 1).unwrap();
+    let mut other = Other::start("lock::child_that_outlives_its_group", folder.path());
+    other.wait_for("writing");
+    save(&checkpoints, &run, 3).unwrap();
+    other.wait_for("ended");
+    assert!(other.child.wait().unwrap().success());
+    let newest = checkpoints.latest().unwrap().unwrap();
+    assert!(newest.skipped().is_empty());
+    assert_eq!((newest.step(), fs::read_dir(newest.path()).unwrap().count()), (3, 3));
+    assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 4, "two checkpoints and the lock");
+    run.load(&newest).unwrap();
+}

@@ -1,0 +1,755 @@
+//! What every sampler promises, whatever the data set, world and choices. Comments name the acceptance criteria
+//! of the `DistributedSampler` spec that a law proves.
+
+#![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
+
+use core_types::{Epoch, Placement, Seed, WorldSize};
+use dist_sampler::{
+    DistributedSampler, Error, Order, Partition, Quota, SamplerConfig, SamplerState, Tail,
+};
+use proptest::prelude::*;
+use serde_json::{Value, json};
+
+/// The longest data set, and the most worlds that may have read one epoch.
+const MAX_LEN: u64 = 1 << 63;
+const MAX_STAGES: usize = 1024;
+
+const ORDERS: [Order; 4] = [Order::Sequential, Order::Exact, Order::Streaming, Order::Torch];
+const PARTITIONS: [Partition; 2] = [Partition::Contiguous, Partition::Strided];
+const TAILS: [Tail; 4] = [Tail::Drop, Tail::LastRank, Tail::Spread, Tail::Pad];
+const EVERY_RULE: usize = PARTITIONS.len() * TAILS.len();
+const EVERY_CONFIG: usize = ORDERS.len() * EVERY_RULE;
+
+/// The `n`-th combination of order, partition and tail.
+fn config(n: usize) -> SamplerConfig {
+    SamplerConfig::default()
+        .with_order(ORDERS[n / EVERY_RULE])
+        .with_partition(PARTITIONS[n / TAILS.len() % PARTITIONS.len()])
+        .with_tail(TAILS[n % TAILS.len()])
+        .with_seed(Seed::new(n as u64))
+}
+
+fn sampler(
+    len: u64,
+    rank: u64,
+    world: u64,
+    config: SamplerConfig,
+    epoch: u64,
+) -> DistributedSampler {
+    let mut sampler =
+        DistributedSampler::new(len, Placement::new(rank, world).unwrap(), config).unwrap();
+    sampler.set_epoch(Epoch::new(epoch));
+    sampler
+}
+
+fn world(len: u64, world: u64, config: SamplerConfig, epoch: u64) -> Vec<DistributedSampler> {
+    (0..world).map(|rank| sampler(len, rank, world, config, epoch)).collect()
+}
+
+fn read(samplers: &[DistributedSampler]) -> Vec<Vec<u64>> {
+    samplers.iter().map(|sampler| sampler.iter().collect()).collect()
+}
+
+fn sorted(indices: impl IntoIterator<Item = u64>) -> Vec<u64> {
+    let mut indices: Vec<u64> = indices.into_iter().collect();
+    indices.sort_unstable();
+    indices
+}
+
+fn check(len: u64, n_ranks: u64, config: SamplerConfig, epoch: u64) {
+    let context = format!("{len} over {n_ranks}, epoch {epoch}, {config:?}");
+    let samplers = world(len, n_ranks, config, epoch);
+    let ranks = read(&samplers);
+    check_counts(len, n_ranks, config.tail, &ranks, &context);
+    check_sizes(len, n_ranks, config.tail, &ranks, &context);
+    check_owners(len, &samplers, &context);
+    for (sampler, indices) in samplers.iter().zip(&ranks) {
+        check_iterator(sampler, indices, &context);
+        check_fill(sampler, indices, &context);
+        check_workers(sampler, indices, &context);
+    }
+}
+
+/// Criteria 3 and 10: how often each sample is read, over all ranks, none of which knows of another.
+fn check_counts(len: u64, world: u64, tail: Tail, ranks: &[Vec<u64>], context: &str) {
+    let mut reads = vec![0_u64; usize::try_from(len).unwrap()];
+    for &index in ranks.iter().flatten() {
+        reads[usize::try_from(index).unwrap()] += 1;
+    }
+    let (least, most) = (reads.iter().min().unwrap(), reads.iter().max().unwrap());
+    match tail {
+        Tail::Drop => {
+            assert!(*most <= 1, "{context}");
+            assert_eq!(reads.iter().sum::<u64>(), len / world * world, "{context}");
+        }
+        Tail::Pad => {
+            assert!(*least >= 1 && most - least <= 1, "{context}");
+            assert_eq!(reads.iter().sum::<u64>(), len.div_ceil(world) * world, "{context}");
+        }
+        _ => assert_eq!((*least, *most), (1, 1), "{context}"),
+    }
+}
+
+/// Criteria 1, 2 and 9: how many indices each rank reads.
+fn check_sizes(len: u64, world: u64, tail: Tail, ranks: &[Vec<u64>], context: &str) {
+    for (rank, indices) in (0..).zip(ranks) {
+        let expected = match tail {
+            Tail::Pad => len.div_ceil(world),
+            Tail::Spread => len / world + u64::from(rank < len % world),
+            Tail::LastRank if rank + 1 == world => len / world + len % world,
+            _ => len / world,
+        };
+        assert_eq!(indices.len() as u64, expected, "{context}");
+    }
+}
+
+/// Every sample's owner is the rank that reads it unpadded, and its position is where the order has
+/// it.
+fn check_owners(len: u64, samplers: &[DistributedSampler], context: &str) {
+    let whole = SamplerConfig::default()
+        .with_order(samplers[0].config().order)
+        .with_seed(samplers[0].config().seed);
+    let order = sampler(len, 0, 1, whole, samplers[0].epoch().as_u64());
+    let mut owners = vec![None; usize::try_from(len).unwrap()];
+    for sampler in samplers {
+        for (index, is_padding) in (0..sampler.len()).map(|n| sampler.entry(n).unwrap()) {
+            if !is_padding {
+                owners[usize::try_from(index).unwrap()] = Some(sampler.placement().rank());
+            }
+        }
+    }
+    for (index, owner) in (0..).zip(owners) {
+        assert_eq!(samplers[0].rank_of(index), owner, "{context}");
+        assert_eq!(order.get(samplers[0].position_of(index).unwrap()), Some(index), "{context}");
+    }
+    assert_eq!((samplers[0].position_of(len), samplers[0].rank_of(len)), (None, None), "{context}");
+}
+
+/// Criterion 8: the length is the number of indices, and every way to iterate gives the same ones.
+fn check_iterator(sampler: &DistributedSampler, indices: &[u64], context: &str) {
+    assert_eq!(sampler.len(), indices.len() as u64, "{context}");
+    assert_eq!(sampler.is_empty(), indices.is_empty(), "{context}");
+    assert!(sampler.iter().rev().eq(indices.iter().rev().copied()), "{context}");
+    for n in 0..=indices.len() {
+        let expected = indices.get(n).copied();
+        assert_eq!(sampler.get(n as u64), expected, "{context}");
+        assert_eq!(sampler.iter().nth(n), expected, "{context}");
+        assert_eq!(sampler.iter().skip(n).len(), indices.len() - n, "{context}");
+    }
+    assert_eq!(sampler.get(u64::MAX), None, "{context}");
+}
+
+fn check_fill(sampler: &DistributedSampler, indices: &[u64], context: &str) {
+    for start in 0..=indices.len() {
+        let mut block = [u64::MAX; 7];
+        let count = sampler.fill(start as u64, &mut block);
+        assert_eq!(block[..count], indices[start..(start + 7).min(indices.len())], "{context}");
+    }
+}
+
+#[test]
+fn filling_in_parallel_gives_the_same() {
+    for config in (0..EVERY_CONFIG).map(config) {
+        let sampler = sampler(100_003, 1, 2, config, 3);
+        let (mut serial, mut parallel) = (vec![0; 50_000], vec![0; 50_000]);
+        for start in [0, 5, 20_000, 50_002] {
+            let count = sampler.fill(start, &mut serial);
+            assert_eq!(sampler.par_fill(start, &mut parallel), count);
+            assert_eq!(serial[..count], parallel[..count], "{config:?} from {start}");
+        }
+    }
+}
+
+/// Workers share what their rank reads.
+fn check_workers(sampler: &DistributedSampler, indices: &[u64], context: &str) {
+    for n_workers in 1..=3 {
+        let placements = WorldSize::new(n_workers).unwrap().placements();
+        let workers: Vec<Vec<u64>> =
+            placements.map(|worker| sampler.iter_worker(worker).collect()).collect();
+        let turns = (0..).flat_map(|n| workers.iter().map(move |worker| worker.get(n).copied()));
+        assert!(
+            turns.take(indices.len()).map(Option::unwrap).eq(indices.iter().copied()),
+            "{context}"
+        );
+    }
+}
+
+#[test]
+fn every_small_data_set_is_covered_as_the_tail_says() {
+    for config in (0..EVERY_CONFIG).map(config) {
+        for len in (1..=24).chain([31, 47, 63, 64]) {
+            for world in 1..=9 {
+                check(len, world, config, len % 3);
+            }
+        }
+    }
+}
+
+/// Criterion 6: `Order::Sequential` reads in order.
+#[test]
+fn sequential_order_is_the_identity() {
+    let config = SamplerConfig::default().with_order(Order::Sequential);
+    assert!(sampler(37, 0, 1, config, 7).iter().eq(0..37));
+}
+
+/// Criterion 9.
+#[test]
+fn padding_repeats_the_first_samples() {
+    let padded = SamplerConfig::default().with_order(Order::Sequential).with_tail(Tail::Pad);
+    let strided = padded.with_partition(Partition::Strided);
+    assert_eq!(read(&world(5, 3, padded, 0)), [[0, 1], [2, 3], [4, 0]]);
+    assert_eq!(read(&world(5, 3, strided, 0)), [[0, 3], [1, 4], [2, 0]]);
+    assert_eq!(read(&world(2, 5, strided, 0)), [[0], [1], [0], [1], [0]], "as often as it must");
+}
+
+#[test]
+fn the_order_does_not_depend_on_the_world() {
+    for order in ORDERS {
+        let config = SamplerConfig::default().with_order(order).with_tail(Tail::Spread);
+        let single: Vec<u64> = sampler(37, 0, 1, config, 2).iter().collect();
+        for n_ranks in 2..=9 {
+            let joined = read(&world(37, n_ranks, config, 2)).concat();
+            assert_eq!(joined, single);
+            let dealt = read(&world(37, n_ranks, config.with_partition(Partition::Strided), 2));
+            let by_round =
+                (0..37).flat_map(|n| dealt.iter().filter_map(move |rank| rank.get(n).copied()));
+            assert!(by_round.eq(single.iter().copied()));
+        }
+    }
+}
+
+/// Criterion 5: other samples in each epoch, not the same ones in another order.
+#[test]
+fn each_rank_reads_everything_over_the_epochs() {
+    let seen = (0..40).flat_map(|epoch| {
+        sampler(100, 2, 4, SamplerConfig::default(), epoch).iter().collect::<Vec<_>>()
+    });
+    let mut seen = sorted(seen);
+    seen.dedup();
+    assert_eq!(seen.len(), 100);
+}
+
+/// Criterion 7.
+#[test]
+fn seed_and_epoch_are_not_added() {
+    for order in [Order::Exact, Order::Streaming] {
+        let config = SamplerConfig::default().with_order(order);
+        let first = sampler(200, 0, 1, config.with_seed(Seed::new(0)), 1);
+        let second = sampler(200, 0, 1, config.with_seed(Seed::new(1)), 0);
+        assert!(first.iter().ne(second.iter()), "{order:?}");
+    }
+}
+
+/// Criterion 4.
+#[test]
+fn epochs_can_be_visited_in_any_order() {
+    for order in ORDERS {
+        let mut sampler = sampler(100, 1, 3, SamplerConfig::default().with_order(order), 5);
+        let fifth: Vec<u64> = sampler.iter().collect();
+        sampler.set_epoch(Epoch::new(9));
+        assert_eq!(sampler.iter().eq(fifth.iter().copied()), order == Order::Sequential);
+        sampler.set_epoch(Epoch::new(5));
+        assert!(sampler.iter().eq(fifth));
+    }
+}
+
+#[test]
+fn the_length_decides_how_a_shuffle_is_made() {
+    let order = |len, order| {
+        let config = SamplerConfig::default().with_order(order);
+        sampler(len, 0, 1, config, 0).iter().collect::<Vec<_>>()
+    };
+    assert_eq!(order(16_383, Order::Shuffled), order(16_383, Order::Exact));
+    assert_eq!(order(16_384, Order::Shuffled), order(16_384, Order::Streaming));
+    assert_ne!(order(16_384, Order::Streaming), order(16_384, Order::Exact));
+    assert_eq!(order(127, Order::Streaming), order(127, Order::Exact));
+    assert_ne!(order(128, Order::Streaming), order(128, Order::Exact));
+}
+
+/// Draws by weight, and classes in proportion, for rank 1 of 2.
+fn samplers_of_other_orders(config: SamplerConfig) -> [DistributedSampler; 2] {
+    let me = Placement::new(1, 2).unwrap();
+    let labels: Vec<u32> = (0..60).map(|n| n % 3).collect();
+    [
+        DistributedSampler::weighted(&[1.0, 2.0, 0.0, 4.0], 60, me, config).unwrap(),
+        DistributedSampler::stratified(&labels, Quota::All, me, config).unwrap(),
+    ]
+}
+
+#[test]
+fn draws_and_strata_follow_seed_and_epoch() {
+    let config = SamplerConfig::default().with_seed(Seed::new(1));
+    let first = samplers_of_other_orders(config);
+    let later = samplers_of_other_orders(config.with_epoch(Epoch::new(4)));
+    let other_seed = samplers_of_other_orders(config.with_seed(Seed::new(2)));
+    for ((mut sampler, later), other_seed) in first.into_iter().zip(later).zip(other_seed) {
+        assert!(sampler.iter().ne(later.iter()));
+        assert!(sampler.iter().ne(other_seed.iter()));
+        sampler.set_epoch(Epoch::new(4));
+        assert!(sampler.iter().eq(later.iter()));
+    }
+}
+
+#[test]
+fn draws_and_strata_are_resumed_with_the_same_weights_and_labels_alone() {
+    let config = SamplerConfig::default();
+    let [weighted, stratified] = samplers_of_other_orders(config);
+    for sampler in [&weighted, &stratified] {
+        let mut resumed = sampler.clone();
+        resumed.resume(&sampler.state(7)).unwrap();
+        assert!(resumed.iter().eq(sampler.iter().skip(7)));
+    }
+    let is_mismatch = |error| matches!(error, Err(Error::StateMismatch { what, .. }) if what.contains("fingerprint"));
+    let me = weighted.placement();
+    let mut other = DistributedSampler::weighted(&[1.0, 2.0, 4.0, 0.0], 60, me, config).unwrap();
+    assert!(is_mismatch(other.resume(&weighted.state(7))));
+    let mut other = DistributedSampler::stratified(&[5; 60], Quota::All, me, config).unwrap();
+    assert!(is_mismatch(other.resume(&stratified.state(7))));
+}
+
+#[test]
+fn presets_are_the_choices_they_name() {
+    let config = SamplerConfig::spdl_random();
+    assert_eq!(config.order, Order::Shuffled);
+    assert_eq!(config.partition, Partition::Strided);
+    assert_eq!(config.tail, Tail::Drop);
+}
+
+/// A fresh sampler at the place of `state`.
+fn resumed(
+    len: u64,
+    rank: u64,
+    world: u64,
+    config: SamplerConfig,
+    state: &SamplerState,
+) -> DistributedSampler {
+    let mut sampler = sampler(len, rank, world, config, 0);
+    sampler.resume(state).unwrap();
+    sampler
+}
+
+#[test]
+fn resuming_at_every_position_goes_on_as_if_nothing_had_happened() {
+    for config in (0..EVERY_CONFIG).map(config) {
+        for (len, n_ranks) in [(1, 2), (12, 3), (23, 4), (100, 7)] {
+            for rank in 0..n_ranks {
+                let whole = sampler(len, rank, n_ranks, config, 1);
+                for read in 0..=whole.len() {
+                    let resumed = resumed(len, rank, n_ranks, config, &whole.state(read));
+                    assert!(
+                        resumed.iter().eq(whole.iter().skip(usize::try_from(read).unwrap())),
+                        "{len} {config:?}"
+                    );
+                    assert_eq!(resumed.state(whole.len() - read), whole.state(whole.len()));
+                }
+            }
+        }
+    }
+}
+
+/// What the ranks of a world have not read when each has read its first `read` indices, dropped
+/// samples included.
+fn unread(len: u64, ranks: &[Vec<u64>], read: u64) -> Vec<u64> {
+    let read = usize::try_from(read).unwrap();
+    let taken = sorted(ranks.iter().flat_map(|rank| rank.iter().take(read).copied()));
+    (0..len).filter(|index| taken.binary_search(index).is_err()).collect()
+}
+
+#[test]
+fn another_world_reads_exactly_what_was_left() {
+    const LEN: u64 = 23;
+    for rule in 0..EVERY_RULE {
+        let config = config(2 * EVERY_RULE + rule);
+        for from in 1..=5 {
+            let before = world(LEN, from, config, 1);
+            let ranks = read(&before);
+            for (consumed, to) in
+                (0..=LEN.div_ceil(from)).flat_map(|read| (1..=6).map(move |to| (read, to)))
+            {
+                let state = before[0].state(consumed);
+                let expected = unread(LEN, &ranks, consumed);
+                // A next world with a tail that drops or repeats would not read exactly what was
+                // left.
+                for next in PARTITIONS
+                    .map(|partition| config.with_partition(partition).with_tail(Tail::Spread))
+                {
+                    if from == to && next == config {
+                        continue;
+                    }
+                    let after: Vec<_> =
+                        (0..to).map(|rank| resumed(LEN, rank, to, next, &state)).collect();
+                    let context = format!("{config:?} {from}, {consumed} read, then {next:?} {to}");
+                    assert_eq!(sorted(read(&after).concat()), expected, "{context}");
+                    for sampler in &after {
+                        let indices: Vec<u64> = sampler.iter().collect();
+                        assert!(indices.iter().all(
+                            |&index| sampler.rank_of(index) == Some(sampler.placement().rank())
+                        ));
+                        check_fill(sampler, &indices, &context);
+                    }
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn an_epoch_may_change_worlds_again_and_again() {
+    for config in (0..EVERY_CONFIG).map(config).map(|config| config.with_tail(Tail::Spread)) {
+        let worlds = [3, 5, 2, 4, 1];
+        let mut state = sampler(101, 0, worlds[0], config, 4).state(0);
+        let mut seen = Vec::new();
+        for n_ranks in worlds {
+            let ranks: Vec<_> =
+                (0..n_ranks).map(|rank| resumed(101, rank, n_ranks, config, &state)).collect();
+            let steps = if n_ranks == 1 { u64::MAX } else { 6 };
+            seen.extend(
+                ranks.iter().flat_map(|rank| {
+                    rank.iter().take(usize::try_from(steps).unwrap_or(usize::MAX))
+                }),
+            );
+            state = ranks[0].state(steps);
+        }
+        assert_eq!(sorted(seen), (0..101).collect::<Vec<_>>(), "{config:?}");
+    }
+}
+
+#[test]
+fn a_resumed_epoch_ends_with_the_next_set_epoch() {
+    let config = SamplerConfig::default();
+    let state = sampler(50, 0, 4, config, 3).state(5);
+    let mut sampler = resumed(50, 1, 3, config, &state);
+    sampler.set_epoch(Epoch::new(3));
+    assert_eq!(
+        sampler.len(),
+        10,
+        "of 50 samples 20 are read; setting the current epoch changes nothing"
+    );
+    sampler.set_epoch(Epoch::new(4));
+    assert!(sampler.iter().eq(self::sampler(50, 1, 3, config, 4).iter()));
+}
+
+#[test]
+fn shares_follow_rank_weights() {
+    for weights in [&[1, 1, 1][..], &[3, 1], &[0, 5, 2], &[5, 0, 2], &[0, 0, 1, 0, 3, 0], &[1]] {
+        let ranks: Vec<_> = (0..weights.len() as u64)
+            .map(|rank| {
+                sampler(103, rank, weights.len() as u64, SamplerConfig::default(), 2)
+                    .with_rank_weights(weights)
+                    .unwrap()
+            })
+            .collect();
+        assert_eq!(sorted(read(&ranks).concat()), (0..103).collect::<Vec<_>>());
+        let total: u64 = weights.iter().sum();
+        for (rank, weight) in ranks.iter().zip(weights) {
+            assert!((rank.len() * total).abs_diff(103 * weight) < total);
+            assert!(rank.iter().all(|index| rank.rank_of(index) == Some(rank.placement().rank())));
+        }
+        let mut single = sampler(103, 0, 1, SamplerConfig::default(), 0);
+        single.resume(&ranks[0].state(4)).unwrap();
+        let expected = unread(103, &read(&ranks), 4);
+        assert_eq!(sorted(single.iter()), expected);
+    }
+    let equal = sampler(10, 0, 2, SamplerConfig::default(), 0);
+    let world_size = WorldSize::new(2).unwrap();
+    assert_eq!(
+        equal.clone().with_rank_weights(&[1]).unwrap_err(),
+        Error::RankWeights { weights: 1, world_size }
+    );
+    assert_eq!(equal.with_rank_weights(&[0, 0]).unwrap_err(), Error::NoRankWeight { world_size });
+}
+
+/// Every list of `n` weights below 4 that are not all 0.
+fn small_weights(n: u32) -> impl Iterator<Item = Vec<u64>> {
+    (1..4_u64.pow(n)).map(move |code| (0..n).map(|digit| code >> (2 * digit) & 3).collect())
+}
+
+fn weighted_world(len: u64, weights: &[u64]) -> Vec<DistributedSampler> {
+    let n_ranks = weights.len() as u64;
+    let config = SamplerConfig::default().with_order(Order::Sequential);
+    world(len, n_ranks, config, 1)
+        .into_iter()
+        .map(|sampler| sampler.with_rank_weights(weights).unwrap())
+        .collect()
+}
+
+#[test]
+fn the_owner_of_a_sample_reads_it_even_if_weights_leave_ranks_nothing() {
+    let weights = (1..=4).flat_map(small_weights).chain([vec![10, 1, 1, 10], vec![0, 0, 9, 0, 1]]);
+    for weights in weights {
+        for len in [1, 2, 3, 6, 10, 13] {
+            let ranks = weighted_world(len, &weights);
+            check_owners(len, &ranks, &format!("{len}, {weights:?}"));
+        }
+    }
+}
+
+/// A world in the middle of an epoch of `LEN` samples, by any rule.
+fn any_world(rule: usize, n_ranks: u64, state: Option<&SamplerState>) -> Vec<DistributedSampler> {
+    const LEN: u64 = 29;
+    let mut ranks = if rule < EVERY_RULE {
+        world(LEN, n_ranks, config(rule).with_seed(Seed::default()), 1)
+    } else {
+        let weights: Vec<u64> = (0..n_ranks).map(|rank| (rank * 2 + 1) % 4 * (rank % 2)).collect();
+        if n_ranks == 1 { weighted_world(LEN, &[2]) } else { weighted_world(LEN, &weights) }
+    };
+    if let Some(state) = state {
+        for sampler in &mut ranks {
+            sampler.resume(state).unwrap();
+        }
+    }
+    ranks
+}
+
+/// The samples that are left when these ranks, for which `before` were left, have read `consumed`.
+/// Padding is nobody's: what a rank reads as such may still be unread.
+fn left(before: &[u64], ranks: &[DistributedSampler], consumed: u64) -> Vec<u64> {
+    let entries = ranks.iter().flat_map(|rank| (0..consumed).filter_map(|n| rank.entry(n)));
+    let taken = sorted(entries.filter(|(_, is_padding)| !is_padding).map(|(index, _)| index));
+    before.iter().copied().filter(|index| taken.binary_search(index).is_err()).collect()
+}
+
+#[test]
+fn two_worlds_leave_what_neither_has_read() {
+    for (first_rule, second_rule) in
+        (0..=EVERY_RULE).flat_map(|first| (0..=EVERY_RULE).map(move |second| (first, second)))
+    {
+        for (first_size, second_size) in [(1, 2), (2, 3), (4, 3), (5, 7), (6, 6), (40, 3), (3, 40)]
+        {
+            if (first_rule, first_size) == (second_rule, second_size) {
+                continue;
+            }
+            for consumed in 0..3 {
+                let first = any_world(first_rule, first_size, None);
+                let after_first = left(&(0..29).collect::<Vec<_>>(), &first, consumed);
+                let state = first[0].state(consumed);
+                let second = any_world(second_rule, second_size, Some(&state));
+                let more = 2.min(after_first.len() as u64);
+                let after_second = left(&after_first, &second, more);
+                let state = second[0].state(more);
+                let mut single =
+                    sampler(29, 0, 1, SamplerConfig::default().with_order(Order::Sequential), 1);
+                single.resume(&state).unwrap();
+                assert_eq!(
+                    single.iter().collect::<Vec<_>>(),
+                    after_second,
+                    "{consumed} of rule {first_rule} over {first_size}, rule {second_rule} over {second_size}"
+                );
+                check_fill(&single, &after_second, "");
+            }
+        }
+    }
+}
+
+/// A state of a few bytes may name the largest worlds; as ranges there would be a million each time.
+#[test]
+fn resuming_from_the_largest_worlds_takes_no_longer() {
+    let max = WorldSize::MAX.as_u64();
+    let len = MAX_LEN;
+    let sequential = SamplerConfig::default().with_order(Order::Sequential);
+    let mut state = sampler(len, 0, max, sequential, 0).state(3);
+    for (stage, tail) in (1..MAX_STAGES as u64).zip(TAILS.into_iter().cycle()) {
+        let config = sequential.with_tail(tail);
+        state = resumed(len, 0, max - stage % 2, config, &state).state(3);
+    }
+    let last = resumed(len, 1, 2, sequential, &state);
+    let index = last.get(last.len() - 1).unwrap();
+    assert_eq!(last.rank_of(index), Some(last.placement().rank()));
+    assert_eq!(last.rank_of(0), None, "it has been read");
+
+    let mut fresh = sampler(len, 0, 1, sequential, 0);
+    assert_eq!(
+        fresh.resume(&last.state(1)).unwrap_err(),
+        Error::StateStages { stages: 1025, max: MAX_STAGES }
+    );
+}
+
+#[test]
+fn states_of_something_else_are_refused() {
+    let config = SamplerConfig::default();
+    let state = sampler(50, 0, 4, config, 3).state(5);
+    let refused = |mut sampler: DistributedSampler, state: &SamplerState| {
+        let before: Vec<u64> = sampler.iter().collect();
+        let error = sampler.resume(state).unwrap_err();
+        assert!(sampler.iter().eq(before), "a refused state changes nothing");
+        error
+    };
+    let mismatch = |error, name| matches!(error, Error::StateMismatch { what, .. } if what == name);
+    assert!(mismatch(refused(sampler(51, 0, 4, config, 0), &state), "data set length"));
+    assert!(mismatch(
+        refused(sampler(50, 0, 4, config.with_seed(Seed::new(1)), 0), &state),
+        "seed"
+    ));
+    assert!(mismatch(
+        refused(sampler(50, 0, 4, config.with_order(Order::Torch), 0), &state),
+        "order"
+    ));
+
+    let edited = |from: &str, to: &str| -> SamplerState {
+        let text = serde_json::to_string(&state).unwrap();
+        assert!(text.contains(from), "{text}");
+        serde_json::from_str(&text.replace(from, to)).unwrap()
+    };
+    let version = refused(
+        sampler(50, 0, 4, config, 0),
+        &edited("\"format_version\":1", "\"format_version\":2"),
+    );
+    assert_eq!(version, Error::StateVersion { version: 2, supported: 1 });
+    let consumed =
+        refused(sampler(50, 0, 4, config, 0), &edited("\"consumed\":5", "\"consumed\":51"));
+    assert_eq!(consumed, Error::StateConsumed { consumed: 51, len: 50 });
+    let uneven = edited("{\"contiguous\":\"last_rank\"}", "{\"proportional\":[1,2,3]}");
+    let weights = refused(sampler(50, 0, 4, config, 0), &uneven);
+    let world_size = WorldSize::new(4).unwrap();
+    assert_eq!(weights, Error::RankWeights { weights: 3, world_size });
+}
+
+#[test]
+fn impossible_data_sets_are_refused() {
+    let sampler = |len, order| {
+        DistributedSampler::new(len, Placement::SINGLE, SamplerConfig::default().with_order(order))
+    };
+    let max = MAX_LEN;
+    for order in ORDERS {
+        assert_eq!(sampler(0, order).unwrap_err(), Error::EmptyDataSet);
+        assert_eq!(
+            sampler(max + 1, order).unwrap_err(),
+            Error::DataSetTooLong { len: max + 1, max }
+        );
+    }
+    for order in [Order::Exact, Order::Torch] {
+        assert_eq!(
+            sampler(max, order).unwrap_err(),
+            Error::TooLongToShuffle { len: max, max: 1 << 32 }
+        );
+    }
+}
+
+#[test]
+fn nothing_is_filled_from_beyond_the_end() {
+    for config in (0..EVERY_CONFIG).map(config) {
+        let mut sampler = sampler(50, 1, 4, config, 3);
+        sampler.resume(&sampler.state(5)).unwrap();
+        for start in [sampler.len(), sampler.len() + 1, u64::MAX] {
+            let mut block = [7; 3];
+            assert_eq!((sampler.fill(start, &mut block), block), (0, [7; 3]), "{config:?}");
+        }
+    }
+}
+
+/// A state is read by later versions than the one that wrote it.
+#[test]
+fn the_format_of_states_is_pinned() {
+    let config = SamplerConfig::default().with_seed(Seed::new(7)).with_tail(Tail::Spread);
+    let me = Placement::new(1, 2).unwrap();
+    let mut weighted = DistributedSampler::weighted(&[1.0, 2.0, 3.0, 4.0], 10, me, config).unwrap();
+    weighted.set_epoch(Epoch::new(3));
+    check_format(
+        &weighted.state(2),
+        &json!({
+            "format_version": 1, "order": "shuffled", "len": 10,
+            "fingerprint": 6_901_188_282_358_919_322_u64, "seed": 7, "epoch": 3,
+            "stages": [{ "world_size": 2, "rule": { "contiguous": "spread" }, "consumed": 2 }],
+        }),
+    );
+    let stratified = DistributedSampler::stratified(&[0, 1, 0, 2], Quota::All, me, config).unwrap();
+    check_format(
+        &stratified.with_rank_weights(&[1, 3]).unwrap().state(1),
+        &json!({
+            "format_version": 1, "order": "shuffled", "len": 4,
+            "fingerprint": 14_058_578_823_181_980_254_u64, "seed": 7, "epoch": 0,
+            "stages": [{ "world_size": 2, "rule": { "proportional": [1, 3] }, "consumed": 1 }],
+        }),
+    );
+}
+
+fn check_format(state: &SamplerState, json: &Value) {
+    assert_eq!(serde_json::to_value(state).unwrap(), *json);
+    assert_eq!(serde_json::from_value::<SamplerState>(json.clone()).unwrap(), *state);
+}
+
+#[test]
+fn a_state_without_a_world_is_not_read() {
+    let text = serde_json::to_string(&sampler(5, 0, 1, config(0), 0).state(0)).unwrap();
+    let (before, _) = text.split_once("\"stages\":").unwrap();
+    let error = serde_json::from_str::<SamplerState>(&format!("{before}\"stages\":[]}}"));
+    let message = error.unwrap_err().to_string();
+    assert!(message.starts_with("a sampler state names at least one world"), "{message}");
+}
+
+/// A stage by the rule of this number, of a world of `n_ranks` or of nearly the largest.
+fn hostile_stage((rule, n_ranks, consumed, is_large): (usize, u64, u64, bool)) -> Value {
+    let tail = ["drop", "last_rank", "spread", "pad"][rule % TAILS.len()];
+    let n_ranks =
+        if is_large && rule < EVERY_RULE { WorldSize::MAX.as_u64() - n_ranks } else { n_ranks };
+    let rule = match rule / TAILS.len() {
+        0 => json!({ "contiguous": tail }),
+        1 => json!({ "strided": tail }),
+        _ => json!({ "proportional": (0..n_ranks).map(|rank| rank * 5 % 7).collect::<Vec<_>>() }),
+    };
+    json!({ "world_size": n_ranks, "rule": rule, "consumed": consumed })
+}
+
+proptest! {
+    #[test]
+    fn any_data_set_is_covered_as_the_tail_says(
+        len in 1_u64..2_000, world in 1_u64..70, epoch in any::<u64>(), n in 0..EVERY_CONFIG,
+    ) {
+        check(len, world, config(n), epoch);
+    }
+
+    #[test]
+    fn any_state_is_refused_or_reads_nothing_twice(
+        len in prop_oneof![1_u64..120, Just(MAX_LEN)],
+        stages in prop::collection::vec((0..=EVERY_RULE, 1_u64..9, 0_u64..9, any::<bool>()), 1..6),
+    ) {
+        let stages: Vec<Value> = stages.into_iter().map(hostile_stage).collect();
+        let state: SamplerState = serde_json::from_value(json!({
+            "format_version": 1, "order": "sequential", "len": len, "fingerprint": 0, "seed": 0,
+            "epoch": 0, "stages": stages,
+        })).unwrap();
+        let config = SamplerConfig::default().with_order(Order::Sequential).with_tail(Tail::Spread);
+        let mut ranks = world(len, 3, config, 0);
+        if ranks.iter_mut().all(|rank| rank.resume(&state).is_ok()) {
+            let mut indices: Vec<u64> = Vec::new();
+            for rank in &ranks {
+                indices.extend(rank.iter().take(120));
+                for index in rank.iter().take(120).chain(rank.iter().next_back()) {
+                    prop_assert_eq!(rank.rank_of(index), Some(rank.placement().rank()));
+                }
+            }
+            let n_read = indices.len();
+            indices.sort_unstable();
+            indices.dedup();
+            prop_assert_eq!(indices.len(), n_read);
+            prop_assert!(indices.last().is_none_or(|&last| last < len));
+        }
+    }
+
+    #[test]
+    fn the_largest_data_sets_are_read_without_overflow(
+        short_of_max in 0_u64..1_000,
+        world in 1..=WorldSize::MAX.as_u64(),
+        rank in any::<u64>(),
+        n in 0..EVERY_RULE,
+        start in any::<u64>(),
+        streams in any::<bool>(),
+    ) {
+        let len = MAX_LEN - short_of_max;
+        let order = if streams { Order::Streaming } else { Order::Sequential };
+        let config = config(n).with_order(order);
+        let sampler = sampler(len, rank % world, world, config, 1);
+        let start = start % sampler.len();
+        let mut block = [0; 70];
+        let count = sampler.fill(start, &mut block);
+        for (n, &index) in (start..).zip(&block[..count]) {
+            prop_assert!(index < len);
+            prop_assert_eq!(sampler.get(n), Some(index));
+            let (_, is_padding) = sampler.entry(n).unwrap();
+            prop_assert!(is_padding || sampler.rank_of(index) == Some(sampler.placement().rank()));
+        }
+        prop_assert_eq!(sampler.get(sampler.len()), None);
+        let resumed = resumed(len, rank % world, world, config, &sampler.state(start));
+        prop_assert_eq!(resumed.get(0), sampler.get(start));
+    }
+}

@@ -1,0 +1,124 @@
+//! What optimizers keep for each variable, by name.
+
+use candle_core::{DType, Device, Result, Tensor, Var, backprop::GradStore, bail};
+
+use crate::{
+    device::moved,
+    optim::update::{MASTER, Variable},
+};
+
+const STEP: &str = "step";
+
+/// The variables of an optimizer, in the order in which it was given them.
+#[derive(Debug)]
+pub(super) struct VariableStates(Vec<VariableState>);
+
+/// A variable, and what an optimizer keeps for it.
+#[derive(Debug)]
+pub(super) struct VariableState {
+    pub(super) variable: Variable,
+    /// The number of steps: 32 bits, as it becomes an exponent in [`f64::powi`].
+    pub(super) step: i32,
+    /// Tensors of the variable's shape. Without any, steps are not kept either.
+    pub(super) tensors: Vec<(&'static str, Var)>,
+}
+
+impl VariableStates {
+    /// Makes states of zeros, with tensors of these names.
+    pub(super) fn new(vars: Vec<Var>, names: &[&'static str]) -> Result<Self> {
+        let state = |var| VariableState::new(var, names);
+        Ok(Self(vars.into_iter().map(state).collect::<Result<_>>()?))
+    }
+
+    /// Updates the variables that have a gradient; integers, which have none to follow, stay as
+    /// they are.
+    pub(super) fn update_each(
+        &mut self,
+        grads: &GradStore,
+        mut update: impl FnMut(&mut VariableState, &Tensor) -> Result<()>,
+    ) -> Result<()> {
+        for state in &mut self.0 {
+            let var = state.variable.var();
+            if let (true, Some(grad)) = (var.dtype().is_float(), grads.get(var)) {
+                update(state, grad)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Returns what is kept for a variable.
+    pub(super) fn state(&self, var: usize) -> Result<Vec<(&'static str, Tensor)>> {
+        match self.0.get(var) {
+            Some(state) => state.named(),
+            None => self.refuse(var),
+        }
+    }
+
+    /// Replaces one of the tensors that `optimizer` keeps for a variable.
+    pub(super) fn load(
+        &mut self,
+        optimizer: &str,
+        var: usize,
+        name: &str,
+        value: &Tensor,
+    ) -> Result<()> {
+        let Some(state) = self.0.get_mut(var) else { return self.refuse(var) };
+        if !state.load(name, value)? {
+            bail!("{optimizer} has no state {name} of variable {var}")
+        }
+        Ok(())
+    }
+
+    fn refuse<T>(&self, var: usize) -> Result<T> {
+        bail!("the optimizer has {} variables, there is no variable {var}", self.0.len())
+    }
+}
+
+impl VariableState {
+    fn new(var: Var, names: &[&'static str]) -> Result<Self> {
+        let variable = Variable::new(var)?;
+        let zeros = |&name: &&'static str| Ok((name, variable.zeros()?));
+        let tensors = names.iter().map(zeros).collect::<Result<_>>()?;
+        Ok(Self { variable, step: 0, tensors })
+    }
+
+    fn named(&self) -> Result<Vec<(&'static str, Tensor)>> {
+        let mut named = Vec::new();
+        if !self.tensors.is_empty() {
+            named.push((STEP, Tensor::new(i64::from(self.step), &Device::Cpu)?));
+        }
+        for (name, tensor) in &self.tensors {
+            named.push((name, tensor.as_detached_tensor()));
+        }
+        named.extend(self.variable.master().map(|master| (MASTER, master.as_detached_tensor())));
+        Ok(named)
+    }
+
+    /// Replaces one of its tensors; returns false if it has none of this name.
+    fn load(&mut self, name: &str, value: &Tensor) -> Result<bool> {
+        if name == STEP && !self.tensors.is_empty() {
+            self.step = step_count(value)?;
+            return Ok(true);
+        }
+        let kept = self.tensors.iter().find(|(other, _)| *other == name).map(|(_, kept)| kept);
+        let master = self.variable.master().filter(|_| name == MASTER);
+        match kept.or(master) {
+            Some(kept) => assign(kept, value).map(|()| true),
+            None => Ok(false),
+        }
+    }
+}
+
+/// Replaces a tensor of a state by one of any floating-point type, on any device.
+fn assign(state: &Var, value: &Tensor) -> Result<()> {
+    state.set(&moved(value, state.device())?.to_dtype(state.dtype())?)
+}
+
+/// A number of steps that can have been taken.
+fn step_count(value: &Tensor) -> Result<i32> {
+    let steps: i64 = value.to_dtype(DType::I64)?.to_scalar()?;
+    match i32::try_from(steps) {
+        Ok(count @ 0..) => Ok(count),
+        _ => bail!("{steps} steps cannot have been taken, 0 to {} can", i32::MAX),
+    }
+}

@@ -1,0 +1,299 @@
+//! A unit as one operation of candle's graph.
+//!
+//! Forward: the unit's parameters are gathered, its function is run without a graph, they are let
+//! go, and the results get a place in the graph whose inputs are those of the unit. Backward: they
+//! are gathered again, the function is run again with a graph that ends at the unit's inputs and
+//! parameters, this is differentiated, and the gradients of the parameters are summed and
+//! scattered. candle's own `backward` calls the units in the reverse of the order in which they
+//! were entered, so the graph of one unit is there at a time. (Chen, Xu, Zhang and Guestrin,
+//! "Training Deep Nets with Sublinear Memory Cost", arXiv 1604.06174, and Zhao et al., "PyTorch
+//! FSDP", arXiv 2304.11277.)
+
+use std::{
+    any::Any,
+    collections::BTreeMap,
+    iter, mem,
+    panic::{AssertUnwindSafe, catch_unwind, resume_unwind},
+    sync::{Arc, Mutex, MutexGuard, PoisonError},
+};
+
+use candle_core::{Result, Tensor, Var};
+use candle_nn::VarBuilder;
+use fused_ops::{backward_from_many, with_backward_many};
+use pmap_mesh::TensorTree;
+
+use crate::{
+    error::training::TrainingError,
+    loss, tree,
+    units::{freed::Pass, keep::Keep, model::Unit, session::Session, swap_storage::shares_memory},
+};
+
+/// A pass through a unit.
+struct Operation<X, F> {
+    session: Arc<Session>,
+    name: String,
+    f: F,
+    /// The inputs without their history, in their form. (A tree need not be `Sync`.)
+    x: Mutex<X>,
+    inputs: Vec<Input>,
+    graph: Mutex<Graph>,
+}
+
+/// One tensor of the inputs, without its history.
+struct Input {
+    tensor: Tensor,
+    /// Whether it gets a gradient.
+    is_tracked: bool,
+}
+
+/// Where the unit's own graph is.
+enum Graph {
+    /// It is made in the backward pass.
+    Later,
+    /// It was kept from the forward pass.
+    Kept(Differentiable),
+    /// It was kept, and its parameters were emptied.
+    Freed(Differentiable, Pass),
+    /// It was differentiated.
+    Done,
+}
+
+/// A unit's own graph.
+struct Differentiable {
+    gathered: BTreeMap<String, Var>,
+    /// A leaf in place of each tracked input.
+    inputs: Vec<Option<Var>>,
+    /// The tensors of the result.
+    outputs: Vec<Tensor>,
+}
+
+/// What `f` computes from `x` by the parameters of a unit; with a place in the graph if it is to be
+/// differentiated.
+pub(crate) fn enter<X, R, F>(session: &Arc<Session>, name: &str, x: &X, f: F) -> Result<R>
+where
+    X: TensorTree,
+    R: TensorTree,
+    F: Fn(VarBuilder<'_>, &X) -> Result<R> + Send + Sync + 'static,
+{
+    let unit = session.enter(name)?;
+    Operation::new(Arc::clone(session), name, x, f).enter(unit, x)
+}
+
+impl<X, R, F> Operation<X, F>
+where
+    X: TensorTree,
+    R: TensorTree,
+    F: Fn(VarBuilder<'_>, &X) -> Result<R> + Send + Sync + 'static,
+{
+    fn new(session: Arc<Session>, name: &str, x: &X, f: F) -> Self {
+        let mut inputs = Vec::new();
+        let x = tree::map(x, |tensor| {
+            let detached = tensor.detach();
+            inputs.push(Input { tensor: detached.clone(), is_tracked: tensor.track_op() });
+            detached
+        });
+        Self {
+            session,
+            name: name.to_owned(),
+            f,
+            x: Mutex::new(x),
+            inputs,
+            graph: Mutex::new(Graph::Later),
+        }
+    }
+
+    /// The result of the forward pass; `x` are the inputs with their history.
+    fn enter(self, unit: &Unit, x: &X) -> Result<R> {
+        let is_search = self.session.is_search();
+        let has_tracked = self.inputs.iter().any(|input| input.is_tracked);
+        let is_tracked = unit.is_trained() || has_tracked || is_search;
+        let is_recorded = self.session.is_training() && is_tracked;
+        let result = match if is_search { Keep::Inputs } else { unit.keep } {
+            Keep::Inputs
+                if is_recorded && (is_search || self.session.checks_determinism(&self.name)) =>
+            {
+                // With a graph of this unit alone, whose parameters can be found outside of it.
+                let (_, result) = self.differentiable("forward")?;
+                tree::map(&result, Tensor::detach)
+            }
+            Keep::Gathered if is_recorded => {
+                let (graph, result) = self.differentiable("forward")?;
+                *lock(&self.graph) = Graph::Kept(graph);
+                tree::map(&result, Tensor::detach)
+            }
+            Keep::Graph if is_recorded => {
+                let (graph, result) = self.differentiable("forward")?;
+                let result = apart(&result, &graph.gathered)?;
+                let pass = self.session.free_parameters(&self.name, &graph.gathered)?;
+                *lock(&self.graph) = Graph::Freed(graph, pass);
+                result
+            }
+            Keep::Inputs | Keep::Graph | Keep::Gathered => self.result(unit)?,
+        };
+        if is_recorded { self.recorded(&result, x) } else { Ok(result) }
+    }
+
+    /// The result with a place in the graph.
+    fn recorded(self, result: &R, x: &X) -> Result<R> {
+        self.session.expect_gradients(&self.name);
+        let anchor = self.session.anchor().clone();
+        let tracked = tree::each(x, Tensor::clone).into_iter().filter(Tensor::track_op);
+        let inputs: Vec<Tensor> = iter::once(anchor).chain(tracked).collect();
+        let inputs: Vec<&Tensor> = inputs.iter().collect();
+        let outputs = tree::each(result, Tensor::clone);
+        let backward = move |outputs: &[Tensor], grads| self.backward(outputs, grads);
+        Ok(loss::with_leaves(result, with_backward_many(&inputs, &outputs, backward)?))
+    }
+
+    /// What the function computes, without a graph.
+    fn result(&self, unit: &Unit) -> Result<R> {
+        let gathered = self.session.gather(&self.name)?;
+        let builder = self.session.builder(&self.name, unit, &gathered, false);
+        let result = self.call(builder, &lock(&self.x), "forward")?;
+        if tree::each(&result, Tensor::track_op).contains(&true) {
+            return Err(self.session.refuse_captured(&self.name, &[]));
+        }
+        Ok(result)
+    }
+
+    /// What the function computes, with a graph that ends at the unit's inputs and parameters.
+    fn differentiable(&self, pass: &str) -> Result<(Differentiable, R)> {
+        let gathered = self.session.gather(&self.name)?;
+        let unit = self.session.find(&self.name)?;
+        let leaf =
+            |input: &Input| input.is_tracked.then(|| Var::from_tensor(&input.tensor)).transpose();
+        let inputs: Vec<Option<Var>> = self.inputs.iter().map(leaf).collect::<Result<_>>()?;
+        let with_leaves = self.inputs.iter().zip(&inputs).map(|(input, leaf)| match leaf {
+            Some(leaf) => leaf.as_tensor().clone(),
+            None => input.tensor.clone(),
+        });
+        let x = loss::with_leaves(&*lock(&self.x), with_leaves.collect());
+        let builder = self.session.builder(&self.name, unit, &gathered, true);
+        let result = self.call(builder, &x, pass)?;
+        let graph =
+            Differentiable { gathered, inputs, outputs: tree::each(&result, Tensor::clone) };
+        let others = graph.others();
+        if !others.is_empty() {
+            return Err(self.session.refuse_captured(&self.name, &others));
+        }
+        Ok((graph, result))
+    }
+
+    /// Runs the function. What it fails with says where.
+    fn call(&self, builder: VarBuilder<'_>, x: &X, pass: &str) -> Result<R> {
+        let place = format!("unit {}, {pass} pass", self.name);
+        match catch_unwind(AssertUnwindSafe(|| (self.f)(builder, x))) {
+            Ok(result) => result.map_err(|error| error.context(place)),
+            // The panic goes on, as the replica's own.
+            Err(payload) => match panic_message(&*payload) {
+                Some(message) => resume_unwind(Box::new(format!("{place}: {message}"))),
+                None => resume_unwind(payload),
+            },
+        }
+    }
+
+    /// The gradients of the anchor, which has none, and of the tracked inputs.
+    fn backward(
+        &self,
+        before: &[Tensor],
+        grads: Vec<Option<Tensor>>,
+    ) -> Result<Vec<Option<Tensor>>> {
+        self.session.check_under_way(&self.name)?;
+        let state = mem::replace(&mut *lock(&self.graph), Graph::Done);
+        let Differentiable { gathered, inputs, outputs } = match state {
+            Graph::Kept(graph) => graph,
+            Graph::Freed(graph, pass) => {
+                self.session.refill(&self.name, pass, &graph.gathered)?;
+                graph
+            }
+            Graph::Later => {
+                let (graph, _) = self.differentiable("backward")?;
+                self.compare(before, &graph.outputs)?;
+                graph
+            }
+            Graph::Done => return Err(self.session.differentiated(&self.name, "twice")),
+        };
+        let seeds =
+            outputs.into_iter().zip(grads).filter_map(|(output, grad)| Some((output, grad?)));
+        let mut grads = backward_from_many(seeds)?;
+        let of_input = |input: &Var| grads.remove(input).map_or_else(|| input.zeros_like(), Ok);
+        let of_inputs: Vec<Option<Tensor>> = inputs
+            .iter()
+            .flatten()
+            .map(of_input)
+            .map(|grad| grad.map(Some))
+            .collect::<Result<_>>()?;
+        drop(inputs);
+        self.session.leave(&self.name, gathered, grads)?;
+        Ok(iter::once(None).chain(of_inputs).collect())
+    }
+
+    /// Refuses a function that has another result the second time.
+    fn compare(&self, before: &[Tensor], again: &[Tensor]) -> Result<()> {
+        if !self.session.checks_determinism(&self.name) || all_bytes(before)? == all_bytes(again)? {
+            return Ok(());
+        }
+        Err(self.session.refuse(TrainingError::NotRepeatable { unit: self.name.clone() }))
+    }
+}
+
+impl Differentiable {
+    /// Returns the variables that its graph reaches and that are not its own.
+    fn others(&self) -> Vec<&Tensor> {
+        let is_own = |node: &Tensor| {
+            let mut own = self.gathered.values().chain(self.inputs.iter().flatten());
+            own.any(|var| var.id() == node.id())
+        };
+        let nodes = self.outputs.iter().flat_map(|output| output.sorted_nodes());
+        nodes.filter(|node| node.is_variable() && !is_own(node)).collect()
+    }
+}
+
+/// A unit's result without its history, which stays when the unit's parameters are emptied: what is a
+/// view of one of them is copied, and not with all that it is a view of, as `Tensor::copy` would.
+fn apart<R: TensorTree>(result: &R, gathered: &BTreeMap<String, Var>) -> Result<R> {
+    result.try_map(&mut |output: &Tensor| {
+        let is_view = gathered.values().any(|var| shares_memory(output, var));
+        if is_view { output.detach().force_contiguous() } else { Ok(output.detach()) }
+    })
+}
+
+fn all_bytes(tensors: &[Tensor]) -> Result<Vec<(Vec<usize>, Vec<u8>)>> {
+    tensors.iter().map(bytes).collect()
+}
+
+/// A tensor's bits: NaN equals itself, and zeros of two signs differ.
+fn bytes(tensor: &Tensor) -> Result<(Vec<usize>, Vec<u8>)> {
+    let mut bytes = Vec::new();
+    tensor.force_contiguous()?.write_bytes(&mut bytes)?;
+    Ok((tensor.dims().to_vec(), bytes))
+}
+
+/// What `panic!` was given.
+fn panic_message(payload: &(dyn Any + Send)) -> Option<&str> {
+    let text = payload.downcast_ref::<String>().map(String::as_str);
+    text.or_else(|| payload.downcast_ref::<&str>().copied())
+}
+
+/// Whoever panicked with the lock has ended the step, and with it this operation.
+fn lock<T>(guarded: &Mutex<T>) -> MutexGuard<'_, T> {
+    guarded.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+#[cfg(test)]
+mod tests {
+    use candle_core::{CpuStorage, DType, Device, Storage};
+
+    use super::*;
+
+    #[test]
+    fn a_view_of_a_parameter_is_kept_without_the_parameter() {
+        let whole = Var::zeros((5, 4), DType::F32, &Device::Cpu).unwrap();
+        let row = whole.t().unwrap().narrow(0, 1, 1).unwrap();
+        let kept = apart(&row, &BTreeMap::from([("w".to_owned(), whole)])).unwrap();
+        assert_eq!(kept.dims(), row.dims());
+        let (storage, _) = kept.storage_and_layout();
+        let Storage::Cpu(CpuStorage::F32(items)) = &*storage else { panic!("another storage") };
+        assert_eq!(items.len(), 5);
+    }
+}

@@ -1,0 +1,176 @@
+//! What two tensors hold, exchanged: memory that a graph of candle's names is taken away from it
+//! and given back.
+
+use std::{cell::Cell, mem, ptr};
+
+use candle_core::{
+    CpuStorage, CudaStorage, DType, Device, Error, InplaceOp1, Layout, MetalStorage, Result,
+    Storage, Tensor, bail, op::BackpropOp,
+};
+
+/// Exchanges the memory of two tensors of one device, for everything that shares it with either: for
+/// views of them, and for the operations that have read them.
+///
+/// candle lends the memory of a tensor to an operation in place, and of one tensor at a time: so the
+/// operation on the first starts the one on the second.
+///
+/// # Errors
+///
+/// If the tensors lie on different kinds of devices.
+pub(crate) fn swap_storage(first: &Tensor, second: &Tensor) -> Result<()> {
+    first.inplace_op1(&First { second })
+}
+
+/// Frees the memory of a tensor, and of everything that shares it.
+///
+/// On a processor what is left has a type that no operation takes, so whatever reads the tensor
+/// before its memory is [given back](swap_storage) fails: candle multiplies matrices through pointers,
+/// and would read beyond an empty one of the right type.
+pub(crate) fn free_storage(tensor: &Tensor) -> Result<()> {
+    let nothing = match tensor.device() {
+        Device::Cpu => {
+            let storage = Storage::Cpu(CpuStorage::F4(Vec::new()));
+            Tensor::from_storage(storage, 0, BackpropOp::none(), false)
+        }
+        device => Tensor::zeros(1, DType::U8, device)?,
+    };
+    swap_storage(tensor, &nothing)
+}
+
+/// Returns true if candle failed because it read [freed](free_storage) memory of a processor: no tensor of a
+/// model has the type of what is left.
+pub(crate) fn reads_freed_memory(error: &Error) -> bool {
+    error.to_string().contains(&format!("{:?}", DType::F4))
+}
+
+/// Whether two tensors share their memory, as views of one do.
+pub(crate) fn shares_memory(left: &Tensor, right: &Tensor) -> bool {
+    address(left) == address(right)
+}
+
+/// Where a tensor's memory is kept. The lock is let go before another one is taken: a thread that
+/// has one and waits for another may wait for itself, if a writer came between.
+fn address(tensor: &Tensor) -> *const Storage {
+    let (storage, _) = tensor.storage_and_layout();
+    ptr::from_ref(&*storage)
+}
+
+const NAME: &str = "exchange";
+
+struct First<'a> {
+    second: &'a Tensor,
+}
+
+/// The memory of the first tensor, until the operation on the second runs.
+struct Second<'a, S>(Cell<Option<&'a mut S>>);
+
+impl<'a, S> Second<'a, S> {
+    fn new(first: &'a mut S) -> Self {
+        Self(Cell::new(Some(first)))
+    }
+
+    fn run(&self, second: &mut S) -> Result<()> {
+        let Some(first) = self.0.take() else { bail!("an operation in place runs once") };
+        mem::swap(first, second);
+        Ok(())
+    }
+}
+
+impl InplaceOp1 for First<'_> {
+    fn name(&self) -> &'static str {
+        NAME
+    }
+
+    fn cpu_fwd(&self, first: &mut CpuStorage, _: &Layout) -> Result<()> {
+        self.second.inplace_op1(&Second::new(first))
+    }
+
+    fn cuda_fwd(&self, first: &mut CudaStorage, _: &Layout) -> Result<()> {
+        self.second.inplace_op1(&Second::new(first))
+    }
+
+    fn metal_fwd(&self, first: &mut MetalStorage, _: &Layout) -> Result<()> {
+        self.second.inplace_op1(&Second::new(first))
+    }
+}
+
+impl InplaceOp1 for Second<'_, CpuStorage> {
+    fn name(&self) -> &'static str {
+        NAME
+    }
+
+    fn cpu_fwd(&self, second: &mut CpuStorage, _: &Layout) -> Result<()> {
+        self.run(second)
+    }
+}
+
+impl InplaceOp1 for Second<'_, CudaStorage> {
+    fn name(&self) -> &'static str {
+        NAME
+    }
+
+    fn cpu_fwd(&self, _: &mut CpuStorage, _: &Layout) -> Result<()> {
+        bail!("{OTHER_DEVICE}")
+    }
+
+    fn cuda_fwd(&self, second: &mut CudaStorage, _: &Layout) -> Result<()> {
+        self.run(second)
+    }
+}
+
+impl InplaceOp1 for Second<'_, MetalStorage> {
+    fn name(&self) -> &'static str {
+        NAME
+    }
+
+    fn cpu_fwd(&self, _: &mut CpuStorage, _: &Layout) -> Result<()> {
+        bail!("{OTHER_DEVICE}")
+    }
+
+    fn metal_fwd(&self, second: &mut MetalStorage, _: &Layout) -> Result<()> {
+        self.run(second)
+    }
+}
+
+const OTHER_DEVICE: &str = "memory is not exchanged between different kinds of devices";
+
+#[cfg(test)]
+mod tests {
+    use candle_core::Var;
+
+    use super::*;
+
+    fn items(tensor: &Tensor) -> Vec<f32> {
+        tensor.flatten_all().unwrap().to_vec1().unwrap()
+    }
+
+    #[test]
+    fn a_graph_finds_its_memory_again() {
+        let device = Device::Cpu;
+        let w = Var::from_vec(vec![1_f32, 2., 3., 4.], (2, 2), &device).unwrap();
+        let view = w.t().unwrap();
+        let x = Tensor::new(&[[5_f32, 6.]], &device).unwrap();
+        let y = x.matmul(&view).unwrap().sqr().unwrap();
+        let expected = y.backward().unwrap();
+        let kept = w.as_detached_tensor().copy().unwrap();
+
+        free_storage(&w).unwrap();
+        for read in [x.matmul(&view), view.sqr(), view.contiguous(), w.add(&w), w.matmul(&w)] {
+            assert!(reads_freed_memory(&read.unwrap_err()));
+        }
+        assert!(y.backward().is_err());
+        swap_storage(&w, &kept).unwrap();
+        kept.sqr().unwrap_err();
+        assert_eq!(items(&w), [1., 2., 3., 4.]);
+        let found = y.backward().unwrap();
+        assert_eq!(items(found.get(&w).unwrap()), items(expected.get(&w).unwrap()));
+    }
+
+    #[test]
+    fn views_share_their_memory_and_copies_do_not() {
+        let x = Tensor::zeros((2, 3), DType::F32, &Device::Cpu).unwrap();
+        assert!(shares_memory(&x, &x.t().unwrap()) && shares_memory(&x.detach(), &x));
+        assert!(shares_memory(&x, &x.narrow(1, 1, 1).unwrap()));
+        assert!(!shares_memory(&x, &x.copy().unwrap()));
+    }
+}

@@ -1,0 +1,235 @@
+//! Training continues from a checkpoint as if it had never stopped.
+
+use std::{collections::BTreeMap, fs, path::Path};
+
+use candle_core::{DType, Device, Tensor};
+use candle_nn::{Optimizer, ParamsAdamW, VarBuilder, linear};
+use dist_checkpoint::TensorKey;
+use dist_train::{
+    AdamW, Checkpoint, CheckpointError, Checkpoints, DataParallel, Error, FullyShard,
+    ParameterError, StateDict, StatefulOptimizer,
+};
+use fsdp_plan::strategy::{Full, Hsdp};
+use pmap_mesh::DeviceMesh;
+
+use crate::checkpoints::run::{Run, saved};
+
+#[test]
+fn training_continues_as_if_it_had_never_stopped() {
+    for share in [true, false] {
+        for slots in [1, 2, 3] {
+            let folder = tempfile::tempdir().unwrap();
+            let start = || Run::new(DeviceMesh::cpu(slots).unwrap(), share);
+            let mut whole = start();
+            whole.steps(0..8);
+
+            let mut first = start();
+            first.steps(0..5);
+            let checkpoint = saved(folder.path(), &first, 5);
+            assert_eq!(
+                (checkpoint.step(), checkpoint.state::<(String, u64)>().unwrap()),
+                (5, ("seed".into(), 5))
+            );
+            let mut second = start();
+            second.model.load(&checkpoint).unwrap();
+            second.steps(5..8);
+            assert_eq!(second.values(), whole.values(), "{slots} slots");
+            second.model.check_in_sync().unwrap();
+        }
+    }
+}
+
+#[test]
+fn another_number_of_slots_comes_to_the_same_result() {
+    let folder = tempfile::tempdir().unwrap();
+    let mut whole = Run::cpu(2);
+    whole.steps(0..8);
+    let mut first = Run::cpu(2);
+    first.steps(0..5);
+    let checkpoint = saved(folder.path(), &first, 5);
+    for slots in [1, 3, 5] {
+        let mut second = Run::cpu(slots);
+        second.model.load(&checkpoint).unwrap();
+        second.steps(5..8);
+        for (left, right) in second.values().iter().zip(whole.values()) {
+            assert!((left - right).abs() < 1e-5, "{left} for {right} on {slots} slots");
+        }
+    }
+}
+
+/// Returns the sorted names of all tensors of a checkpoint.
+fn tensor_names(folder: &Path) -> Vec<String> {
+    let mut names = Vec::new();
+    for entry in fs::read_dir(folder).unwrap() {
+        let path = entry.unwrap().path();
+        if path.extension().is_some_and(|extension| extension == "safetensors") {
+            names.extend(candle_core::safetensors::load(path, &Device::Cpu).unwrap().into_keys());
+        }
+    }
+    names.sort();
+    names
+}
+
+#[test]
+fn every_tensor_is_written_once() {
+    for (slots, share) in [(1, true), (2, true), (2, false), (3, false)] {
+        let folder = tempfile::tempdir().unwrap();
+        let run = Run::new(DeviceMesh::cpu(slots).unwrap(), share);
+        let checkpoint = saved(folder.path(), &run, 0);
+        let names = tensor_names(checkpoint.path());
+        let kinds = ["exp_avg", "exp_avg_sq", "model", "step"];
+        let expected =
+            kinds.iter().flat_map(|kind| ["bias", "weight"].map(|name| format!("{kind}/{name}@0")));
+        assert_eq!(names, expected.collect::<Vec<_>>(), "{slots} slots");
+    }
+}
+
+/// Replicas have the same parts, which one of them writes.
+#[test]
+fn every_part_is_written_once() {
+    let mesh = DeviceMesh::builder().axis("replicas", 2).axis("shards", 2).cpu().unwrap();
+    let model = FullyShard::builder(&mesh, |vb| linear(3, 2, vb))
+        .unit("all", ["weight", "bias"])
+        .strategy(Hsdp::new(Full::default(), 2))
+        .build(|group| AdamW::new(group.vars, ParamsAdamW::default()))
+        .unwrap();
+    let folder = tempfile::tempdir().unwrap();
+    let checkpoints = Checkpoints::new(folder.path());
+    checkpoints.save(&mesh, 1, &model.state_dict().unwrap(), &()).unwrap();
+    let names = tensor_names(checkpoints.latest().unwrap().unwrap().path());
+    let mut unique = names.clone();
+    unique.dedup();
+    assert_eq!(names, unique);
+    let kinds = ["exp_avg/", "exp_avg_sq/", "model/", "step/"];
+    assert!(kinds.iter().all(|kind| names.iter().any(|name| name.starts_with(kind))), "{names:?}");
+}
+
+#[test]
+fn checkpoints_with_too_little_are_refused() {
+    let mut run = Run::cpu(1);
+    let floats = |len: usize| Tensor::zeros(len, DType::F32, &Device::Cpu).unwrap();
+    let mut load = |tensors: &[(&str, &str, Tensor)]| {
+        let shapes = [("weight", vec![2, 3]), ("bias", vec![2])];
+        let shapes: BTreeMap<_, _> =
+            shapes.into_iter().map(|(name, shape)| (name.to_owned(), shape)).collect();
+        let mut state = StateDict::new(&run.mesh, shapes);
+        for (kind, parameter, tensor) in tensors {
+            state.add(0, TensorKey { kind, parameter, start: 0 }, tensor.clone()).unwrap();
+        }
+        let folder = tempfile::tempdir().unwrap();
+        Checkpoints::new(folder.path()).save(&run.mesh, 1, &state, &()).unwrap();
+        let checkpoint = Checkpoint::open(folder.path().join("step-0000000001")).unwrap();
+        run.model.load(&checkpoint).unwrap_err()
+    };
+    // The bias is loaded first, by its name.
+    let short = [("model", "weight", floats(6)), ("model", "bias", floats(1))];
+    let error = load(&short);
+    assert!(
+        matches!(&error, Error::Parameter(ParameterError::Incomplete { name, kind, item: 1 }) if name == "bias" && kind == "model"),
+        "{error}"
+    );
+    let no_state = [("model", "weight", floats(6)), ("model", "bias", floats(2))];
+    let error = load(&no_state);
+    assert!(
+        matches!(&error, Error::Parameter(ParameterError::Incomplete { kind, item: 0, .. }) if kind == "step"),
+        "{error}"
+    );
+    // A state that its optimizer cannot have.
+    let mut impossible = no_state.to_vec();
+    let minus_one = Tensor::new(-1_i64, &Device::Cpu).unwrap();
+    impossible.extend([("step", "weight", minus_one.clone()), ("step", "bias", minus_one)]);
+    let error = load(&impossible);
+    assert!(matches!(&error, Error::Optimizer { .. }), "{error}");
+    assert!(
+        error.to_string().contains("cannot be read or set: -1 steps cannot have been taken"),
+        "{error}"
+    );
+    assert!(std::error::Error::source(&error).is_none(), "the cause is in the message already");
+}
+
+/// Both kinds of models load a parameter without items, of which no slot of the other has anything.
+#[test]
+fn a_parameter_without_items_is_loaded_by_both_kinds() {
+    let mesh = DeviceMesh::cpu(2).unwrap();
+    let build = |vb: VarBuilder<'_>| {
+        vb.get((0, 3), "empty")?;
+        linear(3, 2, vb)
+    };
+    let folder = tempfile::tempdir().unwrap();
+    let checkpoints = Checkpoints::new(folder.path());
+    let optimizer = |group: dist_train::Group| AdamW::new(group.vars, ParamsAdamW::default());
+    let sharded = FullyShard::builder(&mesh, build).unit("all", ["empty", "weight", "bias"]);
+    let mut sharded = sharded.build(optimizer).unwrap();
+    let mut whole = DataParallel::builder(&mesh, build).build(optimizer).unwrap();
+    checkpoints.save(&mesh, 1, &sharded.state_dict().unwrap(), &()).unwrap();
+    whole.load(&checkpoints.latest().unwrap().unwrap()).unwrap();
+    checkpoints.save(&mesh, 2, &whole.state_dict().unwrap(), &()).unwrap();
+    sharded.load(&checkpoints.latest().unwrap().unwrap()).unwrap();
+}
+
+#[test]
+fn other_models_are_refused() {
+    let folder = tempfile::tempdir().unwrap();
+    let checkpoint = saved(folder.path(), &Run::cpu(2), 1);
+    let mesh = DeviceMesh::cpu(2).unwrap();
+    let build = |vb: VarBuilder<'_>| linear(3, 2, vb.pp("head"));
+    let mut other = DataParallel::builder(&mesh, build)
+        .build(|group| AdamW::new(group.vars, ParamsAdamW::default()))
+        .unwrap();
+    let refused = other.load(&checkpoint).unwrap_err();
+    assert!(
+        matches!(&refused, Error::Parameter(ParameterError::Unknown { name }) if name == "bias"),
+        "{refused}"
+    );
+}
+
+/// An optimizer that names its state as it should not, and does nothing else.
+#[derive(Debug)]
+struct Misnamed(&'static [&'static str]);
+
+impl Optimizer for Misnamed {
+    type Config = &'static [&'static str];
+
+    fn new(_: Vec<candle_core::Var>, names: Self::Config) -> candle_core::Result<Self> {
+        Ok(Self(names))
+    }
+
+    fn step(&mut self, _: &candle_core::backprop::GradStore) -> candle_core::Result<()> {
+        Ok(())
+    }
+
+    fn learning_rate(&self) -> f64 {
+        0.0
+    }
+
+    fn set_learning_rate(&mut self, _: f64) {}
+}
+
+impl StatefulOptimizer for Misnamed {
+    fn state(&self, _: usize) -> candle_core::Result<Vec<(&'static str, Tensor)>> {
+        let one = Tensor::new(1_f32, &Device::Cpu)?;
+        Ok(self.0.iter().map(|&name| (name, one.clone())).collect())
+    }
+
+    fn load_state(&mut self, _: usize, _: &str, _: &Tensor) -> candle_core::Result<()> {
+        Ok(())
+    }
+}
+
+#[test]
+fn states_that_could_not_be_told_apart_are_refused() {
+    let mesh = DeviceMesh::cpu(1).unwrap();
+    let state_of = |names| {
+        let builder = DataParallel::builder(&mesh, |vb| linear(3, 2, vb));
+        builder.build(|group| Misnamed::new(group.vars, names)).unwrap().state_dict()
+    };
+    assert!(state_of(&["mean", "square"]).is_ok());
+    for names in [&["mean", "mean"][..], &["model"], &["running/mean"]] {
+        let last = names[names.len() - 1];
+        let error = state_of(names).unwrap_err();
+        assert!(
+            matches!(&error, Error::Checkpoint(CheckpointError::Kind { kind, .. }) if kind == last),
+            "{error}"
+        );
+    }
+}

@@ -1,0 +1,4 @@
+//! Checkpoints of models in training.
+
+mod files;
+mod run;

@@ -1,0 +1,211 @@
+//! Gradients of accumulated batches, summed in each or at the end.
+
+use candle_core::{Device, Result, Tensor};
+use candle_nn::{Module, VarBuilder, linear};
+use dist_train::{Accumulation, Checkpoints, DataParallel, FullyShard, Loss, Units};
+use fsdp_plan::strategy::{Full, LayerWise, Layout, ShardingStrategy};
+use pmap_mesh::{DeviceMesh, Replica};
+
+use super::model::{KEEPS, Trained, adam, batch, bits, data_parallel, loss, parameters, sharded};
+
+/// Losses and parameters after steps of three batches each; the last has half as many rows.
+macro_rules! trained {
+    ($model:expr, $slots:expr, $parameters:expr) => {{
+        let mut model = $model;
+        let mut losses = Vec::new();
+        for step in 0..6 {
+            for part in 0..2 {
+                let ids = batch(2 * $slots, 10 * step + part);
+                losses.push(model.accumulate(ids, loss).unwrap().loss.to_bits());
+            }
+            losses.push(model.step(batch($slots, 10 * step + 2), loss).unwrap().loss.to_bits());
+        }
+        Trained { losses, parameters: $parameters(&model) }
+    }};
+}
+
+fn strategies() -> Vec<Box<dyn ShardingStrategy>> {
+    vec![
+        Box::new(Full::new(Layout::Dim0)),
+        Box::new(Full::new(Layout::Flat)),
+        Box::new(Full::new(Layout::BlockRagged { block: 4 })),
+        Box::new(LayerWise::default()),
+    ]
+}
+
+#[test]
+fn what_is_summed_last_has_the_bits_of_data_parallel() {
+    for slots in 1..5 {
+        let mesh = DeviceMesh::cpu(slots).unwrap();
+        let whole = |model: &DataParallel<Units, _>| {
+            let variables = model.variables().into_iter();
+            variables.map(|(name, value)| (name, bits(&value))).collect()
+        };
+        let expected = trained!(data_parallel(&mesh).build(adam).unwrap(), slots, whole);
+        for keep in KEEPS {
+            for strategy in strategies() {
+                let builder = sharded(&mesh).keep(keep).strategy(strategy);
+                let model = builder.accumulation(Accumulation::ReduceLast).build(adam).unwrap();
+                let found = trained!(model, slots, parameters);
+                assert_eq!(found, expected, "{keep:?}, {slots} slots");
+            }
+        }
+    }
+}
+
+#[test]
+fn less_is_sent_where_it_is_summed_last() {
+    let mesh = DeviceMesh::cpu(2).unwrap();
+    let reductions = |accumulation| {
+        let mut model = sharded(&mesh).accumulation(accumulation).build(adam).unwrap();
+        let before = mesh.traffic()[0].reduce_scatter.calls;
+        for step in 0..3 {
+            model.accumulate(batch(2, step), loss).unwrap();
+        }
+        let accumulated = mesh.traffic()[0].reduce_scatter.calls - before;
+        model.step(batch(2, 3), loss).unwrap();
+        (accumulated, mesh.traffic()[0].reduce_scatter.calls - before)
+    };
+    assert_eq!(reductions(Accumulation::ReduceEach), (15, 20));
+    assert_eq!(reductions(Accumulation::ReduceLast), (0, 5));
+}
+
+fn layers(vb: VarBuilder<'_>) -> Result<()> {
+    (0..3).try_for_each(|layer| linear(3, 3, vb.pp(layer)).map(drop))
+}
+
+fn input(rows: usize) -> Tensor {
+    let items = Tensor::arange(0_f32, (rows * 3) as f32, &Device::Cpu).unwrap();
+    items.sin().unwrap().reshape((rows, 3)).unwrap()
+}
+
+/// Enters these units in turn.
+fn through(
+    units: &'static [&'static str],
+) -> impl Fn(&Replica, &Units, Tensor) -> Result<Tensor> + Send + Sync {
+    move |_, model, x| {
+        units.iter().try_fold(x, |x, unit| through_unit(model, unit, &x))?.sqr()?.mean_all()
+    }
+}
+
+fn through_unit(model: &Units, unit: &str, x: &Tensor) -> Result<Tensor> {
+    model.unit(unit, x, |vb, x| linear(3, 3, vb)?.forward(x)?.tanh())
+}
+
+/// A unit that no batch but the first enters, and one that only the last enters.
+#[test]
+fn units_of_some_batches_count_in_the_update() {
+    let mesh = DeviceMesh::cpu(3).unwrap();
+    let batches: [&[&str]; 3] = [&["0", "1"], &["0"], &["0", "2"]];
+    let mut expected = DataParallel::builder(&mesh, Units::of(layers)).build(adam).unwrap();
+    for _ in 0..3 {
+        expected.accumulate(input(3), through(batches[0])).unwrap();
+        expected.accumulate(input(6), through(batches[1])).unwrap();
+        expected.step(input(3), through(batches[2])).unwrap();
+    }
+    for keep in KEEPS {
+        for accumulation in [Accumulation::ReduceEach, Accumulation::ReduceLast] {
+            let builder = FullyShard::builder(&mesh, layers).keep(keep);
+            let mut model = builder.accumulation(accumulation).build(adam).unwrap();
+            for _ in 0..3 {
+                model.accumulate(input(3), through(batches[0])).unwrap();
+                model.accumulate(input(6), through(batches[1])).unwrap();
+                model.step(input(3), through(batches[2])).unwrap();
+            }
+            for (name, value) in expected.variables() {
+                let found = model.gather(&name).unwrap();
+                if accumulation == Accumulation::ReduceLast {
+                    assert_eq!(bits(&found), bits(&value), "{name}, {keep:?}");
+                }
+                let off = (found - value).unwrap().abs().unwrap().max_all().unwrap();
+                assert!(off.to_scalar::<f32>().unwrap() < 1e-6, "{name}, {keep:?}");
+            }
+        }
+    }
+}
+
+/// The second slot enters a unit and uses none of its parameters.
+#[test]
+fn unit_without_a_gradient_on_one_slot_is_summed() {
+    let mesh = DeviceMesh::cpu(2).unwrap();
+    let partly = |ctx: &Replica, model: &Units, x: Tensor| {
+        let x = through_unit(model, "0", &x)?;
+        let uses_it = ctx.slot() == 0;
+        let second = move |vb: VarBuilder<'_>, x: &Tensor| {
+            if uses_it { linear(3, 3, vb)?.forward(x) } else { x.tanh() }
+        };
+        let x = model.unit("1", &x, second)?;
+        through_unit(model, "2", &x)?.sqr()?.mean_all()
+    };
+    let mut expected = DataParallel::builder(&mesh, Units::of(layers)).build(adam).unwrap();
+    expected.accumulate(input(4), partly).unwrap();
+    expected.step(input(2), through(&["0", "2"])).unwrap();
+    let builder = FullyShard::builder(&mesh, layers).accumulation(Accumulation::ReduceLast);
+    let mut model = builder.build(adam).unwrap();
+    model.accumulate(input(4), partly).unwrap();
+    model.step(input(2), through(&["0", "2"])).unwrap();
+    for (name, value) in expected.variables() {
+        assert_eq!(bits(&model.gather(&name).unwrap()), bits(&value), "{name}");
+    }
+}
+
+#[test]
+fn loaded_model_forgets_accumulated_batches() {
+    let (mesh, folder) = (DeviceMesh::cpu(2).unwrap(), tempfile::tempdir().unwrap());
+    for accumulation in [Accumulation::ReduceEach, Accumulation::ReduceLast] {
+        let build = || {
+            let builder = FullyShard::builder(&mesh, layers).accumulation(accumulation);
+            builder.build(adam).unwrap()
+        };
+        let checkpoints = Checkpoints::new(folder.path().join(format!("{accumulation:?}")));
+        checkpoints.save(&mesh, 0, &build().state_dict().unwrap(), &()).unwrap();
+        let all = || through(&["0", "1", "2"]);
+        let mut model = build();
+        model.accumulate(input(6), all()).unwrap();
+        model.load(&checkpoints.latest().unwrap().unwrap()).unwrap();
+        let found = model.step(input(2), all()).unwrap();
+        let expected = build().step(input(2), all()).unwrap();
+        assert_eq!(found.weight.to_bits(), expected.weight.to_bits());
+        assert_eq!(found.loss.to_bits(), expected.loss.to_bits(), "{accumulation:?}");
+    }
+}
+
+/// The second slot has no rows of the batches that are accumulated, and no weight.
+#[test]
+fn slots_without_weight_add_nothing() {
+    let mesh = DeviceMesh::cpu(2).unwrap();
+    let weighted = |ctx: &Replica, model: &Units, x: Tensor| {
+        let weight = if ctx.slot() == 0 { 3.0 } else { 0.0 };
+        let sum = through(&["0", "1", "2"])(ctx, model, x)?;
+        let factor = if weight == 0.0 { f64::NAN } else { 1.0 };
+        Ok(Loss::sum((sum * factor)?, weight))
+    };
+    let mut expected = DataParallel::builder(&mesh, Units::of(layers)).build(adam).unwrap();
+    expected.accumulate(input(4), weighted).unwrap();
+    expected.step(input(2), through(&["0", "1", "2"])).unwrap();
+    let builder = FullyShard::builder(&mesh, layers).accumulation(Accumulation::ReduceLast);
+    let mut model = builder.build(adam).unwrap();
+    model.accumulate(input(4), weighted).unwrap();
+    model.step(input(2), through(&["0", "1", "2"])).unwrap();
+    for (name, value) in expected.variables() {
+        assert_eq!(bits(&model.gather(&name).unwrap()), bits(&value), "{name}");
+    }
+}
+
+#[test]
+fn a_step_that_fails_drops_what_was_kept_whole() {
+    let mesh = DeviceMesh::cpu(2).unwrap();
+    let build = || {
+        let builder = FullyShard::builder(&mesh, layers);
+        builder.accumulation(Accumulation::ReduceLast).build(adam).unwrap()
+    };
+    let (mut expected, mut found) = (build(), build());
+    let all = || through(&["0", "1", "2"]);
+    found.accumulate(input(2), all()).unwrap();
+    let infinite = |ctx: &Replica, model: &Units, x: Tensor| all()(ctx, model, x)? * f64::NAN;
+    found.step(input(2), infinite).unwrap_err();
+    for _ in 0..2 {
+        let expected = expected.step(input(2), all()).unwrap().loss;
+        assert_eq!(found.step(input(2), all()).unwrap().loss.to_bits(), expected.to_bits());
+    }
+}

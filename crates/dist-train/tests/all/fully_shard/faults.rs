@@ -1,0 +1,231 @@
+//! An error, a panic, an early return or another order in any slot, unit and pass ends the step for
+//! all slots at once, and the model trains on as if the step had not been.
+
+use std::{
+    sync::{
+        Arc,
+        atomic::{AtomicBool, AtomicUsize, Ordering},
+    },
+    time::{Duration, Instant},
+};
+
+use candle_core::{Result, Tensor, Var, backprop::GradStore, bail};
+use candle_nn::{Module, Optimizer, VarBuilder, linear};
+use dist_train::{
+    AdamW, Checkpoints, Error, FullyShard, Group, Keep, StatefulOptimizer, TrainingError, Units,
+};
+use pmap_mesh::{DeviceMesh, Replica};
+
+use super::model::{adam, bits};
+
+const SLOTS: usize = 3;
+const UNITS: usize = 3;
+
+/// What goes wrong where.
+#[derive(Clone, Copy, Debug)]
+struct Fault {
+    slot: usize,
+    unit: usize,
+    /// Which run of the unit's function: the first is that of the forward pass.
+    run: usize,
+    kind: Kind,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq)]
+enum Kind {
+    Error,
+    Panic,
+    /// The loss returns before it enters the unit.
+    Return,
+    /// The loss enters the next unit instead.
+    Order,
+}
+
+fn layers(vb: VarBuilder<'_>) -> Result<()> {
+    (0..UNITS).try_for_each(|layer| linear(3, 3, vb.pp(layer)).map(drop))
+}
+
+fn input() -> Tensor {
+    let items = Tensor::arange(0_f32, 6. * 3., &candle_core::Device::Cpu).unwrap();
+    (items.reshape((6, 3)).unwrap() / 10.).unwrap()
+}
+
+fn loss(fault: Option<Fault>) -> impl Fn(&Replica, &Units, Tensor) -> Result<Tensor> + Send + Sync {
+    move |ctx, model, mut x| {
+        for unit in 0..UNITS {
+            let fault = fault.filter(|fault| fault.unit == unit && fault.slot == ctx.slot());
+            let kind = fault.map(|fault| fault.kind);
+            if kind == Some(Kind::Return) {
+                return x.sqr()?.mean_all();
+            }
+            let entered = if kind == Some(Kind::Order) { (unit + 1) % UNITS } else { unit };
+            let runs = Arc::new(AtomicUsize::new(0));
+            x = model.unit(&entered.to_string(), &x, move |vb, x| {
+                let run = runs.fetch_add(1, Ordering::Relaxed);
+                match fault {
+                    Some(Fault { kind: Kind::Panic, run: at, .. }) if at == run => {
+                        panic!("run {run} breaks")
+                    }
+                    Some(Fault { kind: Kind::Error, run: at, .. }) if at == run => {
+                        bail!("run {run} fails")
+                    }
+                    _ => linear(3, 3, vb)?.forward(x)?.tanh(),
+                }
+            })?;
+        }
+        x.sqr()?.mean_all()
+    }
+}
+
+/// What is left after two good steps, with a bad one between them if there is a fault.
+fn trained(mesh: &DeviceMesh, keep: Keep, prefetch: usize, fault: Option<Fault>) -> Vec<Vec<u32>> {
+    let builder = FullyShard::builder(mesh, layers).keep(keep).prefetch(prefetch);
+    let mut model = builder.build(adam).unwrap();
+    model.step(input(), loss(None)).unwrap();
+    if let Some(fault) = fault {
+        model.accumulate(input(), loss(None)).unwrap();
+        let error = model.step(input(), loss(Some(fault))).unwrap_err().to_string();
+        check(&error, fault, prefetch > 0);
+    }
+    model.step(input(), loss(None)).unwrap();
+    weights(&model)
+}
+
+fn weights<O: Optimizer>(model: &FullyShard<O>) -> Vec<Vec<u32>> {
+    (0..UNITS).map(|unit| bits(&model.gather(&format!("{unit}.weight")).unwrap())).collect()
+}
+
+/// The error says where it was.
+fn check(error: &str, fault: Fault, is_ahead: bool) {
+    let Fault { slot, unit, run, kind } = fault;
+    let pass = if run == 0 { "forward" } else { "backward" };
+    let place = format!("unit {unit}, {pass} pass");
+    let parts = match kind {
+        Kind::Error => vec![place, format!("run {run} fails")],
+        Kind::Panic => vec![place, format!("run {run} breaks")],
+        // Which unit the others begin then depends on what they have gathered ahead.
+        Kind::Return | Kind::Order if is_ahead => Vec::new(),
+        // What the others enter, beside what this one does instead.
+        Kind::Return => vec![format!("({unit}, layout"), "all_gather".to_owned()],
+        Kind::Order => {
+            vec![format!("({unit}, layout"), format!("({}, layout", (unit + 1) % UNITS)]
+        }
+    };
+    if is_ahead && matches!(kind, Kind::Return | Kind::Order) {
+        // What slots begin there, a unit or the end of the loss, or all that both have entered.
+        let says = ["(0, layout", "(1, layout", "(2, layout", "enters the units"];
+        assert!(says.iter().any(|says| error.contains(says)), "{fault:?}: {error}");
+    }
+    assert!(error.contains(&format!("replica {slot}")), "{fault:?}: {error}");
+    for part in parts {
+        assert!(error.contains(&part), "{fault:?}: {part} in {error}");
+    }
+}
+
+/// A slot that waited for ever would end the test program.
+fn mesh() -> DeviceMesh {
+    let builder = DeviceMesh::builder().axis(DeviceMesh::AXIS, SLOTS);
+    builder.deadline(Duration::from_mins(1)).cpu().unwrap()
+}
+
+#[test]
+fn every_fault_ends_the_step_at_once_and_the_model_trains_on() {
+    let mesh = mesh();
+    let start = Instant::now();
+    let mut n_faults = 0;
+    let cases = [
+        (Keep::Inputs, 2, 0),
+        (Keep::Graph, 1, 0),
+        (Keep::Gathered, 1, 0),
+        (Keep::Inputs, 2, 1),
+        (Keep::Graph, 1, 2),
+    ];
+    for (keep, runs, prefetch) in cases {
+        let expected = trained(&mesh, keep, prefetch, None);
+        for slot in 0..SLOTS {
+            for unit in 0..UNITS {
+                for run in 0..runs {
+                    for kind in [Kind::Error, Kind::Panic, Kind::Return, Kind::Order] {
+                        let fault = Fault { slot, unit, run, kind };
+                        let found = trained(&mesh, keep, prefetch, Some(fault));
+                        assert_eq!(found, expected, "{keep:?}, {prefetch}, {fault:?}");
+                        n_faults += 1;
+                    }
+                }
+            }
+        }
+    }
+    // Together, since a single one may have to wait for the processor.
+    assert!(start.elapsed() < n_faults * Duration::from_secs(1), "{:?}", start.elapsed());
+}
+
+/// Breaks in the step that it is told to.
+struct Breaking {
+    inner: AdamW,
+    breaks: Arc<AtomicBool>,
+    panics: bool,
+}
+
+impl Optimizer for Breaking {
+    type Config = ();
+
+    fn new(_: Vec<Var>, (): ()) -> Result<Self> {
+        bail!("it is made of another optimizer")
+    }
+
+    fn step(&mut self, grads: &GradStore) -> Result<()> {
+        if self.breaks.swap(false, Ordering::Relaxed) {
+            assert!(!self.panics, "the optimizer breaks");
+            bail!("the optimizer fails")
+        }
+        self.inner.step(grads)
+    }
+
+    fn learning_rate(&self) -> f64 {
+        self.inner.learning_rate()
+    }
+
+    fn set_learning_rate(&mut self, learning_rate: f64) {
+        self.inner.set_learning_rate(learning_rate);
+    }
+}
+
+impl StatefulOptimizer for Breaking {
+    fn state(&self, var: usize) -> Result<Vec<(&'static str, Tensor)>> {
+        self.inner.state(var)
+    }
+
+    fn load_state(&mut self, var: usize, name: &str, value: &Tensor) -> Result<()> {
+        self.inner.load_state(var, name, value)
+    }
+}
+
+#[test]
+fn an_optimizer_that_fails_leaves_a_model_that_has_to_be_loaded() {
+    let mesh = mesh();
+    let folder = tempfile::tempdir().unwrap();
+    for (run, in_backward, panics) in
+        [(0, false, false), (1, false, true), (2, true, false), (3, true, true)]
+    {
+        let checkpoints = Checkpoints::new(folder.path().join(run.to_string()));
+        let breaks = Arc::new(AtomicBool::new(false));
+        let breaking = |group: Group| {
+            Ok(Breaking { inner: adam(group)?, breaks: Arc::clone(&breaks), panics })
+        };
+        let builder = FullyShard::builder(&mesh, layers);
+        let builder = if in_backward { builder.optimizer_in_backward() } else { builder };
+        let mut model = builder.build(breaking).unwrap();
+        model.step(input(), loss(None)).unwrap();
+        checkpoints.save(&mesh, 1, &model.state_dict().unwrap(), &()).unwrap();
+        let before = weights(&model);
+        // The one slot that comes first.
+        breaks.store(true, Ordering::Relaxed);
+        let error = model.step(input(), loss(None)).unwrap_err().to_string();
+        assert!(error.contains("the optimizer"), "{error}");
+        let refused = model.step(input(), loss(None));
+        assert!(matches!(refused, Err(Error::Training(TrainingError::HalfUpdated))));
+        model.load(&checkpoints.latest().unwrap().unwrap()).unwrap();
+        assert_eq!(weights(&model), before);
+        model.step(input(), loss(None)).unwrap();
+    }
+}

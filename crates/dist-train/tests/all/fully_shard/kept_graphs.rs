@@ -1,0 +1,115 @@
+//! Graphs that are kept while the parameters in them are not.
+
+use std::sync::{Arc, Mutex, PoisonError};
+
+use candle_core::{Device, Result, Tensor};
+use candle_nn::{Module, VarBuilder, linear};
+use dist_train::{Error, FullyShard, Keep, Units};
+use fsdp_plan::strategy::{Full, Hsdp};
+use pmap_mesh::{DeviceMesh, Replica};
+
+use super::model::{KEEPS, adam, bits, sharded, train_sharded};
+
+fn layers(vb: VarBuilder<'_>) -> Result<()> {
+    (0..3).try_for_each(|layer| linear(3, 3, vb.pp(layer)).map(drop))
+}
+
+fn input() -> Tensor {
+    let items = Tensor::arange(0_f32, 36., &Device::Cpu).unwrap().sin().unwrap();
+    items.reshape((12, 3)).unwrap()
+}
+
+fn layer(vb: VarBuilder<'_>, x: &Tensor) -> Result<Tensor> {
+    linear(3, 3, vb)?.forward(x)?.tanh()
+}
+
+/// The first unit hands its weight, as it is and as a view, to the last: tied layers.
+fn tied(_: &Replica, model: &Units, x: Tensor) -> Result<Tensor> {
+    let (x, weight, row) = model.unit("0", &x, |vb, x| {
+        let weight = vb.get((3, 3), "weight")?;
+        Ok((layer(vb, x)?, weight.clone(), weight.t()?.narrow(0, 1, 1)?))
+    })?;
+    let x = model.unit("1", &x, layer)?;
+    let last = |vb: VarBuilder<'_>, (x, weight, row): &(Tensor, Tensor, Tensor)| {
+        layer(vb, x)?.matmul(weight)?.broadcast_mul(row)
+    };
+    model.unit("2", &(x, weight, row), last)?.sqr()?.mean_all()
+}
+
+#[test]
+fn parameters_that_a_unit_returns_are_right_in_other_units() {
+    for slots in 1..4 {
+        let mesh = DeviceMesh::cpu(slots).unwrap();
+        let trained = |keep| {
+            let mut model = FullyShard::builder(&mesh, layers).keep(keep).build(adam).unwrap();
+            let step = |_| model.step(input(), tied).unwrap().loss.to_bits();
+            let losses: Vec<u64> = (0..5).map(step).collect();
+            (losses, bits(&model.gather("0.weight").unwrap()))
+        };
+        let [expected, graph, gathered] = KEEPS.map(trained);
+        assert_eq!(graph, expected, "{slots} slots");
+        assert_eq!(gathered, expected, "{slots} slots");
+    }
+}
+
+#[test]
+fn detached_parameter_cannot_be_read_when_it_is_freed() {
+    let mesh = DeviceMesh::cpu(2).unwrap();
+    let smuggling = |n_before: usize| {
+        move |_: &Replica, model: &Units, mut x: Tensor| {
+            let door: Arc<Mutex<Option<Tensor>>> = Arc::default();
+            let into = Arc::clone(&door);
+            x = model.unit("0", &x, move |vb, x| {
+                let weight = vb.get((3, 3), "weight")?.detach();
+                *into.lock().unwrap_or_else(PoisonError::into_inner) = Some(weight);
+                layer(vb, x)
+            })?;
+            // In the second unit all slots have left the first.
+            for unit in 1..=n_before {
+                x = model.unit(&unit.to_string(), &x, layer)?;
+            }
+            let weight = door.lock().unwrap().take().unwrap();
+            for unit in n_before + 1..3 {
+                let weight = weight.clone();
+                x = model
+                    .unit(&unit.to_string(), &x, move |vb, x| layer(vb, &x.matmul(&weight)?))?;
+            }
+            if n_before == 2 { x.matmul(&weight)?.sqr()?.mean_all() } else { x.sqr()?.mean_all() }
+        }
+    };
+    for n_before in [1, 2] {
+        let build = || FullyShard::builder(&mesh, layers).keep(Keep::Graph).build(adam).unwrap();
+        let mut model = build();
+        let Error::Mesh(error) = model.step(input(), smuggling(n_before)).unwrap_err() else {
+            panic!("another error")
+        };
+        assert!(error.to_string().contains("F4"), "{error}");
+        assert_eq!(
+            model.step(input(), tied).unwrap().loss.to_bits(),
+            build().step(input(), tied).unwrap().loss.to_bits(),
+            "the model trains on"
+        );
+    }
+}
+
+#[test]
+fn groups_share_what_is_gathered_among_themselves_alone() {
+    let mesh = DeviceMesh::builder().axis("replicas", 2).axis("shards", 2).cpu().unwrap();
+    let trained = |keep| {
+        let strategy = Hsdp::new(Full::default(), 2);
+        let model = sharded(&mesh).strategy(strategy).keep(keep).build(adam).unwrap();
+        train_sharded(model, 8, 6)
+    };
+    let [expected, graph, gathered] = KEEPS.map(trained);
+    assert_eq!(graph, expected);
+    assert_eq!(gathered, expected);
+}
+
+#[test]
+fn some_units_keep_their_graphs_and_others_do_not() {
+    let mesh = DeviceMesh::cpu(3).unwrap();
+    let expected = train_sharded(sharded(&mesh).build(adam).unwrap(), 6, 6);
+    let builder = sharded(&mesh).keep_unit("blocks.*", Keep::Graph);
+    let builder = builder.keep_unit("head", Keep::Gathered);
+    assert_eq!(train_sharded(builder.build(adam).unwrap(), 6, 6), expected);
+}

@@ -1,0 +1,17 @@
+//! A sharded model: the bits of data parallel and plain candle, what it refuses, how it fails.
+
+mod accumulation;
+mod bits;
+mod faults;
+mod in_backward;
+mod kept_graphs;
+mod model;
+mod options;
+mod outputs;
+mod outside;
+mod plans;
+mod precision;
+mod prefetch;
+mod refusals;
+mod resume;
+mod traffic;

@@ -1,0 +1,238 @@
+//! What a step does with its options, beside data parallel with the same.
+
+use std::collections::BTreeMap;
+
+use candle_core::{DType, Device, Result, Tensor};
+use candle_nn::{Linear, Module, Optimizer, VarBuilder, linear};
+use dist_train::{
+    AdamW, DataParallel, FullyShard, Group, Keep, Loss, ParamsSgd, Sgd, TrainingError, UnitRules,
+    Units,
+};
+use pmap_mesh::{DeviceMesh, Replica, Uneven};
+
+use super::model::{
+    KEEPS, adam, batch, bits, data_parallel, loss, names, parameters, sharded, train_data_parallel,
+    train_sharded,
+};
+
+/// Asserts that numbers are the same but for some roundings.
+fn assert_close(found: &BTreeMap<String, Vec<u32>>, expected: &BTreeMap<String, Vec<u32>>) {
+    for (name, expected) in expected {
+        for (found, expected) in found[name].iter().zip(expected) {
+            let (found, expected) = (f32::from_bits(*found), f32::from_bits(*expected));
+            let off = (found - expected).abs();
+            assert!(off <= 2e-6 * expected.abs().max(1.0), "{name}: {found} for {expected}");
+        }
+    }
+}
+
+fn whole(model: &DataParallel<Units, AdamW>) -> BTreeMap<String, Vec<u32>> {
+    model.variables().into_iter().map(|(name, value)| (name, bits(&value))).collect()
+}
+
+#[test]
+fn accumulated_and_clipped_steps_are_those_of_data_parallel_to_rounding() {
+    let mesh = DeviceMesh::cpu(3).unwrap();
+    let mut expected = data_parallel(&mesh).clip_grad_norm(0.3).build(adam).unwrap();
+    let mut norms = Vec::new();
+    let mut losses = Vec::new();
+    for step in 0..5 {
+        losses.push(expected.accumulate(batch(6, step), loss).unwrap().loss);
+        let step = expected.step(batch(3, 100 + step), loss).unwrap();
+        assert!(step.grad_norm > 0.3, "it is clipped");
+        losses.push(step.loss);
+        norms.push(step.grad_norm);
+    }
+    let mut of_keeps = Vec::new();
+    for keep in KEEPS {
+        let mut model = sharded(&mesh).keep(keep).clip_grad_norm(0.3).build(adam).unwrap();
+        let mut found = Vec::new();
+        for (step, norm) in norms.iter().enumerate() {
+            found.push(model.accumulate(batch(6, step), loss).unwrap().loss);
+            let done = model.step(batch(3, 100 + step), loss).unwrap();
+            found.push(done.loss);
+            assert!((done.grad_norm / norm - 1.0).abs() < 1e-5);
+            assert!((done.weight - 9.0).abs() < 1e-12);
+        }
+        for (found, expected) in found.iter().zip(&losses) {
+            assert!((found / expected - 1.0).abs() < 1e-5, "{found} for {expected}");
+        }
+        assert_close(&parameters(&model), &whole(&expected));
+        of_keeps.push((found, parameters(&model)));
+    }
+    assert!(
+        of_keeps.iter().all(|of_keep| *of_keep == of_keeps[0]),
+        "to the bit between what is kept"
+    );
+}
+
+/// All of two units and some of another.
+const FROZEN: [&str; 4] = ["tokens", "positions", "blocks.0", "blocks.1.up"];
+
+#[test]
+fn frozen_parameters_stay_and_groups_have_rates_of_their_own() {
+    let mesh = DeviceMesh::cpu(2).unwrap();
+    let builder = data_parallel(&mesh).freeze(FROZEN).group("bias", ["**.bias"]);
+    let mut whole_model = builder.build(adam).unwrap();
+    whole_model.set_group_learning_rate("bias", 0.1).unwrap();
+    let before = whole(&whole_model);
+    let expected = train_data_parallel(whole_model, 4, 4);
+    for keep in KEEPS {
+        let builder = sharded(&mesh).keep(keep).freeze(FROZEN).group("bias", ["**.bias"]);
+        let mut model = builder.build(adam).unwrap();
+        model.set_group_learning_rate("bias", 0.1).unwrap();
+        let found = train_sharded(model, 4, 4);
+        assert_eq!(found, expected, "{keep:?}");
+        for name in names() {
+            let is_frozen = FROZEN.iter().any(|prefix| name.starts_with(prefix));
+            assert_eq!(found.parameters[&name] == before[&name], is_frozen, "{name}");
+        }
+    }
+}
+
+fn layers(vb: VarBuilder<'_>) -> Result<()> {
+    (0..2).try_for_each(|layer| linear(3, 3, vb.pp(layer)).map(drop))
+}
+
+fn sgd(group: Group) -> Result<Sgd> {
+    Sgd::new(group.vars, ParamsSgd { lr: 0.1, momentum: 0.9, ..ParamsSgd::default() })
+}
+
+/// The sum over the rows that are not padding.
+fn padded(ctx: &Replica, model: &Units, x: Tensor) -> Result<Loss<Tensor>> {
+    let rows = ctx.valid_len().unwrap_or(x.dim(0)?);
+    let layer = |vb: VarBuilder<'_>, x: &Tensor| -> Result<Tensor> {
+        let layer: Linear = linear(3, 3, vb)?;
+        layer.forward(x)?.tanh()
+    };
+    let y = model.unit("1", &model.unit("0", &x, layer)?, layer)?;
+    let mask: Vec<f32> = (0..x.dim(0)?).map(|row| if row < rows { 1.0 } else { 0.0 }).collect();
+    let mask = Tensor::from_vec(mask, (x.dim(0)?, 1), x.device())?;
+    let sum = y.sqr()?.broadcast_mul(&mask)?.sum_all()?;
+    // No number where there are no rows, as a mean over them would be.
+    let factor = if rows == 0 { f64::NAN } else { 1.0 };
+    Ok(Loss::sum((&sum * factor)?, rows).with(sum))
+}
+
+#[test]
+fn padded_batches_have_the_bits_of_data_parallel() {
+    let mesh = DeviceMesh::cpu(3).unwrap();
+    let x = |rows: usize| {
+        let items = Tensor::arange(0_f32, (rows * 3) as f32, &Device::Cpu).unwrap();
+        items.sin().unwrap().reshape((rows, 3)).unwrap()
+    };
+    let text = |step: dist_train::Step<Tensor>| {
+        (step.loss.to_bits(), step.grad_norm, step.weight.to_bits(), bits(&step.aux))
+    };
+    let mut expected =
+        DataParallel::builder(&mesh, Units::of(layers)).uneven(Uneven::Pad).build(sgd).unwrap();
+    let mut model = FullyShard::builder(&mesh, layers).uneven(Uneven::Pad).build(sgd).unwrap();
+    // The last slot has one row of padding, then nothing else.
+    for rows in [6, 5, 4, 2, 6] {
+        let expected = text(expected.step(x(rows), padded).unwrap());
+        let found = text(model.step(x(rows), padded).unwrap());
+        assert_eq!((found.0, found.2, found.3), (expected.0, expected.2, expected.3));
+        assert!((found.1 / expected.1 - 1.0).abs() < 1e-12);
+        let evaluated = model.evaluate(x(rows), padded).unwrap();
+        assert_eq!(evaluated.weight.to_bits(), (rows as f64).to_bits());
+    }
+    for (name, value) in expected.variables() {
+        assert_eq!(bits(&model.gather(&name).unwrap()), bits(&value), "{name}");
+    }
+    let evaluated = model.evaluate(x(5), padded).unwrap();
+    let expected = expected.evaluate(x(5), padded).unwrap();
+    assert_eq!(evaluated.loss.to_bits(), expected.loss.to_bits());
+}
+
+#[test]
+fn halves_are_summed_in_single_precision() {
+    let mesh = DeviceMesh::cpu(2).unwrap();
+    let x = Tensor::ones((4, 3), DType::BF16, &Device::Cpu).unwrap();
+    let of_units = |_: &Replica, model: &Units, x: Tensor| {
+        let layer = |vb: VarBuilder<'_>, x: &Tensor| linear(3, 3, vb)?.forward(x)?.tanh();
+        model.unit("1", &model.unit("0", &x, layer)?, layer)?.sqr()?.mean_all()
+    };
+    let mut expected =
+        DataParallel::builder(&mesh, Units::of(layers)).dtype(DType::BF16).build(sgd).unwrap();
+    let mut model = FullyShard::builder(&mesh, layers).dtype(DType::BF16).build(sgd).unwrap();
+    for _ in 0..5 {
+        let expected = expected.step(x.clone(), of_units).unwrap().loss;
+        assert_eq!(model.step(x.clone(), of_units).unwrap().loss.to_bits(), expected.to_bits());
+    }
+    for (name, value) in expected.variables() {
+        let single = |tensor: Tensor| bits(&tensor.to_dtype(DType::F32).unwrap());
+        assert_eq!(single(model.gather(&name).unwrap()), single(value), "{name}");
+    }
+}
+
+#[test]
+fn a_unit_that_is_entered_twice_and_values_that_skip_units_agree_to_rounding() {
+    let mesh = DeviceMesh::cpu(2).unwrap();
+    let shared = |_: &Replica, model: &Units, x: Tensor| {
+        let layer = |vb: VarBuilder<'_>, x: &Tensor| linear(3, 3, vb)?.forward(x)?.tanh();
+        let first = model.unit("0", &x, layer)?;
+        let second = model.unit("1", &first, layer)?;
+        (model.unit("0", &second, layer)? + first)?.sqr()?.mean_all()
+    };
+    let x = Tensor::arange(0_f32, 12., &Device::Cpu).unwrap().sin().unwrap();
+    let x = x.reshape((4, 3)).unwrap();
+    let mut expected = DataParallel::builder(&mesh, Units::of(layers)).build(sgd).unwrap();
+    let expected: Vec<f64> =
+        (0..6).map(|_| expected.step(x.clone(), shared).unwrap().loss).collect();
+    let of_keep = |keep| {
+        let mut model = FullyShard::builder(&mesh, layers).keep(keep).build(sgd).unwrap();
+        let step = |_| model.step(x.clone(), shared).unwrap().loss;
+        (0..6).map(step).collect::<Vec<f64>>()
+    };
+    let found = of_keep(Keep::Inputs);
+    assert_eq!(found, of_keep(Keep::Graph), "to the bit");
+    assert_eq!(found, of_keep(Keep::Gathered), "to the bit");
+    for (found, expected) in found.iter().zip(&expected) {
+        assert!((found / expected - 1.0).abs() < 1e-6, "{found} for {expected}");
+    }
+}
+
+#[test]
+fn a_parameter_in_two_units_agrees_to_rounding() {
+    let mesh = DeviceMesh::cpu(2).unwrap();
+    // The second unit has both layers.
+    let rules = || UnitRules::new().unit("first", ["0"]).unit("both", ["0", "1"]);
+    let tied = |_: &Replica, model: &Units, x: Tensor| {
+        let x = model.unit("first", &x, |vb, x| linear(3, 3, vb.pp("0"))?.forward(x)?.tanh())?;
+        let both = |vb: VarBuilder<'_>, x: &Tensor| {
+            let x = linear(3, 3, vb.pp("1"))?.forward(x)?.tanh()?;
+            linear(3, 3, vb.pp("0"))?.forward(&x)
+        };
+        model.unit("both", &x, both)?.sqr()?.mean_all()
+    };
+    let x = Tensor::arange(0_f32, 12., &Device::Cpu).unwrap().sin().unwrap();
+    let x = x.reshape((4, 3)).unwrap();
+    let mut expected = DataParallel::builder(&mesh, Units::by(rules(), layers)).build(sgd).unwrap();
+    let expected: Vec<f64> = (0..6).map(|_| expected.step(x.clone(), tied).unwrap().loss).collect();
+    let of_keep = |keep| {
+        let builder = FullyShard::builder(&mesh, layers).unit_rules(rules()).keep(keep);
+        let mut model = builder.build(sgd).unwrap();
+        assert_eq!(model.units().collect::<Vec<_>>(), ["both", "first"]);
+        (0..6).map(|_| model.step(x.clone(), tied).unwrap().loss).collect::<Vec<f64>>()
+    };
+    let found = of_keep(Keep::Inputs);
+    assert_eq!(found, of_keep(Keep::Graph), "to the bit");
+    assert_eq!(found, of_keep(Keep::Gathered), "to the bit");
+    for (found, expected) in found.iter().zip(&expected) {
+        assert!((found / expected - 1.0).abs() < 1e-6, "{found} for {expected}");
+    }
+}
+
+#[test]
+fn settings_that_cannot_be_are_refused() {
+    let mesh = DeviceMesh::cpu(2).unwrap();
+    let mut model = sharded(&mesh).build(adam).unwrap();
+    assert!(model.set_learning_rate(-1.0).is_err());
+    model.set_learning_rate(0.5).unwrap();
+    let unknown = model.set_group_learning_rate("bias", 0.1);
+    assert!(matches!(
+        unknown,
+        Err(dist_train::Error::Training(TrainingError::UnknownGroup { name })) if name == "bias"
+    ));
+    assert!(sharded(&mesh).clip_grad_norm(f64::NAN).build(adam).is_err());
+}

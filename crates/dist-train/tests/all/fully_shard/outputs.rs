@@ -1,0 +1,109 @@
+//! Units of several inputs and outputs.
+
+use std::collections::BTreeMap;
+
+use candle_core::{D, DType, Device, Result, Tensor};
+use candle_nn::{Module, VarBuilder, linear};
+use dist_train::{DataParallel, FullyShard, Keep, TrainingError, Units};
+use pmap_mesh::{DeviceMesh, Replica};
+
+use super::model::{adam, bits};
+
+const UNITS: usize = 3;
+
+fn layers(vb: VarBuilder<'_>) -> Result<()> {
+    (0..UNITS).try_for_each(|layer| linear(3, 3, vb.pp(layer)).map(drop))
+}
+
+fn input() -> Tensor {
+    let items = Tensor::arange(0_f32, 18., &Device::Cpu).unwrap().sin().unwrap();
+    items.reshape((6, 3)).unwrap()
+}
+
+/// Value and residual go from unit to unit beside each other.
+fn pairs(_: &Replica, model: &Units, x: Tensor) -> Result<Tensor> {
+    let block = |vb: VarBuilder<'_>, (x, residual): &(Tensor, Tensor)| {
+        let residual = (residual + x)?;
+        Ok((linear(3, 3, vb)?.forward(&residual)?.tanh()?, residual))
+    };
+    let mut pair = (x.zeros_like()?, x);
+    for unit in 0..UNITS {
+        pair = model.unit(&unit.to_string(), &pair, block)?;
+    }
+    (pair.0 + pair.1)?.sqr()?.mean_all()
+}
+
+/// Floats, integers and a constant in a map, of which some are used: the last unit picks columns.
+fn mixed(_: &Replica, model: &Units, x: Tensor) -> Result<Tensor> {
+    let block = |vb: VarBuilder<'_>, x: &Tensor| {
+        let y = linear(3, 3, vb)?.forward(x)?;
+        let largest = y.argmax_keepdim(D::Minus1)?;
+        let one = Tensor::ones(1, DType::F32, x.device())?;
+        let named = [("unused", y.sqr()?), ("y", y.tanh()?), ("largest", largest), ("one", one)];
+        Ok(BTreeMap::from(named.map(|(name, tensor)| (name.to_owned(), tensor))))
+    };
+    let first: BTreeMap<String, Tensor> = model.unit("0", &x, block)?;
+    assert!(!first["largest"].track_op());
+    let second = model.unit("1", &first["y"], block)?;
+    let last = (second["y"].clone(), first["largest"].clone(), second["one"].clone());
+    let picked = model.unit("2", &last, |vb, (y, largest, one)| {
+        linear(3, 3, vb)?.forward(y)?.gather(largest, D::Minus1)?.broadcast_mul(one)
+    })?;
+    picked.sqr()?.mean_all()
+}
+
+type Of = fn(&Replica, &Units, Tensor) -> Result<Tensor>;
+
+#[test]
+fn several_outputs_train_like_the_whole_model() {
+    let mesh = DeviceMesh::cpu(2).unwrap();
+    for (name, loss) in [("pairs", pairs as Of), ("mixed", mixed as Of)] {
+        let mut expected = DataParallel::builder(&mesh, Units::of(layers)).build(adam).unwrap();
+        let expected: Vec<f64> =
+            (0..8).map(|_| expected.step(input(), loss).unwrap().loss).collect();
+        assert!(expected[7] < expected[0], "{name} learns");
+        let of_keep = |keep, is_in_backward: bool| {
+            let builder = FullyShard::builder(&mesh, layers).keep(keep);
+            let builder = if is_in_backward { builder.optimizer_in_backward() } else { builder };
+            let mut model = builder.build(adam).unwrap();
+            let losses: Vec<f64> =
+                (0..8).map(|_| model.step(input(), loss).unwrap().loss).collect();
+            let evaluated = model.evaluate(input(), loss).unwrap().loss;
+            assert!(evaluated < losses[0]);
+            (losses, bits(&model.gather("0.weight").unwrap()))
+        };
+        let found = of_keep(Keep::Inputs, false);
+        assert_eq!(found, of_keep(Keep::Graph, false), "{name}, to the bit");
+        assert_eq!(found, of_keep(Keep::Gathered, false), "{name}, to the bit");
+        assert_eq!(found, of_keep(Keep::Inputs, true), "{name}, to the bit");
+        for (found, expected) in found.0.iter().zip(&expected) {
+            assert!((found / expected - 1.0).abs() < 1e-6, "{name}: {found} for {expected}");
+        }
+    }
+}
+
+#[test]
+fn gradients_of_several_outputs_are_those_of_differences() {
+    let mesh = DeviceMesh::cpu(2).unwrap();
+    let mut model = FullyShard::builder(&mesh, layers).build(adam).unwrap();
+    let report = model.check_gradients(input(), pairs).unwrap();
+    assert_eq!(report.prefixes.len(), UNITS);
+}
+
+#[test]
+fn an_output_that_is_not_repeated_is_found_whichever_it_is() {
+    let mesh = DeviceMesh::cpu(2).unwrap();
+    let mut model =
+        FullyShard::builder(&mesh, layers).allow_unused(["1", "2"]).build(adam).unwrap();
+    let random = |_: &Replica, model: &Units, x: Tensor| {
+        let (y, _noise) = model.unit("0", &x, |vb, x| {
+            let y = linear(3, 3, vb)?.forward(x)?;
+            let noise = y.rand_like(0., 1.)?;
+            Ok((y, noise))
+        })?;
+        y.sqr()?.mean_all()
+    };
+    let error = model.step(input(), random).unwrap_err();
+    let expected = TrainingError::NotRepeatable { unit: "0".to_owned() };
+    assert!(matches!(&error, dist_train::Error::Training(found) if *found == expected), "{error}");
+}

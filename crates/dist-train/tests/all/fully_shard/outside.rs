@@ -1,0 +1,160 @@
+//! Parameters that a loss uses outside the functions of their units.
+
+use std::sync::{Arc, Mutex};
+
+use candle_core::{Device, Result, Tensor};
+use candle_nn::{Module, VarBuilder, linear};
+use dist_train::{AdamW, DataParallel, Error, FullyShard, Keep, TrainingError, Units};
+use pmap_mesh::{DeviceMesh, Replica};
+
+use super::model::{KEEPS, adam};
+
+fn layers(vb: VarBuilder<'_>) -> Result<()> {
+    (0..3).try_for_each(|layer| linear(3, 3, vb.pp(layer)).map(drop))
+}
+
+fn layer(vb: VarBuilder<'_>, x: &Tensor) -> Result<Tensor> {
+    linear(3, 3, vb)?.forward(x)?.tanh()
+}
+
+fn input() -> Tensor {
+    let items = Tensor::arange(0_f32, 18., &Device::Cpu).unwrap().sin().unwrap();
+    items.reshape((6, 3)).unwrap()
+}
+
+/// What the function of unit `0` hands out by a lock.
+#[derive(Clone, Copy, Debug)]
+enum HandedOut {
+    Weight,
+    Transposed,
+    /// A value that was computed with it.
+    Product,
+    /// A constant, which gets no gradient anywhere.
+    Detached,
+}
+
+/// Where the loss uses it.
+#[derive(Clone, Copy, Debug)]
+enum UsedIn {
+    Loss,
+    /// As an input of the last unit.
+    Input,
+    /// In the function of the last unit, which captures it.
+    Capture,
+    Nothing,
+}
+
+fn leaking(
+    handed_out: HandedOut,
+    used_in: UsedIn,
+) -> impl Fn(&Replica, &Units, Tensor) -> Result<Tensor> + Send + Sync {
+    move |_, model, x| {
+        let door: Arc<Mutex<Option<Tensor>>> = Arc::default();
+        let into = Arc::clone(&door);
+        let x = model.unit("0", &x, move |vb, x| {
+            let weight = vb.get((3, 3), "weight")?;
+            *into.lock().unwrap() = Some(match handed_out {
+                HandedOut::Weight => weight.clone(),
+                HandedOut::Transposed => weight.t()?,
+                HandedOut::Product => weight.sqr()?,
+                HandedOut::Detached => weight.detach(),
+            });
+            layer(vb, x)
+        })?;
+        let x = model.unit("1", &x, layer)?;
+        let leaked = door.lock().unwrap().take().unwrap();
+        let y = match used_in {
+            UsedIn::Loss => model.unit("2", &x, layer)?.matmul(&leaked)?,
+            UsedIn::Input => {
+                let inputs = (x, leaked);
+                model.unit("2", &inputs, |vb, (x, leaked)| layer(vb, &x.matmul(leaked)?))?
+            }
+            UsedIn::Capture => model.unit("2", &x, move |vb, x| layer(vb, &x.matmul(&leaked)?))?,
+            UsedIn::Nothing => model.unit("2", &x, layer)?,
+        };
+        y.sqr()?.mean_all()
+    }
+}
+
+fn build(mesh: &DeviceMesh, keep: Keep) -> FullyShard<AdamW> {
+    FullyShard::builder(mesh, layers).keep(keep).build(adam).unwrap()
+}
+
+#[test]
+fn parameter_outside_its_unit_is_refused() {
+    let mesh = DeviceMesh::cpu(2).unwrap();
+    let (unit, parameter) = ("0".to_owned(), "0.weight".to_owned());
+    let expected = TrainingError::ParameterOutsideUnit { unit, parameter };
+    for keep in KEEPS {
+        for handed_out in [HandedOut::Weight, HandedOut::Transposed, HandedOut::Product] {
+            for used_in in [UsedIn::Loss, UsedIn::Input, UsedIn::Capture] {
+                let mut model = build(&mesh, keep);
+                let case = format!("{keep:?} {handed_out:?} {used_in:?}");
+                let outcome = model.step(input(), leaking(handed_out, used_in));
+                let Err(Error::Training(found)) = outcome else { panic!("{case}: {outcome:?}") };
+                assert_eq!(found, expected, "{case}");
+                // Nothing was trained, and the model trains on.
+                let right = leaking(handed_out, UsedIn::Nothing);
+                let trained = model.step(input(), &right).unwrap().loss;
+                let afresh = build(&mesh, keep).step(input(), &right).unwrap().loss;
+                assert_eq!(trained.to_bits(), afresh.to_bits(), "{case}");
+            }
+        }
+    }
+}
+
+#[test]
+fn accumulated_batch_with_a_parameter_outside_its_unit_is_refused() {
+    let mesh = DeviceMesh::cpu(2).unwrap();
+    for keep in KEEPS {
+        let outcome =
+            build(&mesh, keep).accumulate(input(), leaking(HandedOut::Weight, UsedIn::Loss));
+        let is_refused =
+            matches!(outcome, Err(Error::Training(TrainingError::ParameterOutsideUnit { .. })));
+        assert!(is_refused, "{keep:?}: {outcome:?}");
+    }
+}
+
+/// No gradient is lost: it has none in any model.
+#[test]
+fn detached_parameter_may_leave_its_unit() {
+    let mesh = DeviceMesh::cpu(2).unwrap();
+    let detached = leaking(HandedOut::Detached, UsedIn::Loss);
+    let mut whole = DataParallel::builder(&mesh, Units::of(layers)).build(adam).unwrap();
+    let expected = [0, 1, 2].map(|_| whole.step(input(), &detached).unwrap().loss.to_bits());
+    // One that keeps its graph has freed the memory.
+    for keep in [Keep::Inputs, Keep::Gathered] {
+        let mut model = build(&mesh, keep);
+        let found = [0, 1, 2].map(|_| model.step(input(), &detached).unwrap().loss.to_bits());
+        assert_eq!(found, expected, "{keep:?}");
+    }
+}
+
+/// A function that makes its layer once uses the parameters of another pass in the next.
+#[test]
+fn layer_that_is_made_once_is_refused() {
+    let mesh = DeviceMesh::cpu(2).unwrap();
+    let cached = |_: &Replica, model: &Units, x: Tensor| {
+        let made: Arc<Mutex<Option<candle_nn::Linear>>> = Arc::default();
+        let twice = move |vb: VarBuilder<'_>, x: &Tensor| {
+            let mut made = made.lock().unwrap();
+            let layer = match made.take() {
+                Some(layer) => layer,
+                None => linear(3, 3, vb)?,
+            };
+            *made = Some(layer.clone());
+            layer.forward(x)
+        };
+        let x = model.unit("0", &x, layer)?;
+        let x = model.unit("1", &x, twice.clone())?;
+        let x = model.unit("1", &x, twice)?;
+        model.unit("2", &x, layer)?.sqr()?.mean_all()
+    };
+    for keep in KEEPS {
+        let outcome = build(&mesh, keep).step(input(), cached);
+        let Err(Error::Training(TrainingError::ParameterOutsideUnit { unit, .. })) = outcome else {
+            panic!("{keep:?}: {outcome:?}")
+        };
+        assert_eq!(unit, "1", "{keep:?}");
+    }
+}

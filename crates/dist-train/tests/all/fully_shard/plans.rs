@@ -1,0 +1,142 @@
+//! Every way to cut parameters has the same bits.
+
+use std::{
+    ops::Range,
+    sync::atomic::{AtomicUsize, Ordering},
+};
+
+use candle_core::{Device, Result, Tensor};
+use candle_nn::{Optimizer, ParamsAdamW};
+use core_types::WorldSize;
+use dist_train::{AdamW, Declared, Error, Keep};
+use fsdp_plan::strategy::{
+    Choice, Full, Hsdp, Hybrid, LayerWise, Layout, ShardingStrategy, WholeTensor,
+};
+use pmap_mesh::DeviceMesh;
+
+use super::model::{
+    adam, batch, bits, data_parallel, loss, parameters, sharded, train_plain, train_sharded,
+};
+
+const STEPS: usize = 6;
+
+/// Ways to cut, by names that say what fails.
+fn strategies() -> Vec<(&'static str, Box<dyn ShardingStrategy>)> {
+    let hybrid = Hybrid::default()
+        .with_rule("norm", Choice::Replicate)
+        .unwrap()
+        .with_rule("mix", Choice::Full(Layout::Flat))
+        .unwrap();
+    vec![
+        ("dim 0", Box::new(Full::new(Layout::Dim0))),
+        ("flat", Box::new(Full::new(Layout::Flat))),
+        ("rows", Box::new(Full::new(Layout::RowRagged { rows: 1 }))),
+        ("blocks", Box::new(Full::new(Layout::BlockRagged { block: 4 }))),
+        ("layers", Box::new(LayerWise::default())),
+        ("whole tensors", Box::new(WholeTensor)),
+        ("hybrid", Box::new(hybrid)),
+    ]
+}
+
+#[test]
+fn however_parameters_are_cut_the_bits_are_the_same() {
+    for slots in 1..5 {
+        let mesh = DeviceMesh::cpu(slots).unwrap();
+        let expected = train_plain(slots, 2 * slots, STEPS);
+        for (name, strategy) in strategies() {
+            let model = sharded(&mesh).strategy(strategy).build(adam).unwrap();
+            let found = train_sharded(model, 2 * slots, STEPS);
+            assert_eq!(found, expected, "{name} on {slots} slots");
+        }
+        for keep in [Keep::Graph, Keep::Gathered] {
+            for (name, strategy) in strategies() {
+                let builder = sharded(&mesh).keep(keep);
+                let model = builder.strategy(strategy).build(adam).unwrap();
+                let found = train_sharded(model, 2 * slots, STEPS);
+                assert_eq!(found, expected, "{name} on {slots} slots, {keep:?}");
+            }
+        }
+    }
+}
+
+/// Sums are formed within each group, and then over the groups.
+#[test]
+fn groups_that_repeat_the_parts_agree_to_rounding_and_groups_of_one_to_the_bit() {
+    let expected = train_plain(4, 8, STEPS);
+    let trained = |replicas, shards| {
+        let builder = DeviceMesh::builder().axis("replicas", replicas).axis("shards", shards);
+        let mesh = builder.cpu().unwrap();
+        let strategy = Hsdp::new(Full::default(), replicas as u64);
+        let model = sharded(&mesh).strategy(strategy).build(adam).unwrap();
+        assert_eq!(model.plan().shard_group(), WorldSize::new(shards as u64).unwrap());
+        train_sharded(model, 8, STEPS)
+    };
+    assert_eq!(trained(4, 1), expected);
+    assert_eq!(trained(1, 4), expected);
+    let pairs = trained(2, 2);
+    assert_eq!(pairs, trained(2, 2), "to the bit between runs");
+    for (found, expected) in pairs.losses.iter().zip(&expected.losses) {
+        let (found, expected) = (f64::from_bits(*found), f64::from_bits(*expected));
+        assert!((found / expected - 1.0).abs() < 1e-6, "{found} for {expected}");
+    }
+}
+
+#[test]
+fn parts_that_other_groups_have_otherwise_are_found() {
+    let mesh = DeviceMesh::builder().axis("replicas", 2).axis("shards", 2).cpu().unwrap();
+    let build = |last_decays: bool| {
+        let made = AtomicUsize::new(0);
+        let builder = sharded(&mesh).strategy(Hsdp::new(Full::default(), 2));
+        let model = builder.build(|group| {
+            let is_last = made.fetch_add(1, Ordering::Relaxed) == 3;
+            let weight_decay = if is_last && last_decays { 0.9 } else { 0.1 };
+            AdamW::new(group.vars, ParamsAdamW { lr: 0.01, weight_decay, ..Default::default() })
+        });
+        model.unwrap()
+    };
+    let mut alike = build(false);
+    alike.step(batch(8, 0), loss).unwrap();
+    alike.check_in_sync().unwrap();
+    let mut other = build(true);
+    other.check_in_sync().unwrap();
+    other.step(batch(8, 0), loss).unwrap();
+    let found = other.check_in_sync();
+    assert!(matches!(found, Err(Error::Diverged { replica: 3, .. })), "{found:?}");
+}
+
+#[test]
+fn the_norm_counts_once_what_several_slots_have() {
+    let line = DeviceMesh::cpu(4).unwrap();
+    let grid = DeviceMesh::builder().axis("replicas", 2).axis("shards", 2).cpu().unwrap();
+    let mut whole = data_parallel(&line).build(adam).unwrap();
+    let expected = whole.step(batch(4, 0), loss).unwrap().grad_norm;
+    let repeated: Box<dyn ShardingStrategy> = Box::new(Hsdp::new(Full::default(), 2));
+    let on_line = strategies().into_iter().map(|(name, strategy)| (&line, name, strategy, 1e-9));
+    // Groups sum in another order.
+    for (mesh, name, strategy, off) in on_line.chain([(&grid, "replicas", repeated, 1e-6)]) {
+        let mut model = sharded(mesh).strategy(strategy).build(adam).unwrap();
+        let found = model.step(batch(4, 0), loss).unwrap().grad_norm;
+        assert!((found / expected - 1.0).abs() < off, "{name}: {found} for {expected}");
+    }
+}
+
+/// Numbers that differ from item to item and from parameter to parameter.
+fn numbered(declared: &Declared, items: Range<usize>) -> Result<Tensor> {
+    let first = declared.name.len() as f32;
+    let values: Vec<f32> = items.map(|item| (first + item as f32).sin()).collect();
+    Tensor::new(values, &Device::Cpu)
+}
+
+#[test]
+fn given_values_are_the_same_in_parts() {
+    for slots in [1, 3] {
+        let mesh = DeviceMesh::cpu(slots).unwrap();
+        let whole = data_parallel(&mesh).init_with(numbered).build(adam).unwrap();
+        let whole = whole.variables().into_iter();
+        let expected = whole.map(|(name, value)| (name, bits(&value))).collect();
+        for (name, strategy) in strategies() {
+            let builder = sharded(&mesh).strategy(strategy).init_with(numbered);
+            assert_eq!(parameters(&builder.build(adam).unwrap()), expected, "{name}");
+        }
+    }
+}

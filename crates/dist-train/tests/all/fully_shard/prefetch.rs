@@ -1,0 +1,278 @@
+//! Units that are gathered ahead of their use.
+
+use candle_core::{Device, Result, Tensor, bail};
+use candle_nn::{Module, VarBuilder, linear};
+use core_types::Placement;
+use dist_train::{
+    Accumulation, DataParallel, Error, FullyShard, Keep, TrainingError, UnitRules, Units,
+};
+use fsdp_plan::strategy::{Choice, Hsdp, Hybrid};
+use pmap_mesh::{DeviceMesh, Replica};
+
+use super::model::{KEEPS, Trained, adam, batch, bits, loss, sharded, train_plain, train_sharded};
+
+#[test]
+fn however_many_units_are_ahead_the_bits_are_the_same() {
+    for slots in 1..5 {
+        let mesh = DeviceMesh::cpu(slots).unwrap();
+        let expected = train_plain(slots, 2 * slots, 6);
+        for prefetch in [1, 2, usize::MAX] {
+            for keep in KEEPS {
+                let builder = || sharded(&mesh).keep(keep).prefetch(prefetch);
+                let found = train_sharded(builder().build(adam).unwrap(), 2 * slots, 6);
+                assert_eq!(found, expected, "{keep:?}, {prefetch} ahead on {slots} slots");
+                let in_backward = builder().optimizer_in_backward().build(adam).unwrap();
+                let found = train_sharded(in_backward, 2 * slots, 6);
+                assert_eq!(found, expected, "{keep:?}, {prefetch} ahead, in backward");
+            }
+        }
+    }
+}
+
+#[test]
+fn replicated_parameters_and_groups_of_slots_have_the_same_bits() {
+    let mesh = DeviceMesh::builder().axis("replicas", 2).axis("shards", 2).cpu().unwrap();
+    let trained = |prefetch| -> Trained {
+        let hybrid = Hybrid::default().with_rule("norm", Choice::Replicate).unwrap();
+        let hybrid = hybrid.with_rule("mix", Choice::Replicate).unwrap();
+        let builder = sharded(&mesh).strategy(Hsdp::new(hybrid, 2)).prefetch(prefetch);
+        train_sharded(builder.build(adam).unwrap(), 8, 6)
+    };
+    let expected = trained(0);
+    assert_eq!(trained(1), expected);
+    assert_eq!(trained(2), expected);
+}
+
+#[test]
+fn nothing_more_is_sent_than_the_schedule_says() {
+    let mesh = DeviceMesh::cpu(3).unwrap();
+    for keep in KEEPS {
+        for prefetch in [1, 2] {
+            let mut model = sharded(&mesh).keep(keep).prefetch(prefetch).build(adam).unwrap();
+            let schedule = model.plan().clone();
+            let schedule = schedule.schedule(&model.cost_model()).unwrap();
+            for step in 0..3 {
+                let before = mesh.traffic();
+                model.step(batch(6, step), loss).unwrap();
+                for (slot, (after, before)) in mesh.traffic().into_iter().zip(before).enumerate() {
+                    let rank = Placement::new(slot as u64, 3).unwrap().rank();
+                    let handed = schedule.handed_over(rank).unwrap();
+                    let found = after - before;
+                    // The units, the loss, which parameters are used, and their squares.
+                    assert_eq!(found.all_gather.calls, handed.all_gather.count + 4, "{keep:?}");
+                    assert_eq!(found.reduce_scatter.calls, handed.reduce_scatter.count);
+                    assert_eq!(found.reduce_scatter.bytes, handed.reduce_scatter.bytes);
+                }
+            }
+        }
+    }
+}
+
+fn layers(vb: VarBuilder<'_>) -> Result<()> {
+    (0..4).try_for_each(|layer| linear(3, 3, vb.pp(layer)).map(drop))
+}
+
+fn input() -> Tensor {
+    let items = Tensor::arange(0_f32, 36., &Device::Cpu).unwrap().sin().unwrap();
+    items.reshape((12, 3)).unwrap()
+}
+
+/// Goes through units in this order.
+fn through(
+    units: &'static [&'static str],
+) -> impl Fn(&Replica, &Units, Tensor) -> Result<Tensor> + Send + Sync {
+    move |_: &Replica, model: &Units, mut x: Tensor| {
+        for unit in units {
+            x = model.unit(unit, &x, |vb, x| linear(3, 3, vb)?.forward(x)?.tanh())?;
+        }
+        x.sqr()?.mean_all()
+    }
+}
+
+/// Longer, shorter, in another order, and with a unit twice.
+const ROUTES: [&[&str]; 6] = [
+    &["0", "1", "2", "3"],
+    &["0", "2", "1", "3"],
+    &["0", "1"],
+    &["0", "1", "2", "3", "0"],
+    &["3"],
+    &["0", "1", "2", "3"],
+];
+
+fn failing(ctx: &Replica, model: &Units, x: Tensor) -> Result<Tensor> {
+    let loss = through(ROUTES[2])(ctx, model, x)?;
+    if ctx.slot() == 0 {
+        bail!("it fails")
+    }
+    Ok(loss)
+}
+
+/// What the first slot enters in another order than the others.
+fn apart(
+    first: &'static [&'static str],
+    others: &'static [&'static str],
+) -> impl Fn(&Replica, &Units, Tensor) -> Result<Tensor> + Send + Sync {
+    move |ctx: &Replica, model: &Units, x: Tensor| {
+        through(if ctx.slot() == 0 { first } else { others })(ctx, model, x)
+    }
+}
+
+/// The error says what is called by whoever goes on where another one ends.
+#[test]
+fn units_are_gathered_ahead_of_their_use() {
+    let mesh = DeviceMesh::cpu(2).unwrap();
+    for (prefetch, called) in [(0, "(1, layout"), (1, "(2, layout"), (2, "(3, layout")] {
+        let builder = FullyShard::builder(&mesh, layers).prefetch(prefetch);
+        let mut model = builder.build(adam).unwrap();
+        model.step(input(), through(ROUTES[0])).unwrap();
+        model.evaluate(input(), through(ROUTES[0])).unwrap();
+        let ended = apart(&["0"], ROUTES[0]);
+        let evaluated = model.evaluate(input(), &ended).unwrap_err().to_string();
+        assert!(evaluated.contains(called), "{prefetch} ahead: {evaluated}");
+        let trained = model.step(input(), &ended).unwrap_err().to_string();
+        assert!(trained.contains(called), "{prefetch} ahead: {trained}");
+    }
+}
+
+#[test]
+fn slots_that_enter_other_units_are_refused_though_their_collectives_are_the_same() {
+    const LEFT_OUT: [&str; 3] = ["0", "2", "3"];
+    let mesh = DeviceMesh::cpu(2).unwrap();
+    let check = |error: Error| {
+        let Error::Training(TrainingError::OtherUnits { left_units, right_units, .. }) = &error
+        else {
+            panic!("{error}")
+        };
+        assert_eq!(*left_units, LEFT_OUT);
+        assert_eq!(*right_units, ROUTES[0]);
+        assert!(error.to_string().contains("replica 0 enters the units 0, 2, 3"), "{error}");
+    };
+    // What stays gathered has no collectives in the backward pass, in which they would differ.
+    let build = || {
+        let builder = FullyShard::builder(&mesh, layers).prefetch(1).keep(Keep::Gathered);
+        let mut model = builder.freeze(["1.*"]).build(adam).unwrap();
+        model.step(input(), through(ROUTES[0])).unwrap();
+        model.evaluate(input(), through(ROUTES[0])).unwrap();
+        model
+    };
+    let mut model = build();
+    check(model.evaluate(input(), apart(&LEFT_OUT, ROUTES[0])).unwrap_err());
+    check(model.step(input(), apart(&LEFT_OUT, ROUTES[0])).unwrap_err());
+    // Nothing has changed, and it trains on.
+    let [found, expected] = [model, build()]
+        .map(|mut model| model.step(input(), through(ROUTES[0])).unwrap().loss.to_bits());
+    assert_eq!(found, expected);
+}
+
+#[test]
+fn a_batch_that_goes_another_way_is_trained_all_the_same() {
+    for slots in [1, 3] {
+        let mesh = DeviceMesh::cpu(slots).unwrap();
+        for keep in KEEPS {
+            let trained = |prefetch| {
+                let builder = FullyShard::builder(&mesh, layers).keep(keep).prefetch(prefetch);
+                let mut model = builder.allow_unused(["**"]).build(adam).unwrap();
+                let mut losses = Vec::new();
+                for route in ROUTES.into_iter().chain(ROUTES) {
+                    losses.push(model.step(input(), through(route)).unwrap().loss.to_bits());
+                    let evaluated = model.evaluate(input(), through(route)).unwrap();
+                    losses.push(evaluated.loss.to_bits());
+                }
+                // After a step that fails when it has begun to gather, too.
+                for route in ROUTES {
+                    model.step(input(), failing).unwrap_err();
+                    losses.push(model.step(input(), through(route)).unwrap().loss.to_bits());
+                }
+                (losses, bits(&model.gather("0.weight").unwrap()))
+            };
+            let expected = trained(0);
+            for prefetch in [1, 3] {
+                assert_eq!(trained(prefetch), expected, "{keep:?}, {prefetch}, {slots} slots");
+            }
+        }
+    }
+}
+
+/// What all replicas refuse ends a step while units are under way: those are waited for.
+#[test]
+fn a_step_that_all_refuse_says_why() {
+    let mesh = DeviceMesh::cpu(2).unwrap();
+    // A factor of the gradients of two units, whose product is infinite, or of the loss.
+    let scaled = |of_gradients: f64, of_loss: f64| {
+        move |_: &Replica, model: &Units, mut x: Tensor| {
+            for unit in ROUTES[0] {
+                let factor = if ["1", "2"].contains(unit) { of_gradients } else { 1.0 };
+                x = model.unit(unit, &x, move |vb, x| {
+                    let y = linear(3, 3, vb)?.forward(x)?.tanh()?;
+                    let zero = (&y - y.detach())?;
+                    y.detach() + (zero * factor)?
+                })?;
+            }
+            x.sqr()?.mean_all()? * of_loss
+        }
+    };
+    for is_late in [false, true] {
+        for is_in_backward in [false, true] {
+            let builder = FullyShard::builder(&mesh, layers).prefetch(2);
+            let builder = if is_in_backward { builder.optimizer_in_backward() } else { builder };
+            let mut model = builder.build(adam).unwrap();
+            model.step(input(), scaled(1.0, 1.0)).unwrap();
+            let failing = if is_late { scaled(1e38, 1.0) } else { scaled(1.0, f64::INFINITY) };
+            let error = model.step(input(), failing).unwrap_err();
+            let is_said = match &error {
+                Error::Training(TrainingError::NonFiniteLoss { .. }) => !is_late,
+                Error::Training(TrainingError::NonFiniteNorm { .. }) => is_late,
+                _ => false,
+            };
+            assert!(is_said, "{error}");
+        }
+    }
+}
+
+#[test]
+fn a_parameter_of_two_units_is_updated_when_both_are_summed() {
+    let mesh = DeviceMesh::cpu(2).unwrap();
+    let rules = || UnitRules::new().unit("first", ["0"]).unit("rest", ["0", "1", "2", "3"]);
+    let tied = |_: &Replica, model: &Units, x: Tensor| {
+        let first = |vb: VarBuilder<'_>, x: &Tensor| linear(3, 3, vb.pp("0"))?.forward(x)?.tanh();
+        let rest = |vb: VarBuilder<'_>, x: &Tensor| {
+            let layer = |x: Tensor, n: usize| linear(3, 3, vb.pp(n))?.forward(&x)?.tanh();
+            (0..4).try_fold(x.clone(), layer)
+        };
+        let x = model.unit("rest", &model.unit("first", &x, first)?, rest)?;
+        model.unit("first", &x, first)?.sqr()?.mean_all()
+    };
+    let trained = |prefetch, is_in_backward: bool| {
+        let builder = FullyShard::builder(&mesh, layers).unit_rules(rules()).prefetch(prefetch);
+        let builder = if is_in_backward { builder.optimizer_in_backward() } else { builder };
+        let mut model = builder.build(adam).unwrap();
+        let losses: Vec<u64> =
+            (0..5).map(|_| model.step(input(), tied).unwrap().loss.to_bits()).collect();
+        (losses, bits(&model.gather("0.weight").unwrap()))
+    };
+    let expected = trained(0, false);
+    for prefetch in [0, 1, 2] {
+        assert_eq!(trained(prefetch, true), expected, "{prefetch} ahead, in backward");
+        assert_eq!(trained(prefetch, false), expected, "{prefetch} ahead");
+    }
+}
+
+#[test]
+fn sums_at_the_end_of_accumulation_have_the_bits_of_data_parallel() {
+    let mesh = DeviceMesh::cpu(3).unwrap();
+    let mut whole = DataParallel::builder(&mesh, Units::of(layers)).build(adam).unwrap();
+    let builder = FullyShard::builder(&mesh, layers).keep(Keep::Graph).prefetch(1);
+    let mut model = builder.accumulation(Accumulation::ReduceLast).build(adam).unwrap();
+    for _ in 0..3 {
+        for route in [ROUTES[0], ROUTES[1]] {
+            let expected = whole.accumulate(input(), through(route)).unwrap().loss;
+            let found = model.accumulate(input(), through(route)).unwrap().loss;
+            assert_eq!(found.to_bits(), expected.to_bits());
+        }
+        whole.step(input(), through(ROUTES[0])).unwrap();
+        model.step(input(), through(ROUTES[0])).unwrap();
+    }
+    for (name, expected) in whole.variables() {
+        assert_eq!(bits(&model.gather(&name).unwrap()), bits(&expected), "{name}");
+    }
+}

@@ -1,0 +1,377 @@
+//! What cannot be trained is refused, with a reason.
+
+use candle_core::{Device, Result, Tensor, Var};
+use candle_nn::{
+    Linear, Module, RmsNorm, VarBuilder, batch_norm, linear, linear_no_bias, ops::dropout, rms_norm,
+};
+use core_types::Seed;
+use dist_train::{Checkpoints, Error, FullyShard, Keep, ShardingError, TrainingError, Units};
+use fsdp_plan::strategy::{Choice, Full, Hybrid, Layout, ShardingStrategy};
+use pmap_mesh::{CollectiveError, DeviceMesh, Replica};
+
+use super::model::{KEEPS, adam, batch, loss, sharded};
+
+fn layers(vb: VarBuilder<'_>) -> Result<Vec<Linear>> {
+    (0..2).map(|layer| linear(3, 3, vb.pp(layer))).collect()
+}
+
+fn input() -> Tensor {
+    Tensor::arange(0_f32, 12., &Device::Cpu).unwrap().reshape((4, 3)).unwrap()
+}
+
+fn refused<T: std::fmt::Debug>(outcome: dist_train::Result<T>) -> TrainingError {
+    match outcome {
+        Err(Error::Training(error)) => error,
+        other => panic!("{other:?}"),
+    }
+}
+
+fn cannot_build(build: impl Fn(VarBuilder<'_>) -> Result<()>) -> ShardingError {
+    let mesh = DeviceMesh::cpu(2).unwrap();
+    match FullyShard::builder(&mesh, build).build(adam) {
+        Err(Error::Sharding(error)) => error,
+        other => panic!("{other:?}"),
+    }
+}
+
+#[test]
+fn parameters_without_a_unit_and_buffers_are_refused() {
+    let homeless = cannot_build(|vb| {
+        linear(3, 3, vb.pp("blocks.0"))?;
+        linear(3, 1, vb.pp("head")).map(drop)
+    });
+    let parameters = ["head.bias", "head.weight"].map(str::to_owned).to_vec();
+    assert_eq!(homeless, ShardingError::NoUnit { parameters });
+    let buffer = cannot_build(|vb| batch_norm(3, 1e-5, vb.pp("blocks.0")).map(drop));
+    assert_eq!(buffer, ShardingError::Buffer { name: "blocks.0.running_mean".to_owned() });
+}
+
+#[test]
+fn a_plan_of_another_model_or_mesh_is_refused() {
+    let two = DeviceMesh::cpu(2).unwrap();
+    let plan = sharded(&two).build(adam).unwrap().plan().clone();
+    let with = |mesh: &DeviceMesh| match sharded(mesh).plan(plan.clone()).build(adam) {
+        Ok(model) => Ok(model.plan().clone()),
+        Err(Error::Sharding(error)) => Err(error),
+        other => panic!("{other:?}"),
+    };
+    assert_eq!(with(&two).unwrap(), plan);
+    let three = with(&DeviceMesh::cpu(3).unwrap());
+    assert_eq!(three.unwrap_err(), ShardingError::World { ranks: 2, slots: 3 });
+    let whole = FullyShard::builder(&two, layers).plan(plan.clone()).build(adam);
+    let Err(Error::Sharding(ShardingError::OtherPlan { reason })) = whole else { panic!() };
+    assert_eq!(reason, "it has no parameter 0.bias");
+    let infos: Vec<_> = plan.parameters().iter().map(|planned| planned.info().clone()).collect();
+    let frozen: Vec<_> = infos.iter().map(|info| info.clone().with_requires_grad(false)).collect();
+    let frozen = Full::new(Layout::Dim0).plan(&frozen, plan.world_size()).unwrap();
+    let other = sharded(&two).plan(frozen).build(adam);
+    assert!(matches!(other, Err(Error::Sharding(ShardingError::OtherPlan { .. }))));
+}
+
+#[test]
+fn units_that_do_not_exist_are_named() {
+    let mesh = DeviceMesh::cpu(2).unwrap();
+    let mut model = FullyShard::builder(&mesh, layers).build(adam).unwrap();
+    let missing = |_: &Replica, model: &Units, x: Tensor| {
+        model.unit("2", &x, |vb, x| linear(3, 3, vb)?.forward(x))?.mean_all()
+    };
+    let units = vec!["0".to_owned(), "1".to_owned()];
+    let expected = TrainingError::UnknownUnit { unit: "2".to_owned(), units };
+    assert_eq!(refused(model.step(input(), missing)), expected);
+    assert_eq!(refused(model.evaluate(input(), missing)), expected);
+}
+
+#[test]
+fn an_error_of_a_unit_that_the_loss_passes_over_ends_nothing() {
+    let mesh = DeviceMesh::cpu(2).unwrap();
+    let build = || FullyShard::builder(&mesh, layers).build(adam).unwrap();
+    let whole = second(|vb, x| linear(3, 3, vb)?.forward(x));
+    let trying = |ctx: &Replica, model: &Units, x: Tensor| {
+        let missing = model.unit("2", &x, |vb, x| linear(3, 3, vb)?.forward(x));
+        missing.or_else(|_| whole(ctx, model, x))
+    };
+    let (mut expected, mut found) = (build(), build());
+    for _ in 0..2 {
+        let expected = expected.step(input(), &whole).unwrap().loss;
+        assert_eq!(found.step(input(), trying).unwrap().loss.to_bits(), expected.to_bits());
+    }
+    assert_eq!(found.steps(), 2);
+    let evaluated = expected.evaluate(input(), &whole).unwrap().loss;
+    assert_eq!(found.evaluate(input(), trying).unwrap().loss.to_bits(), evaluated.to_bits());
+    // What does end a step is told, not what was passed over before.
+    let infinite = |ctx: &Replica, model: &Units, x: Tensor| trying(ctx, model, x)? * f64::INFINITY;
+    let error = refused(found.step(input(), infinite));
+    assert!(matches!(error, TrainingError::NonFiniteLoss { slot: 0, .. }), "{error}");
+    let failing = |ctx: &Replica, model: &Units, x: Tensor| {
+        trying(ctx, model, x)?;
+        Err::<Tensor, _>(candle_core::Error::msg("no such file"))
+    };
+    let error = found.step(input(), failing).unwrap_err();
+    assert!(error.to_string().contains("no such file"), "{error}");
+}
+
+/// Two layers, of which the second is what a test is about.
+fn second(
+    f: impl Fn(VarBuilder<'_>, &Tensor) -> Result<Tensor> + Send + Sync + Clone + 'static,
+) -> impl Fn(&Replica, &Units, Tensor) -> Result<Tensor> + Send + Sync {
+    move |_, model, x| {
+        let x = model.unit("0", &x, |vb, x| linear(3, 3, vb)?.forward(x))?;
+        model.unit("1", &x, f.clone())?.sqr()?.mean_all()
+    }
+}
+
+#[test]
+fn parameters_without_a_gradient_are_named_and_may_be_allowed() {
+    let mesh = DeviceMesh::cpu(2).unwrap();
+    let unused = second(|vb, x| linear_no_bias(3, 3, vb)?.forward(x));
+    let not_entered = |_: &Replica, model: &Units, x: Tensor| {
+        model.unit("0", &x, |vb, x| linear(3, 3, vb)?.forward(x))?.sqr()?.mean_all()
+    };
+    let build = || FullyShard::builder(&mesh, layers);
+    let error = refused(build().build(adam).unwrap().step(input(), &unused));
+    let missing = vec!["1.bias".to_owned()];
+    assert_eq!(error, TrainingError::NoGradient { missing, trained: 4 });
+    let error = refused(build().build(adam).unwrap().step(input(), not_entered));
+    let parameters = vec!["1.bias".to_owned(), "1.weight".to_owned()];
+    assert_eq!(error, TrainingError::NotEntered { unit: "1".to_owned(), parameters });
+
+    let mut model = build().allow_unused(["1"]).build(adam).unwrap();
+    let values = |model: &FullyShard<_>| {
+        ["0.bias", "1.bias", "1.weight"].map(|name| {
+            model.gather(name).unwrap().flatten_all().unwrap().to_vec1::<f32>().unwrap()
+        })
+    };
+    let before = values(&model);
+    model.step(input(), not_entered).unwrap();
+    let after = values(&model);
+    assert_ne!(after[0], before[0]);
+    // Not even decayed.
+    assert_eq!(after[1..], before[1..]);
+    model.step(input(), unused).unwrap();
+    assert_ne!(values(&model)[2], before[2]);
+    assert_eq!(values(&model)[1], before[1]);
+}
+
+/// The residual carries a gradient to what comes before, so nothing but the parameters shows it.
+#[test]
+fn an_operation_without_a_backward_is_seen_by_its_parameters() {
+    let mesh = DeviceMesh::cpu(2).unwrap();
+    let build = |vb: VarBuilder<'_>| {
+        (0..2).try_for_each(|block| {
+            rms_norm(3, 1e-5, vb.pp(block).pp("norm"))?;
+            linear(3, 3, vb.pp(block).pp("out")).map(drop)
+        })
+    };
+    let by = |norm: fn(&RmsNorm, &Tensor) -> Result<Tensor>| {
+        move |_: &Replica, model: &Units, mut x: Tensor| {
+            for block in ["0", "1"] {
+                x = model.unit(block, &x, move |vb, x| {
+                    let normed = norm(&rms_norm(3, 1e-5, vb.pp("norm"))?, x)?;
+                    x + linear(3, 3, vb.pp("out"))?.forward(&normed)?
+                })?;
+            }
+            x.sqr()?.mean_all()
+        }
+    };
+    for keep in KEEPS {
+        let model = || FullyShard::builder(&mesh, build).keep(keep).build(adam).unwrap();
+        let error = refused(model().step(input(), by(Module::forward)));
+        let missing = vec!["0.norm.weight".to_owned(), "1.norm.weight".to_owned()];
+        assert_eq!(error, TrainingError::NoGradient { missing, trained: 6 });
+        model().step(input(), by(RmsNorm::forward_diff)).unwrap();
+    }
+}
+
+#[test]
+fn a_unit_that_cannot_be_repeated_is_named() {
+    let mesh = DeviceMesh::cpu(2).unwrap();
+    let dropping = second(|vb, x| dropout(&linear(3, 3, vb)?.forward(x)?, 0.5));
+    let mut model = FullyShard::builder(&mesh, layers).build(adam).unwrap();
+    // Two masks of six items are the same once in 64 steps on both slots.
+    let outcomes: Vec<_> = (0..8).map(|_| model.step(input(), &dropping)).collect();
+    let expected = TrainingError::NotRepeatable { unit: "1".to_owned() };
+    assert!(outcomes.into_iter().any(|outcome| refused(outcome) == expected));
+    // With what it has drawn it is differentiated.
+    for keep in [Keep::Graph, Keep::Gathered] {
+        let keeping = FullyShard::builder(&mesh, layers).keep_unit("1", keep);
+        keeping.build(adam).unwrap().step(input(), &dropping).unwrap();
+    }
+
+    let with_keys = |ctx: &Replica, model: &Units, x: Tensor| {
+        let drawn = ctx.rng().uniform(())?.to_scalar::<f32>()?;
+        let seed = Seed::new(drawn.to_bits().into());
+        let x = model.unit("0", &x, |vb, x| linear(3, 3, vb)?.forward(x))?;
+        let drop = move |vb: VarBuilder<'_>, x: &Tensor| {
+            let mask: Vec<f32> =
+                (0..x.elem_count() as u64).map(|n| (seed.derive(n).as_u64() % 2) as f32).collect();
+            linear(3, 3, vb)?.forward(x)? * Tensor::from_vec(mask, x.shape(), x.device())?
+        };
+        model.unit("1", &x, drop)?.sqr()?.mean_all()
+    };
+    let losses = |keep| {
+        let mut model = FullyShard::builder(&mesh, layers).keep(keep).build(adam).unwrap();
+        [0, 1, 2].map(|_| model.step(input(), with_keys).unwrap().loss.to_bits())
+    };
+    assert_eq!(losses(Keep::Inputs), losses(Keep::Graph));
+    assert_eq!(losses(Keep::Inputs), losses(Keep::Gathered));
+}
+
+/// A run may come from a model that runs units once.
+#[test]
+fn a_unit_that_cannot_be_repeated_is_named_after_loading_too() {
+    let (mesh, folder) = (DeviceMesh::cpu(2).unwrap(), tempfile::tempdir().unwrap());
+    let dropping = second(|vb, x| dropout(&linear(3, 3, vb)?.forward(x)?, 0.5));
+    let build = |keep| FullyShard::builder(&mesh, layers).keep(keep).build(adam).unwrap();
+    let mut once = build(Keep::Gathered);
+    once.step(input(), &dropping).unwrap();
+    let checkpoints = Checkpoints::new(folder.path());
+    checkpoints.save(&mesh, 1, &once.state_dict().unwrap(), &()).unwrap();
+
+    let mut model = build(Keep::Inputs);
+    model.load(&checkpoints.latest().unwrap().unwrap()).unwrap();
+    let expected = TrainingError::NotRepeatable { unit: "1".to_owned() };
+    assert!((0..8).any(|_| refused(model.step(input(), &dropping)) == expected));
+}
+
+#[test]
+fn what_a_plan_keeps_gathered_stays_so_unless_the_builder_says_otherwise() {
+    let mesh = DeviceMesh::cpu(2).unwrap();
+    let plan = sharded(&mesh).build(adam).unwrap().plan().clone();
+    let kept = plan.units()[1].to_owned();
+    let keeping = plan.clone().with_kept_units([&*kept]).unwrap();
+    let silent = sharded(&mesh).plan(keeping.clone()).build(adam).unwrap();
+    assert_eq!(silent.plan(), &keeping);
+    let said = sharded(&mesh).plan(keeping).keep(Keep::Inputs).build(adam).unwrap();
+    assert_eq!(said.plan(), &plan);
+}
+
+#[test]
+fn a_tensor_that_is_differentiated_must_be_an_input() {
+    let mesh = DeviceMesh::cpu(2).unwrap();
+    let skipping = |is_captured: bool| {
+        move |_: &Replica, model: &Units, x: Tensor| {
+            let first = model.unit("0", &x, |vb, x| linear(3, 3, vb)?.forward(x))?;
+            let skip = first.clone();
+            let last = if is_captured {
+                model.unit("1", &first, move |vb, x| linear(3, 3, vb)?.forward(x)? + &skip)?
+            } else {
+                let inputs = (first, skip);
+                model.unit("1", &inputs, |vb, (x, skip)| linear(3, 3, vb)?.forward(x)? + skip)?
+            };
+            last.sqr()?.mean_all()
+        }
+    };
+    for keep in KEEPS {
+        let mut model = FullyShard::builder(&mesh, layers).keep(keep).build(adam).unwrap();
+        let expected = TrainingError::Captured { unit: "1".to_owned() };
+        assert_eq!(refused(model.step(input(), skipping(true))), expected, "{keep:?}");
+        model.step(input(), skipping(false)).unwrap();
+        let outside = Var::ones((2, 3), candle_core::DType::F32, &Device::Cpu).unwrap();
+        let with_variable =
+            second(move |vb, x| linear(3, 3, vb)?.forward(x)? + outside.as_tensor());
+        assert_eq!(refused(model.step(input(), with_variable)), expected, "{keep:?}");
+    }
+}
+
+#[test]
+fn only_the_step_differentiates() {
+    let mesh = DeviceMesh::cpu(2).unwrap();
+    let mut model = FullyShard::builder(&mesh, layers).build(adam).unwrap();
+    let penalized = |ctx: &Replica, model: &Units, x: Tensor| {
+        let loss = second(|vb, x| linear(3, 3, vb)?.forward(x))(ctx, model, x)?;
+        loss.backward()?;
+        Ok(loss)
+    };
+    let how = "by the loss itself";
+    let expected = TrainingError::Differentiated { unit: "1".to_owned(), how };
+    assert_eq!(refused(model.step(input(), penalized)), expected);
+    model.step(input(), second(|vb, x| linear(3, 3, vb)?.forward(x))).unwrap();
+}
+
+/// Nothing of them is gathered, and their gradients have the same shapes.
+#[test]
+fn another_order_of_units_that_are_not_cut_is_refused_too() {
+    let mesh = DeviceMesh::cpu(2).unwrap();
+    let replicated = Hybrid::default().with_rule("**", Choice::Replicate).unwrap();
+    let builder = FullyShard::builder(&mesh, layers).strategy(replicated);
+    let mut model = builder.allow_unused(["**"]).build(adam).unwrap();
+    let experts = |ctx: &Replica, model: &Units, x: Tensor| {
+        let expert = ["0", "1"][ctx.slot()];
+        model.unit(expert, &x, |vb, x| linear(3, 3, vb)?.forward(x))?.sqr()?.mean_all()
+    };
+    let error = model.step(input(), experts).unwrap_err();
+    let is_mismatch = matches!(
+        &error,
+        Error::Mesh(pmap_mesh::Error::Collective(CollectiveError::Mismatch { .. }))
+    );
+    assert!(is_mismatch, "{error}");
+    let alike = |_: &Replica, model: &Units, x: Tensor| {
+        model.unit("0", &x, |vb, x| linear(3, 3, vb)?.forward(x))?.sqr()?.mean_all()
+    };
+    model.step(input(), alike).unwrap();
+}
+
+#[test]
+fn another_order_of_units_names_both_sides() {
+    let mesh = DeviceMesh::cpu(3).unwrap();
+    let mut model = FullyShard::builder(&mesh, layers).build(adam).unwrap();
+    let in_order = |ctx: &Replica, model: &Units, x: Tensor| {
+        let order = if ctx.slot() == 1 { ["1", "0"] } else { ["0", "1"] };
+        let enter = |x, unit| model.unit(unit, &x, |vb, x| linear(3, 3, vb)?.forward(x));
+        order.into_iter().try_fold(x, enter)?.sqr()?.mean_all()
+    };
+    let x = Tensor::ones((6, 3), candle_core::DType::F32, &Device::Cpu).unwrap();
+    let error = model.step(x.clone(), in_order).unwrap_err();
+    let Error::Mesh(pmap_mesh::Error::Collective(CollectiveError::Mismatch {
+        left_call,
+        right_call,
+        ..
+    })) = &error
+    else {
+        panic!("{error:?}")
+    };
+    let mut calls = [left_call, right_call];
+    calls.sort();
+    assert!(calls[0].contains("(0, layout"), "{calls:?}");
+    assert!(calls[1].contains("(1, layout"), "{calls:?}");
+    model.step(x, second(|vb, x| linear(3, 3, vb)?.forward(x))).unwrap();
+}
+
+#[test]
+fn gradients_are_checked_and_parameters_stay() {
+    let mesh = DeviceMesh::cpu(2).unwrap();
+    let mut model = sharded(&mesh).build(adam).unwrap();
+    let before = super::model::parameters(&model);
+    let report = model.check_gradients(batch(4, 0), loss).unwrap();
+    let parts: Vec<&str> = report.prefixes.iter().map(|check| &*check.prefix).collect();
+    let expected = ["blocks.0", "blocks.1", "blocks.2", "norm", "out", "positions", "tokens"];
+    assert_eq!(parts, expected);
+    assert_eq!(super::model::parameters(&model), before);
+
+    // A softmax without backward beside a residual.
+    let mut model = FullyShard::builder(&mesh, layers).build(adam).unwrap();
+    let fused = second(|vb, x| {
+        let y = candle_nn::ops::softmax_last_dim(&x.contiguous()?)?;
+        linear(3, 3, vb)?.forward(&(y * 3.)?)? + x
+    });
+    let error = model.check_gradients(input(), fused).unwrap_err();
+    assert!(matches!(error, Error::Gradient(_)), "{error}");
+    assert!(error.to_string().contains("0 ("), "{error}");
+    model.step(input(), second(|vb, x| linear(3, 3, vb)?.forward(x))).unwrap();
+}
+
+#[test]
+fn losses_that_are_refused_change_nothing() {
+    let mesh = DeviceMesh::cpu(2).unwrap();
+    let mut model = sharded(&mesh).build(adam).unwrap();
+    let before = super::model::parameters(&model);
+    let infinite = |ctx: &Replica, model: &Units, ids: Tensor| {
+        let scale = if ctx.slot() == 1 { f64::INFINITY } else { 1.0 };
+        loss(ctx, model, ids)? * scale
+    };
+    let error = refused(model.step(batch(4, 0), infinite));
+    assert!(matches!(error, TrainingError::NonFiniteLoss { slot: 1, .. }), "{error}");
+    assert_eq!(super::model::parameters(&model), before);
+    assert_eq!(model.steps(), 0);
+    model.step(batch(4, 0), loss).unwrap();
+}

@@ -1,0 +1,100 @@
+//! Checkpoints between numbers of slots, plans and kinds of models.
+
+use candle_nn::{VarBuilder, linear};
+use dist_train::{
+    AdamW, Checkpoint, Checkpoints, Error, FullyShard, ParameterError, StateDict, UnitRules,
+};
+use fsdp_plan::strategy::{Full, Layout};
+use pmap_mesh::DeviceMesh;
+
+use super::model::{
+    N_BLOCKS, adam, batch, build, data_parallel, loss, parameters, sharded, train_data_parallel,
+    train_sharded,
+};
+
+/// Six rows: for two slots and for three.
+const ROWS: usize = 6;
+
+fn saved(mesh: &DeviceMesh, state: &StateDict, folder: &std::path::Path) -> Checkpoint {
+    let checkpoints = Checkpoints::new(folder);
+    checkpoints.save(mesh, 3, state, &()).unwrap();
+    checkpoints.latest().unwrap().unwrap()
+}
+
+fn stepped(model: &mut FullyShard<AdamW>, steps: std::ops::Range<usize>) -> Vec<u64> {
+    steps.map(|step| model.step(batch(ROWS, step), loss).unwrap().loss.to_bits()).collect()
+}
+
+#[test]
+fn a_checkpoint_is_loaded_under_another_plan_and_by_data_parallel_and_back() {
+    let (two, three) = (DeviceMesh::cpu(2).unwrap(), DeviceMesh::cpu(3).unwrap());
+    let folder = tempfile::tempdir().unwrap();
+    let mut first = sharded(&two).build(adam).unwrap();
+    stepped(&mut first, 0..3);
+    let written = parameters(&first);
+    let checkpoint = saved(&two, &first.state_dict().unwrap(), &folder.path().join("a"));
+    let expected = stepped(&mut first, 3..6);
+
+    // On as many slots, to the bit as if nothing had been; here under another plan.
+    let blocks = || Full::new(Layout::BlockRagged { block: 4 });
+    let mut again = sharded(&two).strategy(blocks()).build(adam).unwrap();
+    again.load(&checkpoint).unwrap();
+    assert_eq!(parameters(&again), written);
+    assert_eq!(again.steps(), 3);
+    assert_eq!(stepped(&mut again, 3..6), expected);
+    assert_eq!(parameters(&again), parameters(&first));
+
+    // By way of three slots, and of data parallel: what is loaded is what was written.
+    let mut on_three = sharded(&three).strategy(blocks()).build(adam).unwrap();
+    on_three.load(&checkpoint).unwrap();
+    assert_eq!(parameters(&on_three), written);
+    let by_three = saved(&three, &on_three.state_dict().unwrap(), &folder.path().join("b"));
+    let mut whole = data_parallel(&two).build(adam).unwrap();
+    whole.load(&by_three).unwrap();
+    let by_whole = saved(&two, &whole.state_dict().unwrap(), &folder.path().join("c"));
+    let mut back = sharded(&two).build(adam).unwrap();
+    back.load(&by_whole).unwrap();
+    assert_eq!(stepped(&mut back, 3..6), expected);
+    assert_eq!(parameters(&back), parameters(&first));
+
+    let mut whole = data_parallel(&two).build(adam).unwrap();
+    whole.load(&by_three).unwrap();
+    let step = |step| whole.step(batch(ROWS, step), loss).unwrap().loss.to_bits();
+    assert_eq!((3..6).map(step).collect::<Vec<_>>(), expected);
+}
+
+/// A checkpoint knows parameters by name and shape, and nothing of units.
+#[test]
+fn a_checkpoint_is_loaded_into_other_units_and_not_into_other_parameters() {
+    let mesh = DeviceMesh::cpu(2).unwrap();
+    let folder = tempfile::tempdir().unwrap();
+    let mut model = sharded(&mesh).build(adam).unwrap();
+    stepped(&mut model, 0..2);
+    let checkpoint = saved(&mesh, &model.state_dict().unwrap(), folder.path());
+    let rules = UnitRules::new().unit("ends", ["tokens", "positions", "norm", "out"]);
+    let mut other = FullyShard::builder(&mesh, build).unit_rules(rules).build(adam).unwrap();
+    assert_eq!(other.units().count(), N_BLOCKS + 1);
+    other.load(&checkpoint).unwrap();
+    assert_eq!(parameters(&other), parameters(&model));
+
+    let small = |vb: VarBuilder<'_>| linear(3, 3, vb.pp("blocks.0.up")).map(drop);
+    let mut small = FullyShard::builder(&mesh, small).build(adam).unwrap();
+    let refused = small.load(&checkpoint);
+    assert!(matches!(refused, Err(Error::Parameter(ParameterError::Unknown { .. }))));
+}
+
+#[test]
+fn pretrained_weights_are_read_part_by_part() {
+    let mesh = DeviceMesh::cpu(3).unwrap();
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("model.safetensors");
+    let seed = core_types::Seed::new(99);
+    let trained = data_parallel(&mesh).init(seed).build(adam).unwrap();
+    #[expect(clippy::disallowed_types, reason = "what candle writes")]
+    let tensors: std::collections::HashMap<_, _> = trained.variables().into_iter().collect();
+    candle_core::safetensors::save(&tensors, &path).unwrap();
+
+    let expected = train_data_parallel(trained, 3, 2);
+    let model = sharded(&mesh).weights(&path).build(adam).unwrap();
+    assert_eq!(train_sharded(model, 3, 2), expected);
+}

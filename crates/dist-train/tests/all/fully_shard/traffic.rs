@@ -1,0 +1,194 @@
+//! A step sends what its plan's schedule says, counted by the engine below.
+
+use std::iter;
+
+use candle_core::{DType, Device, Result, Tensor};
+use candle_nn::{Module, VarBuilder, linear};
+use core_types::{Placement, Rank, WorldSize};
+use dist_train::{FullyShard, UnitRules, Units};
+use fsdp_plan::{
+    cost::{CostModel, Runtime},
+    strategy::{Choice, Full, Hsdp, Hybrid, LayerWise, Layout, ShardingStrategy, WholeTensor},
+    support::{Calls, HandedOver, Schedule},
+};
+use pmap_mesh::{
+    DeviceMesh, Replica,
+    support::{Tally, Traffic},
+};
+
+use super::model::{KEEPS, adam, batch, loss, sharded};
+
+/// Every way to cut parameters, by names that say what fails.
+fn strategies() -> Vec<(&'static str, Box<dyn ShardingStrategy>)> {
+    let hybrid = Hybrid::default()
+        .with_rule("norm", Choice::Replicate)
+        .unwrap()
+        .with_rule("head", Choice::LayerWise)
+        .unwrap()
+        .with_rule("mix", Choice::Full(Layout::Flat))
+        .unwrap();
+    vec![
+        ("dim 0", Box::new(Full::new(Layout::Dim0))),
+        ("flat", Box::new(Full::new(Layout::Flat))),
+        ("aligned", Box::new(Full::new(Layout::FlatAligned))),
+        ("rows", Box::new(Full::new(Layout::RowRagged { rows: 1 }))),
+        ("blocks", Box::new(Full::new(Layout::BlockRagged { block: 4 }))),
+        ("layers", Box::new(LayerWise::default())),
+        ("whole tensors", Box::new(WholeTensor)),
+        ("hybrid", Box::new(hybrid)),
+    ]
+}
+
+fn candle() -> CostModel {
+    CostModel::default().with_runtime(Runtime::Candle)
+}
+
+fn difference(after: Vec<Traffic>, before: Vec<Traffic>) -> Vec<Traffic> {
+    iter::zip(after, before).map(|(after, before)| after - before).collect()
+}
+
+fn rank(slot: usize, slots: usize) -> Rank {
+    Placement::new(slot as u64, slots as u64).unwrap().rank()
+}
+
+/// What the slots tell each other beside parameters and gradients in a step: the loss with its
+/// weight, which parameters have a gradient, and their squares.
+fn scalars(slots: usize, trained: usize) -> Tally {
+    let bytes = 4 * 8 + 4 + 8 * trained as u64;
+    if slots == 1 { Tally::default() } else { Tally { calls: 3, bytes } }
+}
+
+/// What a slot is expected to hand over in a step.
+fn expected(handed: HandedOver, scalars: Tally) -> Traffic {
+    let tally = |calls: Calls| Tally { calls: calls.count, bytes: calls.bytes };
+    let gathered = tally(handed.all_gather);
+    let all_gather =
+        Tally { calls: gathered.calls + scalars.calls, bytes: gathered.bytes + scalars.bytes };
+    Traffic {
+        all_gather,
+        reduce_scatter: tally(handed.reduce_scatter),
+        all_reduce: tally(handed.all_reduce),
+        ..Traffic::default()
+    }
+}
+
+fn check(step: &[Traffic], schedule: &Schedule<'_>, trained: usize, what: &str) {
+    let slots = step.len();
+    for (slot, found) in step.iter().enumerate() {
+        let handed = schedule.handed_over(rank(slot, slots)).unwrap();
+        let expected = expected(handed, scalars(slots, trained));
+        assert_eq!(*found, expected, "slot {slot} of {slots}: {what}");
+    }
+}
+
+#[test]
+fn a_step_sends_what_the_schedule_says_however_parameters_are_cut() {
+    for slots in 1..5 {
+        let mesh = DeviceMesh::cpu(slots).unwrap();
+        for (name, strategy) in strategies() {
+            check_every_keep(&mesh, strategy, name);
+        }
+    }
+    for (replicas, shards) in [(2, 2), (1, 2), (3, 1)] {
+        let builder = DeviceMesh::builder().axis("replicas", replicas).axis("shards", shards);
+        let mesh = builder.cpu().unwrap();
+        for (name, strategy) in strategies() {
+            let name = format!("{name}, {replicas} groups of {shards}");
+            check_every_keep(&mesh, Box::new(Hsdp::new(strategy, replicas as u64)), &name);
+        }
+    }
+}
+
+/// A step where no unit stays gathered, and one where two of five do.
+fn check_every_keep(mesh: &DeviceMesh, strategy: Box<dyn ShardingStrategy>, name: &str) {
+    let infos = sharded(mesh).build(adam).unwrap().plan().parameters().to_vec();
+    let infos: Vec<_> = infos.iter().map(|parameter| parameter.info().clone()).collect();
+    let world = WorldSize::new(mesh.len() as u64).unwrap();
+    let plan = strategy.plan(&infos, world).unwrap();
+    for keep in KEEPS {
+        let builder = sharded(mesh).plan(plan.clone()).keep_unit("{embed,blocks.1}", keep);
+        let mut model = builder.build(adam).unwrap();
+        let batch = batch(2 * mesh.len(), 0);
+        let before = mesh.traffic();
+        model.step(batch.clone(), loss).unwrap();
+        let step = difference(mesh.traffic(), before);
+        let plan = model.plan().clone();
+        let schedule = plan.schedule(&candle()).unwrap();
+        check(&step, &schedule, infos.len(), &format!("{name}, {keep:?}"));
+
+        let before = mesh.traffic();
+        model.evaluate(batch, loss).unwrap();
+        for slot in difference(mesh.traffic(), before) {
+            let gathers = schedule.units.iter().filter_map(|unit| unit.all_gather.as_ref());
+            let gathered = gathers.filter(|gather| gather.is_sent()).count() as u64;
+            // Every unit once, and the loss with its weight.
+            assert_eq!(slot.all_gather.calls, gathered + u64::from(mesh.len() > 1), "{name}");
+            assert_eq!((slot.reduce_scatter, slot.all_reduce), Default::default(), "{name}");
+        }
+    }
+}
+
+#[test]
+fn frozen_parameters_are_gathered_and_not_reduced() {
+    let mesh = DeviceMesh::cpu(3).unwrap();
+    // Their inputs have gradients: the backward pass goes through them.
+    let frozen = ["blocks.1", "norm", "out", "blocks.0.up"];
+    let mut model = sharded(&mesh).freeze(frozen).build(adam).unwrap();
+    let before = mesh.traffic();
+    model.step(batch(6, 0), loss).unwrap();
+    let step = difference(mesh.traffic(), before);
+    let trained = model.plan().parameters().iter().filter(|planned| planned.info().requires_grad());
+    let schedule = model.plan().schedule(&candle()).unwrap();
+    check(&step, &schedule, trained.count(), "frozen");
+    assert_eq!(step[0].reduce_scatter.calls, 3, "of five units, two of which are frozen");
+}
+
+#[test]
+fn frozen_units_before_all_others_are_gathered_once() {
+    let mesh = DeviceMesh::cpu(3).unwrap();
+    let builder = sharded(&mesh).freeze(["tokens", "positions", "blocks.0"]);
+    let mut model = builder.build(adam).unwrap();
+    let before = mesh.traffic();
+    model.step(batch(6, 0), loss).unwrap();
+    let found = difference(mesh.traffic(), before)[0].all_gather.calls;
+    let schedule = model.plan().schedule(&candle()).unwrap();
+    let planned = schedule.handed_over(rank(0, 3)).unwrap().all_gather.count;
+    // A plan does not know which units come first.
+    assert_eq!(found, planned - 2 + scalars(3, 0).calls);
+}
+
+fn layers(vb: VarBuilder<'_>) -> Result<()> {
+    (0..2).try_for_each(|layer| linear(3, 3, vb.pp(layer)).map(drop))
+}
+
+/// In halves, whose gradients are summed in single precision.
+#[test]
+fn a_parameter_in_two_units_is_sent_for_each() {
+    let mesh = DeviceMesh::cpu(3).unwrap();
+    let rules = UnitRules::new().unit("first", ["0"]).unit("both", ["0", "1"]);
+    let builder = FullyShard::builder(&mesh, layers).unit_rules(rules).dtype(DType::BF16);
+    let mut model = builder.build(adam).unwrap();
+    let x = Tensor::ones((6, 3), DType::BF16, &Device::Cpu).unwrap();
+    let loss = |_: &Replica, model: &Units, x: Tensor| {
+        let x = model.unit("first", &x, |vb, x| linear(3, 3, vb.pp("0"))?.forward(x)?.tanh())?;
+        let both = |vb: VarBuilder<'_>, x: &Tensor| {
+            let x = linear(3, 3, vb.pp("1"))?.forward(x)?.tanh()?;
+            linear(3, 3, vb.pp("0"))?.forward(&x)
+        };
+        model.unit("both", &x, both)?.sqr()?.mean_all()
+    };
+    let before = mesh.traffic();
+    model.step(x, loss).unwrap();
+    let step = difference(mesh.traffic(), before);
+
+    let plan = model.plan();
+    let names = plan.parameters().iter().map(|planned| planned.info().name());
+    let positions = |is_of: fn(&str) -> bool| -> Vec<usize> {
+        names.clone().enumerate().filter(|(_, name)| is_of(name)).map(|(n, _)| n).collect()
+    };
+    let units =
+        [("first", positions(|name| name.starts_with("0."))), ("both", positions(|_| true))];
+    assert_eq!(units.clone().map(|(_, positions)| positions.len()), [2, 4]);
+    let schedule = plan.schedule_of(&candle(), units).unwrap();
+    check(&step, &schedule, 4, "in two units");
+}

@@ -1,0 +1,212 @@
+//! Adapters in files of their own, merged into the model, and in checkpoints.
+
+use std::{collections::BTreeMap, fs, path::Path};
+
+use candle_core::{DType, Device, Tensor, safetensors};
+use candle_nn::{Module, VarBuilder, linear_no_bias};
+use dist_train::{Checkpoints, DataParallel, FullyShard, Lora, PretrainedFiles, Units};
+use pmap_mesh::{DeviceMesh, Replica};
+use serde_json::Value;
+
+use super::{BLOCKS, batch, block, lora, loss, loss_by_units, model, sgd, sharded, whole};
+
+fn names(folder: &Path) -> Vec<String> {
+    let name = |entry: fs::DirEntry| entry.file_name().into_string().unwrap();
+    let mut names: Vec<_> =
+        fs::read_dir(folder).unwrap().map(|entry| name(entry.unwrap())).collect();
+    names.sort();
+    names
+}
+
+fn tensors(path: &Path) -> BTreeMap<String, Tensor> {
+    safetensors::load(path, &Device::Cpu).unwrap().into_iter().collect()
+}
+
+fn numbers(x: &Tensor) -> Vec<f64> {
+    x.to_dtype(DType::F64).unwrap().flatten_all().unwrap().to_vec1().unwrap()
+}
+
+/// The loss of a model without adapters.
+fn plain_loss(folder: &Path, x: Tensor) -> f64 {
+    let mesh = DeviceMesh::cpu(1).unwrap();
+    let builder = DataParallel::builder(&mesh, Units::of(model));
+    let mut model = builder.dtype(DType::F64).weights(folder).build(sgd).unwrap();
+    let by_units = |_: &Replica, model: &Units, x: Tensor| {
+        loss(&(0..BLOCKS).try_fold(x, |x, n| model.unit(&format!("h.{n}"), &x, block))?)
+    };
+    model.evaluate(x, by_units).unwrap().loss
+}
+
+#[test]
+fn files_have_the_adapters_alone_or_the_sums() {
+    let (lora, mesh) = (lora(), DeviceMesh::cpu(2).unwrap());
+    let loss = loss_by_units(&lora);
+    let mut model = sharded(&mesh, &lora);
+    for step in 0..5 {
+        model.step(batch(step), &loss).unwrap();
+    }
+    let trained = model.evaluate(batch(7), &loss).unwrap().loss;
+    let folder = tempfile::tempdir().unwrap();
+    let [base, merged] = ["base", "merged"].map(|name| folder.path().join(name));
+
+    model.save_pretrained(&base, PretrainedFiles::default()).unwrap();
+    let all = tensors(&base.join("model.safetensors"));
+    model.save_pretrained(&base, lora.adapters()).unwrap();
+    let expected = ["adapter_config.json", "adapter_model.safetensors", "model.safetensors"];
+    assert_eq!(names(&base), expected, "what is there already stays");
+    let adapters = tensors(&base.join("adapter_model.safetensors"));
+    assert_eq!(
+        adapters.keys().collect::<Vec<_>>(),
+        ["0.mlp.up.lora_A", "0.mlp.up.lora_B", "1.mlp.up.lora_A", "1.mlp.up.lora_B"]
+            .map(|name| format!("base_model.model.h.{name}.weight"))
+            .iter()
+            .collect::<Vec<_>>()
+    );
+    for (name, values) in &adapters {
+        let name = name.strip_prefix("base_model.model.").unwrap();
+        assert_eq!(numbers(values), numbers(&all[name]));
+    }
+
+    model.save_pretrained(&merged, lora.merged()).unwrap();
+    assert_eq!(names(&merged), ["model.safetensors"]);
+    let plain = plain_loss(&merged, batch(7));
+    assert!((plain - trained).abs() < 1e-12, "{plain} and {trained}");
+
+    // A model with the weights and the adapters that were saved.
+    let again = Lora::open(&base).unwrap();
+    assert_eq!((again.targets(), again.rank(), again.alpha()), (lora.targets(), 2, 3.0));
+    let builder = FullyShard::builder(&mesh, again.adapt(super::model)).dtype(DType::F64);
+    let builder = builder.weights(base.join("model.safetensors"));
+    let builder = builder.allow_unexpected(Lora::PATTERNS).allow_missing(Lora::PATTERNS);
+    let mut again =
+        builder.init_with(again.values()).train_only(Lora::PATTERNS).build(sgd).unwrap();
+    assert_eq!(again.evaluate(batch(7), &loss).unwrap().loss.to_bits(), trained.to_bits());
+}
+
+#[test]
+fn halves_are_merged_in_single_precision() {
+    let mesh = DeviceMesh::cpu(1).unwrap();
+    // Of which halves would know no more than 1.
+    let lora = Lora::new(["q"], 1, 1.001_953_125).unwrap();
+    let value = |declared: &dist_train::Declared, items: std::ops::Range<usize>| {
+        // What is added to 1 is a little more than half of the distance to the next number of bf16.
+        let value = if declared.name == "q.weight" { 1.0 } else { 0.0625 };
+        Tensor::full(value, items.len(), &Device::Cpu)?.to_dtype(declared.dtype)
+    };
+    let model = DataParallel::builder(&mesh, |vb| lora.linear_no_bias(2, 2, vb.pp("q")));
+    let model = model.dtype(DType::BF16).init_with(value).train_only(Lora::PATTERNS);
+    let model = model.build(sgd).unwrap();
+    let folder = tempfile::tempdir().unwrap();
+    model.save_pretrained(folder.path(), lora.merged()).unwrap();
+    let merged = tensors(&folder.path().join("model.safetensors"));
+    assert_eq!(merged.keys().collect::<Vec<_>>(), ["q.weight"]);
+    // In halves the sum is 1.00390625, which lies in the middle and is rounded to 1.
+    assert_eq!(numbers(&merged["q.weight"]), [1.007_812_5; 4]);
+    assert_eq!(merged["q.weight"].dtype(), DType::BF16);
+}
+
+#[test]
+fn a_checkpoint_has_adapters_alone_and_resumes_on_the_same_weights() {
+    let lora = lora();
+    let loss = loss_by_units(&lora);
+    let folder = tempfile::tempdir().unwrap();
+    let checkpoints = Checkpoints::new(folder.path());
+    let mesh = DeviceMesh::cpu(2).unwrap();
+
+    let mut model = sharded(&mesh, &lora);
+    for step in 0..3 {
+        model.step(batch(step), &loss).unwrap();
+    }
+    checkpoints.save(&mesh, 3, &model.state_dict().unwrap(), &()).unwrap();
+    let expected = model.step(batch(3), &loss).unwrap().loss;
+    let checkpoint = checkpoints.latest().unwrap().unwrap();
+    assert_eq!(
+        checkpoint.parameters().collect::<Vec<_>>(),
+        ["0.mlp.up.lora_A", "0.mlp.up.lora_B", "1.mlp.up.lora_A", "1.mlp.up.lora_B"]
+            .map(|name| format!("h.{name}.weight"))
+    );
+
+    let mut again = sharded(&DeviceMesh::cpu(4).unwrap(), &lora);
+    again.load(&checkpoint).unwrap();
+    let found = again.step(batch(3), &loss).unwrap().loss;
+    assert!((found - expected).abs() < 1e-12, "{found} and {expected}");
+    let mut again = whole(&mesh, &lora);
+    again.load(&checkpoint).unwrap();
+    assert_eq!(again.step(batch(3), &loss).unwrap().loss.to_bits(), expected.to_bits());
+    again.load(&checkpoint).unwrap();
+    checkpoints.save(&mesh, 4, &again.state_dict().unwrap(), &()).unwrap();
+    let written = checkpoints.latest().unwrap().unwrap();
+    assert_eq!(written.parameters().count(), 4);
+}
+
+/// The projections of the model that PEFT's golden adapters are for.
+fn projections(vb: VarBuilder<'_>) -> candle_core::Result<()> {
+    for n in 0..2 {
+        let attention = vb.pp(format!("model.layers.{n}.self_attn"));
+        for (name, n_out) in [("q_proj", 32), ("k_proj", 16), ("v_proj", 16), ("o_proj", 32)] {
+            linear_no_bias(32, n_out, attention.pp(name))?;
+        }
+    }
+    Ok(())
+}
+
+#[test]
+fn adapters_of_peft_are_read_used_and_written_again() {
+    let golden = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/all/lora/golden");
+    let lora = Lora::open(&golden).unwrap();
+    assert_eq!(
+        (lora.targets(), lora.rank(), lora.alpha()),
+        (&["q_proj".to_owned(), "v_proj".to_owned()][..], 4, 8.0)
+    );
+    let mesh = DeviceMesh::cpu(1).unwrap();
+    let folder = tempfile::tempdir().unwrap();
+    let [base, adapter] = ["base", "adapter"].map(|name| folder.path().join(name));
+    let plain = FullyShard::builder(&mesh, projections).unit("all", ["model"]).build(sgd);
+    plain.unwrap().save_pretrained(&base, PretrainedFiles::default()).unwrap();
+
+    let builder = FullyShard::builder(&mesh, lora.adapt(projections)).weights(&base);
+    let builder = builder.allow_missing(Lora::PATTERNS).init_with(lora.values());
+    let mut model = builder.train_only(Lora::PATTERNS).build(sgd).unwrap();
+    model.save_pretrained(&adapter, lora.adapters()).unwrap();
+    let (expected, found) = (&golden, &adapter);
+    let [expected_tensors, found_tensors] =
+        [expected, found].map(|folder| tensors(&folder.join("adapter_model.safetensors")));
+    assert_eq!(found_tensors.len(), 8);
+    for (name, expected) in &expected_tensors {
+        assert_eq!(numbers(&found_tensors[name]), numbers(expected), "{name}");
+    }
+    let config = |folder: &Path| -> Value {
+        let text = fs::read_to_string(folder.join("adapter_config.json")).unwrap();
+        serde_json::from_str(&text).unwrap()
+    };
+    let (expected_config, found_config) = (config(expected), config(found));
+    for field in ["peft_type", "r", "bias", "fan_in_fan_out", "target_modules", "lora_dropout"] {
+        assert_eq!(found_config[field], expected_config[field], "{field}");
+    }
+    assert_eq!(found_config["lora_alpha"].as_f64(), expected_config["lora_alpha"].as_f64());
+
+    // What a layer computes with them.
+    let base = tensors(&base.join("model.safetensors"));
+    let matrix = |name: &str| {
+        expected_tensors[&format!("base_model.model.model.layers.1.self_attn.v_proj.{name}.weight")]
+            .to_dtype(DType::F64)
+            .unwrap()
+    };
+    let weight = base["model.layers.1.self_attn.v_proj.weight"].to_dtype(DType::F64).unwrap();
+    let sum = matrix("lora_B").matmul(&matrix("lora_A")).unwrap().affine(2.0, 0.0).unwrap();
+    let expected = (weight + sum).unwrap();
+    let unit = lora.unit(|vb: VarBuilder<'_>, x: &Tensor| {
+        linear_no_bias(32, 16, vb.pp("self_attn.v_proj"))?.forward(x)
+    });
+    let ones = Tensor::eye(32, DType::F32, &Device::Cpu).unwrap();
+    let projected = model
+        .evaluate(ones, move |_: &Replica, model: &Units, x: Tensor| {
+            let y = model.unit("model.layers.1", &x, unit.clone())?;
+            Ok(dist_train::Loss::mean(y.sum_all()?).with(y))
+        })
+        .unwrap();
+    let found = numbers(&projected.aux.t().unwrap());
+    for (found, expected) in found.into_iter().zip(numbers(&expected)) {
+        assert!((found - expected).abs() < 1e-6, "{found} and {expected}");
+    }
+}

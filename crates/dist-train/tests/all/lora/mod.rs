@@ -1,0 +1,68 @@
+//! Adapters of low rank: what they compute, what is trained, and what is in their files.
+
+mod files;
+mod naive;
+mod refusals;
+
+use candle_core::{DType, Device, Result, Tensor};
+use candle_nn::{Linear, Module, Optimizer, VarBuilder, linear, linear_no_bias};
+use dist_train::{DataParallel, FullyShard, Group, Lora, ParamsSgd, Sgd, Units};
+use pmap_mesh::{DeviceMesh, Replica};
+
+pub(crate) const BLOCKS: usize = 2;
+pub(crate) const RATE: f64 = 0.05;
+
+/// Adapters of one layer of each block: the other, and the biases, have none.
+pub(crate) fn lora() -> Lora {
+    Lora::new(["up"], 2, 3.0).unwrap()
+}
+
+pub(crate) fn model(vb: VarBuilder<'_>) -> Result<Vec<(Linear, Linear)>> {
+    (0..BLOCKS).map(|n| layers(vb.pp(format!("h.{n}")))).collect()
+}
+
+pub(crate) fn layers(vb: VarBuilder<'_>) -> Result<(Linear, Linear)> {
+    Ok((linear(4, 6, vb.pp("mlp.up"))?, linear_no_bias(6, 4, vb.pp("mlp.down"))?))
+}
+
+/// Ordinary code of a model, which knows of no adapters.
+pub(crate) fn block(vb: VarBuilder<'_>, x: &Tensor) -> Result<Tensor> {
+    let (up, down) = layers(vb)?;
+    down.forward(&up.forward(x)?.tanh()?)
+}
+
+pub(crate) fn loss_by_units(
+    lora: &Lora,
+) -> impl Fn(&Replica, &Units, Tensor) -> Result<Tensor> + Clone + Send + Sync + 'static {
+    let block = lora.unit(block);
+    move |_: &Replica, model: &Units, x: Tensor| {
+        let unit = |x, n: usize| model.unit(&format!("h.{n}"), &x, block.clone());
+        loss(&(0..BLOCKS).try_fold(x, unit)?)
+    }
+}
+
+pub(crate) fn loss(y: &Tensor) -> Result<Tensor> {
+    (y - 0.5)?.sqr()?.mean_all()
+}
+
+pub(crate) fn sgd(group: Group) -> Result<Sgd> {
+    Sgd::new(group.vars, ParamsSgd { lr: RATE, ..ParamsSgd::default() })
+}
+
+pub(crate) fn batch(step: usize) -> Tensor {
+    let x = Tensor::arange(0_f64, 32., &Device::Cpu).unwrap();
+    let shifted = x.affine(0.07, -0.1 * step as f64).unwrap();
+    shifted.sin().unwrap().reshape((8, 4)).unwrap()
+}
+
+/// A sharded model with adapters that are trained alone, in double precision.
+pub(crate) fn sharded(mesh: &DeviceMesh, lora: &Lora) -> FullyShard<Sgd> {
+    let builder = FullyShard::builder(mesh, lora.adapt(model));
+    builder.dtype(DType::F64).train_only(Lora::PATTERNS).build(sgd).unwrap()
+}
+
+/// The same, with whole variables on every device.
+pub(crate) fn whole(mesh: &DeviceMesh, lora: &Lora) -> DataParallel<Units, Sgd> {
+    let builder = DataParallel::builder(mesh, Units::of(lora.adapt(model)));
+    builder.dtype(DType::F64).train_only(Lora::PATTERNS).build(sgd).unwrap()
+}

@@ -1,0 +1,196 @@
+//! Training with adapters beside the formula itself: a low-rank term beside each layer's product, a
+//! gradient of candle's, and an update by hand.
+
+use std::collections::BTreeMap;
+
+use candle_core::{DType, Device, Result, Tensor, Var};
+use candle_nn::{Module, Optimizer, VarBuilder};
+use dist_train::{DataParallel, Lora, LoraLinear};
+use fused_ops::layers::Linear;
+use pmap_mesh::{DeviceMesh, Replica};
+
+use super::{BLOCKS, RATE, batch, lora, loss, loss_by_units, sgd, sharded, whole};
+
+const STEPS: usize = 20;
+
+type Values = BTreeMap<String, Tensor>;
+
+/// The losses of a run, and the variables after it.
+type Outcome = (Vec<f64>, Values);
+
+/// One device, in candle's own operations.
+fn naive(start: &Values, scale: f64) -> Result<Outcome> {
+    let is_trained = |name: &String| name.contains("lora_");
+    let vars: BTreeMap<&String, Var> = start
+        .iter()
+        .filter(|(name, _)| is_trained(name))
+        .map(|(name, value)| Ok((name, Var::from_tensor(value)?)))
+        .collect::<Result<_>>()?;
+    let mut losses = Vec::new();
+    for step in 0..STEPS {
+        let mut x = batch(step);
+        for n in 0..BLOCKS {
+            let get = |name: &str| &start[&format!("h.{n}.mlp.{name}")];
+            let var = |name: &str| vars[&format!("h.{n}.mlp.{name}")].as_tensor();
+            let product = x.matmul(&get("up.weight").t()?)?.broadcast_add(get("up.bias"))?;
+            let low = x.matmul(&var("up.lora_A.weight").t()?)?;
+            let adapted = (low.matmul(&var("up.lora_B.weight").t()?)? * scale)?;
+            x = (product + adapted)?.tanh()?.matmul(&get("down.weight").t()?)?;
+        }
+        let loss = loss(&x)?;
+        losses.push(loss.to_scalar()?);
+        let grads = loss.backward()?;
+        for var in vars.values() {
+            let step = (grads.get(var).unwrap() * RATE)?;
+            var.set(&(var.as_tensor() - step)?)?;
+        }
+    }
+    let trained = vars.into_iter().map(|(name, var)| (name.clone(), var.as_detached_tensor()));
+    let mut values = start.clone();
+    values.extend(trained);
+    Ok((losses, values))
+}
+
+#[track_caller]
+fn check_close((found, values): &Outcome, (expected, expected_values): &Outcome) {
+    for (found, expected) in found.iter().zip(expected) {
+        assert!((found - expected).abs() < 1e-6 * expected.abs(), "{found} and {expected}");
+    }
+    assert_eq!(values.keys().collect::<Vec<_>>(), expected_values.keys().collect::<Vec<_>>());
+    for (name, expected) in expected_values {
+        let numbers = |x: &Tensor| x.flatten_all().unwrap().to_vec1::<f64>().unwrap();
+        for (found, expected) in numbers(&values[name]).into_iter().zip(numbers(expected)) {
+            assert!((found - expected).abs() < 1e-6, "{name}: {found} and {expected}");
+        }
+    }
+}
+
+/// The values of variables as they are now, which later steps do not change.
+fn copied(values: Values) -> Values {
+    values.into_iter().map(|(name, value)| (name, value.copy().unwrap())).collect()
+}
+
+#[test]
+fn whole_and_sharded_models_train_as_the_formula_says() {
+    let lora = lora();
+    let loss = loss_by_units(&lora);
+    for slots in [1, 2, 4] {
+        let mesh = DeviceMesh::cpu(slots).unwrap();
+        let mut model = whole(&mesh, &lora);
+        let start = copied(model.variables());
+        let expected = naive(&start, 1.5).unwrap();
+        let moved = expected.1["h.0.mlp.up.lora_B.weight"].abs().unwrap().max_all().unwrap();
+        assert!(moved.to_scalar::<f64>().unwrap() > 0.01, "{moved}");
+        let step = |step| model.step(batch(step), &loss).unwrap().loss;
+        let losses: Vec<f64> = (0..STEPS).map(step).collect();
+        check_close(&(losses, model.variables()), &expected);
+
+        let mut model = sharded(&mesh, &lora);
+        let gathered = |model: &dist_train::FullyShard<_>| {
+            let gather = |name: &String| (name.clone(), model.gather(name).unwrap());
+            start.keys().map(gather).collect()
+        };
+        let step = |step| model.step(batch(step), &loss).unwrap().loss;
+        let losses = (0..STEPS).map(step).collect();
+        check_close(&(losses, gathered(&model)), &expected);
+    }
+}
+
+struct Block {
+    up: LoraLinear,
+    down: Linear,
+}
+
+fn blocks(lora: &Lora, vb: VarBuilder<'_>) -> Result<Vec<Block>> {
+    let block = |n| {
+        let vb = vb.pp(format!("h.{n}.mlp"));
+        let down = fused_ops::layers::linear_no_bias(6, 4, vb.pp("down"))?;
+        Ok(Block { up: lora.linear(4, 6, vb.pp("up"))?, down })
+    };
+    (0..BLOCKS).map(block).collect()
+}
+
+#[test]
+fn a_layer_with_an_adapter_trains_as_the_formula_says() {
+    let lora = lora();
+    let mesh = DeviceMesh::cpu(2).unwrap();
+    let builder = DataParallel::builder(&mesh, |vb| blocks(&lora, vb));
+    let builder = builder.dtype(DType::F64).train_only(Lora::PATTERNS);
+    let mut model = builder.build(sgd).unwrap();
+    let start = copied(model.variables());
+    let expected = naive(&start, 1.5).unwrap();
+    let of_blocks = |_: &Replica, model: &Vec<Block>, x: Tensor| {
+        let pass = |x: Tensor, block: &Block| block.down.forward(&block.up.forward(&x)?.tanh()?);
+        loss(&model.iter().try_fold(x, pass)?)
+    };
+    let step = |step| model.step(batch(step), of_blocks).unwrap().loss;
+    let losses = (0..STEPS).map(step).collect();
+    check_close(&(losses, model.variables()), &expected);
+}
+
+#[test]
+fn beside_halves_an_adapter_of_single_precision_is_trained() {
+    let lora = Lora::new(["up"], 1, 1.0).unwrap();
+    let mesh = DeviceMesh::cpu(2).unwrap();
+    // The weight alternates in sign, so the layer gives what its adapter does: 64 times 2⁻⁹. A step
+    // changes that by less than a half knows beside 1.
+    let value = |declared: &dist_train::Declared, items: std::ops::Range<usize>| {
+        let value = |item: usize| match declared.name.as_str() {
+            "up.weight" if item % 2 == 1 => -1.0,
+            "up.lora_B.weight" => 1.0 / 512.0,
+            _ => 1.0,
+        };
+        Tensor::from_iter(items.map(value), &Device::Cpu)?.to_dtype(declared.dtype)
+    };
+    let builder = DataParallel::builder(&mesh, |vb| lora.linear_no_bias(64, 2, vb.pp("up")));
+    let builder = builder.dtype(DType::BF16).init_with(value).train_only(Lora::PATTERNS);
+    let mut model = builder.build(|group| candle_nn::SGD::new(group.vars, 0.05)).unwrap();
+    let types = |name: &str| model.variables()[name].dtype();
+    assert_eq!(
+        ["up.weight", "up.lora_A.weight", "up.lora_B.weight"].map(types),
+        [DType::BF16, DType::F32, DType::F32]
+    );
+    let x = Tensor::ones((4, 64), DType::BF16, &Device::Cpu).unwrap();
+    let of_layer = |_: &Replica, layer: &LoraLinear, x: Tensor| {
+        let y = layer.forward(&x)?;
+        assert_eq!(y.dtype(), DType::BF16);
+        y.to_dtype(DType::F32)?.mean_all()
+    };
+    assert_eq!(model.step(x, of_layer).unwrap().loss.to_bits(), 0.125_f64.to_bits());
+    let a = model.variables()["up.lora_A.weight"].to_vec2::<f32>().unwrap()[0][0];
+    assert!(0.999_9 < a && a < 1.0, "{a}");
+}
+
+#[test]
+fn adapters_begin_as_those_of_peft() {
+    let model = whole(&DeviceMesh::cpu(1).unwrap(), &Lora::new(["up"], 64, 1.0).unwrap());
+    let numbers = |name: &str| -> Vec<f64> {
+        model.variables()[name].flatten_all().unwrap().to_vec1().unwrap()
+    };
+    assert!(numbers("h.0.mlp.up.lora_B.weight").iter().all(|&number| number == 0.0));
+    let bound = 0.5; // one over the root of four inputs
+    let a = numbers("h.1.mlp.up.lora_A.weight");
+    let largest = a.iter().fold(0.0, |largest: f64, number| largest.max(number.abs()));
+    assert!(0.95 * bound < largest && largest <= bound, "{largest}");
+    let mean = a.iter().sum::<f64>() / a.len() as f64;
+    assert!(mean.abs() < 0.1 * bound, "{mean}");
+}
+
+/// 1 and a product just above half of the distance to the next number of 8 digits.
+#[test]
+fn sum_with_an_adapter_is_rounded_once() {
+    let item = |value: f32, dtype| Tensor::full(value, (1, 1), &Device::Cpu)?.to_dtype(dtype);
+    let lora = Lora::new(["up"], 1, 1.0).unwrap();
+    let product = 2_f32.powi(-8) + 2_f32.powi(-18);
+    let tensors = [
+        ("weight", item(1.0, DType::BF16)),
+        ("lora_A.weight", item(1.0, DType::F32)),
+        ("lora_B.weight", item(product, DType::F32)),
+    ];
+    let tensors = tensors.map(|(name, item)| (name.to_owned(), item.unwrap()));
+    let vb = VarBuilder::from_tensors(tensors.into(), DType::BF16, &Device::Cpu);
+    let layer = lora.linear_no_bias(1, 1, vb).unwrap();
+    let y = layer.forward(&item(1.0, DType::BF16).unwrap()).unwrap();
+    let found: f32 = y.to_dtype(DType::F32).unwrap().sum_all().unwrap().to_scalar().unwrap();
+    assert_eq!(found.to_bits(), (1.0 + 2_f32.powi(-7)).to_bits());
+}

@@ -1,0 +1,346 @@
+//! Losses with weights: whatever rows fall on which slot and into which batch, loss, norm and
+//! update are those of one device.
+
+use std::{
+    sync::{Mutex, mpsc},
+    time::Duration,
+};
+
+use candle_core::{DType, Device, Result, Tensor, Var};
+use candle_nn::{Linear, Module, Optimizer, SGD, VarMap, linear, linear_no_bias, loss::mse};
+use core_types::Seed;
+use dist_train::{DataParallel, Error, Loss, ParamsSgd, Sgd, TrainingError, value_and_grad};
+use pmap_mesh::{ALL, DeviceMesh, Replica, ReplicaError, Uneven};
+
+/// After which a call returns without a replica.
+const DEADLINE: Duration = Duration::from_millis(20);
+
+/// Draws that depend on a seed alone.
+struct Draws(Seed, u64);
+
+impl Draws {
+    fn new(seed: u64) -> Self {
+        Self(Seed::new(seed), 0)
+    }
+
+    fn word(&mut self) -> u64 {
+        self.1 += 1;
+        self.0.derive(self.1).as_u64()
+    }
+
+    fn tensor(&mut self, shape: (usize, usize)) -> Tensor {
+        let mut unit = || (self.word() >> 12) as f64 / (1_u64 << 51) as f64 - 1.0;
+        let values: Vec<f64> = (0..shape.0 * shape.1).map(|_| unit()).collect();
+        Tensor::from_vec(values, shape, &Device::Cpu).unwrap()
+    }
+}
+
+const RATE: f64 = 0.1;
+
+fn assert_close(found: f64, expected: f64, what: &str) {
+    assert!(
+        (found - expected).abs() <= 1e-10 * expected.abs().max(1.0),
+        "{what}: {found} for {expected}"
+    );
+}
+
+/// Rows minus their mean over the whole batch, which is computed by a collective with a gradient.
+/// Padding is masked and not cut away: of a product of no rows candle records nothing, and then the
+/// other replicas would wait in the backward.
+fn centered(ctx: &Replica, w: &Tensor, (x, mask): &(Tensor, Tensor)) -> Result<Loss> {
+    let rows = mask.sum_all()?;
+    let h = x.matmul(w)?.broadcast_mul(mask)?;
+    let mean = ctx.psum(&h.sum_keepdim(0)?, ALL)?.broadcast_div(&ctx.psum(&rows, ALL)?)?;
+    let centered = h.broadcast_sub(&ctx.pvary(&mean, ALL)?)?.powf(3.0)?;
+    Ok(Loss::sum(centered.broadcast_mul(mask)?.sum_all()?, rows))
+}
+
+#[test]
+fn statistics_of_the_whole_batch_have_the_gradients_of_one_device() {
+    let mut draws = Draws::new(5);
+    let (w, x) = (Var::from_tensor(&draws.tensor((3, 2))).unwrap(), draws.tensor((5, 3)));
+    let mask = Tensor::ones((5, 1), DType::F64, &Device::Cpu).unwrap();
+    let gradient = |slots: usize| {
+        let (mesh, in_loss) = (DeviceMesh::cpu(slots).unwrap(), w.clone());
+        let step = value_and_grad(&mesh, vec![w.clone()], move |ctx, batch| {
+            centered(ctx, &in_loss, &batch)
+        });
+        // Of 5 rows on 4 slots, padded, the last slot has none.
+        let (loss, grads) = step.uneven(Uneven::Pad).call((x.clone(), mask.clone())).unwrap();
+        let grad = grads.get(&w).unwrap().flatten_all().unwrap();
+        (loss, grad.to_vec1::<f64>().unwrap())
+    };
+    let expected = gradient(1);
+    assert!(expected.1.iter().any(|item| item.abs() > 1e-3));
+    for slots in 2..=4 {
+        let found = gradient(slots);
+        assert_close(found.0, expected.0, "loss");
+        for (found, expected) in found.1.iter().zip(&expected.1) {
+            assert_close(*found, *expected, "gradient");
+        }
+    }
+}
+
+#[test]
+fn gradients_through_collectives_are_right_in_halves_too() {
+    // What the first three rows lose depends on the parameter through the last two alone, which are
+    // of slots with other numbers of rows.
+    let x = [[1_f32, 0.], [1., 0.], [1., 0.], [0., 1.], [0., 1.]];
+    let x = Tensor::new(&x, &Device::Cpu).unwrap().to_dtype(DType::BF16).unwrap();
+    let w = Var::ones((1, 1), DType::BF16, &Device::Cpu).unwrap();
+    // The mean of the first column times the sum of the second and the parameter.
+    let mean = |ctx: &Replica, w: &Tensor, x: &Tensor| {
+        let here = x.narrow(1, 1, 1)?.contiguous()?.matmul(w)?.sum_all()?;
+        let all = ctx.pvary(&ctx.psum(&here, ALL)?, ALL)?;
+        let rows = ctx.valid_len().unwrap().max(1) as f64;
+        Ok(Loss::mean((x.narrow(1, 0, 1)?.broadcast_mul(&all)?.sum_all()? / rows)?))
+    };
+    for (slots, uneven) in [(2, Uneven::Balanced), (3, Uneven::Balanced), (4, Uneven::Pad)] {
+        let in_loss = w.clone();
+        let mesh = DeviceMesh::cpu(slots).unwrap();
+        // Padding is zeros, which adds nothing to the sum; the last of 4 slots has padding alone.
+        let step = value_and_grad(&mesh, vec![w.clone()], move |ctx, x| mean(ctx, &in_loss, &x));
+        let (_, grads) = step.uneven(uneven).call(x.clone()).unwrap();
+        let found = grads.get(&w).unwrap().to_vec2::<f32>().unwrap()[0][0];
+        assert!((found / 1.2 - 1.0).abs() < 0.02, "{found} for 1.2 on {slots} slots");
+    }
+}
+
+fn simple() -> DataParallel<Linear, SGD> {
+    let mesh = DeviceMesh::cpu(2).unwrap();
+    let builder = DataParallel::builder(&mesh, |vb| linear(3, 1, vb));
+    builder.build(|group| SGD::new(group.vars, RATE)).unwrap()
+}
+
+fn pair() -> (Tensor, Tensor) {
+    let x = Tensor::arange(0_f32, 12., &Device::Cpu).unwrap().reshape((4, 3)).unwrap();
+    (x.clone(), x.sum_keepdim(1).unwrap())
+}
+
+fn refused<T: std::fmt::Debug>(outcome: dist_train::Result<T>) -> TrainingError {
+    match outcome {
+        Err(Error::Training(error)) => error,
+        other => panic!("{other:?}"),
+    }
+}
+
+#[test]
+fn what_is_no_loss_is_refused() {
+    let mut model = simple();
+    let integer = |_: &Replica, _: &Linear, _| Tensor::new(0_u32, &Device::Cpu);
+    assert_eq!(
+        refused(model.step(pair(), integer)),
+        TrainingError::LossShape { slot: 0, shape: vec![], dtype: "u32".to_owned() }
+    );
+    let rows = |_: &Replica, model: &Linear, (x, _): (Tensor, Tensor)| model.forward(&x);
+    assert_eq!(
+        refused(model.step(pair(), rows)),
+        TrainingError::LossShape { slot: 0, shape: vec![2, 1], dtype: "f32".to_owned() }
+    );
+    let weighing = |weight: f64| {
+        move |_: &Replica, model: &Linear, (x, y): (Tensor, Tensor)| {
+            Ok(Loss::sum(mse(&model.forward(&x)?, &y)?, weight))
+        }
+    };
+    let rows = |_: &Replica, model: &Linear, (x, y): (Tensor, Tensor)| {
+        Ok(Loss::sum(mse(&model.forward(&x)?, &y)?, y.ones_like()?))
+    };
+    let shape = TrainingError::WeightShape { slot: 0, shape: vec![2, 1] };
+    assert_eq!(refused(model.step(pair(), rows)), shape);
+    assert_eq!(refused(model.step(pair(), weighing(0.0))), TrainingError::NoWeight);
+    let negative = TrainingError::Weight { slot: 0, weight: -1.0 };
+    assert_eq!(refused(model.step(pair(), weighing(-1.0))), negative);
+    assert_eq!(refused(model.evaluate(pair(), weighing(-1.0))), negative);
+    assert!(matches!(
+        refused(model.accumulate(pair(), weighing(f64::INFINITY))),
+        TrainingError::Weight { slot: 0, .. }
+    ));
+    model.step(pair(), weighing(3.0)).unwrap();
+}
+
+#[test]
+fn a_shard_without_weight_counts_nowhere() {
+    let mut model = simple();
+    // Slot 1 weighs nothing, and its loss is no number.
+    let of_first = |ctx: &Replica, model: &Linear, (x, y): (Tensor, Tensor)| {
+        let loss = mse(&model.forward(&x)?, &y)?;
+        let slot = ctx.slot() as f64;
+        Ok(Loss::sum((loss / (1.0 - slot))?, 2.0 * (1.0 - slot)))
+    };
+    let (x, y) = pair();
+    let half = (x.narrow(0, 0, 2).unwrap(), y.narrow(0, 0, 2).unwrap());
+    let expected = model
+        .evaluate(
+            (half.0.repeat((2, 1)).unwrap(), half.1.repeat((2, 1)).unwrap()),
+            |_, model, (x, y)| mse(&model.forward(&x)?, &y),
+        )
+        .unwrap();
+    let step = model.step((x, y), of_first).unwrap();
+    assert!((step.loss * 2.0 - expected.loss).abs() < 1e-4 * expected.loss);
+    assert!(step.grad_norm.is_finite());
+    assert!((step.weight - 2.0).abs() < 1e-12);
+}
+
+#[test]
+fn an_accumulated_batch_without_weight_adds_nothing() {
+    let weighing = |weight: f64| {
+        move |_: &Replica, model: &Linear, (x, y): (Tensor, Tensor)| {
+            let mean = mse(&model.forward(&x)?, &y)?;
+            // What is no number is no loss where it has no weight.
+            Ok(Loss::sum((mean * (weight / weight))?, weight))
+        }
+    };
+    let trained = |weights: &[f64]| {
+        let mut model = simple();
+        let (last, before) = weights.split_last().unwrap();
+        for &weight in before {
+            let added = model.accumulate(pair(), weighing(weight)).unwrap();
+            assert_eq!(added.loss.is_nan(), weight == 0.0);
+        }
+        let step = model.step(pair(), weighing(*last)).unwrap();
+        let items = model.variables()["weight"].flatten_all().unwrap().to_vec1::<f32>().unwrap();
+        let items: Vec<u32> = items.into_iter().map(f32::to_bits).collect();
+        (step.loss.to_bits(), step.grad_norm.to_bits(), step.weight.to_bits(), items)
+    };
+    let expected = trained(&[3.0, 2.0]);
+    for weights in [&[0.0, 3.0, 2.0][..], &[3.0, 0.0, 2.0], &[3.0, 2.0, 0.0], &[0.0, 0.0, 3.0, 2.0]]
+    {
+        assert_eq!(trained(weights), expected, "{weights:?}");
+    }
+    let mut model = simple();
+    model.accumulate(pair(), weighing(0.0)).unwrap();
+    let rows = |_: &Replica, model: &Linear, (x, y): (Tensor, Tensor)| {
+        Ok(Loss::sum(mse(&model.forward(&x)?, &y)?, y.ones_like()?))
+    };
+    let shape = TrainingError::WeightShape { slot: 0, shape: vec![2, 1] };
+    assert_eq!(refused(model.step(pair(), rows)), shape);
+    assert_eq!(refused(model.step(pair(), weighing(0.0))), TrainingError::NoWeight);
+    assert_eq!(refused(model.evaluate(pair(), weighing(0.0))), TrainingError::NoWeight);
+}
+
+#[test]
+fn a_failing_loss_says_what_was_cut_and_what_was_whole() {
+    let mesh = DeviceMesh::cpu(2).unwrap();
+    let loss = |_: &Replica, model: &Linear, (x, y): (Tensor, Tensor)| mse(&model.forward(&x)?, &y);
+    let mut model = DataParallel::builder(&mesh, |vb| linear(3, 1, vb))
+        .in_axes([Some(0), None])
+        .build(|group| SGD::new(group.vars, RATE))
+        .unwrap();
+    let error = model.step(pair(), loss).unwrap_err().to_string();
+    assert!(
+        error.contains(
+            "the loss of a shard, of tensors [4, 3] cut to [2, 3], [4, 1] whole: shape mismatch"
+        ),
+        "{error}"
+    );
+    let of_pair = value_and_grad(&mesh, vec![], |_, (x, y): (Tensor, Tensor)| x.matmul(&y));
+    let error = of_pair.call(pair()).unwrap_err().to_string();
+    assert!(
+        error.contains("[4, 3] cut to [2, 3], [4, 1] cut to [2, 1]: shape mismatch"),
+        "{error}"
+    );
+    // By default all tensors are cut.
+    simple().step(pair(), loss).unwrap();
+}
+
+#[test]
+fn a_late_replica_is_reported_with_the_line_of_the_call() {
+    let mesh = DeviceMesh::builder().axis(DeviceMesh::AXIS, 2).deadline(DEADLINE).cpu().unwrap();
+    let (open, gate) = mpsc::channel::<()>();
+    let gate = Mutex::new(gate);
+    let of_ones = value_and_grad(&mesh, vec![], move |ctx, x: Tensor| {
+        if ctx.slot() == 1 {
+            // Until the test lets go of the other end.
+            gate.lock().unwrap().recv().unwrap_err();
+        }
+        x.mean_all()
+    });
+    let ones = Tensor::ones(2, DType::F32, &Device::Cpu).unwrap();
+    let line = line!() + 1;
+    of_ones.call(ones.clone()).unwrap_err();
+    let error = of_ones.call(ones).unwrap_err();
+    drop(open);
+    let Error::Mesh(pmap_mesh::Error::Replica(ReplicaError::Stuck { slot: 1, call })) = error
+    else {
+        panic!("{error}")
+    };
+    assert_eq!((call.file(), call.line()), (file!(), line));
+}
+
+#[test]
+fn halves_are_summed_in_single_precision() {
+    // One gradient of 256 and seven of 1: bf16 would lose the ones.
+    let x = Tensor::new(&[256_f32, 1., 1., 1., 1., 1., 1., 1.], &Device::Cpu).unwrap();
+    let x = x.reshape((8, 1)).unwrap().to_dtype(DType::BF16).unwrap();
+    let w = Var::ones((1, 1), DType::BF16, &Device::Cpu).unwrap();
+    let in_loss = w.clone();
+    let mesh = DeviceMesh::cpu(8).unwrap();
+    let step = value_and_grad(&mesh, vec![w.clone()], move |_, x: Tensor| {
+        Ok(Loss::sum(x.matmul(&in_loss)?.sum_all()?, 1.0))
+    });
+    let (_, grads) = step.call(x).unwrap();
+    let grad = grads.get(&w).unwrap();
+    assert_eq!(grad.dtype(), DType::F32);
+    let apart = grad.to_vec2::<f32>().unwrap()[0][0] * 8.0 - 263.0;
+    assert!(apart.abs() < 0.01, "{apart}");
+
+    let mut model = DataParallel::builder(&mesh, |vb| linear_no_bias(1, 4096, vb))
+        .dtype(DType::BF16)
+        .clip_grad_norm(1.0)
+        .build(|group| Sgd::new(group.vars, ParamsSgd { lr: 1.0, ..ParamsSgd::default() }))
+        .unwrap();
+    let before = model.variables()["weight"].copy().unwrap().to_dtype(DType::F64).unwrap();
+    let ones = Tensor::ones((8, 1), DType::BF16, &Device::Cpu).unwrap();
+    let sum = |_: &Replica, model: &Linear, x: Tensor| model.forward(&x)?.sum_all();
+    let step = model.step(ones, sum).unwrap();
+    assert!((step.grad_norm - 64.0).abs() < 1e-9, "{}", step.grad_norm);
+    let moved = (before - model.variables()["weight"].to_dtype(DType::F64).unwrap()).unwrap();
+    let moved: f64 = moved.mean_all().unwrap().to_scalar().unwrap();
+    assert!((moved - 1.0 / 64.0).abs() < 1e-3, "{moved}");
+}
+
+/// A weight of a type after one step of plain descent from `start`, on a slot for each item, whose
+/// gradients are these items.
+fn descended(dtype: DType, start: f32, grads: &[f32], lr: f64) -> f32 {
+    let vars = VarMap::new();
+    let start = Tensor::new(&[[start]], &Device::Cpu).unwrap().to_dtype(dtype).unwrap();
+    let var = Var::from_tensor(&start).unwrap();
+    vars.data().lock().unwrap().insert("weight".to_owned(), var.clone());
+    let mesh = DeviceMesh::cpu(grads.len()).unwrap();
+    let mut model = DataParallel::builder(&mesh, |vb| linear_no_bias(1, 1, vb))
+        .variables(&vars)
+        .build(|group| Sgd::new(group.vars, ParamsSgd { lr, ..ParamsSgd::default() }))
+        .unwrap();
+    let slots = grads.len() as f64;
+    let sum = |_: &Replica, model: &Linear, x: Tensor| {
+        Ok(Loss::sum(model.forward(&x)?.sum_all()?, 1.0 / slots))
+    };
+    let x = Tensor::new(grads, &Device::Cpu).unwrap().reshape((grads.len(), 1)).unwrap();
+    model.step(x.to_dtype(dtype).unwrap(), sum).unwrap();
+    var.to_dtype(DType::F32).unwrap().to_vec2::<f32>().unwrap()[0][0]
+}
+
+#[test]
+#[expect(clippy::float_cmp, reason = "all of these numbers are exact")]
+fn the_optimizer_gets_the_sums_of_halves_unrounded() {
+    // 263 is no bf16, its neighbors 262 and 264 are; 256 − 263 is one.
+    assert_eq!(descended(DType::BF16, 256.0, &[256., 1., 1., 1., 1., 1., 1., 1.], 1.0), -7.0);
+    // Each gradient is an f16, and their sum of 7 · 2^14 is above all of them.
+    assert_eq!(descended(DType::F16, 0.0, &[57344., 57344.], 0.5_f64.powi(14)), -7.0);
+}
+
+#[test]
+fn a_parameter_without_a_gradient_is_not_in_the_store() {
+    let mesh = DeviceMesh::cpu(2).unwrap();
+    let vars: Vec<Var> = (0..3).map(|_| Var::ones(1, DType::F64, &Device::Cpu).unwrap()).collect();
+    let in_loss = vars.clone();
+    // The second is used on slot 1 alone.
+    let step = value_and_grad(&mesh, vars.clone(), move |ctx, x: Tensor| {
+        let all = x.broadcast_mul(&in_loss[0])?;
+        if ctx.slot() == 1 { all.broadcast_mul(&in_loss[1])?.mean_all() } else { all.mean_all() }
+    });
+    let (loss, grads) = step.call(Tensor::ones(4, DType::F64, &Device::Cpu).unwrap()).unwrap();
+    assert_close(loss, 1.0, "loss");
+    let of = |n: usize| grads.get(&vars[n]).map(|grad| grad.to_vec1::<f64>().unwrap());
+    assert_eq!((of(0), of(1), of(2)), (Some(vec![1.0]), Some(vec![0.5]), None));
+}

@@ -1,0 +1,33 @@
+//! Random models train on any number of slots as on one device, in double precision and in halves:
+//! unused, frozen and tied variables, batches that are accumulated with unequal weights, clipped,
+//! uneven, padded and empty.
+
+use candle_core::DType;
+use pmap_mesh::DeviceMesh;
+
+use crate::random::{Case, assert_near};
+
+/// Runs so many cases on one to four slots, that share variables or have their own.
+fn check(cases: u64, dtype: DType, tolerance: f64) {
+    for slots in 1..=4 {
+        let mesh = DeviceMesh::builder().axis("rows", slots).pin(false).cpu().unwrap();
+        for seed in 0..cases {
+            let seed = seed * 4 + slots as u64;
+            let case = Case::new(seed, slots, dtype);
+            let name = format!("case {seed} on {slots} slots");
+            assert_near(&case.on_mesh(&mesh), &case.on_one_device(), tolerance, &name);
+        }
+    }
+}
+
+#[test]
+fn in_double_precision() {
+    check(100, DType::F64, 1e-11);
+}
+
+/// A bf16 has 8 digits, and some tens of operations round to it.
+#[test]
+fn in_halves() {
+    check(40, DType::F16, 2e-2);
+    check(40, DType::BF16, 1e-1);
+}

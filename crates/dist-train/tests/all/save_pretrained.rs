@@ -1,0 +1,151 @@
+//! A trained model as pretrained weights: the same files however it was trained, and what is read
+//! of them is what was saved.
+
+use std::{
+    collections::BTreeMap,
+    fs,
+    path::{Path, PathBuf},
+};
+
+use candle_core::{Device, Result, Tensor};
+use candle_nn::{Linear, Module, Optimizer as _, ParamsAdamW, VarBuilder, linear};
+use dist_train::{AdamW, DataParallel, Error, FullyShard, Group, Keep, PretrainedFiles, Units};
+use fsdp_plan::strategy::{Full, LayerWise, Layout, ShardingStrategy};
+use pmap_mesh::{DeviceMesh, Replica};
+
+const BLOCKS: usize = 12;
+
+struct Model(Vec<Linear>);
+
+fn build(vb: VarBuilder<'_>) -> Result<Model> {
+    Ok(Model((0..BLOCKS).map(|n| linear(4, 4, vb.pp(format!("h.{n}")))).collect::<Result<_>>()?))
+}
+
+fn block(vb: VarBuilder<'_>, x: &Tensor) -> Result<Tensor> {
+    linear(4, 4, vb)?.forward(x)?.tanh()
+}
+
+fn by_layers(_: &Replica, model: &Model, x: Tensor) -> Result<Tensor> {
+    model.0.iter().try_fold(x, |x, layer| layer.forward(&x)?.tanh())?.sqr()?.mean_all()
+}
+
+fn by_units(_: &Replica, model: &Units, x: Tensor) -> Result<Tensor> {
+    (0..BLOCKS).try_fold(x, |x, n| model.unit(&format!("h.{n}"), &x, block))?.sqr()?.mean_all()
+}
+
+fn adam(group: Group) -> Result<AdamW> {
+    AdamW::new(group.vars, ParamsAdamW { lr: 0.1, ..ParamsAdamW::default() })
+}
+
+fn batch() -> Tensor {
+    Tensor::arange(0_f32, 24., &Device::Cpu).unwrap().reshape((6, 4)).unwrap()
+}
+
+fn data_parallel(slots: usize) -> DataParallel<Model, AdamW> {
+    let mesh = DeviceMesh::cpu(slots).unwrap();
+    let mut model = DataParallel::builder(&mesh, build).build(adam).unwrap();
+    for _ in 0..3 {
+        model.step(batch(), by_layers).unwrap();
+    }
+    model
+}
+
+fn sharded(
+    slots: usize,
+    strategy: impl ShardingStrategy + 'static,
+    keep: Keep,
+) -> FullyShard<AdamW> {
+    let mesh = DeviceMesh::cpu(slots).unwrap();
+    let builder = FullyShard::builder(&mesh, build).strategy(strategy).keep(keep);
+    let mut model = builder.build(adam).unwrap();
+    for _ in 0..3 {
+        model.step(batch(), by_units).unwrap();
+    }
+    model
+}
+
+/// The names and bytes of what is in a folder.
+fn files(folder: &Path) -> BTreeMap<PathBuf, Vec<u8>> {
+    let entries = fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().path());
+    entries.map(|path| (path.file_name().unwrap().into(), fs::read(&path).unwrap())).collect()
+}
+
+/// One file, and several.
+fn sizes() -> [PretrainedFiles; 2] {
+    [PretrainedFiles::default(), PretrainedFiles::default().max_bytes(200)]
+}
+
+#[test]
+fn a_model_has_the_same_files_however_it_is_cut() {
+    for size in sizes() {
+        let saved = |save: &dyn Fn(&Path) -> dist_train::Result<()>| {
+            let folder = tempfile::tempdir().unwrap();
+            save(folder.path()).unwrap();
+            files(folder.path())
+        };
+        for slots in [2, 3] {
+            let whole = data_parallel(slots);
+            let expected = saved(&|folder| whole.save_pretrained(folder, size.clone()));
+            let strategies: [(Box<dyn ShardingStrategy>, _); 3] = [
+                (Box::new(Full::default()), Keep::Inputs),
+                (Box::new(Full::new(Layout::Flat)), Keep::Gathered),
+                (Box::new(LayerWise::default()), Keep::Inputs),
+            ];
+            for (strategy, keep) in strategies {
+                let model = sharded(slots, strategy, keep);
+                assert!(saved(&|folder| model.save_pretrained(folder, size.clone())) == expected);
+            }
+            assert_eq!(expected.len() > 1, size != PretrainedFiles::default());
+        }
+    }
+}
+
+#[test]
+fn what_is_saved_is_read_by_any_model() {
+    for size in sizes() {
+        let folder = tempfile::tempdir().unwrap();
+        sharded(2, Full::default(), Keep::Inputs).save_pretrained(folder.path(), size).unwrap();
+        let expected = data_parallel(2).variables();
+
+        let mesh = DeviceMesh::cpu(3).unwrap();
+        let whole = DataParallel::builder(&mesh, build).weights(folder.path());
+        let whole = whole.build(adam).unwrap().variables();
+        let cut = FullyShard::builder(&mesh, build).weights(folder.path()).build(adam).unwrap();
+        for (name, expected) in expected {
+            let numbers = |x: &Tensor| x.flatten_all().unwrap().to_vec1::<f32>().unwrap();
+            assert_eq!(numbers(&whole[&name]), numbers(&expected));
+            assert_eq!(numbers(&cut.gather(&name).unwrap()), numbers(&expected));
+        }
+    }
+}
+
+#[test]
+fn a_folder_without_a_model_is_refused_by_name() {
+    let folder = tempfile::tempdir().unwrap();
+    let mesh = DeviceMesh::cpu(1).unwrap();
+    let refused = DataParallel::builder(&mesh, build).weights(folder.path()).build(adam);
+    let text = refused.map(drop).unwrap_err().to_string();
+    assert!(text.contains("model.safetensors.index.json"), "{text}");
+}
+
+#[test]
+fn a_part_that_is_missing_or_damaged_is_refused() {
+    let folder = tempfile::tempdir().unwrap();
+    let [_, several] = sizes();
+    data_parallel(1).save_pretrained(folder.path(), several).unwrap();
+    let name = files(folder.path()).into_keys().nth(1).unwrap();
+    let part = folder.path().join(&name);
+    let bytes = fs::read(&part).unwrap();
+    let refused = || {
+        let mesh = DeviceMesh::cpu(1).unwrap();
+        let read = DataParallel::builder(&mesh, build).weights(folder.path()).build(adam);
+        match read.map(drop) {
+            Err(Error::Checkpoint(error)) => error.to_string(),
+            other => panic!("{other:?}"),
+        }
+    };
+    fs::write(&part, &bytes[..bytes.len() - 1]).unwrap();
+    assert!(refused().contains(name.to_str().unwrap()));
+    fs::remove_file(&part).unwrap();
+    assert!(refused().contains(name.to_str().unwrap()));
+}

@@ -1,0 +1,320 @@
+//! What a step refuses, returns, draws and remembers.
+
+use std::sync::{Arc, Mutex};
+
+use candle_core::{DType, Device, Result, Tensor, Var};
+use candle_nn::{Linear, Module, Optimizer, SGD, VarBuilder, VarMap, linear, linear_no_bias};
+use core_types::Seed;
+use dist_train::{Checkpoints, DataParallel, Error, Group, Loss, TrainingError, Units};
+use pmap_mesh::{DeviceMesh, Replica, ReplicaError, Uneven};
+
+type Model = DataParallel<Linear, SGD>;
+
+fn model(slots: usize) -> Model {
+    seeded(slots, 1)
+}
+
+fn seeded(slots: usize, seed: u64) -> Model {
+    let mesh = DeviceMesh::cpu(slots).unwrap();
+    DataParallel::builder(&mesh, |vb: VarBuilder<'_>| linear(3, 1, vb))
+        .uneven(Uneven::Pad)
+        .seed(Seed::new(seed))
+        .build(|group| SGD::new(group.vars, 0.01))
+        .unwrap()
+}
+
+fn input(rows: usize) -> Tensor {
+    Tensor::ones((rows, 3), DType::F32, &Device::Cpu).unwrap()
+}
+
+fn weight(model: &Model) -> Vec<f32> {
+    model.variables()["weight"].flatten_all().unwrap().to_vec1().unwrap()
+}
+
+fn refused<T: std::fmt::Debug>(outcome: dist_train::Result<T>) -> TrainingError {
+    match outcome {
+        Err(Error::Training(error)) => error,
+        other => panic!("{other:?}"),
+    }
+}
+
+#[test]
+fn a_loss_that_is_no_number_ends_the_step_before_the_update() {
+    let mut trained = model(3);
+    let before = weight(&trained);
+    let loss = |ctx: &Replica, model: &Linear, x: Tensor| {
+        let scale = if ctx.slot() == 1 { f64::NAN } else { 1.0 };
+        model.forward(&x)?.mean_all()? * scale
+    };
+    let error = refused(trained.step(input(6), loss));
+    assert!(
+        matches!(error, TrainingError::NonFiniteLoss { slot: 1, value } if value.is_nan()),
+        "{error}"
+    );
+    assert_eq!(error.to_string(), "the loss of slot 1 is NaN");
+    assert_eq!(weight(&trained), before);
+    refused(trained.accumulate(input(6), loss));
+    refused(trained.evaluate(input(6), loss));
+
+    let mesh = DeviceMesh::cpu(3).unwrap();
+    let mut allowing = DataParallel::builder(&mesh, |vb| linear(3, 1, vb))
+        .allow_non_finite()
+        .build(|group| SGD::new(group.vars, 0.01))
+        .unwrap();
+    let step = allowing.step(input(6), loss).unwrap();
+    assert!(step.loss.is_nan() && step.grad_norm.is_nan());
+}
+
+#[test]
+fn a_gradient_that_is_no_number_is_named() {
+    let mesh = DeviceMesh::cpu(2).unwrap();
+    let build = |vb: VarBuilder<'_>| {
+        Ok((linear_no_bias(3, 1, vb.pp("a"))?, linear_no_bias(3, 1, vb.pp("b"))?))
+    };
+    let mut model =
+        DataParallel::builder(&mesh, build).build(|group| SGD::new(group.vars, 0.01)).unwrap();
+    // The root has no slope at 0.
+    let loss = |ctx: &Replica, (a, b): &(Linear, Linear), x: Tensor| {
+        let x = if ctx.slot() == 1 { x.zeros_like()? } else { x };
+        a.forward(&x)?.mean_all()? + b.forward(&x)?.abs()?.sqrt()?.mean_all()?
+    };
+    let error = refused(model.step(input(4), loss));
+    assert_eq!(
+        error.to_string(),
+        "the norm of the gradients is NaN, the gradient of b.weight is the first that is not finite"
+    );
+}
+
+/// Fails a step by what slot 1 does, and then trains as a model that has not failed.
+#[track_caller]
+fn check_failed(fails: impl Fn() -> Result<()> + Sync) -> Error {
+    let (mut expected, mut found) = (model(2), model(2));
+    let loss = |_: &Replica, model: &Linear, x: Tensor| model.forward(&x)?.sqr()?.mean_all();
+    let failing = |ctx: &Replica, model: &Linear, x: Tensor| {
+        if ctx.slot() == 1 {
+            fails()?;
+        }
+        loss(ctx, model, x)
+    };
+    let error = found.step(input(4), failing).unwrap_err();
+    for _ in 0..2 {
+        let expected = expected.step(input(4), loss).unwrap().loss;
+        assert_eq!(found.step(input(4), loss).unwrap().loss.to_bits(), expected.to_bits());
+    }
+    error
+}
+
+#[test]
+fn failed_step_changes_nothing() {
+    let error = check_failed(|| candle_core::bail!("no data"));
+    let is_its_own = matches!(
+        error,
+        Error::Mesh(pmap_mesh::Error::Replica(ReplicaError::Failed { slot: 1, .. }))
+    );
+    assert!(is_its_own, "{error}");
+}
+
+#[test]
+fn panic_in_a_loss_ends_only_the_step() {
+    let error = check_failed(|| panic!("a broken loss"));
+    assert!(matches!(error, Error::Mesh(_)), "{error}");
+}
+
+#[test]
+fn models_that_cannot_be_built_are_errors() {
+    let mesh = DeviceMesh::cpu(2).unwrap();
+    let build = |_: VarBuilder<'_>| -> Result<Linear> { candle_core::bail!("no layers") };
+    let error =
+        DataParallel::builder(&mesh, build).build(|group| SGD::new(group.vars, 0.1)).unwrap_err();
+    assert!(matches!(error, Error::Model { .. }));
+    assert_eq!(error.to_string(), "the model cannot be built: no layers");
+
+    let no_optimizer = |_: Group| -> Result<SGD> { candle_core::bail!("no\n rate") };
+    let error = DataParallel::builder(&mesh, |vb| linear(3, 1, vb)).build(no_optimizer);
+    assert_eq!(error.unwrap_err().to_string(), "the model cannot be built: no rate");
+}
+
+/// Random masks of a step or evaluation, by slot.
+type Drawn = Arc<Mutex<Vec<(usize, Vec<f32>)>>>;
+
+fn drawing(drawn: &Drawn) -> impl Fn(&Replica, &Linear, Tensor) -> Result<Tensor> + use<> {
+    let drawn = Arc::clone(drawn);
+    move |ctx, model, x| {
+        let noise = ctx.rng().uniform(4)?;
+        drawn.lock().unwrap().push((ctx.slot(), noise.to_vec1()?));
+        model.forward(&x)?.sqr()?.mean_all()
+    }
+}
+
+/// What the slots drew since the last time.
+fn taken(drawn: &Drawn) -> Vec<Vec<f32>> {
+    let mut drawn = std::mem::take(&mut *drawn.lock().unwrap());
+    drawn.sort_by_key(|(slot, _)| *slot);
+    drawn.into_iter().map(|(_, noise)| noise).collect()
+}
+
+#[test]
+fn random_numbers_differ_by_batch_and_slot_and_are_the_same_when_resumed() {
+    let drawn = Drawn::default();
+    let run = |model: &mut Model, batches: usize| -> Vec<Vec<f32>> {
+        let step = |_| {
+            model.step(input(4), drawing(&drawn)).unwrap();
+            taken(&drawn)
+        };
+        (0..batches).flat_map(step).collect()
+    };
+    let mut first = model(2);
+    let all = run(&mut first, 6);
+    let mut distinct: Vec<_> = all.iter().map(Bits::map_bits).collect();
+    distinct.sort();
+    distinct.dedup();
+    assert_eq!(distinct.len(), 12, "each batch and slot has numbers of its own");
+
+    let mut again = model(2);
+    assert_eq!(run(&mut again, 3), all[..6]);
+    // An evaluation or a failed step in between changes nothing, and draws from another stream.
+    again.evaluate(input(4), drawing(&drawn)).unwrap();
+    let evaluated = taken(&drawn);
+    again.evaluate(input(4), drawing(&drawn)).unwrap();
+    assert_eq!(taken(&drawn), evaluated);
+    assert!(evaluated.iter().all(|noise| !all.contains(noise)));
+    again
+        .step(input(4), |_: &Replica, _: &Linear, _| -> Result<Tensor> {
+            candle_core::bail!("no data")
+        })
+        .unwrap_err();
+
+    let folder = tempfile::tempdir().unwrap();
+    let checkpoints = Checkpoints::new(folder.path());
+    let mesh = DeviceMesh::cpu(2).unwrap();
+    again.set_learning_rate(0.123).unwrap();
+    checkpoints.save(&mesh, 3, &again.state_dict().unwrap(), &()).unwrap();
+    // The seed is that of the checkpoint.
+    let mut resumed = seeded(2, 77);
+    resumed.load(&checkpoints.latest().unwrap().unwrap()).unwrap();
+    assert_eq!(resumed.steps(), 3);
+    assert_eq!(run(&mut resumed, 3), all[6..]);
+    assert_ne!(run(&mut seeded(2, 77), 3), all[..6]);
+    // So is the learning rate.
+    assert_eq!(run(&mut again, 3), all[6..]);
+    assert_eq!(weight(&resumed), weight(&again));
+}
+
+trait Bits {
+    fn map_bits(&self) -> Vec<u32>;
+}
+
+impl Bits for Vec<f32> {
+    fn map_bits(&self) -> Vec<u32> {
+        self.iter().map(|number| number.to_bits()).collect()
+    }
+}
+
+#[test]
+fn accumulated_batches_draw_numbers_of_their_own() {
+    let drawn = Drawn::default();
+    let mut trained = model(1);
+    trained.accumulate(input(4), drawing(&drawn)).unwrap();
+    trained.step(input(4), drawing(&drawn)).unwrap();
+    let noise = taken(&drawn);
+    assert_ne!(noise[0], noise[1]);
+    assert_eq!(trained.steps(), 1);
+}
+
+#[test]
+fn an_evaluation_counts_rows_once_and_records_nothing() {
+    for slots in [1, 2, 4] {
+        let mut trained = model(slots);
+        let x = Tensor::arange(0_f32, 15., &Device::Cpu).unwrap().reshape((5, 3)).unwrap();
+        let x = (x / 15.0).unwrap();
+        let loss = |ctx: &Replica, model: &Linear, x: Tensor| {
+            let x = x.narrow(0, 0, ctx.valid_len().unwrap())?;
+            let y = model.forward(&x)?;
+            assert!(!y.track_op(), "an evaluation records no operations");
+            let positive = y.gt(-1e9)?.to_dtype(DType::F32)?.sum_all()?;
+            Ok(Loss::mean(y.mean_all()?).with(positive))
+        };
+        let found = trained.evaluate(x.clone(), loss).unwrap();
+        let expected = trained.model().forward(&x).unwrap().mean_all().unwrap();
+        let expected = f64::from(expected.to_scalar::<f32>().unwrap());
+        assert!((found.loss - expected).abs() < 1e-5 * expected.abs().max(1.0), "{slots} slots");
+        assert!((found.weight - 5.0).abs() < 1e-12);
+        assert!((found.aux.to_scalar::<f32>().unwrap() - 5.0).abs() < 1e-6);
+
+        // It sees what training does.
+        let train = |ctx: &Replica, model: &Linear, x: Tensor| {
+            model.forward(&x.narrow(0, 0, ctx.valid_len().unwrap())?)?.sqr()?.mean_all()
+        };
+        let first = trained.step(x.clone(), train).unwrap().loss;
+        assert!(trained.evaluate(x, train).unwrap().loss < first);
+    }
+}
+
+#[test]
+fn aux_of_another_form_than_the_batch_before_is_refused() {
+    let mut trained = model(2);
+    let loss = |_: &Replica, model: &Linear, x: Tensor| model.forward(&x)?.mean_all();
+    let with_two = |_: &Replica, model: &Linear, x: Tensor| {
+        let mean = model.forward(&x)?.mean_all()?;
+        Ok(Loss::mean(mean.clone()).with((mean.clone(), mean)))
+    };
+    trained.accumulate(input(4), loss).unwrap();
+    let error = trained.step(input(4), with_two).unwrap_err().to_string();
+    assert!(error.contains("2 tensors come with the loss, 0 came"), "{error}");
+    // What was accumulated is dropped.
+    assert!((trained.step(input(4), loss).unwrap().weight - 4.0).abs() < 1e-12);
+}
+
+#[test]
+fn variables_that_drift_apart_are_found_every_few_steps_and_at_checkpoints() {
+    let mesh = DeviceMesh::cpu(2).unwrap();
+    let vars = VarMap::new();
+    let mut trained = DataParallel::builder(&mesh, |vb| linear(3, 1, vb))
+        .variables(&vars)
+        .replicated()
+        .check_in_sync_every(2)
+        .build(|group| SGD::new(group.vars, 0.01))
+        .unwrap();
+    let loss = |_: &Replica, model: &Linear, x: Tensor| model.forward(&x)?.sqr()?.mean_all();
+    trained.step(input(4), loss).unwrap();
+    let bias: Var = vars.data().lock().unwrap()["bias"].clone();
+    bias.set(&(bias.as_tensor() + 1.0).unwrap()).unwrap();
+    trained.step(input(4), loss).unwrap();
+    let diverged =
+        |error: Error| matches!(error, Error::Diverged { name, replica: 1 } if name == "bias");
+    assert!(diverged(trained.step(input(4), loss).unwrap_err()));
+    assert!(diverged(trained.state_dict().unwrap_err()));
+}
+
+#[test]
+fn a_model_of_units_trains_like_the_model_itself() {
+    let mesh = DeviceMesh::cpu(2).unwrap();
+    let layers = |vb: VarBuilder<'_>| {
+        (0..3).map(|n| linear(3, 3, vb.pp("blocks").pp(n))).collect::<Result<Vec<_>>>()
+    };
+    let sgd = |group: Group| SGD::new(group.vars, 0.1);
+    let mut whole = DataParallel::builder(&mesh, layers).build(sgd).unwrap();
+    let mut units = DataParallel::builder(&mesh, Units::of(layers)).build(sgd).unwrap();
+    let of_whole = |_: &Replica, model: &Vec<Linear>, x: Tensor| {
+        model.iter().try_fold(x, |x, layer| layer.forward(&x)?.tanh())?.sqr()?.mean_all()
+    };
+    let of_units = |_: &Replica, model: &Units, x: Tensor| {
+        let block = |x, n| {
+            let name = format!("blocks.{n}");
+            model.unit(&name, &x, |vb, x| linear(3, 3, vb)?.forward(x)?.tanh())
+        };
+        (0..3).try_fold(x, block)?.sqr()?.mean_all()
+    };
+    for _ in 0..5 {
+        let expected = whole.step(input(4), of_whole).unwrap();
+        let found = units.step(input(4), of_units).unwrap();
+        assert_eq!(found.loss.to_bits(), expected.loss.to_bits());
+    }
+    let evaluated = units.evaluate(input(4), of_units).unwrap().loss;
+    assert_eq!(evaluated.to_bits(), whole.evaluate(input(4), of_whole).unwrap().loss.to_bits());
+    let missing = |_: &Replica, model: &Units, x: Tensor| {
+        model.unit("block", &x, |vb, x| linear(3, 3, vb)?.forward(x)?.mean_all())
+    };
+    let error = units.step(input(4), missing).unwrap_err().to_string();
+    assert!(error.contains("cannot find tensor block."), "{error}");
+}

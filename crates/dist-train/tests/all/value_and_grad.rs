@@ -1,0 +1,96 @@
+//! Gradients over a mesh: what is refused, empty shards, and types of half precision.
+
+use candle_core::{DType, Device, Result, Tensor, Var};
+use dist_train::{Error, TrainingError, value_and_grad};
+use pmap_mesh::{ALL, DeviceMesh, Replica, Uneven};
+
+fn ones(dims: (usize, usize), dtype: DType) -> Var {
+    Var::ones(dims, dtype, &Device::Cpu).unwrap()
+}
+
+fn items(tensor: &Tensor) -> Vec<f64> {
+    tensor.to_dtype(DType::F64).unwrap().flatten_all().unwrap().to_vec1().unwrap()
+}
+
+/// A mean over the rows of a shard times a sum over all replicas: of an empty shard that is no
+/// number, and the sum carries it to the others.
+fn spoiled(ctx: &Replica, w: &Var, x: &Tensor) -> Result<Tensor> {
+    let rows = x.narrow(0, 0, ctx.valid_len().unwrap())?.matmul(w)?;
+    rows.mean_all()? * ctx.pvary(&ctx.psum(&w.sum_all()?, ALL)?, ALL)?
+}
+
+#[test]
+fn gradient_that_is_not_finite_is_refused() {
+    let mesh = DeviceMesh::cpu(4).unwrap();
+    let (unused, w) = (ones((1, 1), DType::F32), ones((2, 1), DType::F32));
+    let model = w.clone();
+    let step = || {
+        let model = model.clone();
+        let params = vec![unused.clone(), w.clone()];
+        let loss = move |ctx: &Replica, x: Tensor| spoiled(ctx, &model, &x);
+        value_and_grad(&mesh, params, loss).uneven(Uneven::Pad)
+    };
+    let rows = |n: usize| Tensor::ones((n, 2), DType::F32, &Device::Cpu).unwrap();
+    let outcome = step().call(rows(3));
+    let Err(Error::Training(TrainingError::NonFiniteGradient { index, shape })) = outcome else {
+        panic!("{outcome:?}")
+    };
+    assert_eq!((index, shape), (1, vec![2, 1]));
+    let (loss, grads) = step().allow_non_finite().call(rows(3)).unwrap();
+    assert!((loss - 16.0).abs() < 1e-6, "{loss}");
+    assert!(items(grads.get(&w).unwrap()).iter().all(|item| item.is_nan()));
+    let (_, grads) = step().call(rows(4)).unwrap();
+    assert_eq!(items(grads.get(&w).unwrap()), [16.0, 16.0]);
+}
+
+/// The last slot has no row, and the others use its part of what all of them gather.
+#[test]
+fn others_gradients_of_an_empty_shard_count() {
+    let mesh = DeviceMesh::cpu(4).unwrap();
+    let w = ones((1, 2), DType::F32);
+    let model = w.clone();
+    let loss = move |ctx: &Replica, x: Tensor| {
+        let gathered = ctx.all_gather(&model, 0, ALL)?;
+        x.matmul(&gathered.sum_keepdim(0)?.t()?)?.mean_all()
+    };
+    let step = value_and_grad(&mesh, vec![w.clone()], loss).uneven(Uneven::Pad);
+    let x = Tensor::ones((3, 2), DType::F32, &Device::Cpu).unwrap();
+    let (_, grads) = step.call(x).unwrap();
+    assert_eq!(items(grads.get(&w).unwrap()), [4.0, 4.0]);
+}
+
+/// A third is no half: a gradient that took it for one would be off by 0.2 %.
+#[test]
+fn gradients_through_halves_are_not_rounded_by_the_number_of_rows() {
+    let mesh = DeviceMesh::cpu(3).unwrap();
+    for (params, loss) in [(DType::F32, DType::BF16), (DType::BF16, DType::F32)] {
+        let w = ones((2, 1), params);
+        let model = w.clone();
+        let of_shard = move |_: &Replica, x: Tensor| {
+            x.to_dtype(params)?.matmul(&model)?.to_dtype(loss)?.mean_all()
+        };
+        let step = value_and_grad(&mesh, vec![w.clone()], of_shard);
+        let x = Tensor::ones((3, 2), DType::F32, &Device::Cpu).unwrap();
+        let (_, grads) = step.call(x).unwrap();
+        let gradient = grads.get(&w).unwrap();
+        assert_eq!(gradient.dtype(), DType::F32);
+        assert_eq!(items(gradient), [1.0, 1.0], "parameters {params:?}, loss {loss:?}");
+    }
+}
+
+/// Slots without a gradient add zeros of the type in which the others add theirs.
+#[test]
+fn gradients_of_halves_that_one_slot_has_are_added() {
+    let mesh = DeviceMesh::cpu(3).unwrap();
+    let w = ones((2, 1), DType::BF16);
+    let model = w.clone();
+    let loss = move |ctx: &Replica, x: Tensor| {
+        let x = x.to_dtype(DType::BF16)?;
+        if ctx.slot() == 1 { x.matmul(&model)?.mean_all() } else { x.mean_all() }
+    };
+    let step = value_and_grad(&mesh, vec![w.clone()], loss);
+    let x = Tensor::ones((6, 2), DType::F32, &Device::Cpu).unwrap();
+    let (_, grads) = step.call(x).unwrap();
+    let found = items(grads.get(&w).unwrap());
+    assert!(found.iter().all(|item| (item - 1.0 / 3.0).abs() < 1e-6), "{found:?}");
+}

@@ -1,0 +1,508 @@
+//! What becomes of each variable: trained in its group, left alone, frozen, or a buffer.
+
+use candle_core::{DType, Device, Result, Tensor, Var};
+use candle_nn::{
+    BatchNorm, LayerNorm, Linear, Module, ModuleT, Optimizer, ParamsAdamW, SGD, VarBuilder,
+    batch_norm, layer_norm, linear, linear_no_bias,
+};
+use core_types::Seed;
+use dist_train::{AdamW, Checkpoints, DataParallel, Error, Group, TrainingError};
+use pmap_mesh::{DeviceMesh, Replica, Uneven};
+
+fn adam(group: Group) -> Result<AdamW> {
+    AdamW::new(group.vars, ParamsAdamW { lr: 0.1, weight_decay: 0.1, ..ParamsAdamW::default() })
+}
+
+fn refused<T: std::fmt::Debug>(outcome: dist_train::Result<T>) -> TrainingError {
+    match outcome {
+        Err(Error::Training(error)) => error,
+        other => panic!("{other:?}"),
+    }
+}
+
+fn input(rows: usize) -> Tensor {
+    let items = rows * 4;
+    #[allow(clippy::cast_possible_truncation, reason = "sizes are small")]
+    let x = Tensor::arange(0_f32, items as f32, &Device::Cpu).unwrap();
+    x.affine(0.37, 1.0).unwrap().sin().unwrap().reshape((rows, 4)).unwrap()
+}
+
+fn values(tensor: &Tensor) -> Vec<f32> {
+    tensor.flatten_all().unwrap().to_vec1().unwrap()
+}
+
+fn of<M, O>(model: &DataParallel<M, O>, name: &str) -> Vec<f32> {
+    values(&model.variables()[name])
+}
+
+/// A layer norm of candle-nn, which has no backward, between two layers.
+#[derive(Debug)]
+struct Normed {
+    first: Linear,
+    norm: LayerNorm,
+    head: Linear,
+}
+
+impl Normed {
+    fn new(vb: VarBuilder<'_>) -> Result<Self> {
+        Ok(Self {
+            first: linear(4, 4, vb.pp("first"))?,
+            norm: layer_norm(4, 1e-5, vb.pp("norm"))?,
+            head: linear(4, 2, vb.pp("head"))?,
+        })
+    }
+
+    fn loss(_: &Replica, model: &Self, x: Tensor) -> Result<Tensor> {
+        let x = model.norm.forward(&model.first.forward(&x)?)?;
+        model.head.forward(&x)?.sqr()?.mean_all()
+    }
+}
+
+#[test]
+fn variables_without_a_gradient_are_named_in_the_first_step() {
+    let mesh = DeviceMesh::cpu(2).unwrap();
+    let mut model = DataParallel::builder(&mesh, Normed::new).build(adam).unwrap();
+    let before: Vec<Vec<f32>> = model.variables().values().map(values).collect();
+    let error = model.step(input(4), Normed::loss).unwrap_err();
+    let text = error.to_string();
+    assert!(
+        text.starts_with(
+            "4 of 6 variables got no gradient: first.bias, first.weight, norm.bias, norm.weight."
+        ),
+        "{text}"
+    );
+    assert!(text.contains("fused_ops::layers"), "{text}");
+    let missing = ["first.bias", "first.weight", "norm.bias", "norm.weight"].map(String::from);
+    let expected = TrainingError::NoGradient { missing: missing.to_vec(), trained: 6 };
+    assert_eq!(refused::<()>(Err(error)), expected);
+    let after: Vec<Vec<f32>> = model.variables().values().map(values).collect();
+    assert_eq!(after, before, "a step that is refused changes nothing");
+    assert_eq!(model.steps(), 0);
+    // Nor does the next one pass, until the model says that it is meant.
+    assert_eq!(refused(model.step(input(4), Normed::loss)), expected);
+}
+
+#[test]
+fn unused_variables_that_are_allowed_are_left_alone() {
+    let mesh = DeviceMesh::cpu(2).unwrap();
+    let mut model = DataParallel::builder(&mesh, Normed::new)
+        .allow_unused(["first", "norm.*"])
+        .build(adam)
+        .unwrap();
+    let before = model.variables().into_iter().map(|(name, var)| (name, values(&var)));
+    let before: Vec<_> = before.collect();
+    for _ in 0..5 {
+        model.step(input(4), Normed::loss).unwrap();
+    }
+    for (name, before) in before {
+        assert_eq!(of(&model, &name) == before, !name.starts_with("head"), "{name}");
+    }
+}
+
+#[test]
+fn a_variable_that_one_slot_uses_in_a_later_step_is_trained_from_then_on() {
+    let mesh = DeviceMesh::cpu(2).unwrap();
+    let build = |vb: VarBuilder<'_>| {
+        Ok((linear_no_bias(4, 1, vb.pp("always"))?, linear_no_bias(4, 1, vb.pp("expert"))?))
+    };
+    let builder = DataParallel::builder(&mesh, build).allow_unused(["expert"]);
+    let mut model = builder.build(|group| SGD::new(group.vars, 0.1)).unwrap();
+    let before = of(&model, "expert.weight");
+    let loss = |uses: bool| {
+        move |ctx: &Replica, (always, expert): &(Linear, Linear), x: Tensor| {
+            let mut y = always.forward(&x)?;
+            if uses && ctx.slot() == 1 {
+                y = (y + expert.forward(&x)?)?;
+            }
+            y.mean_all()
+        }
+    };
+    model.step(input(4), loss(false)).unwrap();
+    assert_eq!(of(&model, "expert.weight"), before);
+    model.step(input(4), loss(true)).unwrap();
+    let x = input(4).narrow(0, 2, 2).unwrap();
+    let expected = (x.sum(0).unwrap() * (0.1 / 4.0)).unwrap();
+    for ((before, after), moved) in
+        before.iter().zip(of(&model, "expert.weight")).zip(values(&expected))
+    {
+        assert!((before - after - moved).abs() < 1e-6);
+    }
+}
+
+#[test]
+fn a_resumed_run_is_past_its_first_step() {
+    let mesh = DeviceMesh::cpu(2).unwrap();
+    let build = || DataParallel::builder(&mesh, two_layers).build(adam).unwrap();
+    let mut model = build();
+    model.step(input(4), two_layer_loss).unwrap();
+    let folder = tempfile::tempdir().unwrap();
+    let checkpoints = Checkpoints::new(folder.path());
+    checkpoints.save(&mesh, 1, &model.state_dict().unwrap(), &()).unwrap();
+    let mut resumed = build();
+    resumed.load(&checkpoints.latest().unwrap().unwrap()).unwrap();
+    let without_body =
+        |_: &Replica, model: &(Linear, Linear), x: Tensor| model.1.forward(&x)?.sqr()?.mean_all();
+    let losses = [model, resumed].map(|mut model| model.step(input(4), without_body).unwrap().loss);
+    assert_eq!(losses[0].to_bits(), losses[1].to_bits());
+    refused(build().step(input(4), without_body));
+}
+
+fn two_layers(vb: VarBuilder<'_>) -> Result<(Linear, Linear)> {
+    Ok((linear(4, 4, vb.pp("body"))?, linear(4, 1, vb.pp("head"))?))
+}
+
+fn two_layer_loss(_: &Replica, model: &(Linear, Linear), x: Tensor) -> Result<Tensor> {
+    model.1.forward(&model.0.forward(&x)?.tanh()?)?.sqr()?.mean_all()
+}
+
+#[test]
+fn what_is_frozen_stays_and_has_no_state() {
+    let mesh = DeviceMesh::cpu(2).unwrap();
+    let build = |mesh: &DeviceMesh| {
+        DataParallel::builder(mesh, two_layers).freeze(["body"]).build(adam).unwrap()
+    };
+    let mut model = build(&mesh);
+    let (body, head) = (of(&model, "body.weight"), of(&model, "head.weight"));
+    for _ in 0..3 {
+        model.step(input(4), two_layer_loss).unwrap();
+    }
+    assert_eq!(of(&model, "body.weight"), body);
+    assert_ne!(of(&model, "head.weight"), head);
+
+    let folder = tempfile::tempdir().unwrap();
+    let checkpoints = Checkpoints::new(folder.path());
+    checkpoints.save(&mesh, 3, &model.state_dict().unwrap(), &()).unwrap();
+    let checkpoint = checkpoints.latest().unwrap().unwrap();
+    let mut kinds = Vec::new();
+    for file in std::fs::read_dir(checkpoint.path()).unwrap() {
+        let path = file.unwrap().path();
+        if path.extension().is_some_and(|extension| extension == "safetensors") {
+            let tensors = candle_core::safetensors::load(path, &Device::Cpu).unwrap();
+            kinds.extend(tensors.into_keys().filter(|name| name.contains("/body")));
+        }
+    }
+    kinds.sort();
+    assert_eq!(kinds, ["model/body.bias@0", "model/body.weight@0"]);
+    let mut resumed = build(&DeviceMesh::cpu(3).unwrap());
+    resumed.load(&checkpoint).unwrap();
+    assert_eq!(of(&resumed, "body.weight"), body);
+    assert_eq!(of(&resumed, "head.weight"), of(&model, "head.weight"));
+}
+
+#[test]
+fn groups_have_their_own_optimizers_and_rates() {
+    let mesh = DeviceMesh::cpu(2).unwrap();
+    let mut model = DataParallel::builder(&mesh, two_layers)
+        .group("no_decay", ["**.bias"])
+        .group("head", ["head.weight"])
+        .build(|group| {
+            let weight_decay = if group.name == "no_decay" { 0.0 } else { 0.5 };
+            AdamW::new(group.vars, ParamsAdamW { lr: 0.1, weight_decay, ..ParamsAdamW::default() })
+        })
+        .unwrap();
+    let names = ["body.bias", "body.weight", "head.bias", "head.weight"];
+    // Gradients of zeros, so that nothing but the decay moves a variable.
+    let no_slope = |_: &Replica, model: &(Linear, Linear), x: Tensor| {
+        let y = model.1.forward(&model.0.forward(&x)?)?.mean_all()?;
+        &y * y.zeros_like()?
+    };
+    model.set_group_learning_rate("head", 0.2).unwrap();
+    let before = names.map(|name| of(&model, name));
+    model.step(input(4), no_slope).unwrap();
+    let kept = |name: &str, before: &[f32]| -> Vec<f32> {
+        of(&model, name).iter().zip(before).map(|(after, before)| after / before).collect()
+    };
+    for (name, (before, expected)) in names.iter().zip(before.iter().zip([1.0, 0.95, 1.0, 0.9])) {
+        for ratio in kept(name, before) {
+            assert!((ratio - expected).abs() < 1e-5, "{name}: {ratio} for {expected}");
+        }
+    }
+    let unknown = TrainingError::UnknownGroup { name: "tail".to_owned() };
+    assert_eq!(refused(model.set_group_learning_rate("tail", 0.1)), unknown);
+    model.set_learning_rate(0.0).unwrap();
+    let before = names.map(|name| of(&model, name));
+    model.step(input(4), no_slope).unwrap();
+    assert_eq!(names.map(|name| of(&model, name)), before);
+}
+
+#[test]
+fn numbers_that_a_setting_cannot_be_are_refused() {
+    let setting = |outcome: dist_train::Result<()>| match outcome {
+        Err(error @ Error::Setting { .. }) => error.to_string(),
+        other => panic!("{other:?}"),
+    };
+    let mesh = DeviceMesh::cpu(2).unwrap();
+    let builder = || DataParallel::builder(&mesh, two_layers);
+    let never = builder().check_in_sync_every(0).build(adam);
+    assert_eq!(
+        setting(never.map(|_| ())),
+        "the number of steps from one check of the variables to the next is 0, it must be at least 1"
+    );
+    let mut model = builder().build(adam).unwrap();
+    for rate in [f64::NAN, f64::INFINITY, -0.1] {
+        let expected = format!("the learning rate is {rate}, it must be a number of at least 0");
+        assert_eq!(setting(model.set_learning_rate(rate)), expected);
+        assert_eq!(setting(model.set_group_learning_rate("default", rate)), expected);
+    }
+    // The rate is what it was: a checkpoint can be written and read.
+    let folder = tempfile::tempdir().unwrap();
+    let checkpoints = Checkpoints::new(folder.path());
+    checkpoints.save(&mesh, 0, &model.state_dict().unwrap(), &()).unwrap();
+    model.load(&checkpoints.latest().unwrap().unwrap()).unwrap();
+}
+
+#[test]
+fn a_pattern_that_matches_nothing_is_named() {
+    let mesh = DeviceMesh::cpu(1).unwrap();
+    let builder = || DataParallel::builder(&mesh, two_layers);
+    let unmatched = |builder: dist_train::DataParallelBuilder<'_, _>| {
+        builder.build(adam).unwrap_err().to_string()
+    };
+    for (option, error) in [
+        ("freeze", unmatched(builder().freeze(["embeddings"]))),
+        ("allow_unused", unmatched(builder().allow_unused(["embeddings"]))),
+        ("buffers", unmatched(builder().buffers(["embeddings"]))),
+        ("group", unmatched(builder().group("no_decay", ["embeddings"]))),
+    ] {
+        let expected = format!(
+            "the pattern \"embeddings\" of `{option}` matches none of the model's variables"
+        );
+        assert_eq!(error, expected);
+    }
+}
+
+#[derive(Debug)]
+struct Batched {
+    norm: BatchNorm,
+    head: Linear,
+}
+
+impl Batched {
+    fn new(vb: VarBuilder<'_>) -> Result<Self> {
+        Ok(Self { norm: batch_norm(4, 1e-5, vb.pp("norm"))?, head: linear(4, 1, vb.pp("head"))? })
+    }
+
+    fn loss(ctx: &Replica, model: &Self, x: Tensor) -> Result<Tensor> {
+        let x = x.narrow(0, 0, ctx.valid_len().unwrap())?;
+        model.head.forward(&model.norm.forward_t(&x, true)?)?.sqr()?.mean_all()
+    }
+}
+
+fn batched(slots: usize) -> DataParallel<Batched, AdamW> {
+    let mesh = DeviceMesh::cpu(slots).unwrap();
+    DataParallel::builder(&mesh, Batched::new).uneven(Uneven::Pad).build(adam).unwrap()
+}
+
+#[test]
+fn running_statistics_are_averaged_over_slots_and_not_decayed() {
+    for slots in [1, 2, 4] {
+        let mut model = batched(slots);
+        let mut mean = vec![0_f32; 4];
+        for step in 1..=40_usize {
+            let x = (input(8) * step as f64).unwrap();
+            model.step(x.clone(), Batched::loss).unwrap();
+            for (mean, batch) in mean.iter_mut().zip(values(&x.mean(0).unwrap())) {
+                *mean = 0.9 * *mean + 0.1 * batch;
+            }
+        }
+        model.check_in_sync().unwrap();
+        for (found, expected) in of(&model, "norm.running_mean").iter().zip(&mean) {
+            assert!((found - expected).abs() < 1e-4, "{slots} slots: {found} for {expected}");
+        }
+        // The model that evaluates sees what training has found.
+        let found = values(model.model().norm.running_mean());
+        assert_eq!(found, of(&model, "norm.running_mean"));
+        let eval = |_: &Replica, model: &Batched, x: Tensor| {
+            model.norm.forward_t(&x, false)?.sqr()?.mean_all()
+        };
+        assert!(model.evaluate(input(8), eval).unwrap().loss.is_finite());
+        // Nor does an evaluation by statistics of the batch change what was found.
+        model.evaluate(input(8), Batched::loss).unwrap();
+        assert_eq!(of(&model, "norm.running_mean"), found);
+    }
+}
+
+#[test]
+fn buffers_are_saved_and_a_failed_step_takes_them_back() {
+    let mut model = batched(2);
+    model.step(input(8), Batched::loss).unwrap();
+    let before = of(&model, "norm.running_var");
+    let fails = |ctx: &Replica, model: &Batched, x: Tensor| {
+        let loss = Batched::loss(ctx, model, x)?;
+        if ctx.slot() == 1 {
+            candle_core::bail!("no data")
+        }
+        Ok(loss)
+    };
+    model.step((input(8) * 3.0).unwrap(), fails).unwrap_err();
+    assert_eq!(of(&model, "norm.running_var"), before);
+    model.check_in_sync().unwrap();
+
+    let folder = tempfile::tempdir().unwrap();
+    let checkpoints = Checkpoints::new(folder.path());
+    let mesh = DeviceMesh::cpu(2).unwrap();
+    checkpoints.save(&mesh, 1, &model.state_dict().unwrap(), &()).unwrap();
+    let mut resumed = batched(3);
+    resumed.load(&checkpoints.latest().unwrap().unwrap()).unwrap();
+    assert_eq!(of(&resumed, "norm.running_var"), before);
+    resumed.check_in_sync().unwrap();
+}
+
+#[test]
+fn a_buffer_that_is_no_number_ends_the_step() {
+    // Two rows on two slots: the variance of one row is none.
+    let mut model = batched(2);
+    let before = of(&model, "norm.running_var");
+    let error = refused(model.step(input(2), Batched::loss));
+    assert_eq!(error, TrainingError::NonFiniteBuffer { name: "norm.running_var".to_owned() });
+    assert_eq!(of(&model, "norm.running_var"), before);
+    // A shard of padding alone has no statistics, and is not asked for them.
+    let mut model = batched(4);
+    model.step(input(6), Batched::loss).unwrap();
+    model.check_in_sync().unwrap();
+}
+
+/// A layer and a count of the batches that it has seen.
+fn counting(vb: VarBuilder<'_>) -> Result<(Linear, Tensor)> {
+    let count = vb.get_with_hints_dtype((), "num_batches", candle_nn::init::ZERO, DType::U32)?;
+    Ok((linear(4, 1, vb)?, count))
+}
+
+#[test]
+fn counts_become_the_largest_of_all_slots() {
+    for slots in [1, 3] {
+        let mesh = DeviceMesh::cpu(slots).unwrap();
+        let builder = DataParallel::builder(&mesh, counting).buffers(["num_batches"]).replicated();
+        let mut model = builder.build(adam).unwrap();
+        let loss = |ctx: &Replica, (layer, count): &(Linear, Tensor), x: Tensor| {
+            let seen = Tensor::new(10 + ctx.slot() as u32, x.device())?;
+            Var::from_tensor(count)?.set(&seen)?;
+            layer.forward(&x)?.sqr()?.mean_all()
+        };
+        model.step(input(6), loss).unwrap();
+        let count = model.variables()["num_batches"].to_scalar::<u32>().unwrap();
+        assert_eq!(count as usize, 9 + slots);
+        model.check_in_sync().unwrap();
+    }
+}
+
+#[test]
+fn variables_of_the_type_that_is_asked_for() {
+    let mesh = DeviceMesh::cpu(2).unwrap();
+    let model = DataParallel::builder(&mesh, two_layers).dtype(DType::F64).build(adam).unwrap();
+    assert!(model.variables().values().all(|var| var.dtype() == DType::F64));
+}
+
+#[test]
+fn initial_values_are_a_function_of_seed_and_name() {
+    let first = |slots, seed: Option<u64>| {
+        let mesh = DeviceMesh::cpu(slots).unwrap();
+        let builder = DataParallel::builder(&mesh, two_layers);
+        let builder = match seed {
+            Some(seed) => builder.init(Seed::new(seed)),
+            None => builder,
+        };
+        of(&builder.build(adam).unwrap(), "body.weight")
+    };
+    assert_eq!(first(1, None), first(3, Some(0)));
+    assert_ne!(first(1, Some(1)), first(1, Some(0)));
+}
+
+#[test]
+fn pretrained_weights_are_matched_by_name() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("model.safetensors");
+    let mesh = DeviceMesh::cpu(2).unwrap();
+    let trained = DataParallel::builder(&mesh, two_layers).init(Seed::new(5)).build(adam).unwrap();
+    candle_core::safetensors::save(&trained.variables().into_iter().collect(), &path).unwrap();
+
+    let again = DataParallel::builder(&mesh, two_layers).weights(&path).build(adam).unwrap();
+    for name in ["body.weight", "body.bias", "head.weight", "head.bias"] {
+        assert_eq!(of(&again, name), of(&trained, name));
+    }
+
+    // A new head, and the old one left over.
+    let other =
+        |vb: VarBuilder<'_>| Ok((linear(4, 4, vb.pp("body"))?, linear(4, 2, vb.pp("tail"))?));
+    let builder = || DataParallel::builder(&mesh, other).weights(&path);
+    let error = builder().build(adam).unwrap_err().to_string();
+    assert!(error.contains("2 of 4 parameters are missing (tail.bias, tail.weight)"), "{error}");
+    let error = builder().allow_missing(["tail"]).build(adam).unwrap_err().to_string();
+    assert!(error.contains("(head.bias, head.weight)"), "{error}");
+    let model = builder().allow_missing(["tail"]).allow_unexpected(["head"]).build(adam).unwrap();
+    assert_eq!(of(&model, "body.weight"), of(&trained, "body.weight"));
+    assert_eq!(of(&model, "tail.weight").len(), 8);
+
+    let vars = candle_nn::VarMap::new();
+    DataParallel::builder(&mesh, two_layers).variables(&vars).build(adam).unwrap();
+    let twice = DataParallel::builder(&mesh, two_layers).variables(&vars).weights(&path);
+    let expected = TrainingError::TwoValues { name: "body.bias".to_owned() };
+    assert_eq!(refused(twice.build(adam)), expected);
+
+    // A head that has a value already need not be in the weights.
+    let vars = candle_nn::VarMap::new();
+    let tail = Var::ones(2, DType::F32, &Device::Cpu).unwrap();
+    vars.data().lock().unwrap().insert("tail.bias".to_owned(), tail);
+    let filled = || builder().variables(&vars).allow_unexpected(["head"]);
+    let error = filled().build(adam).unwrap_err().to_string();
+    assert!(error.contains("1 of 3 parameters are missing (tail.weight)"), "{error}");
+    let model = filled().allow_missing(["tail"]).build(adam).unwrap();
+    assert_eq!(of(&model, "tail.bias"), [1.0, 1.0]);
+    assert_eq!(vars.all_vars().len(), 4);
+    let model = builder().variables(&vars).allow_unexpected(["head"]).build(adam);
+    assert_eq!(refused(model), TrainingError::TwoValues { name: "body.bias".to_owned() });
+}
+
+#[test]
+fn a_builder_that_fails_adds_no_variable() {
+    let mesh = DeviceMesh::cpu(2).unwrap();
+    let vars = candle_nn::VarMap::new();
+    let builder = || DataParallel::builder(&mesh, two_layers).variables(&vars);
+    builder().freeze(["haed"]).build(adam).unwrap_err();
+    builder().group("all", ["["]).build(adam).unwrap_err();
+    builder().allow_missing(["haed"]).build(adam).unwrap_err();
+    builder().build(|_| -> Result<AdamW> { candle_core::bail!("no optimizer") }).unwrap_err();
+    assert!(vars.all_vars().is_empty());
+    builder().build(adam).unwrap();
+    assert_eq!(vars.all_vars().len(), 4);
+}
+
+#[test]
+fn a_variable_under_two_names_is_refused() {
+    let mesh = DeviceMesh::cpu(2).unwrap();
+    let vars = candle_nn::VarMap::new();
+    let shared = Var::ones((4, 4), DType::F32, &Device::Cpu).unwrap();
+    let names = ["a.weight", "b.weight"].map(String::from);
+    vars.data().lock().unwrap().extend(names.clone().map(|name| (name, shared.clone())));
+    let layers = |names: [&'static str; 2]| {
+        move |vb: VarBuilder<'_>| {
+            let [first, second] = names.map(|name| linear_no_bias(4, 4, vb.pp(name)));
+            Ok((first?, second?))
+        }
+    };
+    let build = |names| {
+        DataParallel::builder(&mesh, layers(names)).variables(&vars).freeze(["a"]).build(adam)
+    };
+    let [first, second] = names;
+    let error = build(["b", "a"]).unwrap_err();
+    let text = "a.weight and b.weight are one variable under two names: ask for one name twice in \
+                the constructor";
+    assert_eq!(error.to_string(), text);
+    assert_eq!(refused::<()>(Err(error)), TrainingError::SameVariable { first, second });
+
+    let tied = DataParallel::builder(&mesh, layers(["a", "a"])).variables(&vars).build(adam);
+    assert_eq!(tied.unwrap().variables().len(), 1);
+}
+
+#[test]
+fn losses_may_borrow() {
+    let mesh = DeviceMesh::cpu(2).unwrap();
+    let mut model = DataParallel::builder(&mesh, two_layers).build(adam).unwrap();
+    let scale = vec![2.0];
+    let loss = |ctx: &Replica, model: &(Linear, Linear), x: Tensor| {
+        two_layer_loss(ctx, model, x)? * scale[0]
+    };
+    let first = model.evaluate(input(4), loss).unwrap().loss;
+    assert!((model.step(input(4), loss).unwrap().loss - first).abs() < 1e-6);
+    assert_eq!(scale, [2.0]);
+}

@@ -1,0 +1,133 @@
+//! What a data-parallel step, the writing of a checkpoint and the declaration of a model hold at
+//! most.
+
+use candle_core::{DType, Device, Tensor, Var, backprop::GradStore};
+use candle_nn::{
+    AdamW, Linear, Module, Optimizer, ParamsAdamW, VarBuilder, VarMap, linear, linear_no_bias,
+};
+use dist_train::{Checkpoints, DataParallel, ParamsSgd, Sgd, declare};
+use pmap_mesh::DeviceMesh;
+
+use crate::{MEMORY, alone};
+
+const SIZE: usize = 256;
+/// Many, as in models that need several devices: temporaries of one layer are small beside all
+/// parameters.
+const LAYERS: usize = 24;
+
+fn model(vb: VarBuilder<'_>) -> candle_core::Result<Vec<Linear>> {
+    (0..LAYERS).map(|layer| linear(SIZE, SIZE, vb.pp(layer))).collect()
+}
+
+fn loss(model: &[Linear], x: &Tensor) -> candle_core::Result<Tensor> {
+    model.iter().try_fold(x.clone(), |x, layer| layer.forward(&x)?.relu())?.sqr()?.mean_all()
+}
+
+/// The most that `steps` hold beyond what is there when they begin, in bytes.
+fn peak_of(mut step: impl FnMut()) -> usize {
+    // What is made once and kept, such as an optimizer's lazily allocated buffers, is not the
+    // step's.
+    step();
+    let before = MEMORY.current_usage();
+    MEMORY.reset_peak_usage();
+    (0..3).for_each(|_| step());
+    MEMORY.peak_usage() - before
+}
+
+#[test]
+fn a_step_holds_no_more_than_plain_candle_s_and_the_gradients_of_the_other_slots_and_the_sums() {
+    let _alone = alone();
+    let x = Tensor::ones((64, SIZE), DType::F32, &Device::Cpu).unwrap();
+    let adam = |vars| AdamW::new(vars, ParamsAdamW::default());
+    let vars = VarMap::new();
+    let plain_model = model(VarBuilder::from_varmap(&vars, DType::F32, &Device::Cpu)).unwrap();
+    let mut optimizer = adam(vars.all_vars()).unwrap();
+    let plain = peak_of(|| optimizer.backward_step(&loss(&plain_model, &x).unwrap()).unwrap());
+
+    let params = LAYERS * (SIZE * SIZE + SIZE) * size_of::<f32>();
+    for slots in [1, 2, 4] {
+        let mesh = DeviceMesh::cpu(slots).unwrap();
+        let mut trained = DataParallel::builder(&mesh, model)
+            .variables(&vars)
+            .build(|group| adam(group.vars))
+            .unwrap();
+        let peak = peak_of(|| {
+            let of = |_: &_, model: &Vec<Linear>, x: Tensor| loss(model, &x);
+            trained.step(x.clone(), of).unwrap();
+        });
+        let more = peak.saturating_sub(plain);
+        // One slot's gradients are the sums, and plain candle has as many.
+        let gradients = if slots == 1 { 0 } else { params * slots };
+        // Temporaries of a layer.
+        let rest = 4 * SIZE * SIZE * size_of::<f32>();
+        assert!(
+            more <= gradients + rest,
+            "{slots} slots: {more} more than {plain} bytes, parameters {params}"
+        );
+    }
+}
+
+#[test]
+fn saving_copies_a_tensor_at_a_time() {
+    let _alone = alone();
+    let mesh = DeviceMesh::cpu(1).unwrap();
+    let trained = DataParallel::builder(&mesh, model)
+        .build(|group| candle_nn::SGD::new(group.vars, 0.1))
+        .unwrap();
+    let state = trained.state_dict().unwrap();
+    let folder = tempfile::tempdir().unwrap();
+    let checkpoints = Checkpoints::new(folder.path());
+    let mut steps = 0..;
+    let peak = peak_of(|| checkpoints.save(&mesh, steps.next().unwrap(), &state, &()).unwrap());
+    let tensor = SIZE * SIZE * size_of::<f32>();
+    let buffer = 1 << 20;
+    assert!(peak < buffer + 3 * tensor, "{peak} bytes for tensors of {tensor}");
+}
+
+#[test]
+fn optimizers_allocate_nothing_of_a_variable_s_size() {
+    let _alone = alone();
+    let params = ParamsSgd { momentum: 0.9, ..ParamsSgd::default() };
+    for dtype in [DType::F32, DType::BF16] {
+        let var = Var::ones((1000, 400), dtype, &Device::Cpu).unwrap();
+        let gradient = Tensor::ones((400, 1000), dtype, &Device::Cpu).unwrap();
+        let mut gradients = GradStore::default();
+        // Transposed, as the gradient of a layer's weight is.
+        gradients.insert(&var, gradient.t().unwrap());
+        let mut adam = dist_train::AdamW::new_lr(vec![var.clone()], 0.1).unwrap();
+        let mut sgd = Sgd::new(vec![var.clone()], params.clone()).unwrap();
+        let peaks =
+            [peak_of(|| adam.step(&gradients).unwrap()), peak_of(|| sgd.step(&gradients).unwrap())];
+        for peak in peaks {
+            assert!(peak < 16 * 1024, "{peak} bytes for a variable of 400,000 items of {dtype:?}");
+        }
+    }
+}
+
+/// Layers with the shapes of Llama 2 7B.
+fn llama(vb: VarBuilder<'_>) -> candle_core::Result<Vec<Linear>> {
+    let linear = |input, output, name: String| linear_no_bias(input, output, vb.pp(name));
+    let mut layers =
+        vec![linear(4096, 32_000, "embed".into())?, linear(4096, 32_000, "head".into())?];
+    for block in 0..32 {
+        for name in ["q", "k", "v", "o"] {
+            layers.push(linear(4096, 4096, format!("blocks.{block}.{name}"))?);
+        }
+        for (name, input, output) in
+            [("gate", 4096, 11_008), ("up", 4096, 11_008), ("down", 11_008, 4096)]
+        {
+            layers.push(linear(input, output, format!("blocks.{block}.{name}"))?);
+        }
+    }
+    Ok(layers)
+}
+
+#[test]
+fn a_model_is_declared_within_some_hundred_bytes_per_parameter() {
+    let _alone = alone();
+    let mut declared = Vec::new();
+    let peak = peak_of(|| declared = declare(llama, DType::F32, &Device::Cpu).unwrap());
+    let items: usize = declared.iter().map(|declared| declared.shape.elem_count()).sum();
+    assert_eq!((declared.len(), items), (226, 6_738_149_376));
+    assert!(peak < declared.len() * 1000, "{peak} bytes for {} parameters", declared.len());
+}

@@ -1,0 +1,82 @@
+//! How much of a batch is real, on lengths like those of real corpora: criterion 8 of the spec of dynamic batching.
+
+#![allow(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
+
+use dyn_batch::{
+    BatchConfig, Buckets, DynamicBatchSampler, DynamicBatchStrategy, Overlong, Packing,
+};
+
+use crate::lengths;
+
+const BUCKET: DynamicBatchStrategy =
+    DynamicBatchStrategy::Bucket(Buckets::Width(Buckets::DEFAULT_WIDTH));
+
+fn config(strategy: DynamicBatchStrategy) -> BatchConfig {
+    BatchConfig::default().with_strategy(strategy)
+}
+
+/// Checks batches and efficiency of 20,000 lengths, so that a change of either shows.
+fn check_efficiency(lengths: &[u32], config: BatchConfig, n_batches: u64, efficiency: f64) {
+    let sampler = DynamicBatchSampler::new(lengths, config).unwrap();
+    let mut batches = sampler.iter();
+    assert!(batches.all(|batch| batch.is_ok()));
+    let report = batches.report();
+    assert_eq!(report.sequences, 20_000);
+    assert_eq!(report.batches, n_batches, "{report}");
+    assert!(
+        (report.efficiency() - efficiency).abs() < 5e-5,
+        "{:.4}: {report}",
+        report.efficiency()
+    );
+}
+
+#[test]
+fn padding_efficiency_is_pinned() {
+    let pad_to_max = config(DynamicBatchStrategy::PadToMax).with_max_batch_size(32);
+    let bucket = config(BUCKET).with_max_batch_size(32);
+    let bucket_tokens = config(BUCKET).with_max_tokens(16_384);
+    let dynamic = config(DynamicBatchStrategy::Dynamic).with_max_tokens(16_384);
+
+    let web = lengths::WEB.draw(20_000);
+    check_efficiency(&web, pad_to_max.clone(), 625, 0.1804);
+    check_efficiency(&web, bucket.clone(), 706, 0.9608);
+    check_efficiency(&web, bucket_tokens.clone(), 1_014, 0.9617);
+    check_efficiency(&web, dynamic.clone(), 2_695, 0.3982);
+
+    let squad = lengths::SQUAD.draw(20_000);
+    check_efficiency(&squad, pad_to_max, 625, 0.5063);
+    check_efficiency(&squad, bucket, 631, 0.8447);
+    check_efficiency(&squad, bucket_tokens, 239, 0.8396);
+    check_efficiency(&squad, dynamic, 410, 0.4878);
+}
+
+#[test]
+fn a_search_needs_fewer_rows_than_best_fit() {
+    let squad = lengths::SQUAD.draw(20_000);
+    for (packing, n_rows) in [(Packing::BestFit, 6357), (Packing::MinimumSlack, 6271)] {
+        let config = config(DynamicBatchStrategy::Pack(packing))
+            .with_max_tokens(512)
+            .with_max_sequence_length(512)
+            .with_overlong(Overlong::Truncate);
+        assert_eq!(DynamicBatchSampler::new(&squad, config).unwrap().iter().count(), n_rows);
+    }
+}
+
+#[test]
+fn lengths_follow_their_recipe() {
+    let check = |lengths: Vec<u32>| {
+        (1..).zip(lengths).map(|(weight, length)| weight * u64::from(length)).sum::<u64>()
+    };
+    let found = lengths::ALL.map(|(name, recipe, _)| (name, check(recipe.draw(20_000))));
+    let expected = [
+        ("web", 144_239_848_069),
+        ("squad", 32_062_771_814),
+        ("imdb", 56_377_953_385),
+        ("speech", 263_653_663_155),
+        ("sft32k", 337_764_842_642),
+        ("uniform2k", 206_702_530_380),
+        ("const512", 102_405_120_000),
+        ("spike512", 60_720_577_465),
+    ];
+    assert_eq!(found, expected);
+}

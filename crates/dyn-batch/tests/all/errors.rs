@@ -1,0 +1,362 @@
+//! Input that makes no batch: each is an error that names value and limit.
+
+#![allow(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
+
+use core_types::{Epoch, Placement};
+use dyn_batch::{
+    BatchConfig, Batches, Buckets, Cost, Cut, DistributedBatchSampler, DistributedConfig,
+    DynamicBatchSampler, DynamicBatchStrategy, Error, Overlong, Packing, Sequence, SequenceLengths,
+    StepLayout,
+};
+
+const MAX: u64 = u64::MAX;
+
+fn bucket(width: u64) -> BatchConfig {
+    BatchConfig::default().with_strategy(DynamicBatchStrategy::Bucket(Buckets::Width(width)))
+}
+
+fn dynamic() -> BatchConfig {
+    BatchConfig::default().with_strategy(DynamicBatchStrategy::Dynamic)
+}
+
+/// Checks that no sampler can be made, and how the refusal reads.
+fn check_config(config: BatchConfig, expected: &Error, message: &str) {
+    assert_eq!(DynamicBatchSampler::new([1_u32], config.clone()).as_ref(), Err(expected));
+    let stream = [Ok::<_, Error>(Sequence { index: 0, length: 1 })];
+    assert_eq!(Batches::new(stream, config).err().as_ref(), Some(expected));
+    assert_eq!(expected.to_string(), message);
+}
+
+#[test]
+fn a_limit_of_zero_is_refused() {
+    let limited = BatchConfig::default().with_max_batch_size(4);
+    for (setting, config) in [
+        ("bucket width", bucket(0).with_max_batch_size(4)),
+        ("max_batch_size", BatchConfig::default().with_max_batch_size(0)),
+        ("max_tokens", BatchConfig::default().with_max_tokens(0)),
+        ("max_sequence_length", limited.clone().with_max_sequence_length(0)),
+        ("batch_size_multiple", limited.clone().with_batch_size_multiple(0)),
+    ] {
+        check_config(
+            config,
+            &Error::Zero { setting },
+            &format!("{setting} is 0, it must be at least 1"),
+        );
+    }
+}
+
+#[test]
+fn batches_without_a_limit_are_refused() {
+    let message = "batches have no limit, set max_batch_size, max_tokens or max_cost";
+    check_config(BatchConfig::default(), &Error::NoLimit, message);
+    check_config(bucket(64).with_max_sequence_length(512), &Error::NoLimit, message);
+
+    let message = "the dynamic strategy has no token budget, set max_tokens, or max_batch_size and max_sequence_length";
+    for config in
+        [dynamic(), dynamic().with_max_batch_size(8), dynamic().with_max_sequence_length(512)]
+    {
+        check_config(config, &Error::NoTokenBudget, message);
+    }
+}
+
+#[test]
+fn a_budget_beyond_64_bits_is_refused() {
+    check_config(
+        dynamic().with_max_batch_size(MAX).with_max_sequence_length(2),
+        &Error::TokenBudgetOverflow { max_batch_size: MAX, max_sequence_length: 2 },
+        "a token budget of 18446744073709551615 × 2 is above the limit of 18446744073709551615",
+    );
+}
+
+#[test]
+fn a_multiple_over_a_limit_is_refused() {
+    let of_eight = BatchConfig::default().with_batch_size_multiple(8);
+    for config in
+        [of_eight.clone(), dynamic().with_batch_size_multiple(8).with_max_sequence_length(512)]
+    {
+        check_config(
+            config.with_max_batch_size(7),
+            &Error::MultipleOverLimit { multiple: 8, setting: "max_batch_size", limit: 7 },
+            "batch_size_multiple 8 is above max_batch_size 7",
+        );
+    }
+    check_config(
+        of_eight.with_max_tokens(7),
+        &Error::MultipleOverLimit { multiple: 8, setting: "max_tokens", limit: 7 },
+        "batch_size_multiple 8 is above max_tokens 7",
+    );
+}
+
+/// Checks that a sequence ends the batches for good, and how the error reads.
+fn check_sequence(lengths: &[u64], config: BatchConfig, expected: &Error, message: &str) {
+    let sampler = DynamicBatchSampler::new(lengths, config).unwrap();
+    let mut batches = sampler.iter();
+    assert_eq!(batches.find_map(Result::err).as_ref(), Some(expected));
+    assert_eq!(batches.next(), None);
+    assert_eq!(expected.to_string(), message);
+}
+
+#[test]
+fn a_sequence_over_the_longest_allowed_is_an_error() {
+    check_sequence(
+        &[8, 9, 1],
+        BatchConfig::default().with_max_batch_size(1).with_max_sequence_length(8),
+        &Error::SequenceTooLong { index: 1, length: 9, max_sequence_length: 8 },
+        "sequence 1 of length 9 is above max_sequence_length 8",
+    );
+}
+
+#[test]
+fn a_sequence_over_the_budget_by_itself_is_an_error() {
+    for config in [BatchConfig::default(), bucket(64), dynamic()] {
+        check_sequence(
+            &[100, 1, 101, 1],
+            config.with_max_tokens(100),
+            &Error::SequenceOverBudget { index: 2, length: 101, multiple: 1, max_tokens: 100 },
+            "sequence 2 of length 101 in the smallest batch, of 1, is above max_tokens 100",
+        );
+    }
+}
+
+#[test]
+fn a_sequence_over_the_budget_of_the_smallest_batch_is_an_error() {
+    let truncated = dynamic().with_overlong(Overlong::Truncate).with_max_sequence_length(26);
+    check_sequence(
+        &[25, 30],
+        truncated.with_max_tokens(100).with_batch_size_multiple(4),
+        &Error::SequenceOverBudget { index: 1, length: 26, multiple: 4, max_tokens: 100 },
+        "sequence 1 of length 26 in the smallest batch, of 4, is above max_tokens 100",
+    );
+    check_sequence(
+        &[MAX],
+        BatchConfig::default().with_max_batch_size(2).with_batch_size_multiple(2),
+        &Error::SequenceOverBudget { index: 0, length: MAX, multiple: 2, max_tokens: MAX },
+        "sequence 0 of length 18446744073709551615 in the smallest batch, of 2, is above max_tokens 18446744073709551615",
+    );
+}
+
+#[test]
+fn an_index_beyond_the_data_set_is_an_error() {
+    let sampler =
+        DynamicBatchSampler::new([5_u32, 6, 7], BatchConfig::default().with_max_batch_size(1))
+            .unwrap();
+    for index in [3, MAX] {
+        let mut batches = sampler.iter_order([2, index, 1]);
+        assert_eq!(batches.next().unwrap().unwrap().indices, [2]);
+        assert_eq!(batches.next(), Some(Err(Error::IndexOutOfRange { index, count: 3 })));
+        assert_eq!(batches.next(), None);
+    }
+    let message = Error::IndexOutOfRange { index: 3, count: 3 }.to_string();
+    assert_eq!(message, "index 3 is out of range for 3 sequences");
+}
+
+#[test]
+fn an_error_of_the_stream_is_passed_on_and_ends_it() {
+    let stream = [
+        Ok(Sequence { index: 0, length: 1 }),
+        Err("disk full".into()),
+        Ok(Sequence { index: 1, length: 1 }),
+    ];
+    let mut batches = Batches::new(stream, BatchConfig::default().with_max_batch_size(8)).unwrap();
+    let error: Box<dyn std::error::Error> = batches.next().unwrap().unwrap_err();
+    assert_eq!(error.to_string(), "disk full");
+    assert!(batches.next().is_none());
+}
+
+fn packing(packing: Packing) -> BatchConfig {
+    BatchConfig::default().with_strategy(DynamicBatchStrategy::Pack(packing))
+}
+
+fn boundaries(boundaries: &[u64]) -> BatchConfig {
+    let buckets = Buckets::Boundaries(boundaries.to_vec());
+    BatchConfig::default().with_strategy(DynamicBatchStrategy::Bucket(buckets)).with_max_tokens(100)
+}
+
+#[test]
+fn what_packing_cannot_do_is_refused() {
+    let pack = packing(Packing::BestFit);
+    check_config(
+        pack.clone().with_max_batch_size(4),
+        &Error::NoRowLength,
+        "packed rows have no length, set max_tokens",
+    );
+    let pack = pack.with_max_tokens(64);
+    for (setting, config) in [
+        ("max_cost", pack.clone().with_max_cost(9, Cost::TOKENS)),
+        ("batch_size_multiple", pack.clone().with_batch_size_multiple(2)),
+        ("length_multiple", pack.clone().with_length_multiple(8)),
+    ] {
+        check_config(
+            config,
+            &Error::NotForPacking { setting },
+            &format!("{setting} cannot be set for packed rows"),
+        );
+    }
+    check_config(
+        pack.with_max_tokens(MAX),
+        &Error::RowTooLong { max_tokens: MAX, limit: 1 << 24 },
+        "rows of 18446744073709551615 tokens are above the limit of 16777216 for best-fit packing",
+    );
+    let endless_rows = packing(Packing::InOrder { open_rows: 1 }).with_max_tokens(MAX);
+    assert!(DynamicBatchSampler::new([1_u32], endless_rows).is_ok());
+}
+
+#[test]
+fn settings_of_zero_of_every_strategy_are_refused() {
+    let sorted = DynamicBatchStrategy::Sorted { window: Some(0), cut: Cut::Greedy };
+    let config = BatchConfig::default().with_max_tokens(9);
+    for (setting, config) in [
+        ("window", config.clone().with_strategy(sorted)),
+        ("open_rows", packing(Packing::InOrder { open_rows: 0 }).with_max_tokens(9)),
+        ("max_cost", config.clone().with_max_cost(0, Cost::TOKENS)),
+        ("length_multiple", config.with_length_multiple(0)),
+        ("number of buckets", boundaries(&[])),
+    ] {
+        check_config(
+            config,
+            &Error::Zero { setting },
+            &format!("{setting} is 0, it must be at least 1"),
+        );
+    }
+}
+
+#[test]
+fn buckets_that_make_no_sense_are_refused() {
+    check_config(
+        boundaries(&[4, 9, 9]),
+        &Error::BoundariesNotAscending { boundary: 9, next: 9 },
+        "bucket boundary 9 is followed by 9, boundaries must ascend",
+    );
+    let fixed = BatchConfig::default().with_max_tokens(9).with_fixed_shapes(true);
+    check_config(fixed, &Error::NoBuckets, "fixed shapes need buckets, set a bucket strategy");
+    assert_eq!(Buckets::optimal([1_u32], 0), Err(Error::Zero { setting: "number of buckets" }));
+    assert_eq!(
+        Buckets::quantiles([0_u32; 0], 3).unwrap_err().to_string(),
+        "there are no sequences to make buckets for"
+    );
+    check_sequence(
+        &[9, 10],
+        boundaries(&[4, 9]),
+        &Error::NoBucket { index: 1, length: 10, largest: 9 },
+        "sequence 1 of length 10 is above the last bucket boundary 9",
+    );
+}
+
+#[test]
+fn a_sequence_that_costs_too_much_is_an_error() {
+    check_sequence(
+        &[9, 10, 11],
+        BatchConfig::default().with_max_cost(100, Cost::ATTENTION),
+        &Error::SequenceOverCost { index: 2, length: 11, multiple: 1, max_cost: 100 },
+        "sequence 2 of length 11 in the smallest batch, of 1, is above max_cost 100",
+    );
+}
+
+#[test]
+fn steps_that_cannot_be_are_refused() {
+    let sampler = |lengths: Vec<u32>, config, steps| {
+        let batches = DynamicBatchSampler::new(lengths, config).unwrap();
+        DistributedBatchSampler::new(batches, Placement::new(0, 4).unwrap(), steps)
+    };
+    let (grouped, dealt) =
+        (DistributedConfig::default(), DistributedConfig::default().with_layout(StepLayout::Dealt));
+    let of_two = BatchConfig::default().with_max_batch_size(2);
+    let error = sampler(vec![1, 1, 1], of_two.clone(), grouped)
+        .unwrap()
+        .epoch(Epoch::ZERO, 0..3)
+        .unwrap_err();
+    assert_eq!(
+        error.to_string(),
+        "2 batches cannot be split into equally many for each of 4 ranks"
+    );
+    let error =
+        sampler(vec![1, 1, 1], of_two, dealt).unwrap().epoch(Epoch::ZERO, 0..3).unwrap_err();
+    assert_eq!(
+        error.to_string(),
+        "1 batches cannot be split into equally many for each of 4 ranks"
+    );
+    // A batch of 4 and one of 3: too many for one batch, too few for two.
+    let of_one = BatchConfig::default().with_max_batch_size(1);
+    let sampler_of_seven = sampler(vec![1; 7], of_one, dealt).unwrap();
+    let error = sampler_of_seven.epoch(Epoch::ZERO, 0..7).unwrap_err();
+    assert_eq!(
+        error.to_string(),
+        "2 batches cannot be split into equally many for each of 4 ranks"
+    );
+    let error = sampler(vec![1], boundaries(&[9]), dealt).unwrap_err();
+    assert_eq!(
+        error.to_string(),
+        "buckets and packed rows cannot be dealt out, group their batches instead"
+    );
+}
+
+#[test]
+fn joined_batches_beyond_64_bits_are_split_in_time() {
+    // Four sequences fill a global batch of two ranks, the fifth is left. Both batches together
+    // have more tokens than 64 bits count.
+    let lengths = [MAX / 4; 5];
+    let batches = BatchConfig::default().with_max_tokens(MAX).with_max_batch_size(2);
+    let batches = DynamicBatchSampler::new(lengths, batches).unwrap();
+    let dealt = DistributedConfig::default().with_layout(StepLayout::Dealt);
+    let placement = Placement::new(0, 2).unwrap();
+    let sampler = DistributedBatchSampler::new(batches, placement, dealt).unwrap();
+    let sizes = sampler.epoch(Epoch::ZERO, 0..5).unwrap().map(|step| step.batch.len());
+    assert_eq!(sizes.collect::<Vec<_>>(), [1, 2]);
+}
+
+/// As many sequences as are asked for, of length 1, the last of which may have none.
+#[derive(Debug)]
+struct Ones {
+    count: u64,
+    known: u64,
+}
+
+impl SequenceLengths for Ones {
+    fn count(&self) -> u64 {
+        self.count
+    }
+
+    fn length(&self, index: u64) -> Option<u64> {
+        (index < self.known).then_some(1)
+    }
+}
+
+/// A world of one rank, which plans all batches at once.
+fn alone<L: SequenceLengths>(batches: DynamicBatchSampler<L>) -> DistributedBatchSampler<L> {
+    let config = DistributedConfig::default();
+    DistributedBatchSampler::new(batches, Placement::SINGLE, config).unwrap()
+}
+
+#[test]
+fn plans_of_too_many_sequences_are_refused() {
+    let count = 1 << 32;
+    let config = BatchConfig::default().with_max_batch_size(1);
+    let plan = |count, order: &[u64]| {
+        let lengths = Ones { count, known: count };
+        let alone = alone(DynamicBatchSampler::new(lengths, config.clone()).unwrap());
+        alone.epoch(Epoch::ZERO, order.iter().copied()).map(|steps| steps.len())
+    };
+    assert_eq!(plan(count, &[count - 1, count - 2]), Ok(2));
+    assert_eq!(plan(count, &[count]), Err(Error::IndexOutOfRange { index: count, count }));
+    let error = Error::TooManySequences { count: count + 1, limit: count - 1 };
+    assert_eq!(plan(count + 1, &[count]).as_ref(), Err(&error));
+    let message =
+        "4294967297 sequences are above the limit of 4294967295 for a whole set, use a window";
+    assert_eq!(error.to_string(), message);
+}
+
+#[test]
+fn a_data_set_that_counts_sequences_without_a_length_is_refused() {
+    let lengths = Ones { count: 3, known: 2 };
+    let error = Error::IndexOutOfRange { index: 2, count: 3 };
+    assert_eq!(Buckets::quantiles(&lengths, 2), Err(error.clone()));
+    for strategy in [
+        DynamicBatchStrategy::PadToMax,
+        DynamicBatchStrategy::Sorted { window: None, cut: Cut::Greedy },
+    ] {
+        let config = BatchConfig::default().with_strategy(strategy).with_max_batch_size(2);
+        let sampler = DynamicBatchSampler::new(&lengths, config).unwrap();
+        assert_eq!(alone(sampler.clone()).epoch(Epoch::ZERO, 0..3).unwrap_err(), error);
+        assert_eq!(sampler.iter().find_map(Result::err), Some(error.clone()));
+    }
+}

@@ -1,0 +1,344 @@
+//! Batches: each sequence once, every limit kept, and exactly the batches that a naive rule gives.
+//!
+//! These are the acceptance criteria of the spec of dynamic batching: padded to the longest (1), similar lengths (2),
+//! the token limit (3), valid batches (4), no sequence over the limit (5), actual sizes (6), each strategy's rule (7).
+
+use std::{cell::Cell, collections::BTreeMap, iter};
+
+use dyn_batch::{
+    Batch, BatchConfig, Batches, Buckets, DynamicBatchSampler, DynamicBatchStrategy, Error,
+    Overlong, PaddingReport, Remainder, Sequence,
+};
+use proptest::prelude::*;
+
+use crate::laws::support::all_lengths;
+
+/// Criterion 5: the length that counts, cut or not, or `None` if the sequence is skipped.
+fn counted(length: u64, config: &BatchConfig) -> Option<u64> {
+    match (config.max_sequence_length, config.overlong) {
+        (Some(max), Overlong::Truncate) => Some(length.min(max)),
+        (Some(max), Overlong::Skip) => (length <= max).then_some(length),
+        _ => Some(length),
+    }
+}
+
+fn bucket(length: u64, config: &BatchConfig) -> u64 {
+    match &config.strategy {
+        DynamicBatchStrategy::Bucket(Buckets::Width(width)) => length / width,
+        _ => 0,
+    }
+}
+
+/// Whether a batch is within its limits; `Dynamic` without a budget takes the product of the others (criterion 3).
+fn is_allowed(size: u64, padded_length: u64, config: &BatchConfig) -> bool {
+    let (max_batch_size, max_tokens) = match (&config.strategy, config.max_tokens) {
+        (DynamicBatchStrategy::Dynamic, None) => (
+            None,
+            config
+                .max_batch_size
+                .zip(config.max_sequence_length)
+                .map(|(size, length)| size * length),
+        ),
+        _ => (config.max_batch_size, config.max_tokens),
+    };
+    max_batch_size.is_none_or(|max| size <= max)
+        && size
+            .checked_mul(padded_length)
+            .is_some_and(|tokens| max_tokens.is_none_or(|max| tokens <= max))
+}
+
+/// The first sequence that must end the batches with an error.
+fn first_misfit(lengths: &[u64], config: &BatchConfig) -> Option<u64> {
+    let is_misfit = |&length: &u64| {
+        let is_overlong = config.max_sequence_length.is_some_and(|max| length > max);
+        (is_overlong && config.overlong == Overlong::Error)
+            || counted(length, config)
+                .is_some_and(|length| !is_allowed(config.batch_size_multiple, length, config))
+    };
+    lengths.iter().position(is_misfit).map(|index| index as u64)
+}
+
+/// Criterion 7: the batches of each bucket by the naive rule, again and again the longest prefix that is a
+/// multiple and within limits.
+fn reference(lengths: &[u64], config: &BatchConfig) -> BTreeMap<u64, Vec<Vec<u64>>> {
+    let mut queues = BTreeMap::<u64, Vec<(u64, u64)>>::new();
+    for (index, &length) in (0..).zip(lengths) {
+        if let Some(length) = counted(length, config) {
+            queues.entry(bucket(length, config)).or_default().push((index, length));
+        }
+    }
+    queues.into_iter().map(|(bucket, queue)| (bucket, cut(&queue, config))).collect()
+}
+
+fn cut(queue: &[(u64, u64)], config: &BatchConfig) -> Vec<Vec<u64>> {
+    let indices = |part: &[(u64, u64)]| part.iter().map(|&(index, _)| index).collect();
+    let is_batch = |size: &usize| {
+        let padded_length = queue[..*size].iter().map(|&(_, length)| length).max().unwrap_or(0);
+        *size as u64 % config.batch_size_multiple == 0
+            && is_allowed(*size as u64, padded_length, config)
+    };
+    match (1..=queue.len()).rev().find(is_batch) {
+        Some(size) => {
+            iter::once(indices(&queue[..size])).chain(cut(&queue[size..], config)).collect()
+        }
+        None if config.remainder == Remainder::Keep && !queue.is_empty() => vec![indices(queue)],
+        None => Vec::new(),
+    }
+}
+
+/// Checks all laws on one input.
+fn check(lengths: &[u64], config: &BatchConfig) {
+    let sampler =
+        DynamicBatchSampler::new(lengths, config.clone()).expect("the configuration is sound");
+    let mut run = sampler.iter();
+    let outcome: Result<Vec<Batch>, Error> = run.by_ref().collect();
+    let report = *run.report();
+    assert_eq!(run.next(), None, "the end is the end");
+    assert!(sampler.iter_order(0..lengths.len() as u64).eq(sampler.iter()), "a second time");
+    match (outcome, first_misfit(lengths, config)) {
+        (Ok(batches), None) => {
+            check_batches(&batches, lengths, config);
+            check_report(report, &batches, lengths, config);
+        }
+        (
+            Err(Error::SequenceTooLong { index, .. } | Error::SequenceOverBudget { index, .. }),
+            Some(misfit),
+        ) => {
+            assert_eq!(index, misfit);
+        }
+        (outcome, misfit) => {
+            panic!("misfit {misfit:?}, but {outcome:?} of {lengths:?} with {config:?}")
+        }
+    }
+}
+
+/// Criteria 1, 2, 4 and 6.
+fn check_batches(batches: &[Batch], lengths: &[u64], config: &BatchConfig) {
+    let mut by_bucket = BTreeMap::<u64, Vec<Vec<u64>>>::new();
+    for batch in batches {
+        let counted = batch
+            .indices
+            .iter()
+            .map(|&index| counted(lengths[usize::try_from(index).unwrap()], config));
+        let counted: Vec<u64> =
+            counted.map(|length| length.expect("a skipped sequence is in no batch")).collect();
+        assert_eq!(batch.padded_length, counted.iter().copied().max().expect("no batch is empty"));
+        assert_eq!(batch.real_tokens, counted.iter().sum::<u64>());
+        assert!(
+            is_allowed(batch.len() as u64, batch.padded_length, config),
+            "{batch:?} is over a limit"
+        );
+        let key = bucket(counted[0], config);
+        assert!(
+            counted.iter().all(|&length| bucket(length, config) == key),
+            "{batch:?} mixes buckets"
+        );
+        by_bucket.entry(key).or_default().push(batch.indices.clone());
+    }
+    for bucket in by_bucket.values() {
+        check_sizes(bucket, config);
+    }
+
+    let mut expected = reference(lengths, config);
+    expected.retain(|_, batches| !batches.is_empty());
+    assert_eq!(by_bucket, expected, "of {lengths:?} with {config:?}");
+}
+
+fn check_sizes(bucket: &[Vec<u64>], config: &BatchConfig) {
+    assert!(bucket.concat().is_sorted_by(|a, b| a < b), "each sequence once, in order");
+    let is_whole = |batch: &Vec<u64>| batch.len() as u64 % config.batch_size_multiple == 0;
+    let n_whole = bucket.iter().take_while(|batch| is_whole(batch)).count();
+    assert!(
+        n_whole == bucket.len()
+            || (config.remainder == Remainder::Keep && n_whole + 1 == bucket.len())
+    );
+}
+
+fn check_report(report: PaddingReport, batches: &[Batch], lengths: &[u64], config: &BatchConfig) {
+    let PaddingReport { sequences, skipped, dropped, truncated, .. } = report;
+    assert_eq!(sequences + skipped + dropped, lengths.len() as u64);
+    let n_overlong = lengths
+        .iter()
+        .filter(|&&length| config.max_sequence_length.is_some_and(|max| length > max))
+        .count();
+    let of_policy = |policy| if config.overlong == policy { n_overlong as u64 } else { 0 };
+    assert_eq!((skipped, truncated), (of_policy(Overlong::Skip), of_policy(Overlong::Truncate)));
+    assert!(config.remainder == Remainder::Drop || dropped == 0);
+
+    let collected = PaddingReport::from_iter(batches);
+    assert_eq!(
+        collected.padded_tokens,
+        batches.iter().map(|batch| u128::from(batch.padded_tokens())).sum()
+    );
+    assert_eq!(
+        collected.max_padded_tokens,
+        batches.iter().map(Batch::padded_tokens).max().unwrap_or(0)
+    );
+    assert!((0.0..=1.0).contains(&collected.efficiency()));
+    let mut rest = report;
+    (rest.skipped, rest.truncated, rest.dropped) = (0, 0, 0);
+    assert_eq!(rest, collected, "what the iterator reports is what its batches add up to");
+}
+
+type With = fn(BatchConfig) -> BatchConfig;
+
+/// Every sound configuration of a few values of each setting.
+fn all_configs() -> Vec<BatchConfig> {
+    let choices: [&[With]; 5] = [
+        &[
+            |c| c.with_strategy(DynamicBatchStrategy::PadToMax),
+            |c| c.with_strategy(DynamicBatchStrategy::Bucket(Buckets::Width(2))),
+            |c| c.with_strategy(DynamicBatchStrategy::Bucket(Buckets::Width(4))),
+            |c| c.with_strategy(DynamicBatchStrategy::Dynamic),
+        ],
+        &[|c| c, |c| c.with_max_batch_size(2), |c| c.with_max_batch_size(5)],
+        &[|c| c, |c| c.with_max_tokens(5), |c| c.with_max_tokens(12)],
+        &[
+            |c| c,
+            |c| c.with_max_sequence_length(2),
+            |c| c.with_max_sequence_length(2).with_overlong(Overlong::Truncate),
+            |c| c.with_max_sequence_length(2).with_overlong(Overlong::Skip),
+        ],
+        &[
+            |c| c,
+            |c| c.with_batch_size_multiple(2),
+            |c| c.with_batch_size_multiple(2).with_remainder(Remainder::Keep),
+            |c| c.with_batch_size_multiple(3).with_remainder(Remainder::Keep),
+        ],
+    ];
+    let vary = |configs: Vec<BatchConfig>, choice: &[With]| {
+        configs.iter().flat_map(|config| choice.iter().map(|with| with(config.clone()))).collect()
+    };
+    let mut configs = choices.into_iter().fold(vec![BatchConfig::default()], vary);
+    configs.retain(is_sound);
+    configs
+}
+
+fn is_sound(config: &BatchConfig) -> bool {
+    DynamicBatchSampler::new([0_u64; 0], config.clone()).is_ok()
+}
+
+#[test]
+fn all_laws_hold_on_every_small_input() {
+    let configs = all_configs();
+    assert_eq!(configs.len(), 457, "sound configurations");
+    for lengths in all_lengths(&[0, 1, 2, 5], 6) {
+        for config in &configs {
+            check(&lengths, config);
+        }
+    }
+}
+
+#[test]
+fn a_batch_comes_out_with_the_very_sequence_that_makes_it_certain() {
+    let lengths = [1, 2, 1, 5, 5, 2, 2, 1, 1, 1];
+    let mut configs = all_configs();
+    configs.retain(|config| !matches!(config.strategy, DynamicBatchStrategy::Bucket(_)));
+    configs.retain(|config| first_misfit(&lengths, config).is_none());
+    for config in configs {
+        let n_taken = Cell::new(0);
+        let endless = (0..).zip(lengths.into_iter().cycle());
+        let endless = endless.map(|(index, length)| Ok::<_, Error>(Sequence { index, length }));
+        let mut batches =
+            Batches::new(endless.inspect(|_| n_taken.set(n_taken.get() + 1)), config.clone())
+                .unwrap();
+        // If empty sequences that follow do not join a batch, then nothing does.
+        let if_empty_follow = |n_taken: usize, nth: usize| {
+            let known = lengths.into_iter().cycle().take(n_taken);
+            let lengths: Vec<_> = known.chain(iter::repeat_n(0, 20)).collect();
+            reference(&lengths, &config)[&0][nth].clone()
+        };
+        for nth in 0..20 {
+            let indices = batches.next().unwrap().unwrap().indices;
+            assert_eq!(if_empty_follow(n_taken.get(), nth), indices, "too early with {config:?}");
+            let before = n_taken.get() - 1;
+            let needs_the_last =
+                indices.contains(&(before as u64)) || if_empty_follow(before, nth) != indices;
+            assert!(needs_the_last, "too late with {config:?}");
+        }
+    }
+}
+
+#[test]
+fn the_names_of_the_sequences_do_not_matter() {
+    let config = BatchConfig::default()
+        .with_strategy(DynamicBatchStrategy::Bucket(Buckets::Width(3)))
+        .with_max_tokens(14);
+    let lengths = [4_u64, 1, 3, 6, 5, 2, 2, 1];
+    let order = [6_u64, 0, 3, 3, 7, 1, 5];
+    let reordered = order.map(|index| lengths[usize::try_from(index).unwrap()]);
+    let by_order = DynamicBatchSampler::new(lengths, config.clone())
+        .unwrap()
+        .iter_order(order)
+        .collect::<Result<Vec<_>, _>>();
+    let mut by_position =
+        DynamicBatchSampler::new(reordered, config).unwrap().iter().collect::<Result<Vec<_>, _>>();
+    for position in by_position.iter_mut().flatten().flat_map(|batch| &mut batch.indices) {
+        *position = order[usize::try_from(*position).unwrap()];
+    }
+    assert_eq!(by_order, by_position);
+}
+
+prop_compose! {
+    fn any_config()(
+        strategy in prop_oneof![
+            Just(DynamicBatchStrategy::PadToMax),
+            Just(DynamicBatchStrategy::Dynamic),
+            (1_u64..300).prop_map(|width| DynamicBatchStrategy::Bucket(Buckets::Width(width))),
+        ],
+        max_batch_size in prop::option::of(1_u64..20),
+        max_tokens in prop::option::of(300_u64..5000),
+        max_sequence_length in prop::option::of(1_u64..400),
+        overlong in prop::sample::select(&[Overlong::Error, Overlong::Truncate, Overlong::Skip]),
+        multiple in 1_u64..6,
+        remainder in prop::sample::select(&[Remainder::Drop, Remainder::Keep]),
+    ) -> BatchConfig {
+        let mut config = BatchConfig::default().with_strategy(strategy).with_overlong(overlong);
+        (config.max_batch_size, config.max_tokens) = (max_batch_size, max_tokens);
+        config.max_sequence_length = max_sequence_length;
+        config.with_batch_size_multiple(multiple).with_remainder(remainder)
+    }
+}
+
+proptest! {
+    #[test]
+    fn all_laws_hold_on_random_input(
+        lengths in prop::collection::vec(0_u64..300, 0..80),
+        config in any_config(),
+    ) {
+        prop_assume!(is_sound(&config));
+        check(&lengths, &config);
+    }
+
+    #[test]
+    fn no_number_is_too_large(
+        lengths in prop::collection::vec(
+            prop_oneof![any::<u64>(), Just(u64::MAX), 0_u64..3],
+            0..20,
+        ),
+        max_batch_size in prop::option::of(prop_oneof![any::<u64>(), Just(u64::MAX), 1_u64..4]),
+        max_tokens in prop::option::of(prop_oneof![any::<u64>(), Just(u64::MAX)]),
+        max_sequence_length in prop::option::of(any::<u64>()),
+        width in any::<u64>(),
+        multiple in prop_oneof![any::<u64>(), Just(u64::MAX), 1_u64..4],
+    ) {
+        for strategy in [
+            DynamicBatchStrategy::PadToMax,
+            DynamicBatchStrategy::Dynamic,
+            DynamicBatchStrategy::Bucket(Buckets::Width(width)),
+        ] {
+            let mut config =
+                BatchConfig::default().with_strategy(strategy).with_overlong(Overlong::Skip);
+            config.max_batch_size = max_batch_size;
+            config.max_tokens = max_tokens;
+            config.max_sequence_length = max_sequence_length;
+            config.batch_size_multiple = multiple;
+            let Ok(sampler) = DynamicBatchSampler::new(&lengths, config) else { continue };
+            for batch in sampler.iter().flatten() {
+                let tokens = (batch.len() as u64).checked_mul(batch.padded_length);
+                let max = max_tokens.unwrap_or(u64::MAX);
+                prop_assert!(tokens.is_some_and(|tokens| tokens <= max));
+            }
+        }
+    }
+}

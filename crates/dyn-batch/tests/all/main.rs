@@ -1,0 +1,9 @@
+//! Laws of every batch, their first values, errors, and the pictures of the crate page.
+
+mod efficiency;
+mod errors;
+mod golden;
+mod laws;
+mod lengths;
+mod readme;
+mod resume;

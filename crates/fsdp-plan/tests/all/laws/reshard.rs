@@ -1,0 +1,193 @@
+//! Laws of resharding: whatever two plans, each rank ends up with exactly what the new one gives
+//! it.
+
+use std::collections::BTreeMap;
+
+use core_types::{Placement, WorldSize};
+use fsdp_plan::{
+    Cut, ElemType, ParameterInfo, PlannedParameter, ShardingPlan,
+    reshard::{Move, Reshard},
+    strategy::{Full, Hsdp, LayerWise, Layout, ShardingStrategy, WholeTensor},
+};
+
+use crate::laws::plan::replicated;
+
+fn world(size: u64) -> WorldSize {
+    WorldSize::new(size).unwrap()
+}
+
+fn parameters() -> Vec<ParameterInfo> {
+    let shapes: [(&str, &[u64], bool); 6] = [
+        ("wte.w", &[7, 3], false),
+        ("h.0.a", &[5, 2], false),
+        ("h.0.b", &[2], true),
+        ("h.1.a", &[4, 6], false),
+        ("h.1.b", &[0, 3], false),
+        ("out.w", &[1, 9], false),
+    ];
+    let parameter = |(name, shape, gather): (&str, &[u64], bool)| {
+        ParameterInfo::new(name, shape, ElemType::Bf16).unwrap().with_always_gather(gather)
+    };
+    shapes.map(parameter).to_vec()
+}
+
+/// Plans of the same parameters of every kind, with and without replicas, resized once and twice.
+fn plans() -> Vec<ShardingPlan> {
+    let layouts = [
+        Layout::Dim0,
+        Layout::Flat,
+        Layout::FlatAligned,
+        Layout::ROWS,
+        Layout::BlockRagged { block: 4 },
+    ];
+    let full = layouts.map(|layout| Box::new(Full::new(layout)) as Box<dyn ShardingStrategy>);
+    let others: [Box<dyn ShardingStrategy>; 3] = [
+        Box::new(LayerWise::default()),
+        Box::new(WholeTensor),
+        Box::new(Hsdp::new(Full::default(), 2)),
+    ];
+    let strategies = full.into_iter().chain(others);
+    let plan = |strategy: Box<dyn ShardingStrategy>| {
+        [2, 4, 6].map(|size| strategy.plan(&parameters(), world(size)).unwrap())
+    };
+    let plans: Vec<_> = strategies.flat_map(plan).collect();
+    let resized = plans.iter().filter_map(|plan| plan.resized(world(3)).ok()).collect::<Vec<_>>();
+    let again = resized.iter().map(|plan| replicated(&plan.resized(world(5)).unwrap(), 2));
+    let again: Vec<_> = again.collect();
+    [plans, resized, again].concat()
+}
+
+/// The bytes of each parameter that a rank holds, by position.
+type Held = BTreeMap<(usize, u64), u8>;
+
+/// What `rank` holds under `plan`, each byte with a value of its own.
+fn held(plan: &ShardingPlan, rank: u64) -> Held {
+    let rank = Placement::new(rank, plan.world_size().as_u64()).unwrap().rank();
+    let shards = plan.shards_of_rank(rank).unwrap().flat_map(|(parameter, shard)| {
+        let param_idx = plan.index_of(parameter.info().name()).unwrap();
+        let bytes = 2 * shard.start_offset..2 * (shard.start_offset + shard.shard_size);
+        bytes.map(move |byte| {
+            ((param_idx, byte), u8::try_from((31 * param_idx as u64 + byte) % 251).unwrap())
+        })
+    });
+    shards.collect()
+}
+
+/// What rank `rank` holds after it kept what it had and got what `moves` bring.
+fn moved(
+    reshard: &Reshard<'_>,
+    from: &ShardingPlan,
+    to: &ShardingPlan,
+    rank: u64,
+    moves: &[Move],
+) -> Held {
+    let wanted = held(to, rank);
+    let place =
+        reshard.place_of(Placement::new(rank, to.world_size().as_u64()).unwrap().rank()).unwrap();
+    let mut held_now =
+        if place < from.world_size().as_u64() { held(from, place) } else { Held::new() };
+    held_now.retain(|at, _| wanted.contains_key(at));
+    for part in moves.iter().filter(|part| part.to.as_u64() == rank) {
+        let source = held(from, part.from.as_u64());
+        for byte in part.start..part.start + part.bytes {
+            let value = source[&(part.param_idx, byte)];
+            assert_eq!(
+                held_now.insert((part.param_idx, byte), value),
+                None,
+                "{part:?} brings what was there"
+            );
+        }
+    }
+    held_now
+}
+
+#[test]
+fn moves_bring_every_rank_what_it_lacks_and_nothing_else() {
+    let plans = plans();
+    for (from, to) in plans.iter().flat_map(|from| plans.iter().map(move |to| (from, to))) {
+        for reshard in
+            [Reshard::new(from, to).unwrap(), Reshard::new(from, to).unwrap().renumbered()]
+        {
+            let moves: Vec<Move> = reshard.moves().collect();
+            for rank in 0..to.world_size().as_u64() {
+                assert_eq!(
+                    moved(&reshard, from, to, rank, &moves),
+                    held(to, rank),
+                    "{from:?} {to:?}"
+                );
+            }
+        }
+    }
+}
+
+#[test]
+fn volumes_are_sums_over_moves() {
+    let plans = plans();
+    for (from, to) in plans.iter().flat_map(|from| plans.iter().map(move |to| (from, to))) {
+        let reshard = Reshard::new(from, to).unwrap().renumbered();
+        let volume = reshard.volume();
+        let moves: Vec<Move> = reshard.moves().collect();
+        assert_eq!(volume.moves, moves.len() as u64);
+        assert_eq!(
+            volume.move_bytes,
+            moves.iter().map(|part| u128::from(part.bytes)).sum::<u128>()
+        );
+        let all: usize = (0..to.world_size().as_u64()).map(|rank| held(to, rank).len()).sum();
+        assert_eq!(volume.stay_bytes + volume.move_bytes, all as u128);
+        let of_ranks =
+            to.world_size().placements().flat_map(|place| reshard.moves_to(place.rank()).unwrap());
+        let mut of_ranks: Vec<Move> = of_ranks.collect();
+        of_ranks.sort_by_key(|part| (part.param_idx, part.start, part.to));
+        let mut sorted = moves;
+        sorted.sort_by_key(|part| (part.param_idx, part.start, part.to));
+        assert_eq!(of_ranks, sorted);
+    }
+}
+
+#[test]
+fn places_are_distinct() {
+    let plans = plans();
+    for (from, to) in plans.iter().flat_map(|from| plans.iter().map(move |to| (from, to))) {
+        let reshard = Reshard::new(from, to).unwrap().renumbered();
+        let places =
+            to.world_size().placements().map(|place| reshard.place_of(place.rank()).unwrap());
+        let mut places: Vec<u64> = places.collect();
+        places.sort_unstable();
+        places.dedup();
+        assert_eq!(places.len() as u64, to.world_size().as_u64());
+        assert!(
+            places
+                .iter()
+                .all(|&place| place < from.world_size().as_u64().max(to.world_size().as_u64()))
+        );
+    }
+}
+
+#[test]
+fn nothing_moves_between_equal_plans() {
+    for plan in plans() {
+        assert_eq!(Reshard::new(&plan, &plan).unwrap().moves().count(), 0);
+    }
+}
+
+/// A parameter of `n` elements that are granules of their own, ragged over `from` ranks and resized
+/// to `to`.
+#[test]
+fn resizing_is_optimal_on_every_small_grid() {
+    for (from, to) in (1..=9_u64).flat_map(|from| (1..=9).map(move |to| (from, to))) {
+        let numel = 2520; // divisible by every number up to 9 and by most of their products
+        let info = ParameterInfo::new("w", [numel], ElemType::U8).unwrap();
+        let cut = Cut::Ragged { offset: 0, unit_bytes: numel, granule: 1, round_up_from: 1 };
+        let plan =
+            ShardingPlan::new("test", world(from), vec![PlannedParameter::new(info, cut)]).unwrap();
+        let resized = plan.resized(world(to)).unwrap();
+        let stay = Reshard::new(&plan, &resized).unwrap().volume().stay_bytes;
+        // Each rank that stays keeps the smaller of its two shares; every bound may lose one
+        // element to rounding.
+        let optimum = u128::from(from.min(to) * (numel / from).min(numel / to));
+        assert!(
+            stay.abs_diff(optimum) <= u128::from(from + to),
+            "{from} to {to}: {stay} of {optimum}"
+        );
+    }
+}

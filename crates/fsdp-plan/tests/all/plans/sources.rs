@@ -1,0 +1,351 @@
+//! Reading lists of parameters, well-formed or hostile.
+
+use std::io::{self, Read};
+
+use fsdp_plan::{
+    ElemType, Error, ParameterError, ParameterInfo, Result, SourceError,
+    source::{from_index, from_manifest, from_safetensors},
+    support::{MAX_HEADER_LEN, SafetensorsHeader, header_len},
+};
+
+use crate::plans::inputs::gpt2;
+
+/// The beginning of a safetensors file with this header.
+fn safetensors(header: &str) -> Vec<u8> {
+    [&(header.len() as u64).to_le_bytes(), header.as_bytes()].concat()
+}
+
+fn read(header: &str) -> Result<Vec<ParameterInfo>> {
+    from_safetensors(&safetensors(header))
+}
+
+fn names(parameters: &[ParameterInfo]) -> Vec<&str> {
+    parameters.iter().map(ParameterInfo::name).collect()
+}
+
+/// A file without tensors.
+#[expect(clippy::unnecessary_wraps, reason = "the type of a reader of files")]
+fn no_parameters(_: &str) -> Result<Vec<ParameterInfo>> {
+    Ok(Vec::new())
+}
+
+#[test]
+fn a_manifest_keeps_the_order_of_its_text() {
+    let parameters = gpt2();
+    assert_eq!(names(&parameters)[..3], ["wte.weight", "wpe.weight", "h.0.ln_1.weight"]);
+    assert_eq!(parameters.len(), 148);
+    assert_eq!(parameters.iter().map(ParameterInfo::numel).sum::<u64>(), 124_439_808);
+}
+
+#[test]
+fn a_header_gives_the_order_of_the_file() {
+    let header = r#"{"__metadata__": {"format": "pt", "deep": [[{}]]},
+        "second": {"dtype": "BF16", "shape": [2, 3], "data_offsets": [8, 20]},
+        "empty": {"dtype": "I64", "shape": [0], "data_offsets": [8, 8]},
+        "first": {"dtype": "F64", "shape": [], "data_offsets": [0, 8], "extra": null}}"#;
+    let parameters = read(header).unwrap();
+    assert_eq!(names(&parameters), ["first", "empty", "second"]);
+    assert_eq!(parameters[2].dtype(), ElemType::Bf16);
+    assert_eq!(
+        parameters.iter().map(ParameterInfo::requires_grad).collect::<Vec<_>>(),
+        [true, false, true]
+    );
+}
+
+#[test]
+fn tensors_behind_the_header_are_not_looked_at() {
+    let header = r#"{"a": {"dtype": "U8", "shape": [3], "data_offsets": [0, 3]}}"#;
+    let file = [safetensors(header), vec![0xff; 3]].concat();
+    assert_eq!(from_safetensors(&file), read(header));
+    assert_eq!(header_len(*file.first_chunk().unwrap()), Ok(header.len() as u64));
+}
+
+#[test]
+fn files_that_end_too_early_are_refused() {
+    let file = safetensors("{}");
+    assert_eq!(
+        from_safetensors(&file[..5]),
+        Err(Error::Source(SourceError::HeaderTruncated { needed: 8, available: 5 }))
+    );
+    assert_eq!(
+        from_safetensors(&file[..9]),
+        Err(Error::Source(SourceError::HeaderTruncated { needed: 10, available: 9 }))
+    );
+    assert_eq!(from_safetensors(&file), Ok(Vec::new()));
+}
+
+#[test]
+fn hostile_lengths_are_refused_before_anything_is_allocated() {
+    for len in [MAX_HEADER_LEN + 1, u64::MAX] {
+        let error = Error::Source(SourceError::HeaderTooLong { len, max: MAX_HEADER_LEN });
+        assert_eq!(header_len(len.to_le_bytes()), Err(error.clone()));
+        assert_eq!(from_safetensors(&len.to_le_bytes()), Err(error));
+    }
+    let available = 8;
+    let truncated =
+        Error::Source(SourceError::HeaderTruncated { needed: MAX_HEADER_LEN + 8, available });
+    assert_eq!(from_safetensors(&MAX_HEADER_LEN.to_le_bytes()), Err(truncated));
+}
+
+#[test]
+fn tensors_must_lie_side_by_side() {
+    for (begin, end) in [(0, 4), (0, 12), (4, 12), (8, 0), (0, u64::MAX)] {
+        let header = format!(
+            r#"{{"a": {{"dtype": "F32", "shape": [2], "data_offsets": [{begin}, {end}]}}}}"#
+        );
+        let error = Error::Source(SourceError::BadOffsets {
+            name: "a".into(),
+            begin,
+            end,
+            expected_begin: 0,
+            expected_end: 8,
+        });
+        assert_eq!(read(&header), Err(error));
+    }
+    let overlap = r#"{"a": {"dtype": "U8", "shape": [4], "data_offsets": [0, 4]},
+        "b": {"dtype": "U8", "shape": [4], "data_offsets": [2, 6]}}"#;
+    assert!(
+        matches!(read(overlap), Err(Error::Source(SourceError::BadOffsets { name, expected_begin: 4, .. })) if name == "b")
+    );
+}
+
+#[test]
+fn malformed_json_is_refused_with_its_place() {
+    let deep = "[".repeat(10_000);
+    let header_of = |shape: &str| {
+        format!(r#"{{"a": {{"dtype": "F32", "shape": {shape}, "data_offsets": [0, 4]}}}}"#)
+    };
+    for header in [
+        "",
+        "null",
+        "[]",
+        "{",
+        r#"{"a": 1}"#,
+        r#"{"a": {"dtype": "F32"}}"#,
+        r#"{"a": {"dtype": "F32", "dtype": "F32", "shape": [], "data_offsets": [0, 4]}}"#,
+        &header_of("[-1]"),
+        &header_of("[1.5]"),
+        &header_of("[18446744073709551616]"),
+        &header_of(&deep),
+        &format!(r#"{{"__metadata__": {deep}"#),
+        "{\"\u{0}\": 0}",
+    ] {
+        assert!(
+            matches!(
+                read(header),
+                Err(Error::Source(SourceError::Malformed { what: "safetensors header", .. }))
+            ),
+            "{header:.60}"
+        );
+        assert!(
+            matches!(
+                from_manifest(header),
+                Err(Error::Source(SourceError::Malformed { what: "manifest", .. }))
+            ),
+            "{header:.60}"
+        );
+        assert!(
+            matches!(
+                from_index(header, no_parameters),
+                Err(Error::Source(SourceError::Malformed { what: "safetensors index", .. }))
+            ),
+            "{header:.60}"
+        );
+    }
+    let error = from_manifest("{\n  \"a\": 1}").unwrap_err().to_string();
+    assert!(error.ends_with("at line 2 column 8"), "{error}");
+}
+
+#[test]
+fn a_header_says_where_tensors_lie_and_how_long_the_file_is() {
+    let header = r#"{"b": {"dtype": "F32", "shape": [2], "data_offsets": [3, 11]},
+        "a": {"dtype": "U8", "shape": [3], "data_offsets": [0, 3]}, "__metadata__": {"step": "7"}}"#;
+    let bytes = safetensors(header);
+    let data_start = bytes.len() as u64;
+    let parsed = SafetensorsHeader::parse(&bytes).unwrap();
+    let places: Vec<_> =
+        parsed.tensors().iter().map(|tensor| (tensor.info.name(), tensor.range.clone())).collect();
+    assert_eq!(places, [("a", data_start..data_start + 3), ("b", data_start + 3..data_start + 11)]);
+    assert_eq!(parsed.file_len(), data_start + 11);
+    assert_eq!(
+        parsed.metadata().unwrap().iter().collect::<Vec<_>>(),
+        [(&"step".into(), &"7".into())]
+    );
+    // The reader stops where the header does.
+    let mut file = bytes.as_slice().chain(&[0; 11][..]);
+    assert_eq!(SafetensorsHeader::read(&mut file), Ok(parsed));
+    assert_eq!(file.bytes().count(), 11);
+}
+
+#[test]
+fn metadata_must_be_texts_for_those_who_ask() {
+    let metadata =
+        |header: &str| SafetensorsHeader::parse(&safetensors(header)).unwrap().metadata().cloned();
+    assert_eq!(metadata("{}").map(|texts| texts.len()), Ok(0));
+    for header in [
+        r#"{"__metadata__": {"step": 7}}"#,
+        r#"{"__metadata__": ["step"]}"#,
+        r#"{"__metadata__": null}"#,
+        r#"{"__metadata__": {"step": "7"}, "__metadata__": {"step": "8"}}"#,
+    ] {
+        assert!(
+            matches!(
+                metadata(header),
+                Err(Error::Source(SourceError::Malformed { what: "safetensors header", .. }))
+            ),
+            "{header}"
+        );
+    }
+}
+
+#[test]
+fn a_reader_that_fails_or_ends_early_is_an_error() {
+    struct Failing;
+
+    impl Read for Failing {
+        fn read(&mut self, _: &mut [u8]) -> io::Result<usize> {
+            Err(io::ErrorKind::PermissionDenied.into())
+        }
+    }
+
+    let error = SafetensorsHeader::read(Failing).unwrap_err();
+    assert!(
+        matches!(
+            error,
+            Error::Source(SourceError::Unreadable { kind: io::ErrorKind::PermissionDenied, .. })
+        ),
+        "{error}"
+    );
+    let bytes = safetensors("{}");
+    for len in 0..bytes.len() {
+        let needed = if len < 8 { 8 } else { 10 };
+        let truncated =
+            Error::Source(SourceError::HeaderTruncated { needed, available: len as u64 });
+        assert_eq!(SafetensorsHeader::read(&bytes[..len]), Err(truncated));
+    }
+}
+
+#[test]
+fn offsets_beyond_64_bits_are_refused() {
+    let header = r#"{"a": {"dtype": "U8", "shape": [18446744073709551615], "data_offsets": [0, 18446744073709551615]},
+        "b": {"dtype": "U8", "shape": [], "data_offsets": [18446744073709551615, 18446744073709551615]}}"#;
+    assert_eq!(
+        read(header),
+        Err(Error::TotalTooLarge { what: "the bytes of the tensors of a file" })
+    );
+}
+
+#[test]
+fn hostile_nesting_is_refused() {
+    let nested = format!("{}{}", "[".repeat(10_000), "]".repeat(10_000));
+    for text in
+        [format!(r#"{{"a": {nested}}}"#), format!(r#"{{"a": {{"shape": {nested}}}}}"#), nested]
+    {
+        assert!(matches!(read(&text), Err(Error::Source(SourceError::Malformed { .. }))));
+        assert!(matches!(from_manifest(&text), Err(Error::Source(SourceError::Malformed { .. }))));
+        assert!(matches!(
+            from_index(&text, no_parameters),
+            Err(Error::Source(SourceError::Malformed { .. }))
+        ));
+    }
+}
+
+#[test]
+fn repeated_names_are_refused() {
+    let twice = Error::Parameters(ParameterError::DuplicateName { name: "a".into() });
+    let entry = r#""a": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}"#;
+    assert_eq!(read(&format!("{{{entry}, {entry}}}")), Err(twice.clone()));
+    assert_eq!(from_manifest(&format!("{{{entry}, {entry}}}")), Err(twice.clone()));
+    let index = r#"{"weight_map": {"a": "x", "a": "y"}}"#;
+    assert_eq!(from_index(index, no_parameters), Err(twice));
+}
+
+#[test]
+fn unknown_dtypes_are_refused_by_name() {
+    let error = from_manifest(r#"{"a": {"dtype": "Q3_X", "shape": [1]}}"#).unwrap_err();
+    assert_eq!(
+        error,
+        Error::Parameters(ParameterError::UnknownDtype { name: "a".into(), dtype: "Q3_X".into() })
+    );
+    assert_eq!(error.to_string(), r#"tensor a has unknown dtype "Q3_X""#);
+}
+
+#[test]
+fn shapes_that_overflow_are_refused() {
+    for shape in [vec![u64::MAX, 2], vec![1 << 62], vec![1 << 40, 0, 1 << 40]] {
+        let error = Error::Parameters(ParameterError::TooLarge {
+            name: "a".into(),
+            shape: shape.clone(),
+            dtype: ElemType::F32,
+        });
+        assert_eq!(ParameterInfo::new("a", shape.clone(), ElemType::F32), Err(error.clone()));
+        assert_eq!(
+            from_manifest(&format!(r#"{{"a": {{"dtype": "F32", "shape": {shape:?}}}}}"#)),
+            Err(error)
+        );
+    }
+    let largest = ParameterInfo::new("a", [u64::MAX], ElemType::U8).unwrap();
+    assert_eq!((largest.numel(), largest.bytes()), (u64::MAX, u64::MAX));
+}
+
+#[test]
+fn each_file_of_an_index_is_read_once() {
+    let json = r#"{"metadata": {"total_size": 1}, "weight_map": {"b": "2.safetensors", "a": "1.safetensors", "c": "2.safetensors"}}"#;
+    let mut files = Vec::new();
+    let read = from_index(json, |file| {
+        files.push(file.to_owned());
+        no_parameters(file)
+    });
+    assert!(matches!(read, Err(Error::Source(SourceError::NotInFile { .. }))));
+    assert_eq!(files, ["1.safetensors", "2.safetensors"]);
+    for file in ["", "..", "../x", "/etc/passwd", "a\\b", "C:x"] {
+        let json = serde_json::json!({ "weight_map": { "a": file } }).to_string();
+        assert_eq!(
+            from_index(&json, no_parameters),
+            Err(Error::Source(SourceError::BadFileName { file: file.into() }))
+        );
+    }
+}
+
+#[test]
+fn an_index_and_its_files_must_agree() {
+    let json = r#"{"weight_map": {"a": "1.safetensors", "b": "2.safetensors"}}"#;
+    let read = |of_first: &'static [&'static str]| {
+        from_index(json, move |file| {
+            let names = if file == "1.safetensors" { of_first } else { &["b"] };
+            names
+                .iter()
+                .map(|name| ParameterInfo::new(*name, [2], ElemType::F32))
+                .collect::<Result<Vec<_>, Error>>()
+        })
+    };
+    let names: Vec<String> = read(&["a"]).unwrap().iter().map(|info| info.name().into()).collect();
+    assert_eq!(names, ["a", "b"]);
+    let file = || "1.safetensors".into();
+    assert_eq!(
+        read(&[]),
+        Err(Error::Source(SourceError::NotInFile { tensor: "a".into(), file: file() }))
+    );
+    assert_eq!(
+        read(&["a", "c"]),
+        Err(Error::Source(SourceError::NotInIndex { tensor: "c".into(), file: file() }))
+    );
+    assert_eq!(
+        read(&["a", "b"]),
+        Err(Error::Source(SourceError::NotInIndex { tensor: "b".into(), file: file() }))
+    );
+}
+
+#[test]
+fn a_tensor_that_only_ends_in_the_right_place_is_refused() {
+    let header = r#"{"a": {"dtype": "U8", "shape": [4], "data_offsets": [0, 4]},
+        "b": {"dtype": "U8", "shape": [2], "data_offsets": [3, 6]}}"#;
+    let misplaced = SourceError::BadOffsets {
+        name: "b".into(),
+        begin: 3,
+        end: 6,
+        expected_begin: 4,
+        expected_end: 6,
+    };
+    assert_eq!(read(header), Err(Error::Source(misplaced)));
+}

@@ -1,7 +1,0 @@
-//! Laws that hold for every input: exhaustively on small grids, by random cases beyond.
-
-#![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
-
-mod plan;
-mod reshard;
-mod schedule;

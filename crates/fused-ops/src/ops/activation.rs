@@ -1,0 +1,172 @@
+//! GELU, SiLU and ReLU, and SwiGLU, which gates by one of them.
+//!
+//! Hendrycks and Gimpel, "Gaussian Error Linear Units", arXiv 1606.08415; Ramachandran, Zoph and
+//! Le, "Searching for Activation Functions", arXiv 1710.05941; Shazeer, "GLU Variants Improve
+//! Transformer", arXiv 2002.05202.
+
+use candle_core::Tensor;
+
+use crate::{
+    autograd::{Backward, CpuSlice, record, record_unary, tensor},
+    composed,
+    config::Activation,
+    error::Result,
+    kernels::{activation as kernel, float::Float},
+    route::{check_shape, route},
+};
+
+/// Applies GELU, x·Φ(x) with the distribution function Φ of the standard normal: candle's
+/// `gelu_erf`.
+///
+/// # Shapes
+///
+/// Any; the result has the shape of `x`.
+///
+/// # Determinism
+///
+/// The same bits on every processor and for any number of threads.
+///
+/// # Errors
+///
+/// [`DType`](crate::Error::DType) if `x` has no floating type.
+///
+/// # Examples
+///
+/// ```
+/// use candle_core::{Device, Tensor};
+///
+/// let y = fused_ops::gelu(&Tensor::new(&[-10.0_f64, 0.0, 1.0], &Device::Cpu)?)?.to_vec1::<f64>()?;
+/// assert!(y[0].abs() < 1e-20 && y[1] == 0.0 && (y[2] - 0.841_344_746).abs() < 1e-9);
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+pub fn gelu(x: &Tensor) -> Result<Tensor> {
+    activate(x, Activation::Gelu)
+}
+
+/// Approximates [`gelu`] by a hyperbolic tangent: candle's `gelu`.
+///
+/// # Shapes
+///
+/// Any; the result has the shape of `x`.
+///
+/// # Determinism
+///
+/// As of [`gelu`].
+///
+/// # Errors
+///
+/// As of [`gelu`].
+///
+/// # Examples
+///
+/// ```
+/// use candle_core::{Device, Tensor};
+///
+/// let y = fused_ops::gelu_tanh(&Tensor::new(&[0.0_f64, 1.0], &Device::Cpu)?)?.to_vec1::<f64>()?;
+/// assert!(y[0] == 0.0 && (y[1] - 0.841_191_99).abs() < 1e-8);
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+pub fn gelu_tanh(x: &Tensor) -> Result<Tensor> {
+    activate(x, Activation::GeluTanh)
+}
+
+/// Applies SiLU, x / (1 + e^−x), also called swish.
+///
+/// # Shapes
+///
+/// Any; the result has the shape of `x`.
+///
+/// # Determinism
+///
+/// As of [`gelu`].
+///
+/// # Errors
+///
+/// As of [`gelu`].
+///
+/// # Examples
+///
+/// ```
+/// use candle_core::{Device, Tensor};
+///
+/// let y = fused_ops::silu(&Tensor::new(&[0.0_f64, 1.0], &Device::Cpu)?)?.to_vec1::<f64>()?;
+/// assert!(y[0] == 0.0 && (y[1] - 0.731_058_578_6).abs() < 1e-10);
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+pub fn silu(x: &Tensor) -> Result<Tensor> {
+    activate(x, Activation::Silu)
+}
+
+fn activate(x: &Tensor, activation: Activation) -> Result<Tensor> {
+    route!("activation", [x], fused(x, activation), composed::activation(x, activation))
+}
+
+fn fused<T: Float>(x: &Tensor, activation: Activation) -> Result<Tensor> {
+    let x = &x.contiguous()?;
+    let y = kernel::forward::<T>(activation, CpuSlice::new(x).as_slice()?);
+    record_unary(x, y, x.shape().clone(), move |x, _, grad| {
+        Ok(kernel::backward(activation, x, grad))
+    })
+}
+
+/// Returns silu(gate) · up, the middle of a gated feed-forward network.
+///
+/// # Shapes
+///
+/// `gate` and `up` of one shape, which is that of the result.
+///
+/// # Determinism
+///
+/// As of [`gelu`].
+///
+/// # Errors
+///
+/// [`Shape`](crate::Error::Shape) if the shapes differ, [`DType`](crate::Error::DType) and
+/// [`Device`](crate::Error::Device) if the two differ in type or device or have no floating type.
+///
+/// # Examples
+///
+/// ```
+/// use candle_core::{Device, Tensor};
+///
+/// let gate = Tensor::new(&[0.0_f64, 100.0], &Device::Cpu)?;
+/// let up = Tensor::new(&[7.0_f64, 0.5], &Device::Cpu)?;
+/// assert_eq!(fused_ops::swiglu(&gate, &up)?.to_vec1::<f64>()?, [0.0, 50.0]);
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+pub fn swiglu(gate: &Tensor, up: &Tensor) -> Result<Tensor> {
+    check_shape("swiglu", "up", up, gate.dims())?;
+    route!("swiglu", [gate, up], fused_swiglu(gate, up), composed::swiglu(gate, up))
+}
+
+fn fused_swiglu<T: Float>(gate: &Tensor, up: &Tensor) -> Result<Tensor> {
+    let gate = &gate.contiguous()?;
+    let up = &up.contiguous()?;
+    let y = kernel::swiglu::<T>(CpuSlice::new(gate).as_slice()?, CpuSlice::new(up).as_slice()?);
+    record(&[gate, up], y, gate.shape().clone(), SwiGlu::<T>(std::marker::PhantomData))
+}
+
+struct SwiGlu<T>(std::marker::PhantomData<T>);
+
+impl<T: Float> Backward for SwiGlu<T> {
+    const NAME: &'static str = "fused-swiglu";
+
+    fn backward(
+        &self,
+        inputs: &[&Tensor],
+        _: &Tensor,
+        grad: &Tensor,
+    ) -> Result<Vec<Option<Tensor>>> {
+        let gate = CpuSlice::new(inputs[0]);
+        let up = CpuSlice::new(inputs[1]);
+        let grad = CpuSlice::new(grad);
+        let gate = gate.as_slice::<T>()?;
+        let up = up.as_slice()?;
+        let grad = grad.as_slice()?;
+        let grad_gate = kernel::swiglu_gate_backward(gate, up, grad);
+        // silu(gate) · up is linear in `up`.
+        let grad_up = kernel::swiglu(gate, grad);
+        let shape = inputs[0].shape();
+        Ok(vec![Some(tensor(grad_gate, shape)?), Some(tensor(grad_up, shape)?)])
+    }
+}

@@ -1,0 +1,215 @@
+//! Cross-entropy of logits and class indices.
+
+use candle_core::{DType, Device, Shape, Tensor};
+
+use crate::{
+    autograd::{CpuSlice, record_unary},
+    composed,
+    error::{Error, Result},
+    kernels::{
+        cross_entropy::{self as kernel, Rule, Target},
+        float::Float,
+    },
+    ops::embedding::{check_index, integers},
+    route::{check_shape, last_dim, route},
+};
+
+const OP: &str = "cross_entropy";
+
+/// Which rows and classes count how much.
+#[derive(Clone, Debug, Default)]
+#[non_exhaustive]
+pub struct CrossEntropyConfig {
+    /// The target of rows that do not count. Default: `None`.
+    pub ignore_index: Option<i64>,
+    /// The part of each target that is spread over all classes, from 0 to 1. Default: 0.
+    ///
+    /// Szegedy et al., "Rethinking the Inception Architecture", arXiv 1512.00567.
+    pub label_smoothing: f64,
+    /// What the loss of a row is multiplied by, in the shape of the targets. Default: `None`, 1.
+    ///
+    /// A row of weight 0 does not count, whatever its logits.
+    pub row_weights: Option<Tensor>,
+    /// What the loss of a class is multiplied by \[classes\], as PyTorch's `weight`. Default:
+    /// `None`, 1.
+    pub class_weights: Option<Tensor>,
+}
+
+impl CrossEntropyConfig {
+    /// Ignores rows of this target.
+    #[must_use]
+    pub fn with_ignore_index(mut self, index: i64) -> Self {
+        self.ignore_index = Some(index);
+        self
+    }
+
+    /// Spreads a part of each target over all classes.
+    #[must_use]
+    pub fn with_label_smoothing(mut self, part: f64) -> Self {
+        self.label_smoothing = part;
+        self
+    }
+
+    /// Multiplies the loss of each row by its weight.
+    #[must_use]
+    pub fn with_row_weights(mut self, weights: Tensor) -> Self {
+        self.row_weights = Some(weights);
+        self
+    }
+
+    /// Multiplies the loss of each class by its weight.
+    #[must_use]
+    pub fn with_class_weights(mut self, weights: Tensor) -> Self {
+        self.class_weights = Some(weights);
+        self
+    }
+}
+
+/// The sum of the cross-entropies of rows, and the weight that divides it.
+///
+/// Both can be added over devices and micro-batches before they are divided, so that the mean does
+/// not depend on how rows were dealt out.
+#[derive(Clone, Debug)]
+#[non_exhaustive]
+pub struct CrossEntropy {
+    /// The sum of the rows' losses, each multiplied by its weight: a scalar with a gradient.
+    pub sum: Tensor,
+    /// The sum of the weights of all rows that count: their number, if no weights are given.
+    pub weight: f64,
+}
+
+impl CrossEntropy {
+    /// Returns the mean over all rows that count.
+    ///
+    /// # Errors
+    ///
+    /// [`Setting`](Error::Setting) if no row counts.
+    pub fn mean(&self) -> Result<Tensor> {
+        if self.weight == 0.0 {
+            let expected = "more than 0 for a mean".to_owned();
+            return Err(Error::Setting {
+                op: OP,
+                name: "the weight of all rows",
+                value: 0.0,
+                expected,
+            });
+        }
+        Ok((&self.sum / self.weight)?)
+    }
+}
+
+/// Returns the cross-entropy of softmax(`logits`) and `targets`, in nats.
+///
+/// No probabilities are kept for the backward pass, only a number per row.
+///
+/// # Shapes
+///
+/// `logits` [.., classes], `targets` [..] of type u8, u32 or i64; the sum is a scalar.
+///
+/// # Determinism
+///
+/// The same bits for any number of threads. Rows are added up in f64, in blocks whose size depends
+/// on the number of classes alone, and the sum is rounded once.
+///
+/// # Errors
+///
+/// [`Index`](Error::Index) if a target is not a class, [`Shape`](Error::Shape) if the shapes do not
+/// fit, [`Setting`](Error::Setting) if the smoothing is not in [0, 1],
+/// [`Gradient`](Error::Gradient) if weights depend on a variable, [`DType`](Error::DType) if
+/// targets are no integers or logits have no floating type.
+///
+/// # Examples
+///
+/// ```
+/// use candle_core::{Device, Tensor};
+/// use fused_ops::{CrossEntropyConfig, cross_entropy};
+///
+/// let logits = Tensor::new(&[[0.0_f64, 0.0], [0.0, 0.0], [5.0, 1.0]], &Device::Cpu)?;
+/// let targets = Tensor::new(&[0_i64, 1, -100], &Device::Cpu)?;
+/// let config = CrossEntropyConfig::default().with_ignore_index(-100);
+/// let loss = cross_entropy(&logits, &targets, &config)?;
+/// assert_eq!(loss.weight, 2.0);
+/// assert!((loss.mean()?.to_scalar::<f64>()? - 2.0_f64.ln()).abs() < 1e-15);
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+pub fn cross_entropy(
+    logits: &Tensor,
+    targets: &Tensor,
+    config: &CrossEntropyConfig,
+) -> Result<CrossEntropy> {
+    let classes = last_dim(OP, "logits", logits)?;
+    check_shape(OP, "targets", targets, &logits.dims()[..logits.rank() - 1])?;
+    check(config, targets, classes)?;
+    let class_weights = floats(config.class_weights.as_ref())?;
+    let targets = weighted_targets(targets, config, classes)?;
+    let weight_of = |target: &Target| match &class_weights {
+        None => target.weight,
+        Some(weights) => target.weight * weights[target.class],
+    };
+    let weight = targets.iter().map(weight_of).sum();
+    let smoothing = config.label_smoothing;
+    let sum = route!(
+        "cross_entropy",
+        [logits],
+        fused(logits, targets, smoothing, class_weights.as_deref()),
+        composed::cross_entropy(logits, &targets, smoothing, class_weights.as_deref()),
+    )?;
+    Ok(CrossEntropy { sum, weight })
+}
+
+fn check(config: &CrossEntropyConfig, targets: &Tensor, classes: usize) -> Result<()> {
+    let smoothing = config.label_smoothing;
+    if !(0.0..=1.0).contains(&smoothing) {
+        let expected = "from 0 to 1".to_owned();
+        return Err(Error::Setting { op: OP, name: "label smoothing", value: smoothing, expected });
+    }
+    check_weights("row_weights", config.row_weights.as_ref(), targets.dims())?;
+    check_weights("class_weights", config.class_weights.as_ref(), &[classes])
+}
+
+fn check_weights(input: &'static str, weights: Option<&Tensor>, shape: &[usize]) -> Result<()> {
+    let Some(weights) = weights else { return Ok(()) };
+    if weights.track_op() {
+        return Err(Error::Gradient { op: OP, input });
+    }
+    check_shape(OP, input, weights, shape)
+}
+
+/// The numbers of a tensor, in its order.
+fn floats(tensor: Option<&Tensor>) -> Result<Option<Vec<f64>>> {
+    let Some(tensor) = tensor else { return Ok(None) };
+    // First to the processor: Metal has no double precision.
+    let host = tensor.flatten_all()?.to_device(&Device::Cpu)?;
+    Ok(Some(host.to_dtype(DType::F64)?.to_vec1()?))
+}
+
+fn weighted_targets(
+    targets: &Tensor,
+    config: &CrossEntropyConfig,
+    classes: usize,
+) -> Result<Vec<Target>> {
+    let weights = floats(config.row_weights.as_ref())?;
+    let target = |(row, index): (usize, i64)| {
+        if Some(index) == config.ignore_index {
+            return Ok(Target { class: 0, weight: 0.0 });
+        }
+        let weight = weights.as_ref().map_or(1.0, |weights| weights[row]);
+        Ok(Target { class: check_index(OP, index, row, classes)?, weight })
+    };
+    integers(OP, "targets", targets)?.into_iter().enumerate().map(target).collect()
+}
+
+fn fused<T: Float>(
+    logits: &Tensor,
+    targets: Vec<Target>,
+    smoothing: f64,
+    class_weights: Option<&[f64]>,
+) -> Result<Tensor> {
+    let logits = &logits.contiguous()?;
+    let class_weights = class_weights.map(|weights| weights.iter().map(|&w| T::of(w)).collect());
+    let rule = Rule { classes: logits.dims()[logits.rank() - 1], smoothing, class_weights };
+    let (sum, log_sums) = kernel::forward(CpuSlice::new(logits).as_slice()?, &targets, &rule);
+    record_unary(logits, vec![T::of(sum)], Shape::from(()), move |x, _, grad| {
+        Ok(kernel::backward(x, &targets, &log_sums, &rule, grad[0].to_f64()))
+    })
+}

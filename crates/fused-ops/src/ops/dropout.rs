@@ -1,0 +1,75 @@
+//! Dropout whose zeros follow from a key, not from a generator with a state.
+//!
+//! Srivastava et al., "Dropout: A Simple Way to Prevent Neural Networks from Overfitting", 2014.
+//! candle's own draws from a generator that cannot be seeded on a processor, so a run cannot be
+//! repeated.
+
+use candle_core::Tensor;
+
+use crate::{
+    autograd::{CpuSlice, record_unary},
+    composed,
+    config::DropoutKey,
+    error::{Error, Result},
+    kernels::{
+        dropout::{Drop, apply},
+        float::Float,
+    },
+    route::route,
+};
+
+/// Sets each element to zero with `probability`, and divides the others by 1 − `probability`.
+///
+/// # Shapes
+///
+/// Any; the result has the shape of `x`.
+///
+/// # Determinism
+///
+/// Which elements are dropped follows from `key` and their index alone, on every device and for any
+/// number of threads: a number of Philox 4×32-10 (Salmon et al., 2011) for each element. A second
+/// pass with the same key drops the same ones, as [`checkpoint`](crate::checkpoint()) needs it, and
+/// a part of a tensor those of the whole, to the bit, if the key has its offset.
+///
+/// # Errors
+///
+/// [`Setting`](Error::Setting) if the probability is not in [0, 1), [`DType`](Error::DType) if `x`
+/// has no floating type.
+///
+/// # Examples
+///
+/// ```
+/// use candle_core::{Device, Tensor};
+/// use fused_ops::{DropoutKey, dropout};
+///
+/// let x = Tensor::ones(1000, candle_core::DType::F32, &Device::Cpu)?;
+/// let key = DropoutKey { seed: 42, call: 0, offset: 0 };
+/// let y = dropout(&x, 0.5, key)?.to_vec1::<f32>()?;
+/// assert!(y.iter().all(|&y| y == 0.0 || y == 2.0));
+/// assert!((450..550).contains(&y.iter().filter(|&&y| y == 0.0).count()));
+/// assert_eq!(y, dropout(&x, 0.5, key)?.to_vec1::<f32>()?);
+///
+/// // The second half alone.
+/// let half = dropout(&x.narrow(0, 500, 500)?, 0.5, DropoutKey { offset: 500, ..key })?;
+/// assert_eq!(half.to_vec1::<f32>()?, y[500..]);
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+pub fn dropout(x: &Tensor, probability: f64, key: DropoutKey) -> Result<Tensor> {
+    let drop = check(probability, key)?;
+    route!("dropout", [x], fused(x, drop), composed::dropout(x, drop))
+}
+
+fn check(probability: f64, key: DropoutKey) -> Result<Drop> {
+    if !(0.0..1.0).contains(&probability) {
+        let expected = "at least 0 and less than 1".to_owned();
+        let name = "probability";
+        return Err(Error::Setting { op: "dropout", name, value: probability, expected });
+    }
+    Ok(Drop::new(probability, key))
+}
+
+fn fused<T: Float>(x: &Tensor, drop: Drop) -> Result<Tensor> {
+    let x = &x.contiguous()?;
+    let y = apply::<T>(CpuSlice::new(x).as_slice()?, drop);
+    record_unary(x, y, x.shape().clone(), move |_, _, grad| Ok(apply::<T>(grad, drop)))
+}

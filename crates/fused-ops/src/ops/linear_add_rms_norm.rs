@@ -1,0 +1,152 @@
+//! A linear layer, the residual sum and its norm in one step, as between attention and the
+//! feed-forward network.
+
+use candle_core::{DType, Tensor};
+
+use crate::{
+    autograd::{CpuSlice, MultiBackward, record_many, tensor},
+    composed,
+    error::Result,
+    kernels::{
+        float::Float,
+        norm::{self, Norm},
+    },
+    ops::linear::{Affine, check_weight, rows},
+    route::{Route, check_shape, last_dim},
+};
+
+const OP: &str = "linear_add_rms_norm";
+
+/// Returns `residual` + x·weightᵀ and its [`rms_norm`](crate::rms_norm()):
+/// [`linear`](crate::linear()) and [`add_rms_norm`](crate::add_rms_norm) in one, as between attention
+/// and the feed-forward network of a Llama.
+///
+/// The product stays out of candle's graph, since no gradient needs it.
+///
+/// # Shapes
+///
+/// `x` [.., inputs], `weight` [hidden, inputs], `residual` [.., hidden], `norm_weight` \[hidden\];
+/// both results have the shape of `residual`: the sum, then its norm.
+///
+/// # Determinism
+///
+/// As of [`linear`](crate::linear()); the bits are those of the two operations in `f32` and
+/// `f64`. `f16` and `bf16` are rounded once by the kernels, and twice by the two operations.
+///
+/// # Errors
+///
+/// As of [`linear`](crate::linear()) and [`add_rms_norm`](crate::add_rms_norm).
+///
+/// # Examples
+///
+/// ```
+/// use candle_core::{Device, Tensor};
+/// use fused_ops::linear_add_rms_norm;
+///
+/// let x = Tensor::new(&[[2.0_f32]], &Device::Cpu)?;
+/// let weight = Tensor::new(&[[1.0_f32], [2.0]], &Device::Cpu)?;
+/// let residual = Tensor::new(&[[1.0_f32, -1.0]], &Device::Cpu)?;
+/// let norm_weight = Tensor::new(&[1.0_f32, 2.0], &Device::Cpu)?;
+/// let (sum, norm) = linear_add_rms_norm(&x, &weight, &residual, &norm_weight, 0.0)?;
+/// assert_eq!(sum.to_vec2::<f32>()?, [[3.0, 3.0]]);
+/// assert_eq!(norm.to_vec2::<f32>()?, [[1.0, 2.0]]);
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+pub fn linear_add_rms_norm(
+    x: &Tensor,
+    weight: &Tensor,
+    residual: &Tensor,
+    norm_weight: &Tensor,
+    epsilon: f64,
+) -> Result<(Tensor, Tensor)> {
+    let hidden = check_weight(OP, "weight", weight, last_dim(OP, "x", x)?)?;
+    let sum = [&x.dims()[..x.rank() - 1], &[hidden]].concat();
+    check_shape(OP, "residual", residual, &sum)?;
+    check_shape(OP, "norm_weight", norm_weight, &[hidden])?;
+    let inputs = [x, weight, residual, norm_weight];
+    let named =
+        [("x", x), ("weight", weight), ("residual", residual), ("norm_weight", norm_weight)];
+    match Route::new(OP, &named)? {
+        Route::F32 => fused::<f32>(inputs, epsilon),
+        Route::F64 => fused::<f64>(inputs, epsilon),
+        Route::Half(half) => {
+            let inputs = inputs.map(|input| input.to_dtype(DType::F32));
+            let [x, weight, residual, norm_weight] = inputs;
+            let (sum, norm) = fused::<f32>([&x?, &weight?, &residual?, &norm_weight?], epsilon)?;
+            Ok((sum.to_dtype(half)?, norm.to_dtype(half)?))
+        }
+        Route::Composed => {
+            let sum = (composed::linear(x, weight, None, None)? + residual)?;
+            let norm = composed::rms_norm(&sum, norm_weight, epsilon)?;
+            Ok((sum, norm))
+        }
+    }
+}
+
+fn fused<T: Float>(inputs: [&Tensor; 4], epsilon: f64) -> Result<(Tensor, Tensor)> {
+    let mut inputs = inputs.map(Tensor::clone);
+    for input in &mut inputs {
+        *input = input.contiguous()?;
+    }
+    let [x, weight, residual, norm_weight] = inputs.each_ref();
+    let affine = Affine::new(weight, None);
+    let epsilon = T::of(epsilon);
+    let product = affine.forward::<T>(CpuSlice::new(x).as_slice()?, rows(x))?;
+    let sum = norm::add(&product, CpuSlice::new(residual).as_slice()?);
+    drop(product);
+    let y = norm::forward(Norm::Rms, &sum, CpuSlice::new(norm_weight).as_slice()?, None, epsilon);
+    let shape = residual.shape();
+    if !inputs.iter().any(Tensor::track_op) {
+        return Ok((tensor(sum, shape)?, tensor(y, shape)?));
+    }
+    let (x, norm_weight) = (x.clone(), norm_weight.detach());
+    let backward = LinearAddRmsNorm { x, affine, norm_weight, epsilon };
+    let [sum, y] = record_many(&inputs.each_ref(), [sum, y], shape, backward)?;
+    Ok((sum, y))
+}
+
+struct LinearAddRmsNorm<T> {
+    x: Tensor,
+    affine: Affine,
+    norm_weight: Tensor,
+    epsilon: T,
+}
+
+impl<T: Float> LinearAddRmsNorm<T> {
+    /// Returns the gradients of the sum, by both results, and of the norm's weight.
+    fn before_norm(
+        &self,
+        sum: &Tensor,
+        [grad_sum, grad_norm]: [Option<Tensor>; 2],
+    ) -> Result<(Tensor, Tensor)> {
+        let Some(grad_norm) = grad_norm else {
+            let grad_sum = grad_sum.map_or_else(|| sum.zeros_like(), Ok)?;
+            return Ok((grad_sum, self.norm_weight.zeros_like()?));
+        };
+        let grad_sum = grad_sum.as_ref().map(CpuSlice::new);
+        let grads = norm::backward(
+            Norm::Rms,
+            CpuSlice::new(sum).as_slice()?,
+            CpuSlice::new(&self.norm_weight).as_slice()?,
+            CpuSlice::new(&grad_norm).as_slice()?,
+            grad_sum.as_ref().map(CpuSlice::as_slice).transpose()?,
+            self.epsilon,
+        );
+        Ok((tensor(grads.x, sum.shape())?, tensor(grads.weight, self.norm_weight.shape())?))
+    }
+}
+
+impl<T: Float> MultiBackward<2> for LinearAddRmsNorm<T> {
+    const NAME: &'static str = "fused-linear-add-rms-norm";
+
+    fn backward(
+        &self,
+        [sum, _]: &[Tensor; 2],
+        grads: [Option<Tensor>; 2],
+    ) -> Result<Vec<Option<Tensor>>> {
+        let (grad_sum, grad_norm_weight) = self.before_norm(sum, grads)?;
+        let mut all = self.affine.backward::<T>(&self.x, CpuSlice::new(&grad_sum).as_slice()?)?;
+        all.extend([Some(grad_sum), Some(grad_norm_weight)]);
+        Ok(all)
+    }
+}

@@ -1,0 +1,365 @@
+//! Root-mean-square and layer normalization over the last dimension.
+//!
+//! [`rms_norm`]: Zhang and Sennrich, "Root Mean Square Layer Normalization", arXiv 1910.07467;
+//! [`layer_norm`]: Ba, Kiros and Hinton, "Layer Normalization", arXiv 1607.06450. candle-nn's
+//! `ops::rms_norm` and `ops::layer_norm` compute the same, but have no backward.
+
+use candle_core::{DType, Tensor};
+
+use crate::{
+    autograd::{Backward, CpuSlice, MultiBackward, record, record_many, tensor},
+    composed,
+    error::Result,
+    kernels::{
+        float::Float,
+        norm::{self, Norm},
+    },
+    route::{Route, check_shape, last_dim, route},
+};
+
+/// Divides each row by the root of its mean square, then multiplies it by `weight`.
+///
+/// `epsilon` is added to the mean square, so that a row of zeros stays one.
+///
+/// # Shapes
+///
+/// `x` [.., hidden], `weight` \[hidden\]; the result has the shape of `x`.
+///
+/// # Determinism
+///
+/// The same bits on every processor and for any number of threads; a row's do not depend on the
+/// other rows. The gradient of `weight` is summed in blocks of rows whose size depends on `hidden`
+/// alone.
+///
+/// # Errors
+///
+/// [`Shape`](crate::Error::Shape) if `weight` is not as long as a row,
+/// [`DType`](crate::Error::DType) and [`Device`](crate::Error::Device) if the two differ in type or
+/// device or have no floating type.
+///
+/// # Examples
+///
+/// ```
+/// use candle_core::{Device, Tensor, Var};
+///
+/// let x = Var::new(&[[3.0_f32, 4.0, 0.0, 0.0]], &Device::Cpu)?;
+/// let weight = Var::new(&[1.0_f32, 1.0, 1.0, 2.0], &Device::Cpu)?;
+/// let y = fused_ops::rms_norm(&x, &weight, 0.0)?;
+/// assert_eq!(y.to_vec2::<f32>()?, [[1.2, 1.6, 0.0, 0.0]]); // the root of (9 + 16) / 4 is 2.5
+///
+/// let grads = y.sum_all()?.backward()?;
+/// assert_eq!(grads.get(&weight).unwrap().to_vec1::<f32>()?, [1.2, 1.6, 0.0, 0.0]);
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+pub fn rms_norm(x: &Tensor, weight: &Tensor, epsilon: f64) -> Result<Tensor> {
+    check_shape("rms_norm", "weight", weight, &[last_dim("rms_norm", "x", x)?])?;
+    route!(
+        "rms_norm",
+        [x, weight],
+        normalize(&[x, weight], Norm::Rms, epsilon),
+        composed::rms_norm(x, weight, epsilon),
+    )
+}
+
+/// Subtracts each row's mean, divides by its standard deviation, multiplies by `weight` and adds
+/// `bias`.
+///
+/// `epsilon` is added to the variance, which is the mean of squares, not the unbiased one.
+///
+/// # Shapes
+///
+/// `x` [.., hidden], `weight` and `bias` \[hidden\]; the result has the shape of `x`.
+///
+/// # Determinism
+///
+/// As of [`rms_norm`].
+///
+/// # Errors
+///
+/// [`Shape`](crate::Error::Shape) if `weight` or `bias` is not as long as a row,
+/// [`DType`](crate::Error::DType) and [`Device`](crate::Error::Device) if the inputs differ in type
+/// or device or have no floating type.
+///
+/// # Examples
+///
+/// ```
+/// use candle_core::{DType, Device, Tensor};
+///
+/// let x = Tensor::new(&[[1.0_f64, 3.0], [-5.0, 5.0]], &Device::Cpu)?;
+/// let (weight, bias) = (x.ones_like()?.get(0)?, Tensor::new(&[10.0_f64, 20.0], &Device::Cpu)?);
+/// let y = fused_ops::layer_norm(&x, &weight, Some(&bias), 0.0)?;
+/// assert_eq!(y.to_vec2::<f64>()?, [[9.0, 21.0], [9.0, 21.0]]);
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+pub fn layer_norm(
+    x: &Tensor,
+    weight: &Tensor,
+    bias: Option<&Tensor>,
+    epsilon: f64,
+) -> Result<Tensor> {
+    let hidden = [last_dim("layer_norm", "x", x)?];
+    check_shape("layer_norm", "weight", weight, &hidden)?;
+    let Some(bias) = bias else {
+        return route!(
+            "layer_norm",
+            [x, weight],
+            normalize(&[x, weight], Norm::Layer, epsilon),
+            composed::layer_norm(x, weight, None, epsilon),
+        );
+    };
+    check_shape("layer_norm", "bias", bias, &hidden)?;
+    route!(
+        "layer_norm",
+        [x, weight, bias],
+        normalize(&[x, weight, bias], Norm::Layer, epsilon),
+        composed::layer_norm(x, weight, Some(bias), epsilon),
+    )
+}
+
+/// Returns `x` + `residual` and its [`rms_norm`], as a transformer enters its next block.
+///
+/// The backward adds the sum's two gradients, of itself and of its norm, in one pass.
+///
+/// # Shapes
+///
+/// `x` and `residual` [.., hidden], `weight` \[hidden\]; both results have the shape of `x`: the
+/// sum, then its norm.
+///
+/// # Determinism
+///
+/// As of [`rms_norm`].
+///
+/// # Errors
+///
+/// As of [`rms_norm`]; [`Shape`](crate::Error::Shape) also if `residual` has another shape than
+/// `x`.
+///
+/// # Examples
+///
+/// ```
+/// use candle_core::{Device, Tensor};
+///
+/// let x = Tensor::new(&[[2.0_f32, 4.0]], &Device::Cpu)?;
+/// let residual = Tensor::new(&[[1.0_f32, -1.0]], &Device::Cpu)?;
+/// let weight = Tensor::new(&[1.0_f32, 2.0], &Device::Cpu)?;
+/// let (sum, norm) = fused_ops::add_rms_norm(&x, &residual, &weight, 0.0)?;
+/// assert_eq!(sum.to_vec2::<f32>()?, [[3.0, 3.0]]);
+/// assert_eq!(norm.to_vec2::<f32>()?, [[1.0, 2.0]]);
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+pub fn add_rms_norm(
+    x: &Tensor,
+    residual: &Tensor,
+    weight: &Tensor,
+    epsilon: f64,
+) -> Result<(Tensor, Tensor)> {
+    check_shape("add_rms_norm", "residual", residual, x.dims())?;
+    check_shape("add_rms_norm", "weight", weight, &[last_dim("add_rms_norm", "x", x)?])?;
+    match Route::new("add_rms_norm", &[("x", x), ("residual", residual), ("weight", weight)])? {
+        Route::F32 => add_normalize::<f32>(&[x, residual, weight], Norm::Rms, epsilon),
+        Route::F64 => add_normalize::<f64>(&[x, residual, weight], Norm::Rms, epsilon),
+        Route::Half(half) => add_in_f32(&[x, residual, weight], Norm::Rms, epsilon, half),
+        Route::Composed => {
+            let sum = (x + residual)?;
+            let norm = composed::rms_norm(&sum, weight, epsilon)?;
+            Ok((sum, norm))
+        }
+    }
+}
+
+/// Returns `x` + `residual` and its [`layer_norm`].
+///
+/// # Shapes
+///
+/// `x` and `residual` [.., hidden], `weight` and `bias` \[hidden\]; both results have the shape of
+/// `x`: the sum, then its norm.
+///
+/// # Determinism
+///
+/// As of [`rms_norm`].
+///
+/// # Errors
+///
+/// As of [`layer_norm`]; [`Shape`](crate::Error::Shape) also if `residual` has another shape than
+/// `x`.
+///
+/// # Examples
+///
+/// ```
+/// use candle_core::{Device, Tensor};
+///
+/// let x = Tensor::new(&[[2.0_f64, 4.0]], &Device::Cpu)?;
+/// let weight = Tensor::new(&[1.0_f64, 2.0], &Device::Cpu)?;
+/// let (sum, norm) = fused_ops::add_layer_norm(&x, &x, &weight, Some(&weight), 0.0)?;
+/// assert_eq!(sum.to_vec2::<f64>()?, [[4.0, 8.0]]);
+/// assert_eq!(norm.to_vec2::<f64>()?, [[0.0, 4.0]]);
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+pub fn add_layer_norm(
+    x: &Tensor,
+    residual: &Tensor,
+    weight: &Tensor,
+    bias: Option<&Tensor>,
+    epsilon: f64,
+) -> Result<(Tensor, Tensor)> {
+    const OP: &str = "add_layer_norm";
+    let hidden = [last_dim(OP, "x", x)?];
+    check_shape(OP, "residual", residual, x.dims())?;
+    check_shape(OP, "weight", weight, &hidden)?;
+    let mut named = vec![("x", x), ("residual", residual), ("weight", weight)];
+    if let Some(bias) = bias {
+        check_shape(OP, "bias", bias, &hidden)?;
+        named.push(("bias", bias));
+    }
+    let inputs: Vec<_> = named.iter().map(|(_, input)| *input).collect();
+    match Route::new(OP, &named)? {
+        Route::F32 => add_normalize::<f32>(&inputs, Norm::Layer, epsilon),
+        Route::F64 => add_normalize::<f64>(&inputs, Norm::Layer, epsilon),
+        Route::Half(half) => add_in_f32(&inputs, Norm::Layer, epsilon, half),
+        Route::Composed => {
+            let sum = (x + residual)?;
+            let norm = composed::layer_norm(&sum, weight, bias, epsilon)?;
+            Ok((sum, norm))
+        }
+    }
+}
+
+/// `inputs` are x, the weight and, if there is one, the bias.
+fn normalize<T: Float>(inputs: &[&Tensor], norm: Norm, epsilon: f64) -> Result<Tensor> {
+    let inputs: Vec<_> = inputs.iter().map(|input| input.contiguous()).collect::<Result<_, _>>()?;
+    let inputs: Vec<_> = inputs.iter().collect();
+    let epsilon = T::of(epsilon);
+    let y = forward(&inputs, norm, epsilon)?;
+    record(&inputs, y, inputs[0].shape().clone(), Normalize { norm, epsilon })
+}
+
+/// As [`add_normalize`], both results rounded to `half` once.
+fn add_in_f32(
+    inputs: &[&Tensor],
+    norm: Norm,
+    epsilon: f64,
+    half: DType,
+) -> Result<(Tensor, Tensor)> {
+    let inputs: Vec<_> =
+        inputs.iter().map(|input| input.to_dtype(DType::F32)).collect::<Result<_, _>>()?;
+    let inputs: Vec<_> = inputs.iter().collect();
+    let (sum, y) = add_normalize::<f32>(&inputs, norm, epsilon)?;
+    Ok((sum.to_dtype(half)?, y.to_dtype(half)?))
+}
+
+/// `inputs` are x, the residual, the weight and, if there is one, the bias.
+fn add_normalize<T: Float>(
+    inputs: &[&Tensor],
+    norm: Norm,
+    epsilon: f64,
+) -> Result<(Tensor, Tensor)> {
+    let inputs: Vec<_> = inputs.iter().map(|input| input.contiguous()).collect::<Result<_, _>>()?;
+    let inputs: Vec<_> = inputs.iter().collect();
+    let shape = inputs[0].shape();
+    let epsilon = T::of(epsilon);
+    let (sum, y) = {
+        let read: Vec<_> = inputs.iter().map(|input| CpuSlice::new(input)).collect();
+        let bias = read.get(3).map(CpuSlice::as_slice).transpose()?;
+        let sum = norm::add(read[0].as_slice()?, read[1].as_slice()?);
+        let y = norm::forward(norm, &sum, read[2].as_slice()?, bias, epsilon);
+        (sum, y)
+    };
+    if !inputs.iter().any(|input| input.track_op()) {
+        return Ok((tensor(sum, shape)?, tensor(y, shape)?));
+    }
+    let weight = inputs[2].detach();
+    let backward = AddNormalize { norm, epsilon, weight, has_bias: inputs.len() == 4 };
+    let [sum, y] = record_many(&inputs, [sum, y], shape, backward)?;
+    Ok((sum, y))
+}
+
+struct AddNormalize<T> {
+    norm: Norm,
+    epsilon: T,
+    weight: Tensor,
+    has_bias: bool,
+}
+
+impl<T: Float> MultiBackward<2> for AddNormalize<T> {
+    const NAME: &'static str = "fused-add-norm";
+
+    fn backward(
+        &self,
+        [sum, _]: &[Tensor; 2],
+        [grad_sum, grad_norm]: [Option<Tensor>; 2],
+    ) -> Result<Vec<Option<Tensor>>> {
+        let Some(grad_norm) = grad_norm else {
+            let grad_sum = grad_sum.map_or_else(|| sum.zeros_like(), Ok)?;
+            let none = self.weight.zeros_like()?;
+            return Ok(self.gradients(grad_sum, none.clone(), none));
+        };
+        let sum_read = CpuSlice::new(sum);
+        let weight = CpuSlice::new(&self.weight);
+        let grad = CpuSlice::new(&grad_norm);
+        let grad_sum = grad_sum.as_ref().map(CpuSlice::new);
+        let grad_sum = grad_sum.as_ref().map(CpuSlice::as_slice).transpose()?;
+        let grads = norm::backward(
+            self.norm,
+            sum_read.as_slice()?,
+            weight.as_slice()?,
+            grad.as_slice()?,
+            grad_sum,
+            self.epsilon,
+        );
+        let hidden = self.weight.shape();
+        Ok(self.gradients(
+            tensor(grads.x, sum.shape())?,
+            tensor(grads.weight, hidden)?,
+            tensor(grads.bias, hidden)?,
+        ))
+    }
+}
+
+impl<T: Float> AddNormalize<T> {
+    /// In the order of the inputs: x and the residual have one gradient.
+    fn gradients(&self, grad_sum: Tensor, weight: Tensor, bias: Tensor) -> Vec<Option<Tensor>> {
+        let mut all = vec![Some(grad_sum.clone()), Some(grad_sum), Some(weight)];
+        if self.has_bias {
+            all.push(Some(bias));
+        }
+        all
+    }
+}
+
+fn forward<T: Float>(inputs: &[&Tensor], norm: Norm, epsilon: T) -> Result<Vec<T>> {
+    let read: Vec<_> = inputs.iter().map(|input| CpuSlice::new(input)).collect();
+    let bias = read.get(2).map(CpuSlice::as_slice).transpose()?;
+    Ok(norm::forward(norm, read[0].as_slice()?, read[1].as_slice()?, bias, epsilon))
+}
+
+struct Normalize<T> {
+    norm: Norm,
+    epsilon: T,
+}
+
+impl<T: Float> Backward for Normalize<T> {
+    const NAME: &'static str = "fused-norm";
+
+    fn backward(
+        &self,
+        inputs: &[&Tensor],
+        _: &Tensor,
+        grad: &Tensor,
+    ) -> Result<Vec<Option<Tensor>>> {
+        let x = CpuSlice::new(inputs[0]);
+        let weight = CpuSlice::new(inputs[1]);
+        let grad = CpuSlice::new(grad);
+        let x = x.as_slice()?;
+        let weight = weight.as_slice()?;
+        let grad = grad.as_slice()?;
+        let grads = norm::backward(self.norm, x, weight, grad, None, self.epsilon);
+        let mut all = vec![
+            Some(tensor(grads.x, inputs[0].shape())?),
+            Some(tensor(grads.weight, inputs[1].shape())?),
+        ];
+        if let Some(bias) = inputs.get(2) {
+            all.push(Some(tensor(grads.bias, bias.shape())?));
+        }
+        Ok(all)
+    }
+}

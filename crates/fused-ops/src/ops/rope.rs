@@ -1,0 +1,217 @@
+//! Rotary position embeddings, in both conventions and both layouts.
+//!
+//! Su et al., "RoFormer", arXiv 2104.09864. The functions have the names and arguments of
+//! `candle_nn::rotary_emb`, whose fused ones have no backward.
+
+use candle_core::Tensor;
+
+use crate::{
+    autograd::{CpuSlice, record_unary},
+    composed,
+    error::{Error, Result},
+    kernels::{
+        float::Float,
+        rope::{Pairs, Rotation, Turn, rotate},
+    },
+    route::route,
+};
+
+const OP: &str = "rope";
+
+/// Rotates each pair of elements by the angle of its position; a pair is an element of the first
+/// half of a head and one of the second, as in Llama and GPT-NeoX.
+///
+/// # Shapes
+///
+/// `x` [batch, heads, length, size], `cos` and `sin` [at least length, size / 2]; the result has
+/// the shape of `x`.
+///
+/// # Determinism
+///
+/// The same bits on every processor and for any number of threads.
+///
+/// # Errors
+///
+/// [`Shape`](Error::Shape) if the shapes do not fit, [`Gradient`](Error::Gradient) if `cos` or
+/// `sin` depends on a variable, [`DType`](Error::DType) and [`Device`](Error::Device) if the inputs
+/// differ in type or device or have no floating type.
+///
+/// # Examples
+///
+/// ```
+/// use candle_core::{Device, Tensor};
+///
+/// // One head of size 4, turned by a quarter at its only position: (a, b) becomes (−b, a).
+/// let x = Tensor::new(&[[[[1.0_f32, 2.0, 3.0, 4.0]]]], &Device::Cpu)?;
+/// let (cos, sin) = (Tensor::new(&[[0.0_f32, 0.0]], &Device::Cpu)?, Tensor::new(&[[1.0_f32, 1.0]], &Device::Cpu)?);
+/// let halves = fused_ops::rope(&x, &cos, &sin)?;
+/// assert_eq!(halves.flatten_all()?.to_vec1::<f32>()?, [-3.0, -4.0, 1.0, 2.0]);
+/// let neighbors = fused_ops::rope_i(&x, &cos, &sin)?;
+/// assert_eq!(neighbors.flatten_all()?.to_vec1::<f32>()?, [-2.0, 1.0, -4.0, 3.0]);
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+pub fn rope(x: &Tensor, cos: &Tensor, sin: &Tensor) -> Result<Tensor> {
+    turn(x, cos, sin, Pairs::Halves, Rows::HeadsFirst)
+}
+
+/// Rotates like [`rope`](crate::rope()), where a pair is two neighbors, as in GPT-J and the original
+/// paper.
+///
+/// # Shapes
+///
+/// As of [`rope`](crate::rope()).
+///
+/// # Determinism
+///
+/// As of [`rope`](crate::rope()).
+///
+/// # Errors
+///
+/// As of [`rope`](crate::rope()).
+///
+/// # Examples
+///
+/// See [`rope`](crate::rope()).
+pub fn rope_i(x: &Tensor, cos: &Tensor, sin: &Tensor) -> Result<Tensor> {
+    turn(x, cos, sin, Pairs::Neighbors, Rows::HeadsFirst)
+}
+
+/// Rotates like [`rope`](crate::rope()), with the heads of a position beside each other, as
+/// [`attention`](crate::attention()) takes them.
+///
+/// # Shapes
+///
+/// `x` [batch, length, heads, size], `cos` and `sin` [at least length, size / 2]; the result has
+/// the shape of `x`.
+///
+/// # Determinism
+///
+/// As of [`rope`](crate::rope()).
+///
+/// # Errors
+///
+/// As of [`rope`](crate::rope()).
+///
+/// # Examples
+///
+/// ```
+/// use candle_core::{Device, Tensor};
+///
+/// // Two heads of size 2 at one position, turned by a quarter.
+/// let x = Tensor::new(&[[[[1.0_f32, 2.0], [3.0, 4.0]]]], &Device::Cpu)?;
+/// let (cos, sin) = (Tensor::new(&[[0.0_f32]], &Device::Cpu)?, Tensor::new(&[[1.0_f32]], &Device::Cpu)?);
+/// let y = fused_ops::rope_thd(&x, &cos, &sin)?;
+/// assert_eq!(y.flatten_all()?.to_vec1::<f32>()?, [-2.0, 1.0, -4.0, 3.0]);
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+pub fn rope_thd(x: &Tensor, cos: &Tensor, sin: &Tensor) -> Result<Tensor> {
+    turn(x, cos, sin, Pairs::Halves, Rows::PositionsFirst)
+}
+
+/// The order of the dimensions between batch and size.
+#[derive(Clone, Copy, Debug)]
+enum Rows {
+    HeadsFirst,
+    PositionsFirst,
+}
+
+fn turn(x: &Tensor, cos: &Tensor, sin: &Tensor, pairs: Pairs, rows: Rows) -> Result<Tensor> {
+    let (length, half) = check_x(x, rows)?;
+    for (input, angles) in [("cos", cos), ("sin", sin)] {
+        check_angles(OP, (input, angles), length, half)?;
+    }
+    let cos = &cos.narrow(0, 0, length)?;
+    let sin = &sin.narrow(0, 0, length)?;
+    route!(
+        "rope",
+        [x, cos, sin],
+        fused(x, cos, sin, pairs, rows),
+        match rows {
+            Rows::HeadsFirst => composed::rope(x, cos, sin, pairs),
+            Rows::PositionsFirst => {
+                composed::rope(&x.transpose(1, 2)?, cos, sin, pairs).and_then(|y| y.transpose(1, 2))
+            }
+        },
+    )
+}
+
+/// The number of positions, and of pairs in a head.
+fn check_x(x: &Tensor, rows: Rows) -> Result<(usize, usize)> {
+    match *x.dims() {
+        [_, first, second, size] if size.is_multiple_of(2) => Ok(match rows {
+            Rows::HeadsFirst => (second, size / 2),
+            Rows::PositionsFirst => (first, size / 2),
+        }),
+        _ => {
+            let expected = "four dimensions, the last of them even".to_owned();
+            Err(Error::Shape { op: OP, input: "x", found: x.dims().to_vec(), expected })
+        }
+    }
+}
+
+pub(crate) fn check_angles(
+    op: &'static str,
+    (input, angles): (&'static str, &Tensor),
+    length: usize,
+    half: usize,
+) -> Result<()> {
+    if angles.track_op() {
+        return Err(Error::Gradient { op, input });
+    }
+    match *angles.dims() {
+        [positions, pairs] if positions >= length && pairs == half => Ok(()),
+        _ => {
+            let expected = format!("[at least {length}, {half}]");
+            Err(Error::Shape { op, input, found: angles.dims().to_vec(), expected })
+        }
+    }
+}
+
+fn fused<T: Float>(
+    x: &Tensor,
+    cos: &Tensor,
+    sin: &Tensor,
+    pairs: Pairs,
+    rows: Rows,
+) -> Result<Tensor> {
+    let x = &x.contiguous()?;
+    let rows_per_position = match rows {
+        Rows::HeadsFirst => 1,
+        Rows::PositionsFirst => x.dims()[2],
+    };
+    let angles = Angles::new(cos, sin)?;
+    let y =
+        angles.turn::<T>(CpuSlice::new(x).as_slice()?, pairs, rows_per_position, Turn::Forward)?;
+    record_unary(x, y, x.shape().clone(), move |_, _, grad| {
+        angles.turn(grad, pairs, rows_per_position, Turn::Back)
+    })
+}
+
+/// Cosines and sines [positions, size / 2], contiguous.
+pub(crate) struct Angles {
+    cos: Tensor,
+    sin: Tensor,
+}
+
+impl Angles {
+    pub(crate) fn new(cos: &Tensor, sin: &Tensor) -> Result<Self> {
+        Ok(Self { cos: cos.contiguous()?, sin: sin.contiguous()? })
+    }
+
+    /// All rows of `x`, turned, of which so many one after another have one position.
+    pub(crate) fn turn<T: Float>(
+        &self,
+        x: &[T],
+        pairs: Pairs,
+        rows_per_position: usize,
+        turn: Turn,
+    ) -> Result<Vec<T>> {
+        let (positions, half) = self.cos.dims2()?;
+        let cos = CpuSlice::new(&self.cos);
+        let sin = CpuSlice::new(&self.sin);
+        let cos = cos.as_slice()?;
+        let sin = sin.as_slice()?;
+        let rotation = Rotation { pairs, size: 2 * half, rows_per_position, positions, cos, sin };
+        Ok(rotate(x, rotation, turn))
+    }
+}

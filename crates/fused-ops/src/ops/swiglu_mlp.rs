@@ -1,0 +1,157 @@
+//! A gated feed-forward network in one step: two linear layers, SwiGLU, a linear layer.
+
+use candle_core::Tensor;
+
+use crate::{
+    autograd::{CpuSlice, MultiBackward, record_many, tensor},
+    composed,
+    error::Result,
+    kernels::{activation as kernel, float::Float, norm},
+    ops::linear::{Affine, check_weight, rows},
+    route::{check_shape, last_dim, route},
+};
+
+const OP: &str = "swiglu_mlp";
+
+/// Returns down(silu(gate(x)) · up(x)), the feed-forward network of Llama and its relatives: three
+/// [`linear`](crate::linear()) layers around [`swiglu`](crate::swiglu()), whose wide middle stays
+/// out of candle's graph. A `residual` is added to the result.
+///
+/// The results of gate and up are kept, the widest tensors of a block; the backward pass computes
+/// their product again.
+///
+/// # Shapes
+///
+/// `x` [.., inputs], `gate_weight` and `up_weight` [width, inputs], `down_weight` [outputs, width],
+/// `residual` [.., outputs]; the result is [.., outputs].
+///
+/// # Determinism
+///
+/// As of [`linear`](crate::linear()); the bits are those of the operations it is made of in
+/// `f32` and `f64`. `f16` and `bf16` are rounded once by the kernels, and by each of the operations.
+///
+/// # Errors
+///
+/// As of [`linear`](crate::linear()).
+///
+/// # Examples
+///
+/// ```
+/// use candle_core::{Device, Tensor};
+/// use fused_ops::swiglu_mlp;
+///
+/// let x = Tensor::new(&[[1.0_f32, 2.0]], &Device::Cpu)?;
+/// let gate = Tensor::new(&[[0.0_f32, 50.0], [0.0, 0.0]], &Device::Cpu)?;
+/// let up = Tensor::new(&[[3.0_f32, 4.0], [5.0, 1.0]], &Device::Cpu)?;
+/// let down = Tensor::new(&[[0.5_f32, 7.0]], &Device::Cpu)?;
+/// let y = swiglu_mlp(&x, &gate, &up, &down, None)?;
+/// assert_eq!(y.to_vec2::<f32>()?, [[550.0]]); // 100 and 0 times 11 and 7
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+pub fn swiglu_mlp(
+    x: &Tensor,
+    gate_weight: &Tensor,
+    up_weight: &Tensor,
+    down_weight: &Tensor,
+    residual: Option<&Tensor>,
+) -> Result<Tensor> {
+    let inputs = last_dim(OP, "x", x)?;
+    let width = check_weight(OP, "gate_weight", gate_weight, inputs)?;
+    check_shape(OP, "up_weight", up_weight, &[width, inputs])?;
+    let outputs = check_weight(OP, "down_weight", down_weight, width)?;
+    let Some(residual) = residual else {
+        return route!(
+            "swiglu_mlp",
+            [x, gate_weight, up_weight, down_weight],
+            fused(&[x, gate_weight, up_weight, down_weight]),
+            composed::swiglu_mlp(x, gate_weight, up_weight, down_weight, None),
+        );
+    };
+    check_shape(OP, "residual", residual, &[&x.dims()[..x.rank() - 1], &[outputs]].concat())?;
+    route!(
+        "swiglu_mlp",
+        [x, gate_weight, up_weight, down_weight, residual],
+        fused(&[x, gate_weight, up_weight, down_weight, residual]),
+        composed::swiglu_mlp(x, gate_weight, up_weight, down_weight, Some(residual)),
+    )
+}
+
+/// `inputs` are x, the three weights and, if there is one, the residual.
+fn fused<T: Float>(inputs: &[&Tensor]) -> Result<Tensor> {
+    let inputs: Vec<_> = inputs.iter().map(|input| input.contiguous()).collect::<Result<_, _>>()?;
+    let inputs: Vec<_> = inputs.iter().collect();
+    let x = inputs[0];
+    let [gate, up, down] = [1, 2, 3].map(|layer| Affine::new(inputs[layer], None));
+    let n_rows = rows(x);
+    let read = CpuSlice::new(x);
+    let gate_out = gate.forward::<T>(read.as_slice()?, n_rows)?;
+    let up_out = up.forward::<T>(read.as_slice()?, n_rows)?;
+    let mut y = down.forward(&kernel::swiglu(&gate_out, &up_out), n_rows)?;
+    if let Some(residual) = inputs.get(4) {
+        y = norm::add(&y, CpuSlice::new(residual).as_slice()?);
+    }
+    let shape = down.output_shape(x);
+    if !inputs.iter().any(|input| input.track_op()) {
+        return tensor(y, &shape);
+    }
+    let has_residual = inputs.len() == 5;
+    let backward = SwiGluMlp { x: x.clone(), gate, gate_out, up, up_out, down, has_residual };
+    let [y] = record_many(&inputs, [y], &shape, backward)?;
+    Ok(y)
+}
+
+struct SwiGluMlp<T> {
+    x: Tensor,
+    gate: Affine,
+    gate_out: Vec<T>,
+    up: Affine,
+    up_out: Vec<T>,
+    down: Affine,
+    has_residual: bool,
+}
+
+impl<T: Float> SwiGluMlp<T> {
+    /// Returns the gradients of gate's and up's results, from the gradient of their product.
+    fn before_product(&self, grad: &[T]) -> (Vec<T>, Vec<T>) {
+        let grad_gate = kernel::swiglu_gate_backward(&self.gate_out, &self.up_out, grad);
+        // silu(gate) · up is linear in `up`.
+        (grad_gate, kernel::swiglu(&self.gate_out, grad))
+    }
+
+    /// Returns the gradient of x, summed over both layers.
+    fn grad_x(&self, grad_gate: &[T], grad_up: &[T], n_rows: usize) -> Result<Tensor> {
+        let by_gate = tensor(self.gate.backward_x(grad_gate, n_rows)?, self.x.shape())?;
+        let by_up = tensor(self.up.backward_x(grad_up, n_rows)?, self.x.shape())?;
+        Ok((by_gate + by_up)?)
+    }
+}
+
+impl<T: Float> MultiBackward<1> for SwiGluMlp<T> {
+    const NAME: &'static str = "fused-swiglu-mlp";
+
+    fn backward(
+        &self,
+        [y]: &[Tensor; 1],
+        [grad]: [Option<Tensor>; 1],
+    ) -> Result<Vec<Option<Tensor>>> {
+        let grad = grad.map_or_else(|| y.zeros_like(), Ok)?;
+        let n_rows = rows(&self.x);
+        let read = CpuSlice::new(&grad);
+        let grad_y = read.as_slice()?;
+        let grad_product = self.down.backward_x(grad_y, n_rows)?;
+        let (grad_gate, grad_up) = self.before_product(&grad_product);
+        drop(grad_product);
+        let product = kernel::swiglu(&self.gate_out, &self.up_out);
+        let grad_down = self.down.backward_parameters(&product, grad_y, n_rows)?;
+        drop(product);
+        let grad_x = self.x.track_op().then(|| self.grad_x(&grad_gate, &grad_up, n_rows));
+        let x = CpuSlice::new(&self.x);
+        // In the order of the inputs.
+        let mut all = vec![grad_x.transpose()?];
+        all.extend(self.gate.backward_parameters(x.as_slice()?, &grad_gate, n_rows)?);
+        all.extend(self.up.backward_parameters(x.as_slice()?, &grad_up, n_rows)?);
+        all.extend(grad_down);
+        all.extend(self.has_residual.then(|| Some(grad.clone())));
+        Ok(all)
+    }
+}

@@ -1,0 +1,196 @@
+//! Results and gradients that are known, or have the bits of others.
+
+use candle_core::{DType, Device, Tensor, Var, backprop::GradStore};
+use fused_ops::{Activation, AttentionConfig, CrossEntropyConfig, DropoutKey};
+
+use crate::support::{numbers, values};
+
+#[test]
+fn rows_without_elements_stay_so() {
+    let x = numbers(&[3, 0], 1);
+    let weight = numbers(&[0], 1);
+    assert_eq!(fused_ops::rms_norm(&x, &weight, 1e-5).unwrap().dims(), [3, 0]);
+    assert_eq!(fused_ops::layer_norm(&x, &weight, Some(&weight), 1e-5).unwrap().dims(), [3, 0]);
+    assert_eq!(fused_ops::softmax(&x, 1).unwrap().dims(), [3, 0]);
+    assert_eq!(fused_ops::gelu(&x).unwrap().dims(), [3, 0]);
+    let y = fused_ops::linear(&x, &numbers(&[2, 0], 1), Some(&numbers(&[2], 1)), None).unwrap();
+    let bias = values(&numbers(&[2], 1));
+    assert_eq!(values(&y), [bias.clone(), bias.clone(), bias].concat());
+}
+
+#[test]
+fn weights_without_elements_may_begin_behind_their_storage() {
+    let x = numbers(&[1, 2, 3], 1);
+    let rows = numbers(&[0, 5], 1).narrow(1, 2, 3).unwrap();
+    let [no_rows, width] = [numbers(&[3, 0, 3], 1), numbers(&[0, 3], 1)]
+        .map(|x| x.narrow(x.rank() - 1, 1, 1).unwrap().squeeze(x.rank() - 1).unwrap());
+    let dims = |y: fused_ops::Result<Tensor>| y.unwrap().dims().to_vec();
+    assert_eq!(dims(fused_ops::linear(&x, &rows, Some(&width), None)), [1, 2, 0]);
+    assert_eq!(
+        dims(fused_ops::mlp(&x, &rows, Some(&width), Activation::Silu, &no_rows, None)),
+        [1, 2, 3]
+    );
+    assert_eq!(dims(fused_ops::swiglu_mlp(&x, &rows, &rows, &no_rows, None)), [1, 2, 3]);
+    let residual = numbers(&[1, 2, 0], 1);
+    let (sum, norm) = fused_ops::linear_add_rms_norm(&x, &rows, &residual, &width, 1e-5).unwrap();
+    assert_eq!((sum.dims(), norm.dims()), (&[1, 2, 0][..], &[1, 2, 0][..]));
+}
+
+#[test]
+fn activations_of_infinity() {
+    let x = Tensor::new(&[f32::INFINITY, f32::NAN], &Device::Cpu).unwrap();
+    for form in [fused_ops::gelu, fused_ops::gelu_tanh, fused_ops::silu] {
+        let y = form(&x).unwrap().to_vec1::<f32>().unwrap();
+        assert!(y[0] == f32::INFINITY && y[1].is_nan());
+    }
+}
+
+#[test]
+fn attention_without_a_score_is_nan_and_a_hidden_nan_is_not_seen() {
+    let x = numbers(&[1, 2, 1, 4], 1);
+    let mask = Tensor::new(&[[f64::NEG_INFINITY; 2], [0.0; 2]], &Device::Cpu).unwrap();
+    let y = fused_ops::attention(&x, &x, &x, &AttentionConfig::default().with_mask(mask)).unwrap();
+    let y = values(&y);
+    assert!(y[..4].iter().all(|y| y.is_nan()) && y[4..].iter().all(|y| y.is_finite()));
+
+    // Scores that are all −∞ in the first block of keys, but not in the second.
+    let query = numbers(&[1, 1, 1, 4], 2);
+    let key = numbers(&[1, 300, 1, 4], 3);
+    let mask = (0..300).map(|key| if key < 290 { f64::NEG_INFINITY } else { 0.0 });
+    let mask = Tensor::from_iter(mask, &Device::Cpu).unwrap();
+    let config = AttentionConfig::default().with_mask(mask);
+    let found = fused_ops::attention(&query, &key, &key, &config).unwrap();
+    let last = key.narrow(1, 290, 10).unwrap();
+    let expected = fused_ops::attention(&query, &last, &last, &AttentionConfig::default()).unwrap();
+    assert!(values(&(found - expected).unwrap()).into_iter().all(|off| off.abs() < 1e-14));
+}
+
+#[test]
+fn a_row_of_weight_zero_may_have_any_logits() {
+    let logits = Tensor::new(&[[1.0, 1.0], [f64::NAN, 0.0]], &Device::Cpu).unwrap();
+    let logits = Var::from_tensor(&logits).unwrap();
+    let targets = Tensor::new(&[0_u32, 0], &Device::Cpu).unwrap();
+    let weights = Tensor::new(&[1.0, 0.0], &Device::Cpu).unwrap();
+    let config = CrossEntropyConfig::default().with_row_weights(weights);
+    let loss = fused_ops::cross_entropy(&logits, &targets, &config).unwrap();
+    assert!((loss.mean().unwrap().to_scalar::<f64>().unwrap() - 2.0_f64.ln()).abs() < 1e-15);
+    let grads = loss.sum.backward().unwrap();
+    let grad = values(grads.get(&logits).unwrap());
+    assert!(grad.iter().zip([-0.5, 0.5, 0.0, 0.0]).all(|(a, b)| (a - b).abs() < 1e-15), "{grad:?}");
+}
+
+#[test]
+fn gradients_of_a_row_picked_often_are_added_in_f32() {
+    for half in [DType::F16, DType::BF16] {
+        let table = Var::zeros((2, 3), half, &Device::Cpu).unwrap();
+        let indices = Tensor::ones(1000, DType::U32, &Device::Cpu).unwrap();
+        let grads = fused_ops::embedding(&table, &indices).unwrap().backward().unwrap();
+        // A sum of ones in bf16 stops at 256.
+        assert_eq!(values(grads.get(&table).unwrap()), [0.0, 0.0, 0.0, 1000.0, 1000.0, 1000.0]);
+    }
+}
+
+#[test]
+fn which_elements_are_dropped_never_changes() {
+    let x = Tensor::ones(12, DType::F32, &Device::Cpu).unwrap();
+    let dropped = |seed, call| {
+        let y = fused_ops::dropout(&x, 0.5, DropoutKey { seed, call, offset: 0 }).unwrap();
+        y.to_vec1::<f32>()
+            .unwrap()
+            .iter()
+            .map(|&y| if y == 0.0 { '0' } else { '1' })
+            .collect::<String>()
+    };
+    assert_eq!(
+        [dropped(0, 0), dropped(1, 0), dropped(0, 1)],
+        ["010110110111", "110100001001", "111011001110"]
+    );
+}
+
+#[test]
+fn the_last_offset_is_one_too() {
+    let x = Tensor::ones(1000, DType::F32, &Device::Cpu).unwrap();
+    let key = DropoutKey { seed: 0, call: 0, offset: u64::MAX };
+    let zeros = values(&fused_ops::dropout(&x, 0.5, key).unwrap());
+    assert!((400..600).contains(&zeros.iter().filter(|&&y| y == 0.0).count()));
+}
+
+#[test]
+fn no_two_stretches_of_a_tensor_drop_alike() {
+    let x = Tensor::ones(40_000, DType::F32, &Device::Cpu).unwrap();
+    let key = DropoutKey { seed: 0, call: 0, offset: 0 };
+    let y = values(&fused_ops::dropout(&x, 0.5, key).unwrap());
+    let first = &y[..64];
+    assert!(y[64..].chunks_exact(64).all(|other| other != first));
+}
+
+#[test]
+fn as_many_elements_are_dropped_as_asked_for() {
+    let x = Tensor::ones(100_000, DType::F32, &Device::Cpu).unwrap();
+    for probability in [0.0, 0.1, 0.5, 0.9] {
+        let key = DropoutKey { seed: 3, call: 1, offset: 0 };
+        let y = fused_ops::dropout(&x, probability, key).unwrap();
+        let zeros = values(&y).iter().filter(|&&y| y == 0.0).count() as f64;
+        assert!((zeros / 1e5 - probability).abs() < 0.006, "{zeros} of {probability}");
+    }
+}
+
+/// Compares two results, and their gradients by `vars`; returns the gradients of the first.
+fn check_bits(found: &Tensor, expected: &Tensor, vars: &[&Var]) -> GradStore {
+    assert_eq!(values(found), values(expected));
+    let [found, expected] =
+        [found, expected].map(|y| y.sqr().unwrap().sum_all().unwrap().backward().unwrap());
+    for var in vars {
+        assert_eq!(values(found.get(var).unwrap()), values(expected.get(var).unwrap()));
+    }
+    found
+}
+
+#[test]
+fn an_mlp_with_frozen_parameters_gives_the_others_their_gradients() {
+    let var = |shape: &[usize], seed| Var::from_tensor(&numbers(shape, seed)).unwrap();
+    let x = var(&[1, 3], 1);
+    let up_bias = var(&[4], 2);
+    let down = var(&[2, 4], 3);
+    let up = numbers(&[4, 3], 4);
+    let down_bias = numbers(&[2], 5);
+    let relu = Activation::Relu;
+    let y = fused_ops::mlp(&x, &up, Some(&up_bias), relu, &down, Some(&down_bias)).unwrap();
+    let middle = fused_ops::linear(&x, &up, Some(&up_bias), Some(relu)).unwrap();
+    let expected = fused_ops::linear(&middle, &down, Some(&down_bias), None).unwrap();
+    let grads = check_bits(&y, &expected, &[&x, &up_bias, &down]);
+    assert!(grads.get(&up).is_none() && grads.get(&down_bias).is_none());
+}
+
+#[test]
+fn a_gated_mlp_has_the_bits_of_its_parts_and_frozen_parameters_have_no_gradient() {
+    let var = |shape: &[usize], seed| Var::from_tensor(&numbers(shape, seed)).unwrap();
+    let (x, gate, down, residual) =
+        (var(&[2, 3], 1), var(&[4, 3], 2), var(&[2, 4], 3), var(&[2, 2], 5));
+    let up = numbers(&[4, 3], 4);
+    let y = fused_ops::swiglu_mlp(&x, &gate, &up, &down, Some(&residual)).unwrap();
+    let linear = |x: &Tensor, weight: &Tensor| fused_ops::linear(x, weight, None, None).unwrap();
+    let middle = fused_ops::swiglu(&linear(&x, &gate), &linear(&x, &up)).unwrap();
+    let expected = (linear(&middle, &down) + residual.as_tensor()).unwrap();
+    let grads = check_bits(&y, &expected, &[&x, &gate, &down, &residual]);
+    assert!(grads.get(&up).is_none());
+}
+
+#[test]
+fn the_parts_of_attention_have_the_bits_of_their_operations() {
+    let var = |shape: &[usize], seed| Var::from_tensor(&numbers(shape, seed)).unwrap();
+    let [x, weight, residual, norm] =
+        [(&[1, 3, 5][..], 1), (&[4, 5], 2), (&[1, 3, 4], 3), (&[4], 4)]
+            .map(|(shape, seed)| var(shape, seed));
+    let angles = numbers(&[3, 1], 6);
+    let (cos, sin) = (angles.cos().unwrap(), angles.sin().unwrap());
+    let project = || fused_ops::linear(&x, &weight, None, None).unwrap();
+    let rotated = fused_ops::linear_rope(&x, &weight, None, &cos, &sin).unwrap();
+    let heads = project().reshape((1, 3, 2, 2)).unwrap();
+    let (sum, normed) =
+        fused_ops::linear_add_rms_norm(&x, &weight, &residual, &norm, 1e-5).unwrap();
+    let parts = fused_ops::add_rms_norm(&project(), &residual, &norm, 1e-5).unwrap();
+    check_bits(&rotated, &fused_ops::rope_thd(&heads, &cos, &sin).unwrap(), &[&x, &weight]);
+    let [found, expected] = [sum * normed, parts.0 * parts.1].map(candle_core::Result::unwrap);
+    check_bits(&found, &expected, &[&x, &weight, &residual, &norm]);
+}

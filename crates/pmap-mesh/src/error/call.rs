@@ -1,0 +1,59 @@
+//! A collective as a replica called it.
+
+use std::{fmt, panic::Location};
+
+use candle_core::DType;
+
+use crate::axes::{AxisSet, MeshAxes};
+
+/// A collective that a replica called: what must agree over a group, and where it stands in the
+/// source.
+///
+/// Operation, axes, type and shape must be equal on all replicas of a group. The place need not: a
+/// branch by rank may call the same collective from two places.
+#[derive(Clone, Debug)]
+pub struct CollectiveCall {
+    pub(crate) op: &'static str,
+    /// The dimension, root or pairs of ranks of the operation, if it has any.
+    pub(crate) detail: String,
+    pub(crate) set: AxisSet,
+    pub(crate) axes: MeshAxes,
+    pub(crate) dtype: Option<DType>,
+    pub(crate) shape: Vec<usize>,
+    /// A dimension in which sizes may differ.
+    pub(crate) free_dim: Option<usize>,
+    pub(crate) place: &'static Location<'static>,
+}
+
+impl CollectiveCall {
+    pub(crate) fn agrees_with(&self, other: &Self) -> bool {
+        self.op == other.op
+            && self.detail == other.detail
+            && self.dtype == other.dtype
+            && self.set == other.set
+            && self.free_dim == other.free_dim
+            && self.shape.len() == other.shape.len()
+            && self.sizes().eq(other.sizes())
+    }
+
+    /// The sizes that must agree.
+    fn sizes(&self) -> impl Iterator<Item = usize> {
+        let free_dim = self.free_dim;
+        self.shape
+            .iter()
+            .enumerate()
+            .filter(move |(dim, _)| Some(*dim) != free_dim)
+            .map(|(_, size)| *size)
+    }
+}
+
+impl fmt::Display for CollectiveCall {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { op, detail, axes, dtype, shape, place, .. } = self;
+        write!(f, "{op}{detail}")?;
+        if let Some(dtype) = dtype {
+            write!(f, " of {} {shape:?}", dtype.as_str())?;
+        }
+        write!(f, " over {axes} at {place}")
+    }
+}

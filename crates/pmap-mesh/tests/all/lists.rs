@@ -1,0 +1,257 @@
+//! Lists of tensors of which each replica owns runs: put together, and summed for their owners.
+
+#![allow(clippy::cast_possible_truncation, reason = "sizes are small")]
+
+use candle_core::{DType, Device, Result, Tensor, Var};
+use pmap_mesh::{
+    ALL, DeviceMesh, Error, MeshAxes, Replica, ReplicaError,
+    support::{Run, RunLayout, Tally},
+};
+use process_tests::{assert_same, lists, nothing};
+
+use crate::differential::bits::REDUCIBLE;
+
+/// Runs `f` on every slot of a grid.
+fn everywhere(
+    axes: &[(&str, usize)],
+    f: impl Fn(&Replica) -> Result<()> + Send + Sync + 'static,
+) -> pmap_mesh::Result<()> {
+    let builder =
+        axes.iter().fold(DeviceMesh::builder(), |builder, (name, size)| builder.axis(name, *size));
+    let mesh = builder.pin(false).cpu()?;
+    mesh.pmap(move |ctx, _: Tensor| f(ctx)).in_axes(None).call(nothing())
+}
+
+/// Along one axis, both, and each of two.
+const GRIDS: [&[(&str, usize)]; 4] = [&[("a", 1)], &[("a", 2)], &[("a", 5)], &[("a", 2), ("b", 3)]];
+
+fn sets(axes: &[(&'static str, usize)]) -> Vec<MeshAxes> {
+    axes.iter().map(|(name, _)| (*name).into()).chain([ALL]).collect()
+}
+
+#[test]
+fn runs_are_put_together_and_summed_in_every_type_over_every_set_of_axes() {
+    for axes in GRIDS {
+        for set in sets(axes) {
+            for (seed, dtype) in (0..).zip(REDUCIBLE) {
+                let set = set.clone();
+                everywhere(axes, move |ctx| lists::check(ctx, &set, dtype, seed)).unwrap();
+            }
+        }
+    }
+}
+
+#[test]
+fn numbers_of_eight_bits_are_put_together() {
+    everywhere(&[("a", 3)], |ctx| {
+        let layout = lists::layout(&[(vec![5], DType::F8E4M3)], 3, 1);
+        let whole = Tensor::new(&[0_f32, 1., -2., 0.5, 8.], &Device::Cpu)?;
+        let whole = whole.to_dtype(DType::F8E4M3)?;
+        let own = lists::own(&layout, ctx.slot(), std::slice::from_ref(&whole))?;
+        let gathered = ctx.gather_runs(own, &layout, ALL)?;
+        assert_eq!(
+            gathered[0].to_dtype(DType::F32)?.to_vec1::<f32>()?,
+            whole.to_dtype(DType::F32)?.to_vec1::<f32>()?
+        );
+        Ok(())
+    })
+    .unwrap();
+}
+
+#[test]
+fn gathered_tensors_are_leaves_that_the_replicas_share() {
+    let mesh = DeviceMesh::cpu(2).unwrap();
+    let layout = lists::layout(&[(vec![4, 2], DType::F32)], 2, 0);
+    let gather = mesh.pmap(move |ctx, _: Tensor| {
+        let whole = Tensor::arange(0_f32, 8., &Device::Cpu)?.reshape((4, 2))?;
+        let own = lists::own(&layout, ctx.slot(), &[whole])?;
+        let leaf: Var = ctx.gather_runs(own, &layout, ALL)?.swap_remove(0);
+        let grads = leaf.sqr()?.sum_all()?.backward()?;
+        assert_same(&[grads.get(&leaf).unwrap().clone()], &[(leaf.as_tensor() * 2.0)?.detach()]);
+        ctx.barrier(ALL)?;
+        // One storage: what one writes, all see.
+        if ctx.slot() == 0 {
+            leaf.set(&leaf.zeros_like()?)?;
+        }
+        ctx.barrier(ALL)?;
+        assert_eq!(leaf.sum_all()?.to_scalar::<f32>()?.to_bits(), 0);
+        Ok(())
+    });
+    gather.in_axes(None).call(nothing()).unwrap();
+}
+
+#[test]
+fn what_does_not_fit_the_layout_is_refused_by_name() {
+    let refused = |f: fn(&Replica, RunLayout) -> Result<()>| {
+        let layout = lists::layout(&[(vec![3], DType::F32)], 2, 0);
+        let outcome = everywhere(&[("a", 2), ("b", 1)], move |ctx| f(ctx, layout.clone()));
+        match outcome.unwrap_err() {
+            Error::Replica(ReplicaError::Failed { cause, .. }) => cause.to_string(),
+            other => other.to_string(),
+        }
+    };
+    let ranks = refused(|ctx, layout| ctx.gather_runs(Vec::new(), &layout, "b").map(drop));
+    assert!(ranks.contains("a layout of 2 ranks in a group of 1"), "{ranks}");
+    let count = refused(|ctx, layout| ctx.gather_runs(Vec::new(), &layout, "a").map(drop));
+    assert!(count.contains("0 tensors for the "), "{count}");
+    let size = refused(|ctx, layout| {
+        let own =
+            layout.runs(ctx.slot()).iter().map(|_| Tensor::zeros(9, DType::F32, &Device::Cpu));
+        ctx.gather_runs(own.collect::<Result<_>>()?, &layout, "a").map(drop)
+    });
+    assert!(size.contains("is 9 items of f32, the layout says"), "{size}");
+    let shape = refused(|ctx, layout| {
+        ctx.reduce_runs(vec![Tensor::zeros(4, DType::F32, &Device::Cpu)?], &layout, "a").map(drop)
+    });
+    assert!(shape.contains("tensor 0 is f32 [4], the layout says f32 [3]"), "{shape}");
+    let count = refused(|ctx, layout| ctx.reduce_runs(Vec::new(), &layout, "a").map(drop));
+    assert!(count.contains("0 tensors for a layout of 1"), "{count}");
+}
+
+#[test]
+fn replicas_that_gather_other_units_are_told_both() {
+    let error = everywhere(&[("a", 2)], |ctx| {
+        let name = ["h.0", "h.1"][ctx.slot()];
+        let run = |items| vec![Run { tensor: 0, items }];
+        let layout = RunLayout::new(name, [(4, DType::F32)], [run(0..2), run(2..4)]).unwrap();
+        ctx.gather_runs(vec![Tensor::zeros(2, DType::F32, &Device::Cpu)?], &layout, ALL).map(drop)
+    });
+    let error = error.unwrap_err().to_string();
+    assert!(error.contains("gather_runs(h.0, layout "), "{error}");
+    assert!(error.contains("gather_runs(h.1, layout "), "{error}");
+}
+
+#[test]
+fn sums_of_a_list_go_to_those_who_want_them_in_the_order_in_which_they_do() {
+    // Of small tensors, and with a large one, which the members reduce together.
+    for last in [2, 20_000] {
+        everywhere(&[("a", 3)], move |ctx| {
+            let of = |n: usize, len| Tensor::full((10 * n + ctx.slot()) as u32, len, &Device::Cpu);
+            let list = vec![of(0, 1)?, of(1, 2)?, of(2, 3)?, of(3, last)?];
+            let wanted = [&[3, 0][..], &[2], &[0, 1, 3, 2]][ctx.slot()];
+            let sums = ctx.psum_list(list, wanted, ALL)?;
+            assert_eq!(sums.len(), wanted.len());
+            for (&n, sum) in wanted.iter().zip(&sums) {
+                let len = [1, 2, 3, last][n];
+                assert_eq!(sum.to_vec1::<u32>()?, vec![30 * n as u32 + 3; len]);
+            }
+            Ok(())
+        })
+        .unwrap();
+    }
+    let missing = everywhere(&[("a", 2)], |ctx| {
+        ctx.psum_list(vec![Tensor::zeros(1, DType::F32, &Device::Cpu)?], &[1], ALL).map(drop)
+    });
+    assert!(missing.unwrap_err().to_string().contains("there is no tensor 1 to sum"));
+}
+
+#[test]
+fn setting_a_summed_variable_changes_no_sum() {
+    // Small lists, which no replica waits for others to read.
+    let set = |ctx: &Replica, sum: fn(&Replica, Vec<Tensor>) -> Result<Vec<Tensor>>| {
+        let x = Var::ones(2000, DType::F32, &Device::Cpu)?;
+        let sums = sum(ctx, vec![x.as_tensor().detach(); 2])?;
+        x.set(&x.zeros_like()?)?;
+        assert_eq!(sums[1].to_vec1::<f32>()?, vec![ctx.count() as f32; 2000]);
+        Ok(())
+    };
+    let list = |ctx: &Replica, list: Vec<Tensor>| ctx.psum_list(list, &[0, 1], ALL);
+    let tree = |ctx: &Replica, tree: Vec<Tensor>| ctx.psum(&tree, ALL);
+    for slots in [1, 2] {
+        everywhere(&[("a", slots)], move |ctx| {
+            (0..500).try_for_each(|_| set(ctx, list).and_then(|()| set(ctx, tree)))
+        })
+        .unwrap();
+    }
+}
+
+#[test]
+fn lists_of_other_shapes_are_not_summed() {
+    for rows in [2, 2000] {
+        let error = everywhere(&[("a", 2)], move |ctx| {
+            let dims = if ctx.slot() == 0 { (rows, 3) } else { (3, rows) };
+            ctx.psum_list(vec![Tensor::zeros(dims, DType::F32, &Device::Cpu)?], &[0], ALL).map(drop)
+        });
+        let error = error.unwrap_err().to_string();
+        let shapes = format!("f32 [{rows}, 3] on rank 0 and f32 [3, {rows}] on rank 1");
+        assert!(error.contains(&shapes), "{error}");
+    }
+}
+
+#[test]
+fn a_list_is_summed_along_the_axes_that_are_named() {
+    // Of six slots, those along `a` are three apart.
+    for (axis, members, sums) in [("a", 2, [3, 5, 7, 3, 5, 7]), ("b", 3, [3, 3, 3, 12, 12, 12])] {
+        everywhere(&[("a", 2), ("b", 3)], move |ctx| {
+            let slot = ctx.slot() as u32;
+            let list = [slot, slot + 1].map(|number| Tensor::new(number, &Device::Cpu));
+            let list = list.into_iter().collect::<Result<_>>()?;
+            let found = ctx.psum_list(list, &[1, 0], axis)?;
+            let found: Vec<u32> = found.iter().map(Tensor::to_scalar).collect::<Result<_>>()?;
+            assert_eq!(found, [sums[ctx.slot()] + members, sums[ctx.slot()]]);
+            Ok(())
+        })
+        .unwrap();
+    }
+}
+
+#[test]
+fn an_empty_run_is_not_the_run_that_ends_where_it_is() {
+    // More than members of a group sum up each for themselves.
+    const SIZE: usize = 16_384;
+    let run = |items| Run { tensor: 0, items };
+    let runs = [vec![run(0..SIZE)], vec![run(SIZE..SIZE), run(0..0)]];
+    let layout = RunLayout::new("unit", [(vec![SIZE], DType::F32)], runs).unwrap();
+    everywhere(&[("a", 2)], move |ctx| {
+        let ones = Tensor::ones(SIZE, DType::F32, &Device::Cpu)?;
+        let sums = ctx.reduce_runs(vec![ones], &layout, ALL)?;
+        let sizes: Vec<usize> = sums.iter().map(Tensor::elem_count).collect();
+        assert_eq!(sizes, if ctx.slot() == 0 { vec![SIZE] } else { vec![0, 0] });
+        Ok(())
+    })
+    .unwrap();
+}
+
+#[test]
+fn a_tree_is_reduced_in_one_collective_and_its_gradients_are_those_of_its_tensors() {
+    let mesh = DeviceMesh::builder().axis("a", 2).pin(false).cpu().unwrap();
+    let run = mesh.pmap(|ctx, _: Tensor| {
+        let x = Var::new(&[1_f32 + ctx.slot() as f32, 3.], &Device::Cpu)?;
+        let y = Var::new(2_f64, &Device::Cpu)?;
+        let counts = Tensor::new(&[7_u32, ctx.slot() as u32], &Device::Cpu)?;
+        let tree = (x.sqr()?, vec![(y.as_tensor() * 5.)?]);
+        let (sums, means) = (ctx.psum(&(tree.clone(), counts), ALL)?, ctx.pmean(&tree, ALL)?);
+        let ((x_sum, y_sum), counts) = sums;
+        assert_eq!(x_sum.to_vec1::<f32>()?, [5., 18.]);
+        assert_eq!((y_sum[0].to_scalar::<f64>()?, counts.to_vec1::<u32>()?), (20., vec![14, 1]));
+        assert_eq!(means.0.to_vec1::<f32>()?, [2.5, 9.]);
+
+        let loss = (x_sum.sum_all()?.to_dtype(DType::F64)? * y_sum[0].to_scalar::<f64>()?)?;
+        let grads = (loss + (&means.1[0] * 4.)?)?.backward()?;
+        let of_x = grads.get(&x).map(Tensor::to_vec1::<f32>).transpose()?;
+        assert_eq!(of_x, Some(vec![40. * (1. + ctx.slot() as f32), 120.]));
+        let of_y = grads.get(&y).map(Tensor::to_scalar::<f64>).transpose()?;
+        assert_eq!(of_y, Some(10.));
+        Ok(())
+    });
+    run.in_axes(None).call(process_tests::nothing()).unwrap();
+    for traffic in mesh.traffic() {
+        let bytes = (2 * 4 + 8) + 2 * 4 + (2 * 4 + 8);
+        assert_eq!(traffic.all_reduce, Tally { calls: 2, bytes });
+    }
+}
+
+#[test]
+fn trees_that_differ_are_told_both_and_integers_have_no_mean() {
+    let error = everywhere(&[("a", 2)], |ctx| {
+        let x = Tensor::zeros(2, DType::F32, &Device::Cpu)?;
+        ctx.psum(&vec![x; 2 + ctx.slot()], ALL).map(drop)
+    });
+    let error = error.unwrap_err().to_string();
+    assert!(error.contains("psum of 2 tensors") && error.contains("psum of 3 tensors"), "{error}");
+    let error = everywhere(&[("a", 2)], |ctx| {
+        let x = Tensor::zeros(2, DType::F32, &Device::Cpu)?;
+        ctx.pmean(&(x.to_dtype(DType::U32)?, x), ALL).map(drop)
+    });
+    assert!(error.unwrap_err().to_string().contains("pmean of type u32 is not possible"));
+}

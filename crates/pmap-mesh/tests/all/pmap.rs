@@ -1,0 +1,868 @@
+//! The success criteria of the pmap spec, and what happens when a call cannot succeed.
+
+#![allow(clippy::float_cmp, reason = "small whole numbers are exact")]
+
+use std::{
+    sync::{Mutex, mpsc},
+    time::Duration,
+};
+
+use candle_core::{DType, Device, Tensor};
+use core_types::Seed;
+use pmap_mesh::{
+    ALL, DeviceMesh, Error, MeshError, P, Replica, ReplicaError, Side, SpecFault, TensorTree,
+    Uneven, ValueError,
+};
+
+use crate::differential::bits::REDUCIBLE;
+
+/// 0, 1, 2, … in this shape.
+fn iota(shape: (usize, usize)) -> Tensor {
+    let len = u32::try_from(shape.0 * shape.1).unwrap();
+    Tensor::arange(0, len, &Device::Cpu)
+        .unwrap()
+        .to_dtype(DType::F32)
+        .unwrap()
+        .reshape(shape)
+        .unwrap()
+}
+
+fn rows(tensor: &Tensor) -> Vec<Vec<f32>> {
+    tensor.to_vec2().unwrap()
+}
+
+#[test]
+fn a_function_of_one_input_gives_what_it_gives_on_one_device() {
+    let x = iota((12, 5));
+    for devices in [1, 2, 3, 4, 6, 12] {
+        let parallel = DeviceMesh::cpu(devices).unwrap().pmap(|_, x: Tensor| x.sqr()? + 1.0);
+        assert_eq!(
+            rows(&parallel.call(x.clone()).unwrap()),
+            rows(&(x.sqr().unwrap() + 1.0).unwrap())
+        );
+    }
+}
+
+#[test]
+fn of_two_inputs_the_first_is_sharded_and_the_second_replicated() {
+    let (x, w) = (iota((6, 4)), iota((4, 3)));
+    let parallel = DeviceMesh::cpu(3).unwrap().pmap(|replica, (x, w): (Tensor, Tensor)| {
+        assert_eq!((replica.count(), x.dims(), w.dims()), (3, &[2, 4][..], &[4, 3][..]));
+        x.matmul(&w)
+    });
+    assert_eq!(rows(&parallel.call((x.clone(), w.clone())).unwrap()), rows(&x.matmul(&w).unwrap()));
+}
+
+#[test]
+fn every_pair_of_in_axes_gives_the_same_sum_of_products() {
+    let mesh = DeviceMesh::cpu(2).unwrap();
+    let (x, y) = (iota((4, 6)), iota((4, 6)));
+    let whole: f32 = (&x * &y).unwrap().sum_all().unwrap().to_scalar().unwrap();
+    for axis in [0, 1, -1, -2] {
+        let dot = mesh
+            .pmap(|_, (x, y): (Tensor, Tensor)| (x * y)?.sum_all())
+            .in_axes([Some(axis), Some(axis)])
+            .out_axes(P::sum(ALL));
+        assert_eq!(dot.call((x.clone(), y.clone())).unwrap().to_scalar::<f32>().unwrap(), whole);
+    }
+}
+
+#[test]
+fn shards_lie_in_mesh_order_and_gather_back_along_any_axis() {
+    let x = iota((4, 6));
+    for axis in [0, 1, -1, -2] {
+        let tag = DeviceMesh::cpu(2)
+            .unwrap()
+            .pmap(|replica, x: Tensor| x + replica.slot() as f64 * 100.0);
+        let tagged = tag.in_axes(Some(axis)).out_axes(Some(axis)).call(x.clone()).unwrap();
+        let second_half = |row: usize, column: usize| {
+            if axis.rem_euclid(2) == 0 { row >= 2 } else { column >= 3 }
+        };
+        for (row, values) in rows(&tagged).iter().enumerate() {
+            for (column, &value) in values.iter().enumerate() {
+                let tag = if second_half(row, column) { 100.0 } else { 0.0 };
+                assert_eq!(value, (row * 6 + column) as f32 + tag);
+            }
+        }
+    }
+}
+
+#[test]
+fn results_may_be_nothing_several_tensors_or_a_struct() {
+    struct Moments {
+        sum: Tensor,
+        squares: Vec<Tensor>,
+    }
+    impl TensorTree for Moments {
+        fn try_map<E>(&self, f: &mut impl FnMut(&Tensor) -> Result<Tensor, E>) -> Result<Self, E> {
+            Ok(Self { sum: f(&self.sum)?, squares: self.squares.try_map(f)? })
+        }
+    }
+    let mesh = DeviceMesh::cpu(2).unwrap();
+    mesh.pmap(|_, _: Tensor| Ok(())).call(iota((2, 2))).unwrap();
+
+    let moments = mesh.pmap(|_, x: Tensor| {
+        Ok(Moments { sum: x.sum_all()?, squares: vec![x.sqr()?, x.sqr()?.sqr()?] })
+    });
+    let moments =
+        moments.out_axes([P::mean(ALL), P::shard(0, ALL), P::sum(ALL)]).call(iota((2, 2))).unwrap();
+    assert_eq!(moments.sum.to_scalar::<f32>().unwrap(), 3.0);
+    assert_eq!(rows(&moments.squares[0]), [[0.0, 1.0], [4.0, 9.0]]);
+    assert_eq!(rows(&moments.squares[1]), [[16.0, 82.0]]);
+}
+
+#[expect(clippy::disallowed_types, reason = "users have them")]
+#[test]
+fn maps_are_taken_in_the_order_of_their_keys() {
+    type Entries = std::collections::HashMap<&'static str, Tensor>;
+    let mesh = DeviceMesh::cpu(2).unwrap();
+    let means = mesh.pmap(|ctx, mut x: Entries| {
+        let mean = ctx.pmean(&x["a"], ALL)?;
+        x.insert("a", mean);
+        Ok(x)
+    });
+    let means = means.in_axes([P::shard(0, ALL), P::replicate(), P::shard(0, ALL)]);
+    for _ in 0..20 {
+        let names = ["c", "a", "b"].into_iter().zip(1..);
+        let x: Entries = names.map(|(name, columns)| (name, iota((2, columns)))).collect();
+        assert_eq!(rows(&means.call(x).unwrap()["a"]), [[1.0, 2.0], [1.0, 2.0]]);
+    }
+}
+
+/// Each replica waits for a sign of life from the other: run one after the other, they would time
+/// out.
+#[test]
+fn replicas_run_at_the_same_time() {
+    let ((to_first, first), (to_second, second)) = (mpsc::channel(), mpsc::channel());
+    let (to_other, mine) = ([to_second, to_first], [Mutex::new(first), Mutex::new(second)]);
+    let meet = DeviceMesh::cpu(2).unwrap().pmap(move |replica, x: Tensor| {
+        to_other[replica.slot()].send(()).map_err(candle_core::Error::wrap)?;
+        let other = mine[replica.slot()].lock().unwrap().recv_timeout(Duration::from_mins(1));
+        other.map_err(candle_core::Error::wrap)?;
+        Ok(x)
+    });
+    assert_eq!(rows(&meet.call(iota((2, 1))).unwrap()), [[0.0], [1.0]]);
+}
+
+#[test]
+fn calls_from_several_threads_do_not_disturb_each_other() {
+    let add = DeviceMesh::cpu(2).unwrap().pmap(|_, (x, y): (Tensor, Tensor)| x.broadcast_add(&y));
+    std::thread::scope(|scope| {
+        for offset in 0..4_u8 {
+            let add = &add;
+            scope.spawn(move || {
+                for _ in 0..50 {
+                    let y = Tensor::full(f32::from(offset), 1, &Device::Cpu).unwrap();
+                    let sum = add.call((iota((2, 1)), y)).unwrap();
+                    assert_eq!(rows(&sum), [[f32::from(offset)], [f32::from(offset) + 1.0]]);
+                }
+            });
+        }
+    });
+}
+
+#[test]
+fn gradients_of_shards_add_up_to_the_whole_batch_s() {
+    let weight = candle_core::Var::from_tensor(&iota((4, 3))).unwrap();
+    let gradient = |x: &Tensor, weight: &candle_core::Var| {
+        let loss = x.matmul(weight)?.sqr()?.sum_all()?;
+        loss.backward()?.get(weight).cloned().ok_or_else(|| candle_core::Error::msg("no gradient"))
+    };
+    let whole = gradient(&iota((6, 4)), &weight).unwrap();
+    let shared = weight.clone();
+    let parallel = DeviceMesh::cpu(3)
+        .unwrap()
+        .pmap(move |_, x: Tensor| gradient(&x, &shared))
+        .out_axes(P::sum(ALL));
+    assert_eq!(rows(&parallel.call(iota((6, 4))).unwrap()), rows(&whole));
+}
+
+/// A view that begins where its storage has ended.
+fn nothing_behind_the_end() -> Tensor {
+    Tensor::zeros((0, 5), DType::F32, &Device::Cpu).unwrap().narrow(1, 2, 3).unwrap()
+}
+
+#[test]
+fn views_of_nothing_may_begin_behind_the_end_of_their_storage() {
+    let every = [(Uneven::Pad, 0), (Uneven::Pad, 1), (Uneven::Balanced, 1)];
+    for (slots, (uneven, dim)) in [1, 3].into_iter().flat_map(|slots| every.map(|way| (slots, way)))
+    {
+        let mesh = DeviceMesh::cpu(slots).unwrap();
+        let f = mesh.pmap(|ctx, x: Tensor| {
+            read(&x)?;
+            read_all_collectives(ctx)?;
+            Ok(vec![nothing_behind_the_end(); 3])
+        });
+        let f = f.in_axes(Some(dim)).uneven(uneven);
+        let f = f.out_axes([P::concat(1, ALL), P::sum(ALL), P::replicate()]);
+        let results = f.call(nothing_behind_the_end()).unwrap();
+        assert_eq!(results[0].dims(), [0, 3 * slots]);
+        assert_eq!((results[1].dims(), results[2].dims()), (&[0, 3][..], &[0, 3][..]));
+        let shards = mesh.shard(nothing_behind_the_end(), Some(1)).unwrap();
+        shards.shards().iter().try_for_each(read).unwrap();
+    }
+}
+
+fn read_all_collectives(ctx: &pmap_mesh::Replica) -> candle_core::Result<()> {
+    let x = nothing_behind_the_end();
+    read(&ctx.psum(&x, ALL)?)?;
+    read(&ctx.pmax(&x, ALL)?)?;
+    read(&ctx.psum_scatter(&x, 1, ALL)?)?;
+    read(&ctx.all_gather(&x, 0, ALL)?)?;
+    read(&ctx.all_to_all(&x, 1, 0, ALL)?)?;
+    read(&ctx.broadcast(&x, 0, ALL)?)?;
+    read(&ctx.ppermute(&x, &[(0, ctx.count() - 1)], ALL)?)
+}
+
+/// Reads a tensor as candle does, which panics where a view begins behind the end.
+fn read(x: &Tensor) -> candle_core::Result<()> {
+    x.flatten_all()?.to_vec1::<f32>().map(drop)
+}
+
+#[test]
+fn gradients_do_not_cross_a_call() {
+    let mesh = DeviceMesh::cpu(2).unwrap();
+    let w = candle_core::Var::from_tensor(&arange(4)).unwrap();
+    let sum = |ctx: &pmap_mesh::Replica, x: &Tensor| ctx.psum(&x.sqr()?.sum_all()?, ALL);
+    let of_argument = mesh.pmap(move |ctx, x: Tensor| sum(ctx, &x)).out_axes(P::replicate());
+    let captured = w.clone();
+    let of_captured = mesh.pmap(move |ctx, _: Tensor| sum(ctx, &captured)).out_axes(P::replicate());
+    for f in [of_argument.call(w.as_tensor().clone()), of_captured.call(arange(4))] {
+        assert!(f.unwrap().backward().unwrap().get(&w).is_none());
+    }
+    let kept = mesh.shard(w.as_tensor().clone(), Some(0)).unwrap();
+    assert!(kept.shards().iter().all(|shard| !shard.track_op()));
+}
+
+#[test]
+fn an_axis_that_does_not_divide_is_named_with_its_size_and_the_devices() {
+    let mesh = DeviceMesh::cpu(4).unwrap();
+    let error = mesh.pmap(|_, x: Tensor| Ok(x)).call(iota((10, 3))).unwrap_err();
+    assert!(matches!(&error, Error::Specs(faults) if faults.len() == 1));
+    assert_eq!(
+        error.to_string(),
+        "dimension 0 of input 0 of shape [10, 3] has size 10, which does not split evenly over 4 devices; 8 and 12 do, \
+         and `uneven` allows others"
+    );
+}
+
+#[test]
+fn all_faults_are_told_at_once() {
+    let grid = DeviceMesh::builder().axis("data", 2).axis("model", 3).cpu().unwrap();
+    let call = grid.pmap(|_, (x, _, _): (Tensor, Tensor, Tensor)| Ok(x)).in_axes([
+        P::shard(0, "data").and(P::shard(5, "model")),
+        P::shard(0, "rows"),
+        P::sum("data").and(P::shard(0, ALL)),
+    ]);
+    let x = iota((5, 3));
+    let Error::Specs(faults) = call.call((x.clone(), x.clone(), x)).unwrap_err() else {
+        panic!("not about specs")
+    };
+    assert!(matches!(faults[0], SpecFault::Axes { side: Side::In, index: 1, .. }));
+    assert_eq!(
+        faults[1..],
+        [
+            SpecFault::ReducedInput { index: 2 },
+            SpecFault::AxisTwice { side: Side::In, index: 2, axes: "all axes".into() },
+            SpecFault::NotDivisible { index: 0, dim: 0, size: 5, shape: vec![5, 3], parts: 2 },
+            SpecFault::DimOutOfRange { side: Side::In, index: 0, dim: 5, shape: vec![5, 3] },
+            SpecFault::NotDivisible { index: 2, dim: 0, size: 5, shape: vec![5, 3], parts: 6 },
+        ]
+    );
+}
+
+#[test]
+fn axes_out_of_range_are_named_with_the_shape() {
+    let mesh = DeviceMesh::cpu(2).unwrap();
+    for axis in [2, -3, isize::MAX, isize::MIN] {
+        let call = mesh.pmap(|_, x: Tensor| Ok(x)).in_axes(Some(axis)).call(iota((2, 2)));
+        assert_eq!(faults(call), [out_of_range(Side::In, axis, &[2, 2])]);
+        let call = mesh.pmap(|_, x: Tensor| Ok(x)).out_axes(Some(axis)).call(iota((2, 2)));
+        assert_eq!(faults(call), [out_of_range(Side::Out, axis, &[1, 2])]);
+    }
+    let scalar = Tensor::new(1_f32, &Device::Cpu).unwrap();
+    let call = mesh.pmap(|_, x: Tensor| Ok(x)).call(scalar);
+    assert_eq!(faults(call), [out_of_range(Side::In, 0, &[])]);
+}
+
+fn faults(call: pmap_mesh::Result<Tensor>) -> Vec<SpecFault> {
+    match call {
+        Err(Error::Specs(faults)) => faults,
+        other => panic!("expected faults of specs, got {other:?}"),
+    }
+}
+
+fn out_of_range(side: Side, dim: isize, shape: &[usize]) -> SpecFault {
+    SpecFault::DimOutOfRange { side, index: 0, dim, shape: shape.to_vec() }
+}
+
+#[test]
+fn a_wrong_number_of_axes_is_refused() {
+    let mesh = DeviceMesh::cpu(2).unwrap();
+    let call = mesh.pmap(|_, x: Tensor| Ok(x)).in_axes([None, None]).call(iota((2, 2)));
+    assert!(matches!(
+        faults(call)[..],
+        [SpecFault::Count { side: Side::In, specs: 2, arguments: 1, tensors: 1 }]
+    ));
+    let call = mesh.pmap(|_, x: Tensor| Ok(x)).out_axes(Vec::<P>::new()).call(iota((2, 2)));
+    assert!(matches!(
+        faults(call)[..],
+        [SpecFault::Count { side: Side::Out, specs: 0, arguments: 1, tensors: 1 }]
+    ));
+}
+
+#[test]
+fn meshes_of_no_devices_or_too_many_are_refused() {
+    for count in [0, DeviceMesh::MAX_DEVICES + 1, usize::MAX] {
+        let refused =
+            |mesh| matches!(mesh, Err(Error::Mesh(MeshError::Size { count: c, .. })) if c == count);
+        assert!(
+            refused(DeviceMesh::cpu(count))
+                && refused(DeviceMesh::cuda(count))
+                && refused(DeviceMesh::metal(count))
+        );
+    }
+    assert!(matches!(
+        DeviceMesh::new(Vec::new()),
+        Err(Error::Mesh(MeshError::Size { count: 0, .. }))
+    ));
+}
+
+#[test]
+fn axes_and_devices_that_make_no_mesh_are_refused() {
+    let many = (0..17).fold(DeviceMesh::builder(), |mesh, n| mesh.axis(&n.to_string(), 1));
+    assert!(matches!(many.cpu(), Err(Error::Mesh(MeshError::AxisCount { count: 17, max: 16 }))));
+    let twice = DeviceMesh::builder().axis("a", 2).axis("a", 1).cpu();
+    assert!(matches!(twice, Err(Error::Mesh(MeshError::DuplicateAxis { name })) if name == "a"));
+    let too_few = DeviceMesh::builder().axis("a", 2).devices(vec![Device::Cpu]);
+    assert!(matches!(too_few, Err(Error::Mesh(MeshError::DeviceCount { devices: 1, slots: 2 }))));
+}
+
+#[test]
+#[cfg(not(feature = "metal"))]
+fn a_device_that_is_not_there_is_named_with_the_reason() {
+    let error = DeviceMesh::metal(1).unwrap_err();
+    assert_eq!(
+        error.to_string(),
+        "device 0 cannot be opened: the candle crate has not been built with metal support"
+    );
+    assert!(matches!(error, Error::Mesh(MeshError::Device { index: 0, .. })));
+}
+
+#[test]
+fn a_sub_mesh_has_the_devices_at_one_coordinate() {
+    let grid = DeviceMesh::builder().axis("a", 2).axis("b", 3).cpu().unwrap();
+    let row = grid.sub_mesh("a", 1).unwrap();
+    assert_eq!((row.len(), row.axes().collect::<Vec<_>>()), (3, vec![("b", 3)]));
+    let beyond = grid.sub_mesh("b", 3);
+    assert!(
+        matches!(beyond, Err(Error::Mesh(MeshError::Coordinate { axis, coordinate: 3, size: 3 })) if axis == "b")
+    );
+    assert!(matches!(grid.sub_mesh("c", 0), Err(Error::Mesh(MeshError::UnknownAxis { .. }))));
+}
+
+#[test]
+fn an_input_that_cannot_be_cut_is_named_with_the_reason() {
+    // candle copies no tensors of such small floats, as a cut across rows must.
+    let x = Tensor::from_raw_buffer(&[0; 4], DType::F8E8M0, &[2, 2], &Device::Cpu).unwrap();
+    let mesh = DeviceMesh::cpu(2).unwrap();
+    let error = mesh.shard((iota((2, 2)), x), [P::replicate(), P::shard(1, ALL)]).unwrap_err();
+    assert!(matches!(error, Error::Value(ValueError::Shard { index: 1, .. })), "{error:?}");
+    assert!(error.to_string().starts_with("input 1 cannot be sharded: "), "{error}");
+}
+
+#[test]
+fn every_slot_s_list_is_returned_and_a_missing_one_refused() {
+    let mesh = DeviceMesh::cpu(2).unwrap();
+    let lists = vec![vec![iota((1, 2)), iota((2, 1))], Vec::new()];
+    let of_all = mesh.process_allgather(lists).unwrap();
+    assert_eq!([of_all[0].len(), of_all[1].len()], [2, 0]);
+    let missing = mesh.process_allgather(vec![Vec::new()]);
+    assert!(matches!(missing, Err(Error::Value(ValueError::ListCount { lists: 1, slots: 2 }))));
+}
+
+#[test]
+fn a_failing_replica_is_named_and_the_mesh_lives_on() {
+    let fail = DeviceMesh::cpu(3).unwrap().pmap(|replica, x: Tensor| match replica.slot() {
+        1 if x.dims()[1] == 1 => candle_core::bail!("no data"),
+        2 if x.dims()[1] == 2 => panic!("out of order"),
+        _ => Ok(x),
+    });
+    for _ in 0..3 {
+        let error = fail.call(iota((3, 1))).unwrap_err();
+        assert!(
+            matches!(&error, Error::Replica(ReplicaError::Failed { slot: 1, cause, .. }) if cause.to_string().contains("no data"))
+        );
+        let error = fail.call(iota((3, 2))).unwrap_err();
+        assert!(
+            matches!(&error, Error::Replica(ReplicaError::Panicked { slot: 2, message, .. }) if message == "out of order")
+        );
+        assert!(fail.call(iota((3, 3))).is_ok());
+    }
+}
+
+#[test]
+fn outputs_that_do_not_fit_together_are_named() {
+    let mesh = DeviceMesh::cpu(2).unwrap();
+    let uneven = mesh.pmap(|replica, x: Tensor| Ok(vec![x; replica.slot()]));
+    let error = uneven.call(iota((2, 2))).unwrap_err();
+    assert!(matches!(
+        error,
+        Error::Value(ValueError::OutputCount { slot: 1, tensors: 1, expected: 0 })
+    ));
+    let ragged = mesh.pmap(|replica, x: Tensor| x.narrow(1, 0, replica.slot() + 1));
+    assert!(matches!(
+        ragged.call(iota((2, 2))).unwrap_err(),
+        Error::Value(ValueError::Gather { index: 0, .. })
+    ));
+}
+
+#[test]
+fn sums_are_formed_in_the_order_of_the_mesh() {
+    // In single precision 1 is lost beside a hundred millions, unless these have gone before.
+    for (values, sum) in [([1.0, 1e8, -1e8], 0.0), ([1e8, -1e8, 1.0], 1.0), ([1e8, 1.0, -1e8], 0.0)]
+    {
+        let x = Tensor::new(&values.map(|value: f32| value), &Device::Cpu).unwrap();
+        let total = DeviceMesh::cpu(3).unwrap().pmap(|_, x: Tensor| x.sum_all());
+        let total = total.out_axes(P::sum(ALL)).call(x.clone()).unwrap();
+        assert_eq!(total.to_scalar::<f32>().unwrap(), sum, "P::sum of {values:?}");
+        let total = DeviceMesh::cpu(3).unwrap().pmap(|ctx, x: Tensor| ctx.psum(&x, ALL));
+        let total = total.out_axes(P::replicate()).call(x).unwrap();
+        assert_eq!(total.to_vec1::<f32>().unwrap(), [sum], "psum of {values:?}");
+    }
+}
+
+#[test]
+fn results_are_stacked_in_the_order_of_the_mesh_in_any_new_dimension() {
+    let mesh = DeviceMesh::cpu(2).unwrap();
+    let stacked = |dim| {
+        mesh.pmap(|_, x: Tensor| x.flatten_all()).out_axes(P::stack(dim, ALL)).call(iota((2, 2)))
+    };
+    assert_eq!(rows(&stacked(0).unwrap()), [[0.0, 1.0], [2.0, 3.0]]);
+    assert_eq!(rows(&stacked(1).unwrap()), [[0.0, 2.0], [1.0, 3.0]]);
+    assert_eq!(rows(&stacked(-1).unwrap()), [[0.0, 2.0], [1.0, 3.0]]);
+    assert_eq!(faults(stacked(2)), [out_of_range(Side::Out, 2, &[2])]);
+}
+
+#[test]
+fn sums_are_of_any_type_and_means_of_floats() {
+    let mesh = DeviceMesh::cpu(2).unwrap();
+    let reduced = |dtype, axis: P| {
+        let x = iota((2, 2)).to_dtype(dtype).unwrap();
+        mesh.pmap(|_, x: Tensor| Ok(x)).out_axes(axis).call(x)
+    };
+    for dtype in
+        [DType::F32, DType::F64, DType::BF16, DType::F16, DType::U8, DType::U32, DType::I64]
+    {
+        assert_eq!(
+            rows(&reduced(dtype, P::sum(ALL)).unwrap().to_dtype(DType::F32).unwrap()),
+            [[2.0, 4.0]]
+        );
+        let mean = reduced(dtype, P::mean(ALL));
+        if dtype.is_float() {
+            assert_eq!(rows(&mean.unwrap().to_dtype(DType::F32).unwrap()), [[1.0, 2.0]]);
+        } else {
+            assert_eq!(faults(mean), [SpecFault::MeanOfIntegers { index: 0, dtype }]);
+        }
+    }
+}
+
+#[test]
+fn a_grid_cuts_rows_along_one_axis_and_columns_along_the_other() {
+    let grid = DeviceMesh::builder().axis("data", 2).axis("model", 3).cpu().unwrap();
+    let both = || P::shard(0, "data").and(P::shard(1, "model"));
+    let x = iota((4, 6));
+    let tag = grid.pmap(|ctx, x: Tensor| {
+        assert_eq!(x.dims(), [2, 2]);
+        assert_eq!(ctx.slot(), 3 * ctx.axis_index("data")? + ctx.axis_index("model")?);
+        x * 2.0
+    });
+    let tag = tag.in_axes(both()).out_axes(both());
+    assert_eq!(rows(&tag.call(x.clone()).unwrap()), rows(&(&x * 2.0).unwrap()));
+
+    // Cut over both axes at once, it is a row of six.
+    let whole = grid.pmap(|_, x: Tensor| x.sum_all()).in_axes(Some(1)).out_axes(P::stack(0, ALL));
+    assert_eq!(
+        whole.call(x).unwrap().to_vec1::<f32>().unwrap(),
+        [36.0, 40.0, 44.0, 48.0, 52.0, 56.0]
+    );
+}
+
+#[test]
+fn a_dimension_cut_over_two_axes_comes_back_in_order() {
+    let grid = DeviceMesh::builder().axis("a", 2).axis("b", 3).cpu().unwrap();
+    for spec in [
+        P::shard(0, "a").and(P::shard(0, "b")),
+        P::shard(0, "b").and(P::shard(0, "a")),
+        P::shard(0, ["a", "b"]),
+    ] {
+        let sharded = grid.shard(iota((12, 2)), spec.clone()).unwrap();
+        assert_eq!(sharded.shards()[5].dims(), [2, 2]);
+        assert_eq!(rows(&sharded.gather(spec).unwrap()), rows(&iota((12, 2))));
+    }
+}
+
+#[test]
+fn results_that_should_be_replicated_and_are_not_are_found() {
+    let mesh = DeviceMesh::cpu(3).unwrap();
+    let same = mesh.pmap(|_, x: Tensor| x.ones_like()).out_axes(P::replicate());
+    assert_eq!(rows(&same.call(iota((3, 1))).unwrap()), [[1.0]]);
+    let differ = mesh.pmap(|_, x: Tensor| Ok(x)).out_axes(P::replicate()).call(iota((3, 1)));
+    assert!(matches!(
+        differ,
+        Err(Error::Value(ValueError::NotReplicated { index: 0, slot: 1, first: 0 }))
+    ));
+    // Along `a`, which the spec does not name.
+    let along_b = a_2_b_2().pmap(|ctx, _: Tensor| Tensor::new(&[ctx.slot() as f32], &Device::Cpu));
+    let along_b = along_b.out_axes(P::shard(0, "b"));
+    assert!(matches!(
+        along_b.call(arange(4)),
+        Err(Error::Value(ValueError::NotReplicated { index: 0, slot: 2, first: 0 }))
+    ));
+    let trusted = along_b.trust_replicated().call(arange(4)).unwrap();
+    assert_eq!(trusted.to_vec1::<f32>().unwrap(), [0.0, 1.0]);
+}
+
+#[test]
+fn specs_may_be_given_for_arguments_of_several_tensors() {
+    let mesh = DeviceMesh::cpu(2).unwrap();
+    let f = mesh.pmap(|_, (w, x): (Vec<Tensor>, Tensor)| x.matmul(&w[0])?.broadcast_add(&w[1]));
+    let f = f.in_axes([None, Some(0)]);
+    let (w, b, x) = (iota((3, 2)), iota((1, 2)), iota((4, 3)));
+    let serial = x.matmul(&w).unwrap().broadcast_add(&b).unwrap();
+    assert_eq!(rows(&f.call((vec![w, b], x)).unwrap()), rows(&serial));
+}
+
+#[test]
+fn sharded_values_are_passed_on_without_being_gathered() {
+    let mesh = DeviceMesh::cpu(2).unwrap();
+    let scale =
+        mesh.pmap(|_, (w, x): (Tensor, Tensor)| x.broadcast_mul(&w)).in_axes([None, Some(0)]);
+    let w = mesh.shard(iota((1, 2)), P::replicate()).unwrap();
+    let mut x = mesh.shard(iota((4, 2)), Some(0)).unwrap();
+    for _ in 0..2 {
+        x = scale.run(w.clone().zip(x).unwrap()).unwrap();
+    }
+    assert_eq!(x.shards()[1].dims(), [2, 2]);
+    assert_eq!(rows(&x.gather(Some(0)).unwrap()), [[0.0, 1.0], [0.0, 3.0], [0.0, 5.0], [0.0, 7.0]]);
+    let elsewhere = DeviceMesh::cpu(2).unwrap().shard(iota((4, 2)), Some(0)).unwrap();
+    assert!(matches!(w.zip(elsewhere), Err(Error::Value(ValueError::OtherMesh))));
+    // Of two values that are cut, the first says which rows are valid.
+    let [first, second] = [8, 4].map(|len| mesh.shard(iota((len, 1)), Some(0)).unwrap());
+    let rows_of = mesh.pmap(|ctx, _: (Tensor, Tensor)| {
+        assert_eq!(ctx.valid_len(), Some(4));
+        Ok(())
+    });
+    rows_of.run(first.zip(second).unwrap()).unwrap();
+}
+
+#[test]
+fn results_can_be_written_into_tensors_that_are_kept() {
+    let mesh = DeviceMesh::cpu(2).unwrap();
+    let f = mesh
+        .pmap(|ctx, x: Tensor| Ok((x.sqr()?, ctx.psum(&x, ALL)?)))
+        .out_axes([P::shard(1, ALL), P::replicate()]);
+    let f = f.in_axes(Some(1));
+    let kept = (iota((2, 4)), iota((2, 2)));
+    f.call_into(iota((2, 4)), &kept).unwrap();
+    assert_eq!(rows(&kept.0), rows(&iota((2, 4)).sqr().unwrap()));
+    assert_eq!(rows(&kept.1), [[2.0, 4.0], [10.0, 12.0]]);
+    let too_large = (iota((2, 6)), iota((2, 2)));
+    let error = f.call_into(iota((2, 4)), &too_large).unwrap_err();
+    assert!(
+        matches!(error, Error::Specs(faults) if matches!(faults[..], [SpecFault::KeptSize { index: 0, size: 4, .. }]))
+    );
+}
+
+#[test]
+fn a_scalar_can_be_written_into_one_that_is_kept() {
+    let total = DeviceMesh::cpu(2).unwrap().pmap(|_, x: Tensor| x.sum_all()).out_axes(P::sum(ALL));
+    let kept = Tensor::new(7_f32, &Device::Cpu).unwrap();
+    total.call_into(iota((2, 2)), &kept).unwrap();
+    let sum: f32 = iota((2, 2)).sum_all().unwrap().to_scalar().unwrap();
+    assert_eq!(kept.to_scalar::<f32>().unwrap().to_bits(), sum.to_bits());
+    // One number in a dimension is another shape.
+    let row = Tensor::new(&[7_f32], &Device::Cpu).unwrap();
+    assert!(matches!(
+        total.call_into(iota((2, 2)), &row),
+        Err(Error::Value(ValueError::Gather { index: 0, .. }))
+    ));
+}
+
+#[test]
+fn shards_of_an_empty_batch_weigh_the_same() {
+    let weight = DeviceMesh::cpu(2)
+        .unwrap()
+        .pmap(|ctx, _: Tensor| Tensor::new(ctx.weight(), &Device::Cpu))
+        .out_axes(P::stack(0, ALL));
+    let weights = weight.call(Tensor::zeros((0, 3), DType::F32, &Device::Cpu).unwrap()).unwrap();
+    let bits: Vec<u64> = weights.to_vec1().unwrap().into_iter().map(f64::to_bits).collect();
+    assert_eq!(bits, [1_f64.to_bits(); 2]);
+}
+
+#[test]
+fn uneven_batches_give_what_the_whole_batch_gives() {
+    for (devices, size) in [(2, 5), (3, 4), (4, 9), (4, 5), (3, 3)] {
+        let x = iota((size, 2));
+        let mean: Vec<f32> = x.mean(0).unwrap().to_vec1().unwrap();
+        for uneven in [Uneven::Pad, Uneven::Balanced] {
+            let mesh = DeviceMesh::cpu(devices).unwrap();
+            let f = mesh.pmap(move |ctx, x: Tensor| {
+                let len = ctx.valid_len().unwrap();
+                // A mean of no rows counts nothing.
+                let mean = if len == 0 { x.sum(0)? } else { x.narrow(0, 0, len)?.mean(0)? };
+                Ok((x.sqr()?, ctx.pmean(&(mean * ctx.weight())?, ALL)?))
+            });
+            let f = f.out_axes([P::shard(0, ALL), P::replicate()]).uneven(uneven);
+            let (squares, whole) = f.call(x.clone()).unwrap();
+            assert_eq!(rows(&squares), rows(&x.sqr().unwrap()));
+            for (left, right) in whole.to_vec1::<f32>().unwrap().iter().zip(&mean) {
+                assert!(
+                    (left - right).abs() < 1e-5,
+                    "{devices} {size} {uneven:?}: {left} for {right}"
+                );
+            }
+        }
+    }
+    let too_few = DeviceMesh::cpu(3)
+        .unwrap()
+        .pmap(|_, x: Tensor| Ok(x))
+        .uneven(Uneven::Balanced)
+        .call(iota((2, 1)));
+    assert!(matches!(faults(too_few)[..], [SpecFault::NotDivisible { size: 2, parts: 3, .. }]));
+}
+
+#[test]
+fn random_numbers_depend_on_seed_step_and_replica_alone() {
+    let draw = |devices: usize, seed| {
+        let mesh = DeviceMesh::cpu(devices).unwrap();
+        mesh.pmap(|ctx, x: Tensor| ctx.rng().uniform(x.shape())).seed(Seed::new(seed))
+    };
+    let x = iota((4, 2));
+    let first = draw(2, 1);
+    let (a, b) = (rows(&first.call(x.clone()).unwrap()), rows(&first.call(x.clone()).unwrap()));
+    assert!(a != b && a[..2] != a[2..]);
+    assert_eq!(rows(&first.call_at(1, x.clone()).unwrap()), b);
+    assert_eq!(rows(&draw(4, 1).call(x.clone()).unwrap())[0], a[0]);
+    assert_ne!(rows(&draw(2, 2).call(x).unwrap()), a);
+    assert_eq!(a[0], [0.616_152_6, 0.514_784_9], "the stream is pinned");
+}
+
+/// The index in the whole batch of each element of a result, by the offset of its key.
+fn indices(ctx: &Replica, x: &Tensor) -> candle_core::Result<Tensor> {
+    let mut keys = ctx.batch_keys();
+    let first = keys.next_key(x)?;
+    let second = keys.next_key(&x.narrow(0, 0, ctx.valid_len().unwrap())?)?;
+    assert!(first.seed != second.seed && first.offset == second.offset);
+    let offset = first.offset as f32;
+    let size = x.elem_count() as f32;
+    Tensor::arange(offset, offset + size, x.device())?.reshape(x.shape())
+}
+
+#[test]
+fn keys_of_a_batch_say_where_the_elements_of_a_shard_stand() {
+    for (slots, size) in (1..=4).flat_map(|slots| (1..=9).map(move |size| (slots, size))) {
+        let x = iota((size, 3));
+        for uneven in [Uneven::Pad, Uneven::Balanced] {
+            if uneven == Uneven::Balanced && size < slots {
+                continue;
+            }
+            let f = DeviceMesh::cpu(slots).unwrap().pmap(|ctx, x: Tensor| indices(ctx, &x));
+            let found = f.uneven(uneven).call(x.clone()).unwrap();
+            assert_eq!(rows(&found), rows(&x), "{slots} slots, {size} rows, {uneven:?}");
+        }
+        // Along one axis after the other, and not along a third.
+        let grid = DeviceMesh::builder().axis("a", slots).axis("b", 2).axis("c", 2).cpu().unwrap();
+        let f = grid.pmap(|ctx, x: Tensor| indices(ctx, &x)).uneven(Uneven::Pad);
+        let twice = || P::shard(0, "a").and(P::shard(0, "b"));
+        let found = f.in_axes(twice()).out_axes(twice()).call(x.clone()).unwrap();
+        assert_eq!(rows(&found), rows(&x), "{slots} by 2 slots, {size} rows");
+    }
+}
+
+#[test]
+fn keys_of_a_batch_have_one_seed_on_all_replicas() {
+    let seeds = |slots, step| {
+        let f = DeviceMesh::cpu(slots).unwrap().pmap(|ctx, x: Tensor| {
+            let mut keys = ctx.batch_keys();
+            let first = keys.next_key(&x)?.seed.as_u64();
+            let second = keys.next_key(&x)?.seed.as_u64();
+            Tensor::new(&[[(first >> 32) as u32, (second >> 32) as u32]], &Device::Cpu)
+        });
+        let seeds = f.seed(Seed::new(1)).call_at(step, iota((4, 1))).unwrap();
+        seeds.to_vec2::<u32>().unwrap()
+    };
+    let one = seeds(1, 0);
+    assert_eq!(one, [[721_600_478, 2_900_953_130]], "the seeds are pinned");
+    assert_eq!(seeds(4, 0), vec![one[0].clone(); 4]);
+    assert_ne!(seeds(1, 1), one);
+}
+
+#[test]
+fn a_key_for_what_has_no_rows_of_the_batch_is_refused() {
+    type Pick = fn(Tensor) -> candle_core::Result<Tensor>;
+
+    let key = |spec: P, pick: fn(Tensor) -> candle_core::Result<Tensor>| {
+        let f = DeviceMesh::cpu(2).unwrap().pmap(move |ctx, x: Tensor| {
+            Tensor::new(ctx.batch_keys().next_key(&pick(x)?)?.offset as f32, &Device::Cpu)
+        });
+        f.in_axes(spec).out_axes(P::stack(0, ALL)).call(iota((4, 6)))
+    };
+    let offsets = key(P::shard(0, ALL), Ok).unwrap();
+    assert_eq!(offsets.to_vec1::<f32>().unwrap(), [0.0, 12.0]);
+    // Whoever has the whole draws what the others draw.
+    let whole = key(P::replicate(), |x| x.flatten_all()).unwrap();
+    assert_eq!(whole.to_vec1::<f32>().unwrap(), [0.0, 0.0]);
+    let refused: [(P, Pick); 3] = [
+        (P::shard(1, ALL), Ok),
+        (P::shard(0, ALL), |x| x.flatten_all()),
+        (P::shard(0, ALL), |x| x.sum_all()),
+    ];
+    for (spec, pick) in refused {
+        assert!(matches!(key(spec, pick), Err(Error::Replica(ReplicaError::Failed { .. }))));
+    }
+}
+
+#[test]
+fn steps_of_calls_from_several_threads_do_not_mix() {
+    let mesh = DeviceMesh::cpu(1).unwrap();
+    let draw = mesh.pmap(|ctx, x: Tensor| ctx.rng().uniform(x.shape()));
+    let stream = |step| bytes(&draw.call_at(step, arange(4)).unwrap());
+    let expected: Vec<_> = (0..400).map(stream).collect();
+    std::thread::scope(|scope| {
+        for first in 0..4_u16 {
+            let (stream, expected) = (&stream, &expected);
+            scope.spawn(move || {
+                for step in (first..400).step_by(4) {
+                    assert!(stream(step.into()) == expected[usize::from(step)], "step {step}");
+                }
+            });
+        }
+    });
+    // Their numbers are no count: the first call without one is the first.
+    assert!(bytes(&draw.call(arange(4)).unwrap()) == expected[0]);
+}
+
+#[test]
+fn threads_end_with_the_last_clone_of_their_mesh() {
+    let mesh = DeviceMesh::cpu(4).unwrap();
+    let f = mesh.pmap(|_, x: Tensor| Ok(x));
+    drop(mesh);
+    assert!(f.call(iota((4, 1))).is_ok());
+    let started = std::time::Instant::now();
+    // Joins all workers: it would not return if one of them stayed.
+    drop(f);
+    assert!(started.elapsed() < Duration::from_mins(1));
+}
+
+/// The numbers of a replica, in a type: sums depend on their order, overflow in small integers, and
+/// are rounded in halves.
+fn summands(slot: usize, dtype: DType) -> candle_core::Result<Tensor> {
+    let value = |n: usize| ((n * 7919 + slot * 104_729) % 2003) as f64 * 0.37 - 300.0;
+    let values: Vec<f64> = (0..300).map(value).chain([60_000.0, 256.0]).collect();
+    let x = Tensor::new(values, &Device::Cpu)?;
+    if dtype.is_int() { x.abs()?.clamp(0.0, 255.0)?.to_dtype(dtype) } else { x.to_dtype(dtype) }
+}
+
+fn bytes(x: &Tensor) -> Vec<u8> {
+    let mut bytes = Vec::new();
+    x.write_bytes(&mut bytes).unwrap();
+    bytes
+}
+
+#[test]
+fn sums_and_means_of_results_have_the_bits_of_those_inside_the_function() {
+    for (slots, dtype) in (1..=5).flat_map(|slots| REDUCIBLE.map(|dtype| (slots, dtype))) {
+        let mesh = DeviceMesh::cpu(slots).unwrap();
+        let sums = mesh.pmap(move |ctx, ()| {
+            let x = summands(ctx.slot(), dtype)?;
+            Ok((ctx.psum(&x, ALL)?, x))
+        });
+        let (inside, outside) = sums.out_axes([P::replicate(), P::sum(ALL)]).call(()).unwrap();
+        assert!(bytes(&inside) == bytes(&outside), "sum of {dtype:?} on {slots}");
+        if dtype.is_float() {
+            let means = mesh.pmap(move |ctx, ()| {
+                let x = summands(ctx.slot(), dtype)?;
+                Ok((ctx.pmean(&x, ALL)?, x))
+            });
+            let (inside, outside) =
+                means.out_axes([P::replicate(), P::mean(ALL)]).call(()).unwrap();
+            assert!(bytes(&inside) == bytes(&outside), "mean of {dtype:?} on {slots}");
+        }
+    }
+}
+
+fn arange(len: u8) -> Tensor {
+    Tensor::arange(0_f32, f32::from(len), &Device::Cpu).unwrap()
+}
+
+fn a_2_b_2() -> DeviceMesh {
+    DeviceMesh::builder().axis("a", 2).axis("b", 2).cpu().unwrap()
+}
+
+/// Dimension 0, cut by one axis after the other.
+fn twice() -> P {
+    P::shard(0, "a").and(P::shard(0, "b"))
+}
+
+#[test]
+fn a_dimension_whose_first_cut_is_uneven_is_not_cut_again() {
+    for (b, mesh) in [1, 2].map(|b| (b, DeviceMesh::builder().axis("a", 2).axis("b", b).cpu())) {
+        let identity = mesh.unwrap().pmap(|_, x: Tensor| Ok(x)).in_axes(twice()).out_axes(twice());
+        let refused = identity.uneven(Uneven::Balanced).call(arange(5));
+        let fault =
+            SpecFault::CutAfterUneven { index: 0, dim: 0, size: 5, shape: vec![5], parts: 2 };
+        assert_eq!(faults(refused), [fault], "b {b}");
+    }
+    let refused = a_2_b_2().pmap(|_, x: Tensor| Ok(x)).in_axes(twice()).call(arange(5));
+    let fault = SpecFault::NotDivisible { index: 0, dim: 0, size: 5, shape: vec![5], parts: 2 };
+    assert_eq!(faults(refused), [fault]);
+}
+
+#[test]
+fn what_is_cut_twice_comes_back_whole_and_each_shard_knows_its_rows() {
+    let cases =
+        (0..=17).flat_map(|len| [Uneven::Pad, Uneven::Balanced].map(|uneven| (len, uneven)));
+    // Balanced shards can be cut again if they are of one size, each of at least two rows.
+    let is_possible = |len, uneven| uneven == Uneven::Pad || (len % 2 == 0 && len >= 4) || len == 0;
+    for (len, uneven) in cases.filter(|&(len, uneven)| is_possible(len, uneven)) {
+        let f = a_2_b_2().pmap(|ctx, x: Tensor| {
+            let real = x.narrow(0, 0, ctx.valid_len().unwrap())?;
+            let ends = Tensor::new(&[real.elem_count() as f64, ctx.weight()], &Device::Cpu)?;
+            Ok((x, real.sum_all()?, ends))
+        });
+        let f = f.in_axes(twice()).out_axes([twice(), P::sum(ALL), P::sum(ALL)]).uneven(uneven);
+        let (x, sum, ends) = f.call(arange(len)).unwrap();
+        assert_eq!(bytes(&x), bytes(&arange(len)), "{len} {uneven:?}");
+        assert_eq!(sum.to_scalar::<f32>().unwrap(), (0..len).map(f32::from).sum::<f32>());
+        let ends: Vec<f64> = ends.to_vec1().unwrap();
+        assert_eq!(ends[0], f64::from(len));
+        assert!(len == 0 || (ends[1] - 4.0).abs() < 1e-12, "{len} {uneven:?}: {}", ends[1]);
+    }
+}
+
+#[test]
+fn padding_in_two_dimensions_is_cut_back_in_both() {
+    let both = || P::shard(0, "a").and(P::shard(1, "b"));
+    let f = a_2_b_2().pmap(|_, x: Tensor| x + 1.0).in_axes(both()).out_axes(both());
+    let f = f.uneven(Uneven::Pad);
+    for shape in [(3, 3), (1, 5), (4, 1), (2, 3)] {
+        let x = iota(shape);
+        assert_eq!(rows(&f.call(x.clone()).unwrap()), rows(&(x + 1.0).unwrap()));
+    }
+}
+
+#[test]
+fn what_is_no_padding_is_kept() {
+    let numbers = DeviceMesh::cpu(2).unwrap().pmap(|ctx, x: Tensor| {
+        let numbers = Tensor::full(ctx.slot() as f32, 3, &Device::Cpu)?;
+        Ok((x, numbers))
+    });
+    let numbers = numbers.out_axes([P::shard(0, ALL), P::concat(0, ALL)]).uneven(Uneven::Pad);
+    let (x, numbers) = numbers.call(arange(5)).unwrap();
+    assert_eq!(bytes(&x), bytes(&arange(5)));
+    assert_eq!(numbers.to_vec1::<f32>().unwrap(), [0.0, 0.0, 0.0, 1.0, 1.0, 1.0]);
+
+    let cut = DeviceMesh::cpu(2).unwrap().pmap(|_, x: Tensor| Ok(x)).in_axes(P::concat(0, ALL));
+    assert_eq!(faults(cut.call(arange(4))), [SpecFault::ReducedInput { index: 0 }]);
+}

@@ -1,0 +1,22 @@
+//! Random programs on random meshes, and a reference that knows nothing of the crate.
+//!
+//! A program is plain data, made from a seed, and interpreted twice. A case that fails prints its
+//! program and how to run it alone. `DIFFERENTIAL_CASES` sets the number of cases of each test,
+//! `DIFFERENTIAL_SEED` the first seed.
+
+pub(crate) mod array;
+pub(crate) mod bits;
+pub(crate) mod cases;
+#[allow(dead_code, reason = "processes need only a part of it")]
+pub(crate) mod faults;
+pub(crate) mod generate;
+pub(crate) mod gradients;
+pub(crate) mod grid;
+pub(crate) mod layout;
+pub(crate) mod op;
+pub(crate) mod program;
+pub(crate) mod random;
+pub(crate) mod reference;
+pub(crate) mod spec;
+pub(crate) mod tested;
+pub(crate) mod underway;

@@ -1,0 +1,213 @@
+//! The same test bodies on every kind of device that is there; the others are skipped, and say so.
+
+mod moves;
+mod training;
+mod underway;
+
+use candle_core::{DType, Device, Tensor, Var};
+use candle_distributed::{
+    mesh::{ALL, DeviceMesh, P, Uneven},
+    train::{DataParallel, value_and_grad},
+};
+use candle_nn::{Linear, Module, Optimizer, SGD, VarMap, linear};
+
+/// A mesh of two slots for each kind of device, and each way to open one: two devices if there are so
+/// many, else the first one twice.
+fn meshes() -> Vec<DeviceMesh> {
+    let mut meshes = vec![DeviceMesh::cpu(2).unwrap()];
+    let kinds = [
+        ("cuda", Device::new_cuda as fn(usize) -> _),
+        ("cuda, streams of their own", Device::new_cuda_with_stream),
+        ("metal", Device::new_metal),
+    ];
+    for (kind, open) in kinds {
+        match open(0) {
+            Ok(first) => {
+                let second = open(1).unwrap_or_else(|_| first.clone());
+                meshes.push(DeviceMesh::new(vec![first, second]).unwrap());
+            }
+            Err(error) => eprintln!("SKIPPED on {kind}: {error}"),
+        }
+    }
+    meshes
+}
+
+/// 0, 1, 2, … in this shape, on the host.
+fn iota(shape: (usize, usize)) -> Tensor {
+    let len = u32::try_from(shape.0 * shape.1).unwrap();
+    Tensor::arange(0, len, &Device::Cpu)
+        .unwrap()
+        .to_dtype(DType::F32)
+        .unwrap()
+        .reshape(shape)
+        .unwrap()
+}
+
+/// A tensor on another device, with its gradients, which go back the same way: candle's copies from
+/// one GPU to another may read what has been given to others by then.
+fn moved(x: &Tensor, device: &Device) -> candle_core::Result<Tensor> {
+    x.to_device(&Device::Cpu)?.to_device(device)
+}
+
+fn rows(tensor: &Tensor) -> Vec<Vec<f32>> {
+    tensor.to_vec2().unwrap()
+}
+
+#[test]
+fn shards_lie_on_their_devices_and_come_back_in_order() {
+    for mesh in meshes() {
+        for axis in [0, 1] {
+            let square = mesh.pmap(|replica, x: Tensor| {
+                assert!(x.device().same_device(replica.device()));
+                x.sqr()
+            });
+            let square = square.in_axes(P::shard(axis, ALL)).out_axes(P::shard(axis, ALL));
+            let x = iota((4, 6));
+            let result = square.call(x.clone()).unwrap();
+            assert!(result.device().same_device(&mesh.devices()[0]));
+            assert_eq!(rows(&result), rows(&x.sqr().unwrap()));
+        }
+    }
+}
+
+#[test]
+fn replicated_inputs_are_whole_everywhere() {
+    for mesh in meshes() {
+        let matmul = mesh.pmap(|_, (x, w): (Tensor, Tensor)| x.matmul(&w));
+        let (x, w) = (iota((4, 3)), iota((3, 2)));
+        assert_eq!(
+            rows(&matmul.call((x.clone(), w.clone())).unwrap()),
+            rows(&x.matmul(&w).unwrap())
+        );
+    }
+}
+
+#[test]
+fn gradients_of_shards_add_up_on_the_first_device() {
+    for mesh in meshes() {
+        let weight =
+            Var::from_tensor(&iota((3, 2)).to_device(&mesh.devices()[0]).unwrap()).unwrap();
+        let shared = weight.clone();
+        let gradient = mesh
+            .pmap(move |replica, x: Tensor| {
+                let loss = x.matmul(&moved(shared.as_tensor(), replica.device())?)?.sum_all()?;
+                loss.backward()?
+                    .get(&shared)
+                    .cloned()
+                    .ok_or_else(|| candle_core::Error::msg("no gradient"))
+            })
+            .out_axes(P::sum(ALL));
+        let of_columns = rows(&gradient.call(iota((4, 3))).unwrap());
+        assert_eq!(of_columns, [[18.0, 18.0], [22.0, 22.0], [26.0, 26.0]]);
+    }
+}
+
+#[test]
+fn collectives_give_every_device_what_the_others_brought() {
+    for mesh in meshes() {
+        let run = mesh.pmap(|ctx, x: Tensor| {
+            let (sum, max) = (ctx.psum(&x, ALL)?, ctx.pmax(&x, ALL)?);
+            let (gathered, scattered) =
+                (ctx.all_gather(&x, 0, ALL)?, ctx.psum_scatter(&x, 1, ALL)?);
+            let (swapped, first) =
+                (ctx.ppermute(&x, &[(0, 1), (1, 0)], ALL)?, ctx.broadcast(&x, 0, ALL)?);
+            let exchanged = ctx.all_to_all(&x, 1, 0, ALL)?;
+            for result in [&sum, &max, &gathered, &scattered, &swapped, &first, &exchanged] {
+                assert!(result.device().same_device(ctx.device()));
+            }
+            Ok(((sum, max, gathered), (scattered, swapped, first, exchanged)))
+        });
+        let run = run.out_axes(
+            [P::stack(0, ALL), P::stack(0, ALL), P::stack(0, ALL), P::shard(1, ALL)]
+                .into_iter()
+                .chain([P::shard(0, ALL), P::stack(0, ALL), P::stack(0, ALL)])
+                .collect::<Vec<_>>(),
+        );
+        let ((sum, max, gathered), (scattered, swapped, first, exchanged)) =
+            run.call(iota((2, 4))).unwrap();
+        let twice = |tensor: &Tensor| tensor.to_vec3::<f32>().unwrap();
+        assert_eq!(twice(&sum), vec![vec![vec![4.0, 6.0, 8.0, 10.0]]; 2]);
+        assert_eq!(twice(&max), vec![vec![vec![4.0, 5.0, 6.0, 7.0]]; 2]);
+        assert_eq!(twice(&gathered), vec![rows(&iota((2, 4))); 2]);
+        assert_eq!(rows(&scattered), [[4.0, 6.0, 8.0, 10.0]]);
+        assert_eq!(rows(&swapped), [[4.0, 5.0, 6.0, 7.0], [0.0, 1.0, 2.0, 3.0]]);
+        assert_eq!(twice(&first), vec![vec![vec![0.0, 1.0, 2.0, 3.0]]; 2]);
+        assert_eq!(twice(&exchanged), [[[0.0, 1.0], [4.0, 5.0]], [[2.0, 3.0], [6.0, 7.0]]]);
+    }
+}
+
+#[test]
+fn gradients_run_through_collectives_on_every_device() {
+    for mesh in meshes() {
+        let run = mesh.pmap(|ctx, x: Tensor| {
+            let var = Var::from_tensor(&x)?;
+            // Every replica's loss takes all rows, each with the replica's own weight.
+            let gathered = ctx.all_gather(var.as_tensor(), 0, ALL)?;
+            let grads = (gathered * (ctx.slot() + 1) as f64)?.sum_all()?.backward()?;
+            grads.get(&var).cloned().ok_or_else(|| candle_core::Error::msg("no gradient"))
+        });
+        assert_eq!(rows(&run.call(iota((4, 2))).unwrap()), [[3.0, 3.0]; 4]);
+    }
+}
+
+#[test]
+fn uneven_batches_and_random_numbers_are_the_same_everywhere() {
+    for mesh in meshes() {
+        let padded =
+            mesh.pmap(|_, x: Tensor| x.sqr()).uneven(Uneven::Pad).call(iota((3, 2))).unwrap();
+        assert_eq!(rows(&padded), rows(&iota((3, 2)).sqr().unwrap()));
+        let noise =
+            mesh.pmap(|ctx, x: Tensor| ctx.rng().uniform(x.shape())).call(iota((2, 2))).unwrap();
+        let on_cpu =
+            DeviceMesh::cpu(2).unwrap().pmap(|ctx, x: Tensor| ctx.rng().uniform(x.shape()));
+        assert_eq!(rows(&noise), rows(&on_cpu.call(iota((2, 2))).unwrap()));
+    }
+}
+
+#[test]
+fn a_data_parallel_step_is_a_step_of_the_whole_batch() {
+    for mesh in meshes() {
+        let home = &mesh.devices()[0];
+        let vars = VarMap::new();
+        let mut model = DataParallel::builder(&mesh, |vb| linear(3, 1, vb))
+            .variables(&vars)
+            .build(|group| SGD::new(group.vars, 0.1))
+            .unwrap();
+        let weight = vars.data().lock().unwrap()["weight"].clone();
+        let before = Var::from_tensor(&weight.copy().unwrap().detach()).unwrap();
+        let bias = vars.data().lock().unwrap()["bias"].copy().unwrap().detach();
+
+        let x = (iota((4, 3)) / 12.0).unwrap();
+        let loss = |model: &Linear, x: &Tensor| model.forward(x)?.sqr()?.mean_all();
+        let (whole, shared) =
+            (x.to_device(home).unwrap(), Linear::new(before.as_tensor().clone(), Some(bias)));
+        let serial = loss(&shared, &whole).unwrap();
+        let gradient = serial.backward().unwrap().get(&before).cloned().unwrap();
+
+        let parallel =
+            model.step(x.clone(), move |_, model: &Linear, x: Tensor| loss(model, &x)).unwrap();
+        model.check_in_sync().unwrap();
+        assert!((parallel.loss - f64::from(scalar(&serial))).abs() < 1e-5);
+        let expected = (before.as_tensor() - (gradient * 0.1).unwrap()).unwrap();
+        let apart = (expected - weight.as_tensor()).unwrap().abs().unwrap().max_all().unwrap();
+        assert!(scalar(&apart) < 1e-5);
+    }
+}
+
+#[test]
+fn value_and_grad_sums_over_devices() {
+    for mesh in meshes() {
+        let weight =
+            Var::from_tensor(&iota((3, 2)).to_device(&mesh.devices()[0]).unwrap()).unwrap();
+        let shared = weight.clone();
+        let step = value_and_grad(&mesh, vec![weight.clone()], move |ctx, x: Tensor| {
+            x.matmul(&moved(shared.as_tensor(), ctx.device())?)?.mean_all()
+        });
+        let (_, grads) = step.call(iota((4, 3))).unwrap();
+        assert_eq!(rows(grads.get(&weight).unwrap()), [[2.25, 2.25], [2.75, 2.75], [3.25, 3.25]]);
+    }
+}
+
+fn scalar(tensor: &Tensor) -> f32 {
+    tensor.to_scalar().unwrap()
+}

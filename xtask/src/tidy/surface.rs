@@ -1,0 +1,233 @@
+//! The rule that each public name has a user: another crate, a program, an example or a page.
+//!
+//! A name on a page of the reference promises something; a name without a user promises it to nobody.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use proc_macro2::{Delimiter, TokenStream, TokenTree};
+
+use crate::tidy::{
+    Violation,
+    imports::{Meaning, Method, Target, Tree},
+};
+
+/// The names that a file uses.
+#[derive(Default)]
+pub(super) struct Uses {
+    /// Names, but for those that it defines.
+    names: BTreeSet<String>,
+    /// Names after a dot that are called, and names after `::`.
+    members: BTreeSet<String>,
+    /// Names after `::`, with the name before.
+    paths: BTreeSet<(String, String)>,
+}
+
+/// Items and modules, each with its public names.
+type Items = BTreeMap<Target, BTreeSet<String>>;
+
+/// Returns the public names of a crate that none of the `users` uses.
+pub(super) fn unused(tree: &Tree, users: &[&Uses]) -> Vec<Violation> {
+    let items = public_items(tree);
+    let mut violations: Vec<_> = methods(tree, &items)
+        .filter(|method| !users.iter().any(|uses| uses.has_method(method)))
+        .map(|method| {
+            violation(&method.file, method.line, &format!("{}::{}", method.owner, method.name))
+        })
+        .collect();
+    for (target, names) in &items {
+        if !users.iter().any(|uses| !uses.names.is_disjoint(names)) {
+            let (file, line) = place(tree, target);
+            violations.extend(names.first().map(|name| violation(file, line, name)));
+        }
+    }
+    violations
+}
+
+/// Returns the methods of public types.
+fn methods<'a>(tree: &'a Tree, items: &'a Items) -> impl Iterator<Item = &'a Method> {
+    let types: BTreeSet<_> = items.keys().filter_map(Target::item).collect();
+    tree.methods.iter().filter(move |method| types.contains(method.owner.as_str()))
+}
+
+fn violation(file: &str, line: usize, name: &str) -> Violation {
+    Violation::new(file, line, format!("no crate, program, example or page uses `{name}`"))
+}
+
+/// Returns the items and modules that a chain of public modules and imports reaches from the root,
+/// with their public names.
+fn public_items(tree: &Tree) -> Items {
+    let mut items = Items::new();
+    let mut waiting = vec![0];
+    let mut seen = BTreeSet::new();
+    while let Some(id) = waiting.pop() {
+        if !seen.insert(id) {
+            continue;
+        }
+        for (name, target) in public_names(tree, id) {
+            if let Target::Module(child) = target {
+                waiting.push(child);
+            }
+            items.entry(target).or_default().insert(name);
+        }
+        let globs = tree.modules[id].globs.iter().filter(|glob| glob.is_public);
+        for target in globs.flat_map(|glob| tree.targets(id, &glob.path)) {
+            if let Target::Module(child) = target {
+                waiting.push(child);
+            }
+        }
+    }
+    items
+}
+
+/// Returns the public names of a module, with their targets.
+fn public_names(tree: &Tree, id: usize) -> Vec<(String, Target)> {
+    let mut names = Vec::new();
+    for (name, meanings) in &tree.modules[id].names {
+        for meaning in meanings.iter().filter(|meaning| meaning.is_public) {
+            let targets = match &meaning.meaning {
+                Meaning::Item => BTreeSet::from([Target::Item(id, name.clone())]),
+                Meaning::Module(child) => BTreeSet::from([Target::Module(*child)]),
+                Meaning::Import(path) => tree.targets(id, path),
+            };
+            names.extend(targets.into_iter().map(|target| (name.clone(), target)));
+        }
+    }
+    names
+}
+
+/// Returns the file and line of an item or module.
+fn place<'a>(tree: &'a Tree, target: &Target) -> (&'a str, usize) {
+    match target {
+        Target::Item(id, name) => {
+            let module = &tree.modules[*id];
+            let line = module.names.get(name).and_then(|meanings| meanings.first());
+            (&module.file, line.map_or(1, |named| named.line))
+        }
+        Target::Module(id) => (&tree.modules[*id].file, 1),
+    }
+}
+
+impl Uses {
+    fn has_method(&self, method: &Method) -> bool {
+        let is_member = method.has_receiver && self.members.contains(&method.name);
+        is_member || self.paths.contains(&(method.owner.clone(), method.name.clone()))
+    }
+
+    /// Reads the names in Rust code.
+    pub(super) fn of_code(code: &str) -> Self {
+        let mut words = Vec::new();
+        // A file that is no Rust is a violation elsewhere.
+        flatten(code.parse().unwrap_or_default(), &mut words);
+        let mut uses = Self::default();
+        for (nth, word) in words.iter().enumerate() {
+            let before = |n: usize| nth.checked_sub(n).map_or("", |at| words[at].as_str());
+            if !word.starts_with(|c: char| c.is_alphabetic() || c == '_') || defines(before(1)) {
+                continue;
+            }
+            uses.names.insert(word.clone());
+            let is_path = before(1) == ":" && before(2) == ":";
+            let after = words.get(nth + 1).map_or("", String::as_str);
+            if is_path || before(1) == "." && ["(", ":"].contains(&after) {
+                uses.members.insert(word.clone());
+            }
+            if is_path {
+                uses.paths.insert((before(3).to_owned(), word.clone()));
+            }
+        }
+        uses
+    }
+
+    /// Reads the names in code font on a page.
+    pub(super) fn of_page(page: &str) -> Self {
+        let mut uses = Self::default();
+        // Every other piece between backticks is code; three of them around a block leave pieces
+        // without text between them.
+        for code in page.split('`').skip(1).step_by(2) {
+            let names = code.split(|c: char| !c.is_alphanumeric() && c != '_');
+            uses.names.extend(names.map(str::to_owned));
+            uses.paths.extend(paths(code));
+        }
+        uses.members = uses.names.clone();
+        uses
+    }
+}
+
+/// Returns each two names in a text with `::` between them.
+fn paths(code: &str) -> Vec<(String, String)> {
+    let is_part = |c: char| c.is_alphanumeric() || c == '_' || c == ':';
+    let words = code.split(|c: char| !is_part(c));
+    let pairs = words.flat_map(|word| {
+        let parts: Vec<_> = word.split("::").map(str::to_owned).collect();
+        parts.windows(2).map(|pair| (pair[0].clone(), pair[1].clone())).collect::<Vec<_>>()
+    });
+    pairs.collect()
+}
+
+/// Returns true if the name after this word is defined by it.
+fn defines(word: &str) -> bool {
+    ["const", "enum", "fn", "let", "mod", "mut", "static", "struct", "trait", "type"]
+        .contains(&word)
+}
+
+/// Appends the words and signs of code, without the ends of groups.
+fn flatten(tokens: TokenStream, words: &mut Vec<String>) {
+    for token in tokens {
+        match token {
+            TokenTree::Group(group) => {
+                words.push(
+                    if group.delimiter() == Delimiter::Parenthesis { "(" } else { "" }.into(),
+                );
+                flatten(group.stream(), words);
+                words.push(String::new());
+            }
+            token => words.push(token.to_string()),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const CRATE: [(&str, &str); 3] = [
+        ("src/lib.rs", "mod a; pub mod b; pub use a::{Used, Idle as Still}; #[doc(hidden)] pub use a::support;"),
+        (
+            "src/a.rs",
+            "pub struct Used; pub struct Idle; pub struct Inner; pub fn support() {}
+             impl Used { pub fn new() -> Self { Self } pub fn ask(&self) {} pub fn rest(&self) {} fn own(&self) {} }
+             impl Inner { pub fn never(&self) {} }",
+        ),
+        ("src/b.rs", "pub fn free() {} pub(crate) fn ours() {}"),
+    ];
+
+    /// The names without a user, of a crate whose only user is this code and this page.
+    fn names(code: &str, page: &str) -> Vec<String> {
+        let files = BTreeMap::from(CRATE);
+        let read = |path: &str| files.get(path).map(ToString::to_string);
+        let tree = Tree::read("src/lib.rs", &read).unwrap();
+        let violations = unused(&tree, &[&Uses::of_code(code), &Uses::of_page(page)]);
+        let name = |violation: Violation| violation.rule.split('`').nth(1).unwrap().to_owned();
+        violations.into_iter().map(name).collect()
+    }
+
+    #[test]
+    fn a_public_name_without_a_user_is_found() {
+        let all = ["b", "Still", "Used", "free", "Used::new", "Used::ask", "Used::rest"];
+        let sorted = |mut names: Vec<String>| {
+            names.sort();
+            names
+        };
+        let expected = sorted(all.map(str::to_owned).to_vec());
+        assert_eq!(sorted(names("", "")), expected);
+        // A name that the code defines, or that is no call, is no use.
+        assert_eq!(
+            sorted(names("fn free() { let b = x.rest; Other::new() }", "free rest")),
+            expected
+        );
+        let code =
+            "use a_crate::{Still, b::free}; fn f(x: a_crate::Used) { vec![x.ask(), Used::new()]; }";
+        assert_eq!(names(code, ""), ["Used::rest"]);
+        assert!(names(code, "Call `Used::rest`.").is_empty());
+        assert!(names(code, "```rust\nx.rest()\n```\n").is_empty());
+    }
+}
