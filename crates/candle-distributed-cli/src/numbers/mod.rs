@@ -1,7 +1,8 @@
 //! Lists of numbers, one per sample, as other programs write them: a text, a NumPy array, JSON, or
 //! nothing but the numbers' bytes.
 //!
-//! The form is recognized by the first bytes, so that a pipe needs no name. All forms but JSON lists
+//! The form is recognized by the first bytes, so that a pipe needs no name and no option: an array
+//! begins with `\x93`, which no UTF-8 text does, JSON with a bracket. All forms but JSON lists
 //! are read one number at a time, and lengths that are held take no more bytes than the largest
 //! needs.
 

@@ -15,6 +15,9 @@ use crate::{
 };
 
 /// A model that a run trains.
+///
+/// One loop trains models with and without adapters, of folders and of bytes: a second loop would
+/// repeat locks, checkpoints, agreement of processes and recovery.
 #[derive(Clone, Debug)]
 pub(crate) struct Model(pub(crate) Llama);
 

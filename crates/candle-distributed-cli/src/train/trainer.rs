@@ -274,6 +274,9 @@ impl Job<'_> {
 }
 
 /// Trains on one batch, and returns its loss.
+///
+/// The whole batch goes to the mesh, which splits it: one order and one list of batches, so neither
+/// depends on the number of devices. A sampler per replica would make both depend on it.
 fn train_on(model: &mut Distributed, tensors: Tensors, learning_rate: f64) -> Result<Step> {
     model.set_learning_rate(learning_rate)?;
     model.step(tensors)

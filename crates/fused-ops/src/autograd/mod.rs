@@ -1,7 +1,8 @@
 //! Records results that kernels have computed in candle's graph.
 //!
 //! candle's custom operations compute when they are applied. Ours compute before: the operation that
-//! candle sees only hands over the result, and holds its backward.
+//! candle sees only hands over the result, and holds its backward. More inputs and outputs than candle
+//! allows (three and one) meet in a token, a scalar that nothing reads; no tensor is copied.
 
 mod mailbox;
 mod multi;
