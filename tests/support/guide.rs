@@ -22,6 +22,7 @@ pages! {
     ComingFromLightning: "../../docs/guide/coming-from-lightning.md";
     ComingFromDeepSpeed: "../../docs/guide/coming-from-deepspeed.md";
     ComingFromTorchtune: "../../docs/guide/coming-from-torchtune.md";
+    ComingFromJax: "../../docs/guide/coming-from-jax.md";
     ComingFromPyTorch: "../../docs/guide/coming-from-pytorch.md";
     Formats: "../../docs/guide/formats.md";
     Measured: "../../docs/guide/measured.md";

@@ -1,4 +1,3 @@
-//! [Coming from JAX]: https://docs.rs/crate/pmap-mesh/latest/source/docs/coming-from-jax.md
 //! [`DeviceMesh`]: crate::DeviceMesh
 //! [`Error`]: crate::Error
 //! [`P`]: crate::P
@@ -63,8 +62,3 @@ pub use crate::error::one_line;
 /// For [`tensor_tree!`], whose callers may have candle under another name.
 #[doc(hidden)]
 pub use candle_core::Tensor as __Tensor;
-
-// The programs of this page are tested.
-#[cfg(doctest)]
-#[doc = include_str!("../docs/coming-from-jax.md")]
-mod coming_from_jax {}
