@@ -8,10 +8,10 @@ macro_rules! pages {
 }
 
 pages! {
+    QuickStart: "../../docs/index.md";
     SplitData: "../../docs/guide/split-data.md";
     CutPadding: "../../docs/guide/cut-padding.md";
     WillItFit: "../../docs/guide/will-it-fit.md";
-    TwoDevices: "../../docs/guide/two-devices.md";
     TwoNodes: "../../docs/multi-node.md";
     Resume: "../../docs/guide/resume.md";
     TrainYourOwnModel: "../../docs/guide/train-your-own-model.md";
@@ -24,6 +24,5 @@ pages! {
     ComingFromTorchtune: "../../docs/guide/coming-from-torchtune.md";
     ComingFromJax: "../../docs/guide/coming-from-jax.md";
     ComingFromPyTorch: "../../docs/guide/coming-from-pytorch.md";
-    Formats: "../../docs/guide/formats.md";
     Measured: "../../docs/guide/measured.md";
 }
