@@ -1,5 +1,4 @@
-//! The examples of the guide, compiled and run: an item for each page that has any. (Pages that are included from a crate are run
-//! there.)
+//! Compiles and runs the examples of the guide: one item per page with Rust on it.
 
 macro_rules! pages {
     ($($name:ident: $path:literal;)*) => {
@@ -16,12 +15,8 @@ pages! {
     Resume: "../../docs/guide/resume.md";
     TrainYourOwnModel: "../../docs/guide/train-your-own-model.md";
     Sharded: "../../docs/guide/from-one-device-to-a-sharded-model.md";
-    ComingFromFsdp: "../../docs/guide/coming-from-fsdp.md";
     TrainableModels: "../../docs/guide/trainable-models.md";
-    ComingFromAccelerate: "../../docs/guide/coming-from-accelerate.md";
-    ComingFromLightning: "../../docs/guide/coming-from-lightning.md";
-    ComingFromDeepSpeed: "../../docs/guide/coming-from-deepspeed.md";
-    ComingFromTorchtune: "../../docs/guide/coming-from-torchtune.md";
+    ComingFromTrainers: "../../docs/guide/coming-from-trainers.md";
     ComingFromJax: "../../docs/guide/coming-from-jax.md";
     ComingFromPyTorch: "../../docs/guide/coming-from-pytorch.md";
     Measured: "../../docs/guide/measured.md";

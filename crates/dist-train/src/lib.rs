@@ -1,26 +1,8 @@
-//! [Coming from PyTorch's DDP and FSDP]: crate::coming_from_ddp
 //! [`AdamW`]: crate::AdamW
-//! [`CheckpointError`]: crate::CheckpointError
+//! [`Checkpoints`]: crate::Checkpoints
 //! [`DataParallel`]: crate::DataParallel
-//! [`Error`]: crate::Error
 //! [`FullyShard`]: crate::FullyShard
-//! [`GradientError`]: crate::GradientError
-//! [`Keep`]: crate::Keep
-//! [`Loss`]: crate::Loss
-//! [`ParameterError`]: crate::ParameterError
-//! [`Schedule`]: crate::Schedule
-//! [`Sgd`]: crate::Sgd
-//! [`ShardingError`]: crate::ShardingError
-//! [`StateDict`]: crate::StateDict
-//! [`StatefulOptimizer`]: crate::StatefulOptimizer
-//! [`SyncBatchNorm`]: crate::SyncBatchNorm
-//! [`TrainingError`]: crate::TrainingError
-//! [`UnitRules`]: crate::UnitRules
 //! [`Units`]: crate::Units
-//! [`declare`]: crate::declare()
-//! [`feed`]: crate::feed()
-//! [`parameter_infos`]: crate::parameter_infos()
-//! [`value_and_grad`]: crate::value_and_grad()
 // The README's links go to the registry. The first of two definitions counts: on this page, where
 // those above come first, they go to the crate itself.
 #![doc = include_str!("../README.md")]
@@ -88,8 +70,3 @@ pub use crate::{
     step::rules::{Evaluation, Step},
     units::{Units, accumulation::Accumulation, keep::Keep, rules::UnitRules},
 };
-
-// The README links to the file; the line above it, which comes first, to this page instead.
-#[cfg(doc)]
-#[doc = include_str!("../docs/coming-from-ddp.md")]
-pub mod coming_from_ddp {}
