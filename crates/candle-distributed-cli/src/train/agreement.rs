@@ -77,10 +77,13 @@ pub(crate) fn check_unchanged(mesh: &DeviceMesh, path: &Path, seen: &Seen) -> Re
     if trainer::largest(mesh, is_changed.into())? == 0 {
         return Ok(());
     }
-    Err(of_first(mesh, || {
-        let changed = format!("the run in {} went on while it was read", path.display());
-        Error::usage(changed).hinted(hint::WENT_ON)
-    }))
+    Err(of_first(mesh, || went_on(path)))
+}
+
+/// Returns the error of a run that another program started or continued in the meantime.
+pub(crate) fn went_on(path: &Path) -> Error {
+    let changed = format!("the run in {} went on while it was read", path.display());
+    Error::usage(changed).hinted(hint::WENT_ON)
 }
 
 /// A new file in the folder, which is made if there is none.

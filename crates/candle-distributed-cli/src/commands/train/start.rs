@@ -32,6 +32,7 @@ use crate::{
     },
     hint, output,
     train::{
+        agreement,
         data::{self, Schedule},
         dataset::DataSet,
         finetune::Finetune,
@@ -39,7 +40,7 @@ use crate::{
         precision::Precision,
         resumed::Resumed,
         run_dir::{self, Seen},
-        settings::{FORMAT_VERSION, Settings},
+        settings::{self, FORMAT_VERSION, Settings},
         sharding::Sharding,
         validation::HeldOut,
     },
@@ -450,6 +451,10 @@ fn refuse_unknown(path: &Path) -> Result<()> {
     let found = run_dir::contents(path)?;
     if found.is_empty() {
         return Ok(());
+    }
+    // It was not there when it was read: another program has just started the run.
+    if found.contains(&settings::FILE) {
+        return Err(agreement::went_on(path));
     }
     let lacks = format!("{} holds {}, but no run.json", path.display(), found.join(" and "));
     Err(Error::usage(lacks).hinted(hint::NO_SETTINGS))
