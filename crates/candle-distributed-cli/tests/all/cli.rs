@@ -9,7 +9,7 @@ use std::{
 
 use serde_json::{Value, json};
 
-use crate::support::{command, file, json, refuses, text};
+use crate::support::{SMALL, command, file, json, refuses, text};
 
 #[test]
 fn sample_prints_one_index_a_line() {
@@ -949,7 +949,7 @@ fn train_resumes_as_if_it_had_not_been_stopped() {
     let run = |name: &str, more: &[&str]| {
         let out = path(name);
         let args = ["train", "--checkpoint-every", "2", "--resume", "--out", out.to_str().unwrap()];
-        text(&[&args, more].concat())
+        text(&[&args, &SMALL[..], more].concat())
     };
     let bytes = |name: &str, file: &str| fs::read(path(name).join(file)).unwrap();
     let losses = |name: &str| -> Vec<Value> {
@@ -1147,7 +1147,8 @@ fn n_steps(out: &Path) -> usize {
 fn train_prints_the_plan_first_and_last_where_the_run_is_and_what_its_model_writes() {
     let dir = tempfile::tempdir().unwrap();
     let out = dir.path().join("run");
-    let printed = text(&["train", "--steps", "1", "--out", out.to_str().unwrap()]);
+    let args = ["train", "--steps", "1", "--context", "32", "--out", out.to_str().unwrap()];
+    let printed = text(&args);
     assert!(printed.starts_with("full over 2 ranks"), "{printed}");
     let end = format!("\nmetrics and model are in {}\nthe model writes:\n", out.display());
     let (_, written) = printed.split_once(&end).unwrap_or_else(|| panic!("{printed}"));

@@ -2,7 +2,10 @@
 
 use std::{fs, path::Path};
 
-use crate::support::run::{Home, contents, copy, replace, said};
+use crate::support::{
+    SMALL,
+    run::{Home, contents, copy, replace, said},
+};
 
 /// What befalls the folder of a run, given that of another.
 type Damage = fn(&Path, other: &Path);
@@ -35,7 +38,7 @@ const TO_A_KILLED_RUN: [(&str, Damage); 25] = [
     ("text", |run, _| replace(run.join("run.json"), "\"text\": \"", "\"text\": \"0")),
     ("tokens", |run, _| replace(run.join("run.json"), "4096", "4097")),
     ("sizes", |run, _| {
-        replace(run.join("run.json"), "\"num_attention_heads\": 4", "\"num_attention_heads\": 2");
+        replace(run.join("run.json"), "\"num_attention_heads\": 2", "\"num_attention_heads\": 4");
     }),
     ("path of the text", |run, _| replace(run.join("run.json"), "text.txt", "text.txu")),
     ("name of a field", |run, _| replace(run.join("run.json"), "\"seed\"", "\"teee\"")),
@@ -119,7 +122,7 @@ fn damage_is_noticed_or_the_run_ends_as_without_it() {
         damage(&home.at(name), &home.at("other"));
         let damaged = contents(&home.at(name));
         assert!(damaged != contents(&home.at(of)), "{name}: nothing is damaged");
-        let resumed = home.resume(name, &[]);
+        let resumed = home.resume(name, &SMALL);
         if resumed.status.success() {
             assert!(home.model(name) == model, "{name}: another model");
         } else {

@@ -252,7 +252,7 @@ fn prompts_that_do_not_fit_are_refused() {
 #[test]
 fn a_run_of_bytes_writes_what_it_has_learnt() {
     let home = Home::new();
-    home.train("run", &["--steps", "60", "--world-size", "1"]);
+    home.train("run", &["--steps", "60", "--world-size", "1", "--context", "384"]);
     let run = home.path("run");
     let found = generate(&run, &["--prompt", "Line 7 of a", "--max-tokens", "20"]);
     assert_eq!(found["text"], "Line 7 of a text to learn.", "{found}");
@@ -310,7 +310,7 @@ fn a_run_ends_with_a_line_that_generate_writes_too() {
     let (data, run) = (home.path("text.txt"), home.path("run"));
     let train = |more: &[&str]| {
         let args = ["train", "--data", &data, "--world-size", "1", "--steps", "60", "--out", &run];
-        text(&[&args[..], more].concat())
+        text(&[&args[..], &["--context", "384"], more].concat())
     };
     let printed = train(&["--prompt", "Line 12 of", "--seed", "3"]);
     let line = text(&["generate", &run, "--prompt", "Line 12 of"]);
@@ -336,7 +336,7 @@ fn a_run_ends_with_a_line_that_generate_writes_too() {
 fn a_line_that_could_not_be_written_is_refused_before_the_first_step() {
     let home = Home::new();
     let (data, run) = (home.path("text.txt"), home.path("run"));
-    let train = ["train", "--data", &data, "--steps", "2", "--out", &run];
+    let train = ["train", "--data", &data, "--steps", "2", "--context", "384", "--out", &run];
     let long = "a".repeat(385);
     for (more, words) in [
         (&["--prompt", &long][..], "--prompt has 385 tokens, and the model has 384 positions"),

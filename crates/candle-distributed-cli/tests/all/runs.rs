@@ -3,7 +3,7 @@
 use std::{fs, path::Path, process::Stdio};
 
 use crate::support::{
-    command, refuses,
+    SMALL, as_given, command, refuses,
     run::{Home, STEPS, contents, copy, replace, said},
     text,
 };
@@ -120,6 +120,7 @@ fn a_run_that_trains_is_not_trained_twice() {
     let home = Home::new();
     let (data, out) = (home.path("text.txt"), home.path("run"));
     let args = ["train", "--data", &data, "--steps", "100000", "--resume", "--out", &out];
+    let args = [&args[..], &SMALL].concat();
     let first = command(&args).stdout(Stdio::null()).stderr(Stdio::null()).spawn();
     let mut first = first.unwrap();
     let steps = || {
@@ -146,6 +147,7 @@ fn of_three_that_start_at_once_one_trains() {
     let home = Home::new();
     let (data, out) = (home.path("text.txt"), home.path("run"));
     let args = ["train", "--data", &data, "--steps", STEPS, "--resume", "--out", &out];
+    let args = [&args[..], &SMALL].concat();
     let start = || command(&args).stdout(Stdio::null()).stderr(Stdio::piped()).spawn().unwrap();
     let started = [start(), start(), start()];
     let ended = started.map(|process| process.wait_with_output().unwrap());
@@ -202,7 +204,7 @@ fn a_run_without_settings_is_refused() {
     fs::remove_file(home.at("run").join("run.json")).unwrap();
     let data = home.path("text.txt");
     home.is_refused("run", &[], &["this is a checkpoint of run"]);
-    let same = ["--data", &data, "--steps", STEPS];
+    let same = [&["--data", &data, "--steps", STEPS][..], &SMALL].concat();
     home.is_refused("run", &same, &["but no run.json", "hint: "]);
 }
 
@@ -227,7 +229,7 @@ fn a_run_that_cannot_start_leaves_nothing_behind() {
         assert_eq!(command(&train).stdout(full).status().unwrap().code(), Some(1));
         let name = std::ffi::OsStr::from_bytes(b"text-\xff.txt");
         fs::copy(&data, home.0.path().join(name)).unwrap();
-        let mut unnamed = command(&["train", "--steps", "1", "--out", &out, "--data"]);
+        let mut unnamed = as_given(&["train", "--steps", "1", "--out", &out, "--data"]);
         let output = unnamed.arg(home.0.path().join(name)).output().unwrap();
         assert_eq!(output.status.code(), Some(2));
         assert!(said(&output).contains("is not UTF-8"), "{}", said(&output));

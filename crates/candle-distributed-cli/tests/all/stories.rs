@@ -2,7 +2,7 @@
 
 use std::env;
 
-use crate::support::{run, run::said};
+use crate::support::{as_given, run::said};
 
 #[path = "../../src/train/stories.rs"]
 mod grammar;
@@ -23,7 +23,8 @@ fn a_model_writes_sentences_of_the_grammar() {
         let home = tempfile::tempdir().unwrap();
         let out = home.path().join("run");
         let seed = seed.to_string();
-        let trained = run(&["train", "--seed", &seed, "--out", out.to_str().unwrap()]);
+        let trained =
+            as_given(&["train", "--seed", &seed, "--out", out.to_str().unwrap()]).output().unwrap();
         assert!(trained.status.success(), "{}", said(&trained));
         let text = std::fs::read_to_string(out.join("sample.txt")).unwrap();
         let sentences: Vec<&str> = text.split_inclusive('.').map(str::trim_start).collect();

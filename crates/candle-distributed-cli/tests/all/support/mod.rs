@@ -24,7 +24,24 @@ pub(crate) const SUBCOMMANDS: [&str; 10] = [
     "man",
 ];
 
+/// The sizes of the model of a test that names none. The program's own model takes minutes in a debug build.
+pub(crate) const SMALL: [&str; 6] = ["--hidden", "32", "--n-heads", "2", "--context", "48"];
+
+/// Options of `train` beside which the sizes of [`SMALL`] are not given.
+const NAMES_A_MODEL: [&str; 6] =
+    ["--model", "--resume", "--n-layers", "--hidden", "--n-heads", "--context"];
+
+/// Returns the program with these arguments; `train` gets a small model unless they name one.
 pub(crate) fn command(args: &[&str]) -> Command {
+    let mut command = as_given(args);
+    if args.first() == Some(&"train") && !args.iter().any(|arg| NAMES_A_MODEL.contains(arg)) {
+        command.args(SMALL);
+    }
+    command
+}
+
+/// Returns the program with these arguments and no other.
+pub(crate) fn as_given(args: &[&str]) -> Command {
     let mut command = Command::new(env!("CARGO_BIN_EXE_candle-distributed"));
     command.args(args).stdin(Stdio::null());
     command
