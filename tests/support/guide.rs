@@ -19,5 +19,4 @@ pages! {
     ComingFromTrainers: "../../docs/guide/coming-from-trainers.md";
     ComingFromJax: "../../docs/guide/coming-from-jax.md";
     ComingFromPyTorch: "../../docs/guide/coming-from-pytorch.md";
-    Measured: "../../docs/guide/measured.md";
 }
