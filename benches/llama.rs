@@ -17,8 +17,8 @@ use std::{env, fs, path::PathBuf, time::Instant};
 use benches::{peak_mib, processor_seconds};
 use candle_core::{DType, Device, Tensor};
 use candle_distributed::{
+    finetune::models::{Llama, LlamaConfig, Tokens},
     mesh::{DeviceMesh, Replica, init_threads},
-    models::{Llama, LlamaConfig, Tokens},
     train::{AdamW, DataParallel, FullyShard, Group, Keep, Units},
 };
 use candle_nn::{Optimizer, ParamsAdamW};

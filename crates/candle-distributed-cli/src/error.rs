@@ -8,7 +8,9 @@ use std::{
 };
 
 use candle_distributed::{
-    batch, mesh, plan, sampler,
+    batch,
+    finetune::{self, FolderError, cost::MemoryLimit},
+    mesh, plan, sampler,
     train::{self, CheckpointError},
     types::{
         self,
@@ -16,8 +18,6 @@ use candle_distributed::{
     },
 };
 use plotters::drawing::DrawingAreaErrorKind;
-
-use crate::train::limits::Limit;
 
 pub(crate) type Result<T, E = Error> = std::result::Result<T, E>;
 
@@ -47,6 +47,8 @@ pub(crate) enum ErrorKind {
     /// What training refuses beyond what its mesh and its plan do.
     #[error(transparent)]
     Training(train::Error),
+    #[error(transparent)]
+    Finetune(finetune::Error),
     /// A value that only this command refuses.
     #[error("{0}")]
     Usage(String),
@@ -92,7 +94,7 @@ pub(crate) enum ErrorKind {
         HumanBytes(limit.share().into()),
         limit.source
     )]
-    Memory { needed: u64, limit: Limit },
+    Memory { needed: u64, limit: MemoryLimit },
     #[error("cannot write {path}", path = Printable(path.display()))]
     Write { path: PathBuf, source: io::Error },
     #[error("cannot write to standard output")]
@@ -155,12 +157,6 @@ impl Error {
         Self { kind: Box::new(kind), advice: self.advice }
     }
 
-    /// The same error, which begins with where in a file it happened.
-    pub(crate) fn at(self, place: impl fmt::Display) -> Self {
-        let usage = Self::usage(format!("{place}: {}", self.chain()));
-        Self { advice: self.advice, ..usage }
-    }
-
     /// The same error with advice from the place that failed.
     pub(crate) fn hinted(self, advice: impl Into<Cow<'static, str>>) -> Self {
         Self { advice: Some(advice.into()), ..self }
@@ -189,12 +185,14 @@ impl Error {
             | ErrorKind::Output(_)
             | ErrorKind::Chart(_)
             | ErrorKind::Launcher(_)
+            | ErrorKind::Finetune(finetune::Error::Write { .. })
             | ErrorKind::Train(_) => FAILURE,
             ErrorKind::Types(_)
             | ErrorKind::Launch(_)
             | ErrorKind::Sampler(_)
             | ErrorKind::Batch(_)
             | ErrorKind::Plan(_)
+            | ErrorKind::Finetune(_)
             | ErrorKind::Usage(_)
             | ErrorKind::Memory { .. }
             | ErrorKind::Read { .. }
@@ -218,6 +216,35 @@ impl From<train::Error> for ErrorKind {
             train::Error::Plan(error) => Self::Plan(error),
             error => Self::Training(error),
         }
+    }
+}
+
+impl From<finetune::Error> for ErrorKind {
+    fn from(error: finetune::Error) -> Self {
+        use finetune::{
+            Error::{Batch, Plan, Sampler, Spec, Tensor, Train, Types},
+            SpecError::Setting,
+        };
+
+        match error {
+            Types(error) => Self::Types(error),
+            Sampler(error) => Self::Sampler(error),
+            Batch(error) => Self::Batch(error),
+            Plan(error) => Self::Plan(error),
+            Train(error) => error.into(),
+            Tensor(error) => Self::Train(error),
+            // In the words of the options.
+            Spec(Setting { name, value, expected }) => {
+                Self::Usage(format!("--{} is {value}, must be {expected}", name.replace('_', "-")))
+            }
+            error => Self::Finetune(error),
+        }
+    }
+}
+
+impl From<FolderError> for ErrorKind {
+    fn from(error: FolderError) -> Self {
+        finetune::Error::from(error).into()
     }
 }
 

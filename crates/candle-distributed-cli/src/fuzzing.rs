@@ -3,12 +3,12 @@
 
 use std::{fs, path::Path};
 
+use candle_distributed::finetune::spec::Spec;
 use clap::Parser;
 
 use crate::{
     commands::{report, train},
     error::Result,
-    train::settings::Settings,
 };
 
 /// What the run learns from, if its settings name the file `text.txt`.
@@ -30,7 +30,7 @@ fn outcome(run_json: &[u8], metrics: &[u8]) -> Result<()> {
     fs::write(run.join("run.json"), in_folder(run_json, &text))?;
     fs::write(run.join("metrics.jsonl"), metrics)?;
     // A run may learn from any file of this machine, which is not for targets to read.
-    let known = Settings::read(&run)?;
+    let known = Spec::read(&run)?;
     if known.is_some_and(|known| known.data.is_some_and(|data| data != text)) {
         return Ok(());
     }
@@ -61,26 +61,25 @@ struct Line {
 mod tests {
     use super::*;
     use crate::train::{
-        run_dir,
-        settings::tests::{finetune, settings},
+        built_in::tests::{inputs, spec},
+        curve::tests::line,
     };
 
     /// Returns the fingerprint of the paragraphs.
     fn fingerprint() -> String {
         let text = tempfile::NamedTempFile::new().unwrap();
         fs::write(text.path(), PARAGRAPHS).unwrap();
-        let finetune = finetune();
-        let folder = finetune.open_folder().unwrap();
+        let inputs = inputs();
+        let folder = inputs.open_folder().unwrap();
         let seed = candle_distributed::types::Seed::new(0);
-        finetune.examples(&folder, Some(text.path()), seed).unwrap().0
+        inputs.examples(&folder, Some(text.path()), seed).unwrap().0
     }
 
     #[test]
     fn a_whole_run_is_read_and_others_are_refused() {
-        let settings =
-            Settings { data: Some(TEXT.into()), text: fingerprint(), ..settings() }.sealed();
-        let run_json = serde_json::to_vec(&settings).unwrap();
-        let metrics = run_dir::tests::line(0, "1", 1.0);
+        let spec = Spec { data: Some(TEXT.into()), text: fingerprint(), ..spec() }.sealed();
+        let run_json = serde_json::to_vec(&spec).unwrap();
+        let metrics = line(0, "1", 1.0);
         outcome(&run_json, metrics.as_bytes()).unwrap();
         assert!(outcome(b"{}", metrics.as_bytes()).is_err());
         run(b"", b"");

@@ -3,7 +3,11 @@
 use std::{borrow::Cow, error::Error as _, fmt, num::ParseIntError};
 
 use candle_distributed::{
-    batch, mesh,
+    batch,
+    finetune::{
+        self, ExampleError, FolderError, GenerateError, RunError, SpecError, TokenizerError,
+    },
+    mesh,
     plan::{self, CutError, ParameterError, SourceError},
     sampler,
     train::{self, CheckpointError},
@@ -25,62 +29,60 @@ pub(crate) const ORDER: &str = "--order takes positions in the list of lengths, 
 pub(crate) const EXAMPLE_LINES: &str = "each line of a .jsonl file must be a JSON string, or an object with \
                                         strings \"text\", or \"prompt\" and \"completion\", or with \
                                         \"messages\" that have \"role\" and \"content\"";
-pub(crate) const WHOLE_JSON: &str = "write an example per line into a .jsonl file, as `jq -c '.[]'` does with a list; \
+const WHOLE_JSON: &str = "write an example per line into a .jsonl file, as `jq -c '.[]'` does with a list; \
                                      what describes a data set belongs beside its folder";
-pub(crate) const MIXED: &str = "all lines of a file must be of one kind: put the others into a file of \
+const MIXED: &str = "all lines of a file must be of one kind: put the others into a file of \
                                 their own; a folder may have files of several kinds";
-pub(crate) const OVERLONG: &str = "--overlong truncate cuts such texts off there, --overlong skip leaves \
+const OVERLONG: &str = "--overlong truncate cuts such texts off there, --overlong skip leaves \
                                    them out; --context N takes longer ones, as far as the model does";
-pub(crate) const NO_TARGET: &str = "--overlong skip leaves out what is longer than the context";
-pub(crate) const HF_FOLDER: &str = "a model is a folder as Hugging Face's tools write it, with config.json, \
+const NO_TARGET: &str = "--overlong skip leaves out what is longer than the context";
+const HF_FOLDER: &str = "a model is a folder as Hugging Face's tools write it, with config.json, \
                                     tokenizer.json and model.safetensors: nothing is downloaded here, \
                                     `hf download NAME --local-dir FOLDER` does that. A config.json \
                                     alone, with an eos_token_id from 256 on, is a new model of bytes";
-pub(crate) const FAMILY: &str = "models of the Llama family are read here: Llama 2 and 3, Qwen 2 and 2.5, and \
+const FAMILY: &str = "models of the Llama family are read here: Llama 2 and 3, Qwen 2 and 2.5, and \
                                  Mistral, with unquantized weights and attention to the whole context";
-pub(crate) const OTHER_FORMAT: &str = "only safetensors are read here: in Python, \
+const OTHER_FORMAT: &str = "only safetensors are read here: in Python, \
                                        `AutoModelForCausalLM.from_pretrained(FOLDER).save_pretrained(NEW)` \
                                        writes them";
-pub(crate) const NO_WEIGHTS: &str = "--init SEED of train makes random ones; otherwise the folder needs all \
+const NO_WEIGHTS: &str = "--init SEED of train makes random ones; otherwise the folder needs all \
                                      files of its model";
-pub(crate) const NOT_WHOLE: &str =
+const NOT_WHOLE: &str =
     "the folder is not as it was made: copy or download it again, with all of its files";
-pub(crate) const CHAT_TEMPLATE: &str = "the template says which roles may follow each other: change the messages, \
+const CHAT_TEMPLATE: &str = "the template says which roles may follow each other: change the messages, \
                                         or the template";
-pub(crate) const NO_TOKENIZER: &str = "in Python, `AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)` \
+const NO_TOKENIZER: &str = "in Python, `AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)` \
                                        writes it beside the files of an older tokenizer";
-pub(crate) const OTHER_VOCABULARY: &str = "the tokenizer is another model's, or the model's embedding \
+const OTHER_VOCABULARY: &str = "the tokenizer is another model's, or the model's embedding \
                                            was not enlarged for its new tokens: `resize_token_embeddings` \
                                            of transformers does that";
-pub(crate) const NO_END: &str = "set \"eos_token\" in tokenizer_config.json, such as \"</s>\", or \
+const NO_END: &str = "set \"eos_token\" in tokenizer_config.json, such as \"</s>\", or \
                                  \"eos_token_id\" in config.json";
-pub(crate) const NO_CHAT_TEMPLATE: &str = "take the folder of an instruction-tuned model, put a \
+const NO_CHAT_TEMPLATE: &str = "take the folder of an instruction-tuned model, put a \
                                            chat_template.jinja there, or give {\"prompt\", \"completion\"} \
                                            in place of messages";
-pub(crate) const REWRITES: &str = "which tokens are an answer cannot be told then: give \
+const REWRITES: &str = "which tokens are an answer cannot be told then: give \
                                    {\"prompt\", \"completion\"} in place of messages, or a template \
                                    that appends";
-pub(crate) const NOT_ITS_WEIGHTS: &str =
+const NOT_ITS_WEIGHTS: &str =
     "config.json and the weights must be of one model: take both from the same folder";
-pub(crate) const LONG_PROMPT: &str =
-    "that is the most that the model was made for: give a shorter text";
-pub(crate) const ADAPTER: &str = "candle-distributed generate FOLDER --adapter DIR takes the model \
+const LONG_PROMPT: &str = "that is the most that the model was made for: give a shorter text";
+const ADAPTER: &str = "candle-distributed generate FOLDER --adapter DIR takes the model \
                                   of one folder and the adapters of another";
-pub(crate) const NOT_ITS_ADAPTERS: &str =
+const NOT_ITS_ADAPTERS: &str =
     "adapters are of one model: adapter_config.json names it as base_model_name_or_path";
-pub(crate) const UNFINISHED: &str = "candle-distributed train --out DIR --resume ends it; what did \
+const UNFINISHED: &str = "candle-distributed train --out DIR --resume ends it; what did \
                                      best so far is in the folder best, if there is a --validation";
-pub(crate) const OTHER_MODEL: &str =
-    "give --model the folder as it was, or start a new run in another folder";
-pub(crate) const PACKED_ROWS: &str =
-    "a smaller --batch-size or --max-tokens makes steps of fewer rows";
-pub(crate) const MODEL_OPTION: &str =
-    "--model FOLDER names the model to fine-tune, or a run that has ended";
-pub(crate) const LORA_ON: &str = "--lora-on takes the names of linear layers, whole or their ends: \
+const OCCUPIED: &str = "resume that run with --resume, or choose another folder";
+const OTHER_MODEL: &str = "give --model the folder as it was, or start a new run in another folder";
+const PACKED_ROWS: &str = "a smaller --batch-size or --max-tokens makes steps of fewer rows";
+const MODEL_OPTION: &str = "--model FOLDER names the model to fine-tune, or a run that has ended";
+const LORA_ON: &str = "--lora-on takes the names of linear layers, whole or their ends: \
                                   q_proj,k_proj,v_proj,o_proj,gate_proj,up_proj,down_proj";
 pub(crate) const HALF_ADAPTERS: &str =
     "--strategy full keeps them in single precision, and computes in halves";
-pub(crate) const SMALL_VALIDATION: &str =
+const SPLIT: &str = "--validation takes the fraction of the examples that is held out";
+const SMALL_VALIDATION: &str =
     "a larger --validation holds out more; --batch-size or --max-tokens makes smaller steps";
 pub(crate) const MAX_TOKENS: &str =
     "a step holds at least one sequence: --context cuts sequences, or refuses longer ones";
@@ -89,7 +91,7 @@ pub(crate) const RUN: &str = "candle-distributed train --out DIR creates a run i
 pub(crate) const TEXT: &str = "the text has changed since: start a new run in another folder";
 pub(crate) const SAME_RUN: &str = "every process needs the same arguments, the same text and the \
                                    same folder of the run";
-pub(crate) const OTHER_RUN: &str =
+const OTHER_RUN: &str =
     "remove the checkpoint that does not belong here, or give --out the folder that it belongs to";
 pub(crate) const UNREADABLE: &str = "it may be whole, so no other is used in its place: make it readable, or move its folder \
      away to resume from the checkpoint before it";
@@ -190,6 +192,7 @@ fn of(kind: &ErrorKind) -> Option<Cow<'static, str>> {
         }
         ErrorKind::Mesh(error) => mesh(error).map(Cow::from),
         ErrorKind::Training(error) => training(error).map(Cow::from),
+        ErrorKind::Finetune(error) => finetune(error).map(Cow::from),
         ErrorKind::Memory { .. } => Some(MEMORY.into()),
         ErrorKind::Launch(_)
         | ErrorKind::Usage(_)
@@ -293,6 +296,94 @@ fn training(error: &train::Error) -> Option<&'static str> {
         train::Error::Checkpoint(CheckpointError::Locked { .. }) => Some(LOCKED),
         _ => None,
     }
+}
+
+fn finetune(error: &finetune::Error) -> Option<&'static str> {
+    use finetune::Error;
+
+    match error {
+        Error::Folder(error) => folder(error),
+        Error::Tokenizer(error) => tokenizer(error),
+        Error::Example(error) => example(error),
+        Error::Generate(error) => generate(error),
+        Error::Spec(error) => spec(error),
+        Error::Run(error) => of_run(error),
+        _ => None,
+    }
+}
+
+fn folder(error: &FolderError) -> Option<&'static str> {
+    Some(match error {
+        FolderError::NotAFolder { .. } | FolderError::Config { .. } => HF_FOLDER,
+        FolderError::Model { .. } => FAMILY,
+        FolderError::OtherFormat { .. } => OTHER_FORMAT,
+        FolderError::NoWeights { .. } => NO_WEIGHTS,
+        FolderError::AdaptersAlone { .. } | FolderError::Adapters { .. } => ADAPTER,
+        FolderError::AdapterMismatch { .. } => NOT_ITS_ADAPTERS,
+        FolderError::TensorMismatch { .. } => NOT_ITS_WEIGHTS,
+        FolderError::Weights(error) => match **error {
+            CheckpointError::Parameter(_) => NOT_ITS_WEIGHTS,
+            _ => NOT_WHOLE,
+        },
+        _ => return None,
+    })
+}
+
+fn tokenizer(error: &TokenizerError) -> Option<&'static str> {
+    Some(match error {
+        TokenizerError::Missing { .. } => NO_TOKENIZER,
+        TokenizerError::Broken { .. } | TokenizerError::Template { .. } => NOT_WHOLE,
+        TokenizerError::VocabularyMismatch { .. } => OTHER_VOCABULARY,
+        TokenizerError::NoEnd { .. } => NO_END,
+        TokenizerError::NoByteEnd { .. } => HF_FOLDER,
+        TokenizerError::NoChatTemplate { .. } => NO_CHAT_TEMPLATE,
+        TokenizerError::Rendering { .. } => CHAT_TEMPLATE,
+        TokenizerError::Rewrites { .. } => REWRITES,
+        _ => return None,
+    })
+}
+
+fn example(error: &ExampleError) -> Option<&'static str> {
+    Some(match error {
+        ExampleError::Line { .. } | ExampleError::NotUtf8 { .. } => EXAMPLE_LINES,
+        ExampleError::KindMismatch { .. } => MIXED,
+        ExampleError::WholeJson { .. } => WHOLE_JSON,
+        ExampleError::Overlong { .. } => OVERLONG,
+        ExampleError::NoAnswer { .. } | ExampleError::NoTarget { .. } => NO_TARGET,
+        ExampleError::Split { .. } => SPLIT,
+        ExampleError::Tokens { cause, .. } => return finetune(cause),
+        _ => return None,
+    })
+}
+
+fn spec(error: &SpecError) -> Option<&'static str> {
+    match error {
+        SpecError::AdaptersAlone { .. } => Some(MODEL_OPTION),
+        SpecError::UnknownLayer { .. } => Some(LORA_ON),
+        _ => None,
+    }
+}
+
+fn of_run(error: &RunError) -> Option<&'static str> {
+    match error {
+        RunError::ModelMismatch { .. } => Some(OTHER_MODEL),
+        RunError::CheckpointAhead { .. } => Some(OTHER_RUN),
+        RunError::NotEnded { .. } => Some(UNFINISHED),
+        RunError::Base { .. } => Some(ADAPTER),
+        RunError::Occupied { .. } => Some(OCCUPIED),
+        RunError::PackedRows { .. } => Some(PACKED_ROWS),
+        RunError::ValidationTooSmall { .. } => Some(SMALL_VALIDATION),
+        _ => None,
+    }
+}
+
+fn generate(error: &GenerateError) -> Option<&'static str> {
+    Some(match error {
+        GenerateError::EmptyPrompt => "no token is set before a text here: give --prompt a word",
+        GenerateError::LongPrompt { .. } => LONG_PROMPT,
+        GenerateError::Temperature { .. } => "without --temperature the likeliest token is taken",
+        _ => return None,
+    })
 }
 
 fn mesh(error: &mesh::Error) -> Option<&'static str> {

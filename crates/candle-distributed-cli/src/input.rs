@@ -1,7 +1,7 @@
 //! Reading input: text files that fit in memory.
 
 use std::{
-    fs::{self, File},
+    fs::File,
     io::{self, Read},
     path::Path,
 };
@@ -17,21 +17,6 @@ const MAX_BYTES: u64 = 1 << 30;
 /// The file at `path`, for reading.
 pub(crate) fn open(path: &Path) -> Result<File> {
     File::open(path).map_err(|source| Error::read(path, source))
-}
-
-/// The content of the file at `path`, if there is one. What is no file, such as a device that never
-/// ends, is refused, and so is one that is longer than any text.
-pub(crate) fn read_if_there(path: &Path) -> Result<Option<Vec<u8>>> {
-    let known = match fs::metadata(path) {
-        Ok(known) => known,
-        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
-        Err(source) => return Err(Error::read(path, source)),
-    };
-    // Opening a pipe would wait for somebody to write to it.
-    if !known.is_file() {
-        return Err(Error::usage(format!("{} is not a file", path.display())));
-    }
-    read_bytes(open(path)?, path).map(Some)
 }
 
 /// The text of the file at `path`.

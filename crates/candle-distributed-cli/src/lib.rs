@@ -13,15 +13,14 @@ mod devices;
 mod error;
 #[cfg(any(test, fuzzing))]
 pub mod fuzzing;
-mod generation;
 mod help;
-mod hf;
 mod hint;
 mod input;
 mod log;
 mod numbers;
 mod output;
 mod picture;
+mod sampling;
 mod strategy;
 mod train;
 

@@ -6,13 +6,10 @@ use std::{
     fs::{self, File, Metadata},
     io::{self, BufWriter, IsTerminal, StdoutLock, Write},
     ops::ControlFlow,
-    path::{Path, PathBuf},
+    path::Path,
 };
 
-use candle_distributed::types::{
-    files::{self, AtomicFile},
-    human::Printable,
-};
+use candle_distributed::types::{files, human::Printable};
 use clap::builder::{Styles, styling::Style};
 use indicatif::{ProgressBar, ProgressStyle};
 use serde::Serialize;
@@ -142,16 +139,6 @@ fn write(path: &Path, content: &[u8]) -> io::Result<()> {
     }
 }
 
-/// Makes a file of this content where there must be none yet: of any number of programs that make
-/// it at once, one succeeds.
-pub(crate) fn new_file(path: &Path, content: &[u8]) -> Result<()> {
-    let made = AtomicFile::replacing(path).and_then(|mut file| {
-        file.write_all(content)?;
-        file.persist_new()
-    });
-    made.map_err(|source| Error::write(path, source))
-}
-
 /// Standard output or standard error, if `known` describes it: where that is a file, as in
 /// `--out /dev/stdout > page.html`, replacing it would take it away from everybody else who writes
 /// there.
@@ -172,34 +159,6 @@ fn standard_stream(known: &Metadata) -> io::Result<Option<File>> {
 #[cfg(not(unix))]
 fn standard_stream(_: &Metadata) -> io::Result<Option<File>> {
     Ok(None)
-}
-
-/// What is damaged in a file, after its name.
-pub(crate) fn damage(lines: &[u64]) -> String {
-    let lines: Vec<String> = lines.iter().map(u64::to_string).collect();
-    let word = if lines.len() == 1 { "line" } else { "lines" };
-    format!("has damage in {word} {}", lines.join(", "))
-}
-
-/// Keeps the content of a file beside it, and says so, if some of its lines are damaged.
-pub(crate) fn keep_damaged(path: &Path, lines: &[u64], content: &[u8]) -> Result<()> {
-    if lines.is_empty() {
-        return Ok(());
-    }
-    let beside = back_up(path, "damaged", content)?;
-    warning(format_args!(
-        "{} {}; the whole file is kept as {}",
-        path.display(),
-        damage(lines),
-        beside.display()
-    ));
-    Ok(())
-}
-
-/// Backs up the content of the file at `path`, with a word in the name that says why, and returns the
-/// path of the copy.
-pub(crate) fn back_up(path: &Path, word: &str, content: &[u8]) -> Result<PathBuf> {
-    files::back_up(path, word, content).map_err(|source| Error::write(path, source))
 }
 
 /// A progress bar of `n_steps`, drawn if stderr is a terminal.

@@ -6,14 +6,11 @@ use std::{
     path::PathBuf,
 };
 
-use candle_distributed::plan::{
-    ParameterInfo,
-    strategy::{
-        Full, Hybrid, LayerOrder, LayerWise, Layout, Matches, ShardingStrategy, WholeTensor,
-    },
+use candle_distributed::{
+    finetune::cost::Strategy,
+    plan::strategy::{Hybrid, Layout, Matches},
 };
 use clap::ValueEnum;
-use serde::{Deserialize, Serialize};
 
 use crate::{
     error::{Error, Result, WithHint},
@@ -79,49 +76,6 @@ enum OrderArg {
     Any,
     /// Neighbors only, like the stages of a pipeline
     Contiguous,
-}
-
-/// A way to divide parameters over ranks, as `run.json` records it.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "snake_case")]
-pub(crate) enum Strategy {
-    Full(Layout),
-    LayerWise { contiguous: bool },
-    WholeTensor,
-    Hybrid(Hybrid),
-}
-
-impl Strategy {
-    /// Its name on the command line.
-    pub(crate) fn name(&self) -> &'static str {
-        match self {
-            Self::Full(_) => "full",
-            Self::LayerWise { .. } => "layer-wise",
-            Self::WholeTensor => "whole-tensor",
-            Self::Hybrid(_) => "hybrid",
-        }
-    }
-
-    /// Which rules pick which parameters, if it goes by rules.
-    pub(crate) fn matches<'a>(&self, parameters: &'a [ParameterInfo]) -> Option<Matches<'a>> {
-        match self {
-            Self::Hybrid(rules) => Some(rules.matches(parameters)),
-            Self::Full(_) | Self::LayerWise { .. } | Self::WholeTensor => None,
-        }
-    }
-
-    /// What plans by it.
-    pub(crate) fn planner(&self) -> Box<dyn ShardingStrategy> {
-        match self {
-            Self::Full(layout) => Box::new(Full::new(*layout)),
-            Self::LayerWise { contiguous } => {
-                let order = if *contiguous { LayerOrder::Contiguous } else { LayerOrder::Any };
-                Box::new(LayerWise::default().with_order(order))
-            }
-            Self::WholeTensor => Box::new(WholeTensor),
-            Self::Hybrid(rules) => Box::new(rules.clone()),
-        }
-    }
 }
 
 impl StrategyArgs {
@@ -265,20 +219,6 @@ mod tests {
         ] {
             let args = Line::parse_from(shlex::split(line).unwrap()).what;
             assert_eq!(args.typed(), line);
-        }
-    }
-
-    #[test]
-    fn strategies_are_read_as_they_were_written() {
-        for strategy in [
-            Strategy::Full(Layout::RowRagged { rows: 3 }),
-            Strategy::LayerWise { contiguous: true },
-            Strategy::WholeTensor,
-            Strategy::Hybrid(Hybrid::default()),
-        ] {
-            let json = serde_json::to_string(&strategy).unwrap();
-            assert_eq!(serde_json::from_str::<Strategy>(&json).unwrap(), strategy, "{json}");
-            assert!(strategy.planner().name().starts_with(&strategy.name()[..4]), "{json}");
         }
     }
 }

@@ -15,6 +15,9 @@ pub use dist_train as train;
 #[cfg(feature = "batch")]
 #[doc(inline)]
 pub use dyn_batch as batch;
+#[cfg(feature = "finetune")]
+#[doc(inline)]
+pub use finetune;
 #[cfg(feature = "plan")]
 #[doc(inline)]
 pub use fsdp_plan as plan;
@@ -24,6 +27,3 @@ pub use fused_ops as ops;
 #[cfg(feature = "mesh")]
 #[doc(inline)]
 pub use pmap_mesh as mesh;
-
-#[cfg(feature = "models")]
-pub mod models;

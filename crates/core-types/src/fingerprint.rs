@@ -1,6 +1,7 @@
 //! One number that tells different inputs apart.
 
 use std::{
+    fmt,
     fs::File,
     io::{self, Read},
     path::Path,
@@ -91,6 +92,13 @@ impl Fingerprint {
     #[must_use]
     pub const fn finish(&self) -> u64 {
         self.sum
+    }
+}
+
+impl fmt::Display for Fingerprint {
+    /// Writes the number as 16 hexadecimal digits.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{:016x}", self.finish())
     }
 }
 

@@ -1,8 +1,8 @@
-//! The files of a folder.
+//! Files of folders: reading and listing.
 
 use std::{
-    fmt::Display,
     fs, io,
+    io::Read,
     path::{Path, PathBuf},
 };
 
@@ -11,9 +11,35 @@ use crate::error::{Error, Result};
 /// The sizes and properties of a model.
 pub(crate) const CONFIG: &str = "config.json";
 
-/// Returns the error about a file of a folder.
-pub(crate) fn refused(file: &Path, fault: impl Display) -> Error {
-    Error::usage(format!("{}: {fault}", file.display()))
+/// The longest file that is read at once. A longer one is not a text, or comes from a device that never
+/// ends.
+const MAX_BYTES: u64 = 1 << 30;
+
+/// Reads a file, or returns `None` if it does not exist.
+///
+/// # Errors
+///
+/// [`Error::Io`] if the path is not a regular file, if the file is longer than 1 GiB, or if it cannot
+/// be read.
+pub fn read_if_there(path: &Path) -> Result<Option<Vec<u8>>> {
+    let known = match fs::metadata(path) {
+        Ok(known) => known,
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
+        Err(cause) => return Err(Error::io(path, cause)),
+    };
+    // Opening a pipe would wait for a writer.
+    if !known.is_file() {
+        return Err(Error::io(path, io::Error::other("it is not a file")));
+    }
+    let mut bytes = Vec::new();
+    fs::File::open(path)
+        .and_then(|file| file.take(MAX_BYTES + 1).read_to_end(&mut bytes))
+        .map_err(|cause| Error::io(path, cause))?;
+    if bytes.len() as u64 > MAX_BYTES {
+        let long = format!("it is longer than {MAX_BYTES} bytes");
+        return Err(Error::io(path, io::Error::other(long)));
+    }
+    Ok(Some(bytes))
 }
 
 /// Lists the files under a folder, but for hidden ones, or the file itself, in the same order on
@@ -26,13 +52,13 @@ pub(crate) fn list(path: &Path) -> Result<Vec<PathBuf>> {
 
 /// Adds the files under `path` to `files`, sorted.
 fn add_files(path: &Path, files: &mut Vec<PathBuf>) -> Result<()> {
-    let metadata = fs::metadata(path).map_err(|source| Error::read(path, source))?;
+    let metadata = fs::metadata(path).map_err(|cause| Error::io(path, cause))?;
     if !metadata.is_dir() {
         // Pipes and devices may never end.
         files.extend(metadata.is_file().then(|| path.to_path_buf()));
         return Ok(());
     }
-    let mut entries = entries(path).map_err(|source| Error::read(path, source))?;
+    let mut entries = entries(path).map_err(|cause| Error::io(path, cause))?;
     entries.retain(|entry| !is_hidden(entry));
     entries.sort();
     entries.iter().try_for_each(|entry| add_files(entry, files))
@@ -49,7 +75,6 @@ fn is_hidden(path: &Path) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::error::ErrorKind;
 
     #[test]
     fn files_are_listed_in_order_without_hidden_ones() {
@@ -61,12 +86,12 @@ mod tests {
         let listed = list(dir.path()).unwrap();
         assert_eq!(listed, ["a", "b/a", "c.txt"].map(|name| dir.path().join(name)));
         let missing = list(&dir.path().join("none")).unwrap_err();
-        assert!(matches!(*missing.kind, ErrorKind::Read { .. }));
+        assert!(matches!(missing, Error::Io { .. }));
         #[cfg(unix)]
         {
             std::os::unix::fs::symlink("nowhere", dir.path().join("dangling")).unwrap();
             let dangling = list(dir.path()).unwrap_err().to_string();
-            assert!(dangling.ends_with("dangling"), "{dangling}");
+            assert!(dangling.contains("dangling: "), "{dangling}");
         }
     }
 }

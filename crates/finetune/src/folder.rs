@@ -1,26 +1,22 @@
 //! The folder of a model: its sizes, its weights and its tokenizer.
 
 use std::{
-    collections::{BTreeMap, BTreeSet},
-    ffi::OsStr,
-    fs,
+    collections::BTreeSet,
+    ffi::{OsStr, OsString},
+    fs, io,
     path::{Path, PathBuf},
 };
 
-use candle_distributed::models::{Llama, LlamaConfig};
-use serde::Deserialize;
+use core_types::Fingerprint;
+use dist_checkpoint::StoredWeights;
+use serde_json::Value;
 
 use crate::{
-    error::{Error, Result, WithHint},
-    hf::{
-        files::{CONFIG, refused},
-        tokenizer::{self, Tokenizer},
-    },
-    hint, input,
+    error::{Error, Result, folder::FolderError},
+    files::CONFIG,
+    models::{Llama, LlamaConfig},
+    text::tokenizer::{self, Tokenizer},
 };
-
-/// How errors name the model that comes with the program.
-const BUILT_IN: &str = "the model of this program";
 
 /// The weights, in one file or in those of an index.
 const ONE_FILE: &str = "model.safetensors";
@@ -30,8 +26,30 @@ const INDEX: &str = "model.safetensors.index.json";
 const OTHER_WEIGHTS: [&str; 5] = ["bin", "pt", "pth", "gguf", "h5"];
 
 /// A model of the Llama family as Hugging Face's tools write and read it.
+///
+/// # Examples
+///
+/// A folder with a `config.json` alone is a new model, whose tokens are bytes:
+///
+/// ```
+/// use finetune::Folder;
+///
+/// # let home = tempfile::tempdir()?;
+/// # let path = home.path();
+/// let config = r#"{
+///     "architectures": ["LlamaForCausalLM"], "vocab_size": 257, "hidden_size": 8,
+///     "intermediate_size": 12, "num_hidden_layers": 2, "num_attention_heads": 2,
+///     "max_position_embeddings": 32, "rms_norm_eps": 1e-6, "rope_theta": 10000.0,
+///     "eos_token_id": 256
+/// }"#;
+/// std::fs::write(path.join("config.json"), config)?;
+/// let folder = Folder::open(path)?;
+/// assert_eq!(folder.llama().config().num_hidden_layers, 2);
+/// assert_eq!(folder.tokenizer().begin("ab")?, [97, 98]);
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
 #[derive(Debug)]
-pub(crate) struct Folder {
+pub struct Folder {
     path: PathBuf,
     config: String,
     llama: Llama,
@@ -39,24 +57,23 @@ pub(crate) struct Folder {
 }
 
 impl Folder {
-    /// Reads all but the weights.
+    /// Reads all of a folder but the weights.
     ///
-    /// A folder that holds a `config.json` alone is a model that nobody has trained: its tokens are
-    /// [bytes](crate::hf::byte_tokenizer), and whoever trains it makes its weights at random.
+    /// A folder that holds a `config.json` alone is a model that nobody has trained. Its tokens are
+    /// bytes, and its weights are drawn at random when it is trained.
     ///
     /// # Errors
     ///
-    /// If the model is none of the Llama family, if a text would have a token that the model does not
-    /// know, or if no token ends a text.
-    pub(crate) fn open(path: &Path) -> Result<Self> {
-        let file = path.join(CONFIG);
+    /// [`Error::Folder`] if the model is not of the Llama family, [`Error::Tokenizer`] if a text
+    /// would have a token that the model does not know, or if no token ends a text.
+    pub fn open(path: &Path) -> Result<Self> {
         if !path.is_dir() {
-            let none = Error::usage(format!("{} is not a folder", path.display()));
-            return Err(none.hinted(hint::HF_FOLDER));
+            return Err(FolderError::NotAFolder { path: path.into() }.into());
         }
-        let config = input::read_file(&file).with_hint(hint::HF_FOLDER)?;
-        let llama = LlamaConfig::from_json(&config).and_then(Llama::from_config);
-        let llama = llama.map_err(|fault| refused(&file, fault).hinted(hint::FAMILY))?;
+        let file = path.join(CONFIG);
+        let config = fs::read_to_string(&file)
+            .map_err(|cause| FolderError::Config { path: file.clone(), cause })?;
+        let llama = parse(&file, &config)?;
         let vocab_size = llama.config().vocab_size;
         let tokenizer = if path.join(tokenizer::FILE).exists() || has_weights(path)? {
             Tokenizer::open(path, &config, vocab_size)?
@@ -66,108 +83,105 @@ impl Folder {
         Ok(Self { path: path.to_owned(), config, llama, tokenizer })
     }
 
-    /// Makes a folder that lies nowhere, of a `config.json` whose tokens are bytes.
+    /// Makes a folder that is nowhere on disk of a `config.json`; its tokens are bytes.
     ///
     /// # Errors
     ///
     /// As of [`open`](Self::open).
-    pub(crate) fn of_config(config: String) -> Result<Self> {
-        let path = Path::new(BUILT_IN);
-        let llama = LlamaConfig::from_json(&config).and_then(Llama::from_config);
-        let llama = llama.map_err(|fault| refused(path, fault))?;
-        let tokenizer = Tokenizer::bytes(path, &config, llama.config().vocab_size)?;
-        Ok(Self { path: path.to_owned(), config, llama, tokenizer })
+    pub fn from_config(config: String) -> Result<Self> {
+        let llama = parse(Path::new(CONFIG), &config)?;
+        let path = PathBuf::new();
+        let tokenizer = Tokenizer::bytes(&path, &config, llama.config().vocab_size)?;
+        Ok(Self { path, config, llama, tokenizer })
     }
 
-    /// Where the folder is.
-    pub(crate) fn path(&self) -> &Path {
+    /// Returns the path of the folder, which is empty if it was made by
+    /// [`from_config`](Self::from_config).
+    pub fn path(&self) -> &Path {
         &self.path
     }
 
-    /// The text of `config.json`.
-    pub(crate) fn config_json(&self) -> &str {
+    /// Returns the text of `config.json`.
+    pub fn config_json(&self) -> &str {
         &self.config
     }
 
-    /// The model, whose [`config`](Llama::config) has its sizes.
-    pub(crate) fn llama(&self) -> &Llama {
-        &self.llama
-    }
-
-    /// What makes tokens of texts.
-    pub(crate) fn tokenizer(&self) -> &Tokenizer {
-        &self.tokenizer
-    }
-
-    /// The safetensors files of the weights, in the order of their names.
+    /// Returns the fields of `config.json`.
     ///
     /// # Errors
     ///
-    /// If there are none, or if the index names one that is not there.
-    pub(crate) fn weights(&self) -> Result<Vec<PathBuf>> {
-        let one_file = self.path.join(ONE_FILE);
-        if one_file.is_file() {
-            return Ok(vec![one_file]);
-        }
-        let index = self.path.join(INDEX);
-        if !index.is_file() {
-            return Err(self.without_weights());
-        }
-        let Index { weight_map } = input::read_json(&index, "where the weights of a model are")
-            .with_hint(hint::NOT_WHOLE)?;
-        let names: BTreeSet<String> = weight_map.into_values().collect();
-        if names.is_empty() {
-            return Err(refused(&index, "it names no file").hinted(hint::NO_WEIGHTS));
-        }
-        names.into_iter().map(|name| self.shard(&index, &name)).collect()
+    /// [`Error::Json`] if a number is beyond the range of its type.
+    pub fn config(&self) -> Result<Value> {
+        serde_json::from_str(&self.config).map_err(|cause| Error::Json {
+            path: self.path.join(CONFIG),
+            expected: "the properties of a model",
+            cause,
+        })
     }
 
-    fn shard(&self, index: &Path, name: &str) -> Result<PathBuf> {
-        let path = self.path.join(name);
-        let is_beside = Path::new(name).file_name() == Some(OsStr::new(name));
-        if is_beside && path.is_file() {
-            return Ok(path);
-        }
-        let fault = format!("{name:?}, where it has weights, is no file beside it");
-        Err(refused(index, fault).hinted(hint::NOT_WHOLE))
+    /// Returns the model without adapters.
+    pub fn llama(&self) -> &Llama {
+        &self.llama
     }
 
-    fn without_weights(&self) -> Error {
-        let path = self.path.display();
-        match other_weights(&self.path) {
-            Ok(Some(other)) => {
-                let message = format!("{path} has weights in {other} alone");
-                Error::usage(message).hinted(hint::OTHER_FORMAT)
-            }
-            Ok(None) => Error::usage(format!("{path} has no {ONE_FILE} and no {INDEX}"))
-                .hinted(hint::NO_WEIGHTS),
-            Err(error) => error,
+    /// Returns the tokenizer.
+    pub fn tokenizer(&self) -> &Tokenizer {
+        &self.tokenizer
+    }
+
+    /// Opens the weights and reads their headers.
+    ///
+    /// # Errors
+    ///
+    /// [`FolderError::NoWeights`] or [`FolderError::OtherFormat`] without safetensors,
+    /// [`FolderError::Weights`] if they are damaged or incomplete.
+    pub fn weights(&self) -> Result<StoredWeights> {
+        if [ONE_FILE, INDEX].iter().any(|name| self.path.join(name).is_file()) {
+            return Ok(StoredWeights::open(&self.path).map_err(|e| FolderError::from(Box::new(e)))?);
         }
+        let path = self.path.clone();
+        Err(match other_weights(&self.path)? {
+            Some(file) => FolderError::OtherFormat { path, file },
+            None => FolderError::NoWeights { path },
+        }
+        .into())
+    }
+
+    /// Returns a fingerprint of the bytes of the weights' files, in hexadecimal digits.
+    ///
+    /// # Errors
+    ///
+    /// As of [`weights`](Self::weights), and [`Error::Io`] if a file cannot be read.
+    pub fn weights_fingerprint(&self) -> Result<String> {
+        let mut fingerprint = Fingerprint::new();
+        for path in self.weights()?.files() {
+            let of_file = Fingerprint::read(path).map_err(|cause| Error::io(path, cause))?;
+            fingerprint.write_bytes(of_file.to_string().as_bytes());
+        }
+        Ok(fingerprint.to_string())
     }
 }
 
-/// Which tensor is in which file.
-#[derive(Debug, Deserialize)]
-struct Index {
-    weight_map: BTreeMap<String, String>,
+fn parse(file: &Path, config: &str) -> Result<Llama, FolderError> {
+    LlamaConfig::from_json(config)
+        .and_then(Llama::from_config)
+        .map_err(|cause| FolderError::Model { path: file.into(), cause })
 }
 
-/// Whether a folder has weights of any kind.
+/// Returns true if a folder has weights of any format.
 fn has_weights(path: &Path) -> Result<bool> {
     let has_own = [ONE_FILE, INDEX].iter().any(|name| path.join(name).exists());
     Ok(has_own || other_weights(path)?.is_some())
 }
 
-/// A file with weights that are not read here, by name.
+/// Returns the name of a file with weights that are not read here.
 fn other_weights(path: &Path) -> Result<Option<String>> {
-    let entries = fs::read_dir(path).map_err(|source| Error::read(path, source))?;
-    let mut found = BTreeSet::new();
-    for entry in entries {
-        let name = entry.map_err(|source| Error::read(path, source))?.file_name();
-        let ending = Path::new(&name).extension().and_then(OsStr::to_str);
-        if ending.is_some_and(|ending| OTHER_WEIGHTS.contains(&ending)) {
-            found.insert(name.to_string_lossy().into_owned());
-        }
-    }
-    Ok(found.pop_first())
+    let names: io::Result<BTreeSet<_>> = fs::read_dir(path)
+        .and_then(|entries| entries.map(|entry| entry.map(|entry| entry.file_name())).collect());
+    let names = names.map_err(|cause| Error::io(path, cause))?;
+    let is_other = |name: &&OsString| {
+        let ending = Path::new(name).extension().and_then(OsStr::to_str);
+        ending.is_some_and(|ending| OTHER_WEIGHTS.contains(&ending))
+    };
+    Ok(names.iter().find(is_other).map(|name| name.to_string_lossy().into_owned()))
 }

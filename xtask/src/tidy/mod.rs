@@ -56,15 +56,6 @@ pub(crate) fn run() -> Result {
     }
 }
 
-/// Violations that are known and end later: a part of their text, and the reason.
-const KNOWN: [(&str, &str); 3] = [
-    // `error` and `hf` name types of `train`; they go below it with the library for fine-tuning.
-    ("crates/candle-distributed-cli/src/", "circle of folders"),
-    // It holds a library for fine-tuning, which the same change takes out, with most files of `train`.
-    ("crates/candle-distributed-cli:", "lines of code in a crate"),
-    ("crates/candle-distributed-cli/src/train:", "files in a folder"),
-];
-
 fn violations() -> Result<Vec<Violation>> {
     let files = own_files()?;
     let users: Vec<_> = files.iter().map(|path| (path, uses(path))).collect();
@@ -80,26 +71,7 @@ fn violations() -> Result<Vec<Violation>> {
         violations.extend(text::check(path, &text));
     }
     violations.sort();
-    Ok(without_known(violations))
-}
-
-/// Leaves out the known violations, one for each entry of the list; an entry too many is a violation.
-fn without_known(mut violations: Vec<Violation>) -> Vec<Violation> {
-    for (place, rule) in KNOWN {
-        let is_known = |violation: &Violation| {
-            let text = violation.to_string();
-            text.starts_with(place) && text.contains(rule)
-        };
-        match violations.iter().position(is_known) {
-            Some(nth) => drop(violations.remove(nth)),
-            None => violations.push(Violation::new(
-                "xtask/src/tidy/mod.rs",
-                1,
-                format!("`{place}` no longer has its known violation, {rule}"),
-            )),
-        }
-    }
-    violations
+    Ok(violations)
 }
 
 /// Returns the violations of rules about a whole package.
@@ -198,16 +170,6 @@ mod tests {
     fn a_violation_reads_like_a_compiler_error() {
         let violation = Violation::new("crates/a/src/lib.rs", 7, "why");
         assert_eq!(violation.to_string(), "crates/a/src/lib.rs:7: why");
-    }
-
-    #[test]
-    fn a_known_violation_is_left_out_once() {
-        let known =
-            || KNOWN.map(|(place, rule)| Violation::new(place.trim_end_matches(':'), 1, rule));
-        assert!(without_known(known().to_vec()).is_empty());
-        let again = [known().as_slice(), &known()[..1]].concat();
-        assert_eq!(without_known(again).len(), 1);
-        assert_eq!(without_known(known()[1..].to_vec()).len(), 1);
     }
 
     #[test]

@@ -20,6 +20,7 @@ use std::{
 
 use candle_distributed::{
     batch::SequenceLengths,
+    finetune::cost::{MemoryLimit, machine_bytes, system_limits},
     types::human::{HumanBytes, Printable},
 };
 
@@ -27,7 +28,6 @@ use self::number::Number;
 use crate::{
     error::{Error, Result},
     hint, input,
-    train::limits::{self, Limit},
 };
 
 // What commands take for each number at their peak, the list included.
@@ -261,8 +261,8 @@ struct Room {
 impl Room {
     /// As much as the system grants this process, for numbers that take `n_bytes` each.
     fn for_numbers_of(n_bytes: u64) -> Self {
-        let limits = limits::of_system(1);
-        let granted = limits.iter().map(Limit::share).chain(limits::of_machine()).min();
+        let limits = system_limits(1);
+        let granted = limits.iter().map(MemoryLimit::share).chain(machine_bytes()).min();
         // Where nothing is known of the system, what it refuses is an error all the same.
         let bytes = granted.unwrap_or(u64::MAX);
         Self { n_numbers: bytes / n_bytes, bytes }

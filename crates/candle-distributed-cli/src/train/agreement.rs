@@ -7,12 +7,12 @@ use std::{
     time::{Duration, Instant},
 };
 
-use candle_distributed::mesh::DeviceMesh;
+use candle_distributed::{finetune::run::RunSnapshot, mesh::DeviceMesh};
 
 use crate::{
     error::{self, Error, ErrorKind, Result, WithHint},
     hint,
-    train::{run_dir::Seen, trainer},
+    train::trainer,
 };
 
 /// Checks that every process of a mesh says the same, in as many `words`: what it has and does,
@@ -71,8 +71,8 @@ pub(crate) fn check_shared(mesh: &DeviceMesh, path: &Path) -> Result<()> {
 
 /// Checks, once the run in `path` is locked, that no process finds it changed since it was `seen`:
 /// another run of it may have ended only now, and what that saved must not be trained anew.
-pub(crate) fn check_unchanged(mesh: &DeviceMesh, path: &Path, seen: &Seen) -> Result<()> {
-    let is_changed = Seen::in_folder(path)? != *seen;
+pub(crate) fn check_unchanged(mesh: &DeviceMesh, path: &Path, seen: &RunSnapshot) -> Result<()> {
+    let is_changed = RunSnapshot::take(path)? != *seen;
     // One that writes must not be ahead of another that still compares.
     if trainer::largest(mesh, is_changed.into())? == 0 {
         return Ok(());

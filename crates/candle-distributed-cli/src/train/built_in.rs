@@ -1,6 +1,6 @@
 //! The model of this program, which it trains where there is no other: a small Llama over bytes.
 
-use candle_distributed::models::LlamaConfig;
+use candle_distributed::finetune::models::LlamaConfig;
 use serde_json::{Value, json};
 
 use crate::error::{Error, Result};
@@ -28,10 +28,11 @@ const CONFIG: &str = include_str!("built_in.json");
 /// # Errors
 ///
 /// If there is no such model.
+#[expect(clippy::expect_used, reason = "says why it cannot fail")]
 pub(crate) fn config(sizes: &Sizes, context: Option<usize>) -> Result<Value> {
-    let mut config: Value = serde_json::from_str(CONFIG)
-        .map_err(|fault| Error::usage(format!("the model of this program: {fault}")))?;
-    check_heads(&config, sizes)?;
+    let built_in = LlamaConfig::from_json(CONFIG).expect("it is the configuration of a Llama");
+    check_heads(&built_in, sizes)?;
+    let mut config: Value = serde_json::from_str(CONFIG).expect("a configuration is JSON");
     for (field, size) in [
         ("num_hidden_layers", sizes.n_layers),
         ("hidden_size", sizes.hidden),
@@ -56,13 +57,10 @@ const fn feed_forward(hidden: usize) -> usize {
 }
 
 /// Refuses heads that do not divide the width.
-fn check_heads(config: &Value, sizes: &Sizes) -> Result<()> {
-    let number = |size: Option<usize>, field: &str| {
-        size.map_or_else(|| config[field].as_u64().unwrap_or(0), |size| size as u64)
-    };
-    let hidden = number(sizes.hidden, "hidden_size");
-    let heads = number(sizes.n_heads, "num_attention_heads");
-    if heads > 0 && hidden % heads == 0 {
+fn check_heads(built_in: &LlamaConfig, sizes: &Sizes) -> Result<()> {
+    let hidden = sizes.hidden.unwrap_or(built_in.hidden_size);
+    let heads = sizes.n_heads.unwrap_or(built_in.num_attention_heads);
+    if heads > 0 && hidden.is_multiple_of(heads) {
         return Ok(());
     }
     let uneven = format!("--hidden {hidden} does not split evenly over --n-heads {heads}");
@@ -70,8 +68,63 @@ fn check_heads(config: &Value, sizes: &Sizes) -> Result<()> {
 }
 
 #[cfg(test)]
-mod tests {
+pub(crate) mod tests {
+    use candle_distributed::finetune::{
+        Folder, Overlong,
+        data::Rows,
+        spec::{Recipe, RunInputs, Session, Spec},
+    };
+
     use super::*;
+
+    /// Returns the inputs of a run of this model.
+    pub(crate) fn inputs() -> RunInputs {
+        let config = config(&Sizes::default(), None).unwrap();
+        let folder = Folder::from_config(config.to_string()).unwrap();
+        RunInputs {
+            folder: None,
+            config,
+            weights: None,
+            init: Some(7),
+            tokenizer: folder.tokenizer().fingerprint(),
+            context: 128,
+            rows: Rows::Padded,
+            overlong: Overlong::Split,
+            batch_size: None,
+            validation: None,
+            merge: true,
+        }
+    }
+
+    /// Returns a run of 20 steps.
+    pub(crate) fn spec() -> Spec {
+        let session = Session {
+            first_step: 0,
+            world_size: 2,
+            devices_here: 2,
+            on_processors: true,
+            sharding: None,
+            base_bytes: None,
+            step_traffic: None,
+            peak_bytes: None,
+        };
+        let spec = Spec {
+            format_version: 1,
+            seed: 7,
+            steps: 20,
+            data: None,
+            text: String::new(),
+            max_tokens: 4096,
+            allow_non_finite: false,
+            finetune: inputs(),
+            recipe: Recipe::default(),
+            sessions: vec![session],
+            identity: String::new(),
+            model_files: vec![],
+            model_fingerprint: None,
+        };
+        spec.sealed()
+    }
 
     #[test]
     fn sizes_are_those_that_are_asked_for() {

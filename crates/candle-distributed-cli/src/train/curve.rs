@@ -1,6 +1,7 @@
 //! A drawing of how runs went: losses, learning rates, norms of gradients and speeds, step by step.
 
 use candle_distributed::{
+    finetune::run::ValidationPoint,
     train::{Metrics, TimedStep},
     types::human::HumanCount,
 };
@@ -14,7 +15,6 @@ use crate::{
     picture::{
         self, Area, BLUE, Drawn, FAINT, GREEN, HEADING, LEGEND, Mark, ORANGE, PURPLE, Ticks,
     },
-    train::validation::Validated,
 };
 
 const WIDTH: u32 = 900;
@@ -43,7 +43,7 @@ type Chart<'a, 'b> = ChartContext<'a, SVGBackend<'b>, Cartesian2d<RangedCoordu64
 
 /// An SVG document about one run: each number as points and as a smooth line. A panel of which
 /// nothing is known is left out.
-pub(crate) fn draw(metrics: &Metrics, held_out: &[Validated]) -> Result<String> {
+pub(crate) fn draw(metrics: &Metrics, held_out: &[ValidationPoint]) -> Result<String> {
     let held_out = held_out.iter().filter(|found| found.loss.is_finite());
     let held_out: Vec<(u64, f64)> = held_out.map(|found| (found.step, found.loss)).collect();
     let run = Run { steps: metrics.timed().collect(), held_out, color: BLUE, is_alone: true };
@@ -303,9 +303,17 @@ fn mean(ratios: &[(u64, Ratio)]) -> f64 {
 }
 
 #[cfg(test)]
-mod tests {
+pub(crate) mod tests {
     use super::*;
-    use crate::train::run_dir::tests::line;
+
+    /// Returns the line of a step.
+    pub(crate) fn line(step: u64, loss: &str, seconds: f64) -> String {
+        format!(
+            "{{\"step\": {step}, \"epoch\": 0, \"loss\": {loss}, \"learning_rate\": 0.1, \
+             \"sequences\": 1, \
+             \"real_tokens\": 5, \"padded_tokens\": 8, \"seconds\": {seconds}}}\n"
+        )
+    }
 
     /// The metrics of steps of these losses; JSON has no number for what is none.
     fn metrics(losses: &[f32]) -> Metrics {
@@ -369,7 +377,7 @@ mod tests {
 
     #[test]
     fn losses_of_what_was_held_out_are_drawn_among_the_others() {
-        let held_out = [Validated { step: 2, loss: 7.5, predictions: 4.0 }];
+        let held_out = [ValidationPoint::new(2, 7.5, 4.0)];
         let svg = draw(&metrics(&[3.0, 2.0]), &held_out).unwrap();
         assert!(svg.contains("\nexamples that were held out\n"), "{svg}");
         let series = Series { held_out: vec![(2, 20.0)], ..series(&[2.0, 1.0]) };

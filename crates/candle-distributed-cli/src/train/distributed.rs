@@ -4,21 +4,21 @@ use std::path::Path;
 
 use candle_core::DType;
 use candle_distributed::{
+    finetune::{
+        cost::Sharding,
+        data::{BatchTensors, Model},
+        spec::Spec,
+    },
     mesh::{DeviceMesh, Replica, Uneven},
     train::{
         AdamW, Checkpoint, DataParallel, Evaluation, FullyShard, GradientReport, Group, Lora, Loss,
         PretrainedFiles, StateDict, Step, Units,
     },
-    types::{Seed, WorldSize},
+    types::WorldSize,
 };
 use candle_nn::{Optimizer, ParamsAdamW, VarBuilder};
 
-use crate::{
-    error::Result,
-    train::{
-        data::INIT_STREAM, dataset::Tensors, model::Model, settings::Settings, sharding::Sharding,
-    },
-};
+use crate::error::Result;
 
 /// The model of a run, on the devices of its mesh.
 #[derive(Debug)]
@@ -40,7 +40,7 @@ pub(crate) enum Held {
 macro_rules! with_settings {
     ($builder:expr, $settings:expr, $model:expr) => {{
         let mut builder = $builder.uneven(Uneven::Pad);
-        builder = builder.init(init_seed($settings));
+        builder = builder.init($settings.init_seed());
         if $model.lora().is_some() {
             builder = builder.train_only(Lora::PATTERNS).allow_missing(Lora::PATTERNS);
         }
@@ -65,7 +65,7 @@ impl Distributed {
     /// The model of a run before its first step.
     pub(crate) fn new(
         mesh: &DeviceMesh,
-        settings: &Settings,
+        settings: &Spec,
         sharding: Option<&Sharding>,
     ) -> Result<Self> {
         let model = settings.trained_model()?;
@@ -77,7 +77,7 @@ impl Distributed {
     }
 
     /// Trains on a batch.
-    pub(crate) fn step(&mut self, batch: Tensors) -> Result<Step> {
+    pub(crate) fn step(&mut self, batch: BatchTensors) -> Result<Step> {
         let Self { model, held } = self;
         let loss = |_: &Replica, units: &Units, batch| model.loss(units, batch);
         Ok(match held {
@@ -87,7 +87,7 @@ impl Distributed {
     }
 
     /// The loss of a batch, of which nothing is learnt.
-    pub(crate) fn evaluate(&mut self, batch: Tensors) -> Result<Evaluation> {
+    pub(crate) fn evaluate(&mut self, batch: BatchTensors) -> Result<Evaluation> {
         let Self { model, held } = self;
         let loss = |_: &Replica, units: &Units, batch| model.loss(units, batch);
         Ok(match held {
@@ -97,15 +97,19 @@ impl Distributed {
     }
 
     /// Compares the gradients of a batch with differences of its loss.
-    pub(crate) fn check(&mut self, batch: Tensors) -> Result<GradientReport> {
+    pub(crate) fn check(&mut self, batch: BatchTensors) -> Result<GradientReport> {
         let model = self.model.clone();
         self.check_gradients(batch, |_: &Replica, units: &Units, batch| model.loss(units, batch))
     }
 
     /// Compares the gradients of a loss with differences of it.
-    pub(crate) fn check_gradients<F>(&mut self, batch: Tensors, loss: F) -> Result<GradientReport>
+    pub(crate) fn check_gradients<F>(
+        &mut self,
+        batch: BatchTensors,
+        loss: F,
+    ) -> Result<GradientReport>
     where
-        F: Fn(&Replica, &Units, Tensors) -> candle_core::Result<Loss> + Send + Sync,
+        F: Fn(&Replica, &Units, BatchTensors) -> candle_core::Result<Loss> + Send + Sync,
     {
         Ok(match &mut self.held {
             Held::Whole(model) => model.check_gradients(batch, loss)?,
@@ -153,7 +157,7 @@ impl Distributed {
 }
 
 impl Held {
-    fn whole(mesh: &DeviceMesh, settings: &Settings, model: &Model) -> Result<Self> {
+    fn whole(mesh: &DeviceMesh, settings: &Spec, model: &Model) -> Result<Self> {
         let builder = DataParallel::builder(mesh, Units::by(model.units(), build(model)));
         let builder = with_settings!(builder, settings, model);
         let builder = builder.dtype(settings.recipe.precision().dtype());
@@ -162,7 +166,7 @@ impl Held {
 
     fn sharded(
         mesh: &DeviceMesh,
-        settings: &Settings,
+        settings: &Spec,
         model: &Model,
         sharding: &Sharding,
     ) -> Result<Self> {
@@ -188,11 +192,6 @@ fn build(model: &Model) -> impl Fn(VarBuilder<'_>) -> candle_core::Result<()> + 
     move |vb| model.declare(&vb)
 }
 
-/// The seed of what has no value yet.
-fn init_seed(settings: &Settings) -> Seed {
-    Seed::new(settings.finetune.init.unwrap_or(settings.seed)).derive(INIT_STREAM)
-}
-
 #[cfg(test)]
 impl Distributed {
     /// A model that was made in another way.
@@ -204,9 +203,7 @@ impl Distributed {
 /// The group of parameters that are not decayed.
 const UNDECAYED: &str = "undecayed";
 
-fn adamw(
-    settings: &Settings,
-) -> impl Fn(Group) -> candle_core::Result<AdamW> + Send + Sync + use<> {
+fn adamw(settings: &Spec) -> impl Fn(Group) -> candle_core::Result<AdamW> + Send + Sync + use<> {
     let usual = settings.recipe.adamw();
     move |group| {
         let weight_decay = if group.name == UNDECAYED { 0. } else { usual.weight_decay };
@@ -217,20 +214,40 @@ fn adamw(
 #[cfg(test)]
 mod tests {
     use candle_core::{Device, Tensor};
+    use candle_distributed::finetune::{Overlong, data::Rows, spec::RunInputs};
     use serde_json::{Value, json};
 
     use super::*;
-    use crate::{
-        hf::{examples::Overlong, golden},
-        train::{
-            finetune::{self, Finetune, Rows},
-            settings::tests::settings,
-        },
-    };
+    use crate::train::built_in::tests::spec;
+
+    mod golden {
+        //! Folders with the losses of transformers.
+
+        use std::{fs, path::PathBuf};
+
+        use candle_distributed::finetune::Folder;
+        use serde_json::Value;
+
+        pub(super) const MODELS: [&str; 4] = ["llama", "llama3", "qwen2", "mistral"];
+
+        fn path(model: &str) -> PathBuf {
+            let package = PathBuf::from(env!("CARGO_MANIFEST_DIR"));
+            package.join("../finetune/tests/golden").join(model)
+        }
+
+        pub(super) fn folder(model: &str) -> Folder {
+            Folder::open(&path(model)).unwrap()
+        }
+
+        /// Returns a JSON file of the folder.
+        pub(super) fn json(model: &str, name: &str) -> Value {
+            serde_json::from_str(&fs::read_to_string(path(model).join(name)).unwrap()).unwrap()
+        }
+    }
 
     #[test]
     fn fine_tuning_has_the_losses_of_transformers() {
-        let full = Sharding::full();
+        let full = Sharding::default();
         for model in golden::MODELS {
             let expected = &golden::json(model, "expected.json");
             for sharding in [None, Some(&full)] {
@@ -248,11 +265,11 @@ mod tests {
     }
 
     /// The settings of a run that fine-tunes a model in so many steps.
-    fn fine_tuned(model: &str, steps: u64, more: &Value) -> Settings {
+    fn fine_tuned(model: &str, steps: u64, more: &Value) -> Spec {
         let folder = golden::folder(model);
-        let finetune = Finetune {
+        let finetune = RunInputs {
             folder: Some(folder.path().to_owned()),
-            config: finetune::config_of(&folder).unwrap(),
+            config: folder.config().unwrap(),
             weights: None,
             init: None,
             tokenizer: String::new(),
@@ -271,15 +288,11 @@ mod tests {
             recipe[option] = value.clone();
         }
         let recipe = serde_json::from_value(recipe).unwrap();
-        Settings { steps, finetune, recipe, ..settings() }
+        Spec { steps, finetune, recipe, ..spec() }
     }
 
     /// The loss and the norm of the gradients of each step on the batches that `expected` has.
-    fn steps(
-        settings: &Settings,
-        sharding: Option<&Sharding>,
-        expected: &Value,
-    ) -> Vec<(f64, f64)> {
+    fn steps(settings: &Spec, sharding: Option<&Sharding>, expected: &Value) -> Vec<(f64, f64)> {
         let mesh = DeviceMesh::cpu(2).unwrap();
         let mut model = Distributed::new(&mesh, settings, sharding).unwrap();
         let batches = expected["batches"].as_array().unwrap();
@@ -295,7 +308,7 @@ mod tests {
     }
 
     /// A batch, of which all tokens but padding are predicted.
-    fn tensors(batch: &Value) -> Tensors {
+    fn tensors(batch: &Value) -> BatchTensors {
         let ids: Vec<Vec<u32>> = serde_json::from_value(batch["input_ids"].clone()).unwrap();
         let lengths: Vec<usize> = serde_json::from_value(batch["lengths"].clone()).unwrap();
         let labels = |(ids, length): (&Vec<u32>, usize)| -> Vec<i64> {
@@ -303,7 +316,7 @@ mod tests {
             ids.iter().enumerate().map(real).collect()
         };
         let targets: Vec<Vec<i64>> = ids.iter().zip(lengths).map(labels).collect();
-        Tensors {
+        BatchTensors {
             ids: Tensor::new(ids, &Device::Cpu).unwrap(),
             targets: Tensor::new(targets, &Device::Cpu).unwrap(),
             packing: None,

@@ -2,6 +2,10 @@
 
 use candle_distributed::{
     batch::{Batch, PaddingReport},
+    finetune::{
+        cost::{ModelBytes, StepTraffic},
+        run::{RunFolder, ValidationPoint, metrics, validations},
+    },
     train::{GradientReport, MeanLoss, StepMetrics},
     types::files::AtomicFolder,
 };
@@ -10,21 +14,21 @@ use indicatif::ProgressBar;
 use crate::{
     error::Result,
     output,
-    train::{
-        memory::Memory, run_dir::RunDir, sharding::Needs, traffic::StepTraffic,
-        validation::Validated,
-    },
+    train::{curve, measured::PeakMemory},
 };
 
 /// The number of progress lines that a run prints.
 const LINES: u64 = 10;
 
+/// The file of the drawing of a run.
+const CURVE: &str = "loss.svg";
+
 /// Keeps the record of a run.
 #[derive(Debug)]
 pub(crate) struct Journal {
-    run_dir: RunDir,
+    run: RunFolder,
     /// What the model needs.
-    needs: Needs,
+    needs: ModelBytes,
     bar: ProgressBar,
     steps: u64,
     padding: PaddingReport,
@@ -36,13 +40,13 @@ pub(crate) struct Journal {
 }
 
 impl Journal {
-    /// A journal of the steps from `first` up to `steps` in `run_dir`; it draws a progress bar if
+    /// A journal of the steps from `first` up to `steps` in `run`; it draws a progress bar if
     /// stderr is a terminal.
-    pub(crate) fn new(first: u64, steps: u64, run_dir: RunDir, needs: Needs) -> Self {
+    pub(crate) fn new(first: u64, steps: u64, run: RunFolder, needs: ModelBytes) -> Self {
         let bar = output::progress(steps, "{bar:30} step {pos}/{len}, {msg}, {eta} left")
             .with_position(first);
         Self {
-            run_dir,
+            run,
             needs,
             bar,
             steps,
@@ -68,7 +72,7 @@ impl Journal {
 
     /// Records one more step, made of these batches.
     pub(crate) fn log(&mut self, step: &StepMetrics, batches: &[Batch]) -> Result<()> {
-        self.run_dir.append(step)?;
+        self.run.append(step)?;
         self.padding.extend(batches);
         self.first.get_or_insert((step.step, step.loss));
         if self.is_line(step.step) {
@@ -89,9 +93,9 @@ impl Journal {
     }
 
     /// Records what a validation has found, and whether it is the best so far.
-    pub(crate) fn log_validation(&mut self, found: Validated, is_best: bool) -> Result<()> {
-        self.run_dir.append_validation(found)?;
-        let Validated { step, loss, .. } = found;
+    pub(crate) fn log_validation(&mut self, found: ValidationPoint, is_best: bool) -> Result<()> {
+        self.run.append_validation(found)?;
+        let ValidationPoint { step, loss, .. } = found;
         let best = if is_best { ", the least so far" } else { "" };
         let line = format!("validation after step {step}: loss {loss:.3}{best}");
         self.bar.suspend(|| output::message(|out| writeln!(out, "{line}")));
@@ -100,7 +104,7 @@ impl Journal {
 
     /// Remembers what the first device handed over in a step.
     pub(crate) fn set_step_traffic(&mut self, traffic: StepTraffic) {
-        self.run_dir.set_step_traffic(traffic);
+        self.run.set_step_traffic(traffic);
     }
 
     /// Whether a line is printed after this many steps.
@@ -110,7 +114,7 @@ impl Journal {
 
     /// Gives the folder of the model, which is written, its name.
     pub(crate) fn save(&mut self, partial: AtomicFolder) -> Result<()> {
-        self.run_dir.save(partial)
+        Ok(self.run.save(partial)?)
     }
 
     /// Prints a summary of the run, whose model is saved.
@@ -118,7 +122,7 @@ impl Journal {
         self.pause()?;
         self.bar.finish_and_clear();
         let last = self.recent.mean();
-        let memory = Memory::of(self.run_dir.session(), self.needs);
+        let memory = PeakMemory::new(self.run.session(), self.needs);
         output::text(|out| {
             if let Some((step, loss)) = self.first {
                 let number = step + 1;
@@ -132,18 +136,21 @@ impl Journal {
             if let Some(memory) = memory {
                 writeln!(out, "{memory}")?;
             }
-            writeln!(out, "metrics and model are in {}", self.run_dir.path().display())
+            writeln!(out, "metrics and model are in {}", self.run.path().display())
         })
     }
 
     /// Syncs what was logged to disk.
     pub(crate) fn sync(&self) -> Result<()> {
-        self.run_dir.sync()
+        Ok(self.run.sync()?)
     }
 
-    /// Saves with the run what is known about this session.
+    /// Saves with the run what is known about this session, and draws how the run went so far.
     pub(crate) fn pause(&mut self) -> Result<()> {
-        self.run_dir.end_session()
+        self.run.end_session()?;
+        let path = self.run.path();
+        let curve = curve::draw(&metrics(path)?, &validations(path, self.steps)?)?;
+        output::file(&path.join(CURVE), curve.as_bytes())
     }
 
     fn tokens_per_second(&self) -> f64 {

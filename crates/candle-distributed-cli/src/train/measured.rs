@@ -2,36 +2,33 @@
 
 use std::fmt;
 
-use candle_distributed::types::{
-    Rank, WorldSize,
-    human::{HumanBytes, HumanCount},
+use candle_distributed::{
+    finetune::{
+        cost::{CollectiveCalls, MemoryPrediction, ModelBytes, StepTraffic, Workload, cost_model},
+        spec::Session,
+    },
+    types::{
+        Rank, WorldSize,
+        human::{HumanBytes, HumanCount},
+    },
 };
 use comfy_table::{CellAlignment, Table, TableComponent, presets};
 
-use crate::{
-    error::Result,
-    train::{
-        memory::{Prediction, Work},
-        sharding,
-        traffic::{Calls, StepTraffic},
-    },
-};
+use crate::error::Result;
 
 /// What the plan of a sharded run has its first rank hand over in a step.
-pub(crate) fn planned(work: &Work<'_>) -> Result<Option<StepTraffic>> {
+pub(crate) fn planned(work: &Workload<'_>) -> Result<Option<StepTraffic>> {
     let Some(sharding) = work.sharding else { return Ok(None) };
     let plan = sharding.plan(work.parameters, WorldSize::new(work.world_size)?)?;
     Ok(Some(
-        plan.schedule(&sharding::cost_model(Some(sharding), work.precision))?
-            .handed_over(Rank::ZERO)?
-            .into(),
+        plan.schedule(&cost_model(Some(sharding), work.precision))?.handed_over(Rank::ZERO)?.into(),
     ))
 }
 
 /// What was predicted, beside what was measured.
 #[derive(Clone, Debug)]
 pub(crate) struct Comparison {
-    pub(crate) memory: Prediction,
+    pub(crate) memory: MemoryPrediction,
     /// The peak of a process's resident memory, where the system reports it.
     pub(crate) peak_bytes: Option<u64>,
     /// Whether the devices are processors, whose memory is that of the process.
@@ -65,13 +62,14 @@ impl Comparison {
     pub(crate) fn traffic_rows(&self) -> Vec<Vec<String>> {
         let number = |number: u64| HumanCount(number.into()).to_string();
         let planned = self.planned.map(StepTraffic::kinds);
-        let row = |(n, (name, counted)): (usize, (&str, Calls))| {
+        let row = |(n, (name, counted)): (usize, (&str, CollectiveCalls))| {
             let planned = planned.map(|kinds| kinds[n].1);
-            if planned.unwrap_or_default().calls + counted.calls == 0 {
+            if planned.is_none_or(|planned| planned.calls == 0) && counted.calls == 0 {
                 return None;
             }
-            let planned =
-                |of: fn(Calls) -> u64| planned.map_or_else(String::new, |calls| number(of(calls)));
+            let planned = |of: fn(CollectiveCalls) -> u64| {
+                planned.map_or_else(String::new, |calls| number(of(calls)))
+            };
             Some(vec![
                 name.to_owned(),
                 planned(|calls| calls.calls),
@@ -120,4 +118,63 @@ fn table(heads: &[&str], rows: Vec<Vec<String>>) -> String {
         column.set_cell_alignment(CellAlignment::Right);
     }
     table.trim_fmt()
+}
+
+/// The memory that a process took for its devices, and how much of it the model needs.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct PeakMemory {
+    pub(crate) peak_bytes: u64,
+    /// The number of devices of the process.
+    pub(crate) n_devices: u64,
+    pub(crate) needs: ModelBytes,
+}
+
+impl PeakMemory {
+    /// Returns the memory of a session, if it is known.
+    pub(crate) fn new(session: &Session, needs: ModelBytes) -> Option<Self> {
+        let peak_bytes = session.peak_bytes?;
+        Some(Self { peak_bytes, n_devices: session.devices_here, needs })
+    }
+}
+
+impl fmt::Display for PeakMemory {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { peak_bytes, n_devices, needs } = *self;
+        let ModelBytes { whole_bytes, sharded_bytes, is_sharded } = needs;
+        let (whole, sharded) = if is_sharded { ("", ", as here") } else { (", as here", "") };
+        let each = u128::from(peak_bytes) / u128::from(n_devices.max(1));
+        let devices = if n_devices == 1 {
+            "its device".into()
+        } else {
+            format!("each of its {n_devices} devices")
+        };
+        write!(
+            f,
+            "peak memory of the process: {}, {} ",
+            HumanBytes(peak_bytes.into()),
+            HumanBytes(each)
+        )?;
+        write!(f, "for {devices}; parameters, gradients and optimizer state: ")?;
+        write!(f, "{} per device whole{whole}, ", HumanBytes(whole_bytes))?;
+        write!(f, "{} per rank sharded by the plan{sharded}; ", HumanBytes(sharded_bytes))?;
+        write!(f, "activations are in neither")
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_line_says_what_is_whole_and_what_is_sharded() {
+        let needs = ModelBytes { whole_bytes: 2048, sharded_bytes: 1024, is_sharded: false };
+        let memory = PeakMemory { peak_bytes: 4096, n_devices: 2, needs };
+        let words = "peak memory of the process: 4.00 KiB, 2.00 KiB for each of its 2 devices; \
+                     parameters, gradients and optimizer state: 2.00 KiB per device whole, as \
+                     here, 1.00 KiB per rank sharded by the plan; activations are in neither";
+        assert_eq!(memory.to_string(), words);
+        let sharded = PeakMemory { needs: ModelBytes { is_sharded: true, ..needs }, ..memory };
+        let words = "2.00 KiB per device whole, 1.00 KiB per rank sharded by the plan, as here;";
+        assert!(sharded.to_string().contains(words), "{sharded}");
+    }
 }

@@ -3,21 +3,26 @@
 use std::path::Path;
 
 use candle_core::DType;
-use candle_distributed::train::{Lora, PretrainedFiles};
+use candle_distributed::{
+    finetune::{Folder, spec::Spec},
+    train::{Lora, PretrainedFiles},
+};
 use serde_json::{Value, json};
 
 use crate::{
     error::{Error, Result},
-    hf::{files::CONFIG, folder::Folder},
     output,
-    train::{distributed::Distributed, finetune, settings::Settings},
+    train::distributed::Distributed,
 };
+
+/// The sizes and properties of a model.
+const CONFIG: &str = "config.json";
 
 /// The folders that a run makes of a model from a folder. Every process calls each method, and the
 /// first one writes.
 #[derive(Debug)]
 pub(crate) struct Products<'a> {
-    pub(crate) settings: &'a Settings,
+    pub(crate) settings: &'a Spec,
     /// Where the model comes from.
     pub(crate) folder: &'a Folder,
     pub(crate) is_first: bool,
@@ -71,7 +76,7 @@ fn config(folder: &Folder, dtype: DType) -> Result<Vec<u8>> {
     if folder.llama().config().dtype == dtype {
         return Ok(folder.config_json().as_bytes().to_vec());
     }
-    let mut config = finetune::config_of(folder)?;
+    let mut config = folder.config()?;
     let name = match dtype {
         DType::BF16 => "bfloat16",
         _ => "float32",

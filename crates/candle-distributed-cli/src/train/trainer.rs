@@ -13,6 +13,13 @@ use std::{
 use candle_core::{DType, Device, Tensor};
 use candle_distributed::{
     batch::{Batch, BatchState},
+    finetune::{
+        self, Folder,
+        cost::{Sharding, StepTraffic},
+        data::{BatchSchedule, BatchTensors, DataSet, ScheduledStep},
+        run::{self, ResumePoint, ValidationSet, best_validation, validations},
+        spec::Spec,
+    },
     mesh::{ALL, DeviceMesh, P},
     train::{
         self, CheckpointError, Checkpoints, Step, StepMetrics,
@@ -23,21 +30,8 @@ use candle_distributed::{
 
 use crate::{
     error::{Error, ErrorKind, Result},
-    hf::folder::Folder,
     hint,
-    train::{
-        data::{Schedule, Scheduled},
-        dataset::{DataSet, Tensors},
-        distributed::Distributed,
-        journal::Journal,
-        products::Products,
-        resumed::Resumed,
-        run_dir,
-        settings::Settings,
-        sharding::Sharding,
-        traffic::StepTraffic,
-        validation::{self, HeldOut},
-    },
+    train::{distributed::Distributed, journal::Journal, products::Products},
 };
 
 /// What to train, on what, and for how long; the same in every process.
@@ -46,12 +40,12 @@ pub(crate) struct Job<'a> {
     pub(crate) mesh: &'a DeviceMesh,
     /// Threads that make batches share it.
     pub(crate) data: &'a Arc<DataSet>,
-    pub(crate) schedule: &'a Schedule,
+    pub(crate) schedule: &'a BatchSchedule,
     /// Examples by which it is seen how much was learnt.
-    pub(crate) held_out: Option<&'a HeldOut>,
+    pub(crate) held_out: Option<&'a ValidationSet>,
     /// The folder of the model.
     pub(crate) folder: &'a Folder,
-    pub(crate) settings: &'a Settings,
+    pub(crate) settings: &'a Spec,
     /// How the model is sharded; every device has all of it if there is nothing here.
     pub(crate) sharding: Option<&'a Sharding>,
     /// What a resumed run is to be typed with again, beside its folder.
@@ -64,7 +58,7 @@ pub(crate) struct Job<'a> {
     pub(crate) path: &'a Path,
     pub(crate) checkpoints: &'a Checkpoints,
     /// Where to resume.
-    pub(crate) from: Option<&'a Resumed>,
+    pub(crate) from: Option<&'a ResumePoint>,
     /// Set from outside to stop the run after the current step.
     pub(crate) stop: Arc<AtomicBool>,
 }
@@ -99,7 +93,7 @@ impl Job<'_> {
         let mut best = self.best_before(first)?;
         let start = Instant::now();
         for (step, made) in (first..steps).zip(self.batches(state)?) {
-            let Made { scheduled: Scheduled { epoch, batches, state }, tensors } = made?;
+            let Made { scheduled: ScheduledStep { epoch, batches, state, .. }, tensors } = made?;
             let learning_rate = self.settings.recipe.learning_rate(step, steps);
             let at = At { step, epoch, batch: state.step, learning_rate };
             let before = StepTraffic::so_far(self.mesh);
@@ -154,8 +148,8 @@ impl Job<'_> {
 
     /// The least loss that a validation has found before these steps.
     fn best_before(&self, steps: u64) -> Result<Option<f64>> {
-        let found = validation::found_in(self.path, steps)?;
-        Ok(validation::best(&found).map(|best| best.loss))
+        let found = validations(self.path, steps)?;
+        Ok(best_validation(&found).map(|best| best.loss))
     }
 
     /// Tries the model on the examples that were held out, if that is due, and saves it if it did
@@ -169,11 +163,12 @@ impl Job<'_> {
     ) -> Result<()> {
         let due = self.held_out.filter(|held_out| held_out.is_due(done, self.settings.steps));
         let Some(held_out) = due else { return Ok(()) };
-        let found = held_out.validate(model, done, &self.mesh.devices()[0])?;
+        let found =
+            held_out.validate(done, &self.mesh.devices()[0], |batch| model.evaluate(batch))?;
         let is_best = found.loss.is_finite() && best.is_none_or(|best| found.loss < best);
         if is_best {
             *best = Some(found.loss);
-            self.products().save(model, &run_dir::best_in(self.path))?;
+            self.products().save(model, &run::best_in(self.path))?;
         }
         match journal {
             Some(journal) => journal.log_validation(found, is_best),
@@ -190,11 +185,14 @@ impl Job<'_> {
     fn finish(&self, model: &Distributed, journal: Option<Journal>) -> Result<()> {
         let products = self.products();
         if let Some(lora) = model.adapters().filter(|_| products.merges()) {
-            products.save_adapters(model, lora, &run_dir::adapter_in(self.path))?;
+            products.save_adapters(model, lora, &run::adapter_in(self.path))?;
         }
-        let target = run_dir::product_of(self.path, self.settings);
-        let made =
-            if journal.is_some() { run_dir::folder_beside(&target).map(Some) } else { Ok(None) };
+        let target = run::product_of(self.path, self.settings);
+        let made = if journal.is_some() {
+            run::folder_beside(&target).map(Some).map_err(Error::from)
+        } else {
+            Ok(None)
+        };
         let partial = self.mesh.all_ok(made)?;
         // Only the process with the journal writes there.
         products.save(model, partial.as_ref().map_or(&target, AtomicFolder::path))?;
@@ -207,7 +205,7 @@ impl Job<'_> {
     fn batches(&self, state: Option<&BatchState>) -> Result<impl Iterator<Item = Result<Made>>> {
         let data = Arc::clone(self.data);
         let device = self.mesh.devices()[0].clone();
-        let made = move |scheduled: Result<Scheduled>| {
+        let made = move |scheduled: finetune::Result<ScheduledStep>| {
             let scheduled = scheduled?;
             let tensors = data.collate(&scheduled.batches, &device)?;
             Ok(Made { scheduled, tensors })
@@ -222,7 +220,7 @@ impl Job<'_> {
 
     /// The tensors of the batch after `state`.
     #[expect(clippy::expect_used, reason = "says why it cannot fail")]
-    fn next_batch(&self, state: Option<&BatchState>) -> Result<Tensors> {
+    fn next_batch(&self, state: Option<&BatchState>) -> Result<BatchTensors> {
         let next = self.batches(state)?.next();
         Ok(next.expect("batches end with an error")?.tensors)
     }
@@ -277,7 +275,7 @@ impl Job<'_> {
 ///
 /// The whole batch goes to the mesh, which splits it: one order and one list of batches, so neither
 /// depends on the number of devices. A sampler per replica would make both depend on it.
-fn train_on(model: &mut Distributed, tensors: Tensors, learning_rate: f64) -> Result<Step> {
+fn train_on(model: &mut Distributed, tensors: BatchTensors, learning_rate: f64) -> Result<Step> {
     model.set_learning_rate(learning_rate)?;
     model.step(tensors)
 }
@@ -298,8 +296,8 @@ fn measured(mut metrics: StepMetrics, seconds: f64) -> StepMetrics {
 
 /// A batch with its tensors.
 struct Made {
-    scheduled: Scheduled,
-    tensors: Tensors,
+    scheduled: ScheduledStep,
+    tensors: BatchTensors,
 }
 
 /// A step that is under way.
@@ -343,6 +341,12 @@ pub(crate) fn largest(mesh: &DeviceMesh, number: u32) -> Result<u32> {
 #[cfg(test)]
 mod tests {
     use candle_distributed::{
+        finetune::{
+            Examples, Overlong,
+            cost::ModelBytes,
+            data::{Batching, Rows},
+            models::Tokens,
+        },
         mesh::Replica,
         train::{DataParallel, GradientError, Loss, Units},
         types::Seed,
@@ -350,13 +354,9 @@ mod tests {
     use candle_nn::{Optimizer, ParamsAdamW};
 
     use super::*;
-    use crate::hf::examples::{Examples, Overlong};
     use crate::train::{
-        data::Batching,
+        built_in::tests::{inputs, spec},
         distributed::Held,
-        finetune::Rows,
-        settings::tests::{finetune, settings},
-        sharding::Needs,
     };
 
     /// What the jobs of these tests have in common.
@@ -364,24 +364,24 @@ mod tests {
         mesh: DeviceMesh,
         folder: Folder,
         data: Arc<DataSet>,
-        schedule: Schedule,
+        schedule: BatchSchedule,
     }
 
     impl Fixture {
         fn new() -> Self {
-            let folder = finetune().open_folder().unwrap();
+            let folder = inputs().open_folder().unwrap();
             let texts = ["to be or", "not to be"].map(str::to_owned);
             let examples =
-                Examples::of_texts(texts, folder.tokenizer(), 64, Overlong::Error).unwrap();
-            let data = Arc::new(DataSet { examples, rows: Rows::Padded, devices: 2 });
+                Examples::from_texts(texts, folder.tokenizer(), 64, Overlong::Error).unwrap();
+            let data = Arc::new(DataSet::new(examples, Rows::Padded, 2));
             let batching = Batching::bucketed(64);
-            let schedule = Schedule::new(data.lengths(), Seed::new(0), &batching).unwrap();
+            let schedule = BatchSchedule::new(data.lengths(), Seed::new(0), &batching).unwrap();
             Self { mesh: DeviceMesh::cpu(2).unwrap(), folder, data, schedule }
         }
 
         fn job<'a>(
             &'a self,
-            settings: &'a Settings,
+            settings: &'a Spec,
             path: &'a Path,
             checkpoints: &'a Checkpoints,
             sharding: Option<&'a Sharding>,
@@ -408,14 +408,14 @@ mod tests {
     #[test]
     fn a_wrong_gradient_ends_the_check_with_a_hint() {
         let fixture = Fixture::new();
-        let (settings, checkpoints) = (settings(), Checkpoints::new(""));
-        let full = Sharding::full();
+        let (settings, checkpoints) = (spec(), Checkpoints::new(""));
+        let full = Sharding::default();
         for sharding in [None, Some(&full)] {
             let job = fixture.job(&settings, Path::new(""), &checkpoints, sharding);
             let mut model = job.start().unwrap();
-            let llama = settings.trained_model().unwrap();
-            let half_without_backward = |_: &Replica, units: &Units, batch: Tensors| {
-                let logits = llama.logits(units, batch.ids.clone())?;
+            let llama = settings.trained_model().unwrap().0;
+            let half_without_backward = |_: &Replica, units: &Units, batch: BatchTensors| {
+                let logits = llama.logits(units, &Tokens::rows(batch.ids.clone()))?;
                 let sum = logits.tanh()?.sum_all()?;
                 let weight = batch.ids.ones_like()?.to_dtype(DType::F32)?.sum_all()?;
                 Ok(Loss::sum((&sum + sum.detach())?, weight))
@@ -436,7 +436,7 @@ mod tests {
     }
 
     /// A model with a parameter that is no number.
-    fn of_nan(fixture: &Fixture, settings: &Settings) -> Distributed {
+    fn of_nan(fixture: &Fixture, settings: &Spec) -> Distributed {
         let model = settings.trained_model().unwrap();
         let declared = model.clone();
         let build = move |vb: candle_nn::VarBuilder<'_>| declared.declare(&vb);
@@ -452,23 +452,23 @@ mod tests {
     }
 
     /// Trains a model with a parameter that is no number, until the run ends.
-    fn run_on_nan(settings: &Settings, path: &Path, journal: Option<Journal>) -> Result<()> {
+    fn run_on_nan(settings: &Spec, path: &Path, journal: Option<Journal>) -> Result<()> {
         let fixture = Fixture::new();
-        let checkpoints = run_dir::checkpoints(path, settings);
+        let checkpoints = run::checkpoints(path, settings);
         let job = fixture.job(settings, path, &checkpoints, None);
         job.run(of_nan(&fixture, settings), journal)
     }
 
     /// Nobody looks at these.
-    const NEEDS: Needs = Needs { whole_bytes: 1, sharded_bytes: 1, is_sharded: false };
+    const NEEDS: ModelBytes = ModelBytes { whole_bytes: 1, sharded_bytes: 1, is_sharded: false };
 
     #[test]
     fn a_loss_that_is_no_number_ends_the_run_where_it_is() {
         let parent = tempfile::tempdir().unwrap();
         let path = parent.path().join("run");
-        let settings = settings();
+        let settings = spec();
         let journal = || {
-            let run_dir = run_dir::RunDir::create(&path, &settings).unwrap();
+            let run_dir = run::RunFolder::create(&path, &settings).unwrap();
             Journal::new(0, settings.steps, run_dir, NEEDS)
         };
         let error = run_on_nan(&settings, &path, Some(journal())).unwrap_err();
@@ -481,7 +481,7 @@ mod tests {
             hint.contains("no checkpoint yet") && hint.contains("--allow-non-finite"),
             "{hint}"
         );
-        assert_eq!(run_dir::metrics(&path).unwrap().done(), 0);
+        assert_eq!(run::metrics(&path).unwrap().done(), 0);
 
         // The other processes end without a word, with the same exit code.
         let error = run_on_nan(&settings, &path, None).unwrap_err();
@@ -494,11 +494,11 @@ mod tests {
     fn a_run_may_be_told_to_go_on_without_numbers() {
         let parent = tempfile::tempdir().unwrap();
         let path = parent.path().join("run");
-        let settings = Settings { allow_non_finite: true, steps: 2, ..settings() };
-        let run_dir = run_dir::RunDir::create(&path, &settings).unwrap();
+        let settings = Spec { allow_non_finite: true, steps: 2, ..spec() };
+        let run_dir = run::RunFolder::create(&path, &settings).unwrap();
         let journal = Journal::new(0, settings.steps, run_dir, NEEDS);
         run_on_nan(&settings, &path, Some(journal)).unwrap();
-        assert_eq!(run_dir::metrics(&path).unwrap().done(), 2);
-        assert!(run_dir::metrics(&path).unwrap().steps()[1].loss.is_nan());
+        assert_eq!(run::metrics(&path).unwrap().done(), 2);
+        assert!(run::metrics(&path).unwrap().steps()[1].loss.is_nan());
     }
 }

@@ -1,7 +1,7 @@
 //! Pretrained weights: a safetensors file, or the several files of a Hugging Face index.
 
 use std::{
-    collections::BTreeMap,
+    collections::{BTreeMap, BTreeSet},
     fs,
     ops::Range,
     path::{Path, PathBuf},
@@ -95,6 +95,12 @@ impl StoredWeights {
             None => (name, tensor),
         };
         Self { tensors: self.tensors.into_iter().map(shorter).collect(), ..self }
+    }
+
+    /// Returns the paths of the files, sorted.
+    #[doc(hidden)]
+    pub fn files(&self) -> BTreeSet<&Path> {
+        self.tensors.values().map(|tensor| tensor.items.path()).collect()
     }
 
     /// Returns true if there is a tensor of this name.

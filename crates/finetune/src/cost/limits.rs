@@ -1,69 +1,70 @@
-//! How much memory this process may take.
+//! Limits of the memory of this process.
 
 use std::{
     fs,
     path::{Path, PathBuf},
 };
 
-/// A limit of memory, and who set it.
+/// A limit of memory.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) struct Limit {
-    /// How much all `n_processes` together may take.
-    pub(crate) bytes: u64,
-    /// What sets it, in words.
-    pub(crate) source: String,
-    /// How many processes of the run share it.
-    pub(crate) n_processes: u64,
+#[non_exhaustive]
+pub struct MemoryLimit {
+    /// Most bytes of all `n_processes` together.
+    pub bytes: u64,
+    /// Origin of the limit, in words.
+    pub source: String,
+    /// Number of processes of the run that share it.
+    pub n_processes: u64,
 }
 
-impl Limit {
-    /// A limit of this process alone.
-    pub(crate) fn of_process(bytes: u64, source: impl Into<String>) -> Self {
+impl MemoryLimit {
+    /// Makes a limit of this process alone.
+    pub fn for_process(bytes: u64, source: impl Into<String>) -> Self {
         Self { bytes, source: source.into(), n_processes: 1 }
     }
 
-    /// What one process may take.
-    pub(crate) fn share(&self) -> u64 {
+    /// Returns the bytes that one process may take.
+    pub fn share(&self) -> u64 {
         self.bytes / self.n_processes
     }
 }
 
-/// The limits that the system sets for this process, one of `n_processes` of a run on this machine:
-/// none where the system is not Linux.
-pub(crate) fn of_system(n_processes: u64) -> Vec<Limit> {
+/// Returns the limits that Linux sets for this process, one of `n_processes` of a run on this machine;
+/// other systems have none.
+pub fn system_limits(n_processes: u64) -> Vec<MemoryLimit> {
     found_in(Path::new("/"), n_processes)
 }
 
-/// The limits that the files under `root` tell of.
-fn found_in(root: &Path, n_processes: u64) -> Vec<Limit> {
+/// Returns the limits in the files under `root`.
+fn found_in(root: &Path, n_processes: u64) -> Vec<MemoryLimit> {
     let read = |path: &str| fs::read_to_string(root.join(path)).ok();
     let mut limits = Vec::new();
     if let Some(bytes) = read("proc/self/limits").as_deref().and_then(address_space) {
-        limits.push(Limit::of_process(bytes, "its address space (ulimit -v)"));
+        limits.push(MemoryLimit::for_process(bytes, "its address space (ulimit -v)"));
     }
     let groups = read("proc/self/cgroup").map_or_else(Vec::new, |list| group_files(&list));
     for file in groups {
         let text = fs::read_to_string(root.join(&file));
         if let Some(bytes) = text.ok().as_deref().and_then(number) {
             let source = format!("its cgroup (/{})", file.display());
-            limits.push(Limit { bytes, source, n_processes });
+            limits.push(MemoryLimit { bytes, source, n_processes });
         }
     }
     limits
 }
 
-/// The memory of this machine with its swap, in bytes; `None` where the system is not Linux.
-pub(crate) fn of_machine() -> Option<u64> {
+/// Returns the bytes of memory and swap of this machine, or `None` if the system is not Linux.
+pub fn machine_bytes() -> Option<u64> {
     total(&fs::read_to_string("/proc/meminfo").ok()?)
 }
 
-/// The limit of the address space in a `/proc/PID/limits`, if there is one.
+/// Returns the limit of the address space in a `/proc/PID/limits`, if there is one.
 fn address_space(limits: &str) -> Option<u64> {
     let line = limits.lines().find_map(|line| line.strip_prefix("Max address space"))?;
     line.split_whitespace().next()?.parse().ok()
 }
 
-/// Memory and swap in a `/proc/meminfo`.
+/// Returns memory and swap in a `/proc/meminfo`.
 fn total(meminfo: &str) -> Option<u64> {
     let of = |name: &str| {
         let line = meminfo.lines().find_map(|line| line.strip_prefix(name))?;
@@ -72,8 +73,8 @@ fn total(meminfo: &str) -> Option<u64> {
     of("MemTotal:")?.checked_add(of("SwapTotal:")?)
 }
 
-/// Where the limits of the cgroups in a `/proc/PID/cgroup` stand: those of version 2, where a group
-/// is limited by each group that it is in, and those of version 1.
+/// Returns the files with the limits of the cgroups in a `/proc/PID/cgroup`, of version 1 or of version
+/// 2, in which each outer group limits a group.
 fn group_files(list: &str) -> Vec<PathBuf> {
     let mut files = Vec::new();
     for line in list.lines() {
@@ -93,7 +94,7 @@ fn group_files(list: &str) -> Vec<PathBuf> {
     files
 }
 
-/// The number of a limit, which may be `max` for none.
+/// Returns the number of a limit, or `None` for `max`.
 fn number(text: &str) -> Option<u64> {
     text.trim().parse().ok()
 }
@@ -145,13 +146,13 @@ mod tests {
 
     #[test]
     fn processes_share_the_limit_of_their_group() {
-        assert_eq!(Limit { bytes: 9, source: String::new(), n_processes: 2 }.share(), 4);
-        assert_eq!(Limit::of_process(9, "").share(), 9);
+        assert_eq!(MemoryLimit { bytes: 9, source: String::new(), n_processes: 2 }.share(), 4);
+        assert_eq!(MemoryLimit::for_process(9, "").share(), 9);
     }
 
     #[cfg(target_os = "linux")]
     #[test]
     fn this_system_has_memory() {
-        assert!(of_machine().is_some_and(|bytes| bytes > 1 << 20));
+        assert!(machine_bytes().is_some_and(|bytes| bytes > 1 << 20));
     }
 }

@@ -1,64 +1,68 @@
-//! How much memory a run took, beside what its plan predicts.
+//! Predicted memory of a process that trains.
 
-use std::{collections::BTreeSet, fmt};
+use std::collections::BTreeSet;
 
-use candle_distributed::{
-    batch::Batch,
-    plan::{ParameterInfo, cost::RankCost},
-    types::{WorldSize, human::HumanBytes},
-};
+use core_types::WorldSize;
+use dyn_batch::Batch;
+use fsdp_plan::{ParameterInfo, cost::RankCost};
 
 use crate::{
-    error::Result,
-    train::{
-        limits::Limit,
-        model::Sizes,
-        precision::Precision,
-        session::Session,
-        sharding::{self, Keep, Needs, Sharding},
+    cost::{
+        limits::MemoryLimit,
+        sharding::{self, Keep, Sharding},
     },
+    data::model::ModelSizes,
+    error::Result,
+    models::Precision,
 };
 
-/// What a process will probably take at most, term by term.
+/// The predicted peak of a process's memory, term by term.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) struct Prediction {
-    /// What each is, and how many bytes.
-    pub(crate) terms: Vec<(&'static str, u64)>,
+#[non_exhaustive]
+pub struct MemoryPrediction {
+    /// Names and bytes.
+    pub terms: Vec<(&'static str, u64)>,
 }
 
-impl Prediction {
-    /// All terms together.
-    pub(crate) fn total(&self) -> u64 {
+impl MemoryPrediction {
+    /// Returns the sum of all terms.
+    pub fn total(&self) -> u64 {
         self.terms.iter().fold(0, |total, (_, bytes)| total.saturating_add(*bytes))
     }
 }
 
-/// What decides how much memory a process takes.
+/// The work of a process, which decides how much memory it takes.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Work<'a> {
-    pub(crate) sizes: Sizes,
-    pub(crate) precision: Precision,
-    pub(crate) parameters: &'a [ParameterInfo],
-    /// `None` if every device has the whole model.
-    pub(crate) sharding: Option<&'a Sharding>,
-    /// The batches of the steps of an epoch, and of a validation.
-    pub(crate) steps: &'a [Vec<Batch>],
-    /// Whether sequences share rows, and attention must be told which token sees which.
-    pub(crate) is_packed: bool,
-    /// Whether gradients are compared with differences of the loss first, for which a process has
-    /// them whole.
-    pub(crate) check: bool,
-    pub(crate) world_size: u64,
-    /// The ranks of the process.
-    pub(crate) ranks: (u64, u64),
-    /// What the process takes before training: the program, the text and its batches.
-    pub(crate) base_bytes: u64,
+pub struct Workload<'a> {
+    /// Sizes of the model.
+    pub sizes: ModelSizes,
+    /// Type in which the model computes.
+    pub precision: Precision,
+    /// Parameters of the model.
+    pub parameters: &'a [ParameterInfo],
+    /// The sharding, or `None` if every device has the whole model.
+    pub sharding: Option<&'a Sharding>,
+    /// Batches of the steps of an epoch and of a validation.
+    pub steps: &'a [Vec<Batch>],
+    /// Whether sequences share rows, for which attention needs masks.
+    pub is_packed: bool,
+    /// Whether gradients are checked first, for which a process has all of them.
+    pub check: bool,
+    /// Number of devices of the run.
+    pub world_size: u64,
+    /// First rank of the process, and the rank after its last.
+    pub ranks: (u64, u64),
+    /// Bytes before training: the program, the text and its batches.
+    pub base_bytes: u64,
 }
 
-impl Work<'_> {
-    /// How much memory the process will probably take. What a device computes with follows from
-    /// constants that were measured.
-    pub(crate) fn predicted(&self) -> Result<Prediction> {
+impl Workload<'_> {
+    /// Predicts the memory of the process. Activations follow from constants that were measured.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Plan`](crate::Error::Plan) if the parameters cannot be sharded as requested.
+    pub fn predict(&self) -> Result<MemoryPrediction> {
         let mut terms = vec![("program, text and batches", u128::from(self.base_bytes))];
         terms.extend(match self.sharding {
             None => self.of_whole(),
@@ -68,41 +72,49 @@ impl Work<'_> {
         terms.extend(self.is_packed.then(|| ("masks of packed rows", self.mask_bytes())));
         terms.push(("kernels and allocator", kept_bytes(self.devices())));
         let bytes = |(name, bytes)| (name, u64::try_from(bytes).unwrap_or(u64::MAX));
-        Ok(Prediction { terms: terms.into_iter().map(bytes).collect() })
+        Ok(MemoryPrediction { terms: terms.into_iter().map(bytes).collect() })
     }
 
-    /// How much memory the process will probably take that takes the most of all processes with as
-    /// many ranks as this one.
+    /// Predicts the memory of the largest process, if all have as many ranks as this one.
+    ///
+    /// # Errors
+    ///
+    /// As of [`predict`](Self::predict).
     #[expect(clippy::expect_used, reason = "says why it cannot fail")]
-    pub(crate) fn predicted_of_largest(&self) -> Result<Prediction> {
+    pub fn predict_largest(&self) -> Result<MemoryPrediction> {
         let n_ranks = self.ranks.1 - self.ranks.0;
         let firsts = (0..self.world_size).filter(|first| first.is_multiple_of(n_ranks));
         let processes = firsts.map(|first| Self { ranks: (first, first + n_ranks), ..*self });
-        let predictions: Vec<Prediction> =
-            processes.map(|process| process.predicted()).collect::<Result<_>>()?;
-        let largest = predictions.into_iter().max_by_key(Prediction::total);
+        let predictions: Vec<MemoryPrediction> =
+            processes.map(|process| process.predict()).collect::<Result<_>>()?;
+        let largest = predictions.into_iter().max_by_key(MemoryPrediction::total);
         Ok(largest.expect("a world has ranks"))
     }
 
-    /// How much memory the trained model takes that writes a text, as its files have it and in single
-    /// precision, if that is more than the process takes to train it, or may take.
-    pub(crate) fn too_large_to_write(&self, limit: Option<&Limit>) -> Result<Option<u64>> {
+    /// Returns the bytes of the trained model when it generates text, if they are more than the process
+    /// takes to train it, or may take: it is read whole and in single precision.
+    ///
+    /// # Errors
+    ///
+    /// As of [`predict`](Self::predict).
+    pub fn too_large_to_generate(&self, limit: Option<&MemoryLimit>) -> Result<Option<u64>> {
         let all: u64 = self.parameters.iter().map(ParameterInfo::numel).sum();
         let needed = all.saturating_mul(2 * size_of::<f32>() as u64);
-        let trains_in = self.predicted()?.total();
+        let trains_in = self.predict()?.total();
         let most = limit.map_or(trains_in, |limit| trains_in.min(limit.share()));
         Ok((needed > most).then_some(needed))
     }
 
-    /// The model whole: slots of a process share its variables, and divide the optimizer's state.
+    /// Returns the terms of a whole model: slots of a process share its variables, and divide the
+    /// optimizer's state.
     fn of_whole(&self) -> Vec<(&'static str, u128)> {
         let numel = |parameter: &ParameterInfo| u128::from(parameter.numel());
         let all: u128 = self.parameters.iter().map(numel).sum();
         let trained = self.parameters.iter().filter(|parameter| parameter.requires_grad());
         let trained: u128 = trained.map(numel).sum();
         let devices = self.devices();
-        // What backward has beside the gradients that it returns: zeros to which a gradient is
-        // added, and the sum.
+        // Besides the returned gradients, backward holds zeros to which a gradient is added, and the
+        // sum.
         let largest = self.parameters.iter().map(numel).fold(0, u128::max);
         let (single, item) = (Precision::F32.bytes(), self.precision.bytes());
         // Beside halves the optimizer has its own numbers in single precision.
@@ -116,7 +128,7 @@ impl Work<'_> {
         ]
     }
 
-    /// The model in parts, by the cost of its plan.
+    /// Returns the terms of a sharded model, by the cost of its plan.
     fn of_parts(&self, sharding: &Sharding) -> Result<Vec<(&'static str, u128)>> {
         let plan = sharding.plan(self.parameters, WorldSize::new(self.world_size)?)?;
         let cost = plan.cost(&sharding::cost_model(Some(sharding), self.precision))?;
@@ -126,7 +138,7 @@ impl Work<'_> {
         };
         let own: Vec<&RankCost> = cost.ranks.iter().filter(is_own).collect();
         let sum = |of: fn(&RankCost) -> u64| own.iter().map(|rank| u128::from(of(rank))).sum();
-        // The slots of a process share what is gathered.
+        // The slots of a process share gathered parameters.
         let gathered = own.iter().map(|rank| rank.gathered_bytes).fold(0, u64::max);
         let of_token = match sharding.keep {
             Keep::Inputs => {
@@ -149,8 +161,8 @@ impl Work<'_> {
         Ok(terms)
     }
 
-    /// If there are adapters, what graphs of blocks have of each weight beside it: the product, that
-    /// with its factor, the sum, and its gradient.
+    /// Returns the bytes that adapters add to the graphs of blocks, for each weight: the product, the
+    /// scaled product, the sum, and its gradient.
     fn adapted_bytes(&self) -> Option<u128> {
         let adapted: BTreeSet<&str> =
             self.parameters.iter().filter_map(|parameter| layer_of(parameter.name())).collect();
@@ -167,7 +179,7 @@ impl Work<'_> {
         (!adapted.is_empty()).then_some(bytes)
     }
 
-    /// What the forward and the backward pass of so many layers need at once for a token, in bytes.
+    /// Returns the bytes of a token in the forward and the backward pass of so many layers.
     ///
     /// Measured: two cores, peaks in MiB, predicted and measured with everything else.
     ///
@@ -180,7 +192,7 @@ impl Work<'_> {
     fn computed_bytes(&self, layers: usize) -> u128 {
         /// Numbers for each token that may follow: its logit, its probability, and a gradient.
         const LOGITS: usize = 3;
-        let Sizes { of_layer, vocabulary, .. } = self.sizes;
+        let ModelSizes { of_layer, vocabulary, .. } = self.sizes;
         let (widths, logits) = (layers * of_layer, vocabulary * LOGITS);
         let single = Precision::F32.bytes();
         let of_width = match self.precision {
@@ -191,8 +203,8 @@ impl Work<'_> {
         widths as u128 * of_width + logits as u128 * single
     }
 
-    /// What says of each pair of tokens in a row whether one sees the other: the mask, and what it is
-    /// made from.
+    /// Returns the bytes of masks, which have a number for each pair of tokens in a row, and of the
+    /// tensors they are made from.
     fn mask_bytes(&self) -> u128 {
         let of_pair = 1 + 2 * self.precision.bytes() + Precision::F32.bytes();
         let pairs = |batches: &Vec<Batch>| {
@@ -206,7 +218,7 @@ impl Work<'_> {
         (self.ranks.1 - self.ranks.0).into()
     }
 
-    /// The tokens of a device in the largest step, padding included.
+    /// Returns the tokens of a device in the largest step, padding included.
     fn tokens(&self) -> u128 {
         let of_step = |batches: &Vec<Batch>| {
             let (rows, length) = self.rows_and_length(batches);
@@ -215,7 +227,7 @@ impl Work<'_> {
         self.steps.iter().map(of_step).fold(0, u128::max)
     }
 
-    /// The rows of a device in a step, and their length.
+    /// Returns the rows of a device in a step, and their length.
     fn rows_and_length(&self, batches: &[Batch]) -> (u128, u128) {
         let rows: u64 = batches.iter().map(|batch| batch.rows).sum();
         let length = batches.iter().map(|batch| batch.padded_length).fold(0, u64::max);
@@ -223,7 +235,7 @@ impl Work<'_> {
     }
 }
 
-/// The layer whose adapter a parameter belongs to, if it does to one.
+/// Returns the layer of an adapter's parameter, or `None` for other parameters.
 fn layer_of(name: &str) -> Option<&str> {
     name.strip_suffix(".lora_A.weight")
 }
@@ -232,91 +244,41 @@ fn bytes_of(parameter: &ParameterInfo) -> u128 {
     u128::from(parameter.numel()) * size_of::<f32>() as u128
 }
 
-/// What kernels keep for their next call, and the allocator for the next tensor: some of it in each
-/// process, and some for each device.
+/// Returns the bytes that kernels and the allocator keep for later: some in each process, and some for
+/// each device.
 fn kept_bytes(devices: u128) -> u128 {
     const PER_PROCESS: u128 = 65 << 20;
     const PER_DEVICE: u128 = 12 << 20;
     PER_PROCESS + devices * PER_DEVICE
 }
 
-/// The memory that a process took for its devices, and how much of it the model needs.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct Memory {
-    pub(crate) peak_bytes: u64,
-    /// The number of devices of the process.
-    pub(crate) n_devices: u64,
-    pub(crate) needs: Needs,
-}
-
-impl Memory {
-    /// The memory of a session, if it is known.
-    pub(crate) fn of(session: &Session, needs: Needs) -> Option<Self> {
-        let peak_bytes = session.peak_bytes?;
-        Some(Self { peak_bytes, n_devices: session.devices_here, needs })
-    }
-}
-
-impl fmt::Display for Memory {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { peak_bytes, n_devices, needs } = *self;
-        let Needs { whole_bytes, sharded_bytes, is_sharded } = needs;
-        let (whole, sharded) = if is_sharded { ("", ", as here") } else { (", as here", "") };
-        let each = u128::from(peak_bytes) / u128::from(n_devices.max(1));
-        let devices = if n_devices == 1 {
-            "its device".into()
-        } else {
-            format!("each of its {n_devices} devices")
-        };
-        write!(
-            f,
-            "peak memory of the process: {}, {} ",
-            HumanBytes(peak_bytes.into()),
-            HumanBytes(each)
-        )?;
-        write!(f, "for {devices}; parameters, gradients and optimizer state: ")?;
-        write!(f, "{} per device whole{whole}, ", HumanBytes(whole_bytes))?;
-        write!(f, "{} per rank sharded by the plan{sharded}; ", HumanBytes(sharded_bytes))?;
-        write!(f, "activations are in neither")
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::train::{
-        built_in::Sizes as Asked,
-        model::Model,
-        settings::{
-            Settings,
-            tests::{finetune_of, settings},
-        },
+    use crate::{
+        cost::sharding::Strategy,
+        data::model::Model,
+        models::{Llama, LlamaConfig},
     };
 
-    /// The model of this program.
-    const OWN: Asked = Asked { n_layers: None, hidden: None, n_heads: None };
+    /// Two blocks of width 128.
+    const SMALL: (usize, usize) = (2, 128);
 
-    #[test]
-    fn a_line_says_what_is_whole_and_what_is_sharded() {
-        let needs = Needs { whole_bytes: 2048, sharded_bytes: 1024, is_sharded: false };
-        let memory = Memory { peak_bytes: 4096, n_devices: 2, needs };
-        let words = "peak memory of the process: 4.00 KiB, 2.00 KiB for each of its 2 devices; \
-                     parameters, gradients and optimizer state: 2.00 KiB per device whole, as \
-                     here, 1.00 KiB per rank sharded by the plan; activations are in neither";
-        assert_eq!(memory.to_string(), words);
-        let sharded = Memory { needs: Needs { is_sharded: true, ..needs }, ..memory };
-        let words = "2.00 KiB per device whole, 1.00 KiB per rank sharded by the plan, as here;";
-        assert!(sharded.to_string().contains(words), "{sharded}");
+    fn model((layers, hidden): (usize, usize)) -> Model {
+        let config = serde_json::json!({
+            "architectures": ["LlamaForCausalLM"], "vocab_size": 260, "hidden_size": hidden,
+            "intermediate_size": hidden * 11 / 4, "num_hidden_layers": layers,
+            "num_attention_heads": 4, "max_position_embeddings": 128, "rms_norm_eps": 1e-5,
+            "rope_theta": 1e4,
+        });
+        let config = LlamaConfig::from_json(&config.to_string()).unwrap();
+        Model(Llama::from_config(config).unwrap())
     }
 
-    fn model(sizes: Asked) -> Model {
-        Settings { finetune: finetune_of(&sizes), ..settings() }.trained_model().unwrap()
-    }
-
-    /// What a model of this many parameters takes in a process of four devices, without batches.
-    fn predicted(config: Asked, sharding: Option<&Sharding>) -> Prediction {
+    /// Predicts the memory of a process of four devices, without batches.
+    fn predicted(config: (usize, usize), sharding: Option<&Sharding>) -> MemoryPrediction {
         let parameters = &model(config).parameters().unwrap();
-        let work = Work {
+        let work = Workload {
             check: false,
             sizes: model(config).sizes(),
             precision: Precision::F32,
@@ -328,19 +290,19 @@ mod tests {
             ranks: (0, 4),
             base_bytes: 1,
         };
-        work.predicted().unwrap()
+        work.predict().unwrap()
     }
 
     #[test]
     fn devices_of_a_process_share_a_whole_model_and_divide_one_in_parts() {
-        let all = model(OWN).parameters().unwrap().iter().map(ParameterInfo::bytes).sum::<u64>();
+        let all = model(SMALL).parameters().unwrap().iter().map(ParameterInfo::bytes).sum::<u64>();
         let largest = 352 * 128 * 4;
-        let whole = predicted(OWN, None);
+        let whole = predicted(SMALL, None);
         let kept = (65 + 4 * 12) << 20;
         assert_eq!(whole.total(), 1 + all * (1 + 5 + 2) + 4 * 2 * largest + kept);
 
-        let sharding = |keep| Sharding { keep, ..Sharding::full() };
-        let parts = predicted(OWN, Some(&sharding(Keep::Inputs)));
+        let sharding = |keep| Sharding { keep, ..Sharding::default() };
+        let parts = predicted(SMALL, Some(&sharding(Keep::Inputs)));
         let block = 4 * 128 * 128 + 3 * 352 * 128 + 2 * 128;
         let terms: Vec<u64> = parts.terms.iter().map(|(_, bytes)| *bytes).collect();
         // Each of 21 parameters has a count of steps on each device.
@@ -349,18 +311,17 @@ mod tests {
         let expected = [1, all, all, state, unit, 4 * unit, 4 * 2 * largest, 0, kept];
         assert_eq!(terms, expected);
 
-        let gathered = predicted(OWN, Some(&sharding(Keep::Gathered)));
+        let gathered = predicted(SMALL, Some(&sharding(Keep::Gathered)));
         assert_eq!(gathered.terms[4], ("gathered parameters", all));
     }
 
     #[test]
     fn the_largest_process_need_not_be_the_first() {
-        let whole_tensors =
-            Sharding { strategy: crate::strategy::Strategy::WholeTensor, ..Sharding::full() };
-        let parameters = &model(OWN).parameters().unwrap();
-        let of_ranks = |ranks| Work {
+        let whole_tensors = Sharding { strategy: Strategy::WholeTensor, ..Sharding::default() };
+        let parameters = &model(SMALL).parameters().unwrap();
+        let of_ranks = |ranks| Workload {
             check: false,
-            sizes: model(OWN).sizes(),
+            sizes: model(SMALL).sizes(),
             precision: Precision::F32,
             parameters,
             sharding: Some(&whole_tensors),
@@ -370,23 +331,23 @@ mod tests {
             ranks,
             base_bytes: 1,
         };
-        let predicted = |rank| of_ranks((rank, rank + 1)).predicted().unwrap();
+        let predicted = |rank| of_ranks((rank, rank + 1)).predict().unwrap();
         assert!(predicted(3).total() > predicted(0).total());
         for rank in 0..4 {
-            let largest = of_ranks((rank, rank + 1)).predicted_of_largest().unwrap();
+            let largest = of_ranks((rank, rank + 1)).predict_largest().unwrap();
             assert_eq!(largest, predicted(3));
         }
         let all = of_ranks((0, 4));
-        assert_eq!(all.predicted_of_largest().unwrap(), all.predicted().unwrap());
+        assert_eq!(all.predict_largest().unwrap(), all.predict().unwrap());
     }
 
     #[test]
-    fn a_model_in_parts_may_be_too_large_to_write_in_one_process() {
-        let model = model(Asked { hidden: Some(1024), n_layers: Some(12), ..OWN });
+    fn a_model_in_parts_may_be_too_large_to_generate_in_one_process() {
+        let model = model((12, 1024));
         let parameters = &model.parameters().unwrap();
         let all: u64 = parameters.iter().map(ParameterInfo::numel).sum();
-        let full = Sharding::full();
-        let work = |sharding, ranks| Work {
+        let full = Sharding::default();
+        let work = |sharding, ranks| Workload {
             check: false,
             sizes: model.sizes(),
             precision: Precision::F32,
@@ -398,11 +359,12 @@ mod tests {
             ranks,
             base_bytes: 0,
         };
-        let too_large = |work: Work<'_>, limit| work.too_large_to_write(limit).unwrap();
+        let too_large = |work: Workload<'_>, limit| work.too_large_to_generate(limit).unwrap();
         assert_eq!(too_large(work(Some(&full), (3, 4)), None), Some(8 * all));
         let (together, whole) = (work(Some(&full), (0, 8)), work(None, (0, 1)));
         assert_eq!((too_large(together, None), too_large(whole, None)), (None, None));
-        let (less, enough) = (Limit::of_process(8 * all - 1, ""), Limit::of_process(8 * all, ""));
+        let (less, enough) =
+            (MemoryLimit::for_process(8 * all - 1, ""), MemoryLimit::for_process(8 * all, ""));
         assert_eq!(too_large(whole, Some(&less)), Some(8 * all));
         assert_eq!(too_large(whole, Some(&enough)), None);
     }
@@ -410,9 +372,9 @@ mod tests {
     #[test]
     fn what_a_token_takes_grows_with_layers() {
         let parameters = &[];
-        let work = Work {
+        let work = Workload {
             check: false,
-            sizes: model(OWN).sizes(),
+            sizes: model(SMALL).sizes(),
             precision: Precision::F32,
             parameters,
             sharding: None,

@@ -1,33 +1,46 @@
-//! How a run is sharded, and what each rank holds, or would hold if it were.
+//! The sharding of a run, and the bytes of each rank.
 
-use candle_distributed::{
-    plan::{
-        ElemType, ParameterInfo, ShardingPlan,
-        cost::{CostModel, PlanCost, RankCost, Runtime},
-        strategy::{Full, Hsdp, ShardingStrategy},
+use core_types::WorldSize;
+use fsdp_plan::{
+    ElemType, ParameterInfo, ShardingPlan,
+    cost::{CostModel, PlanCost, RankCost, Runtime},
+    strategy::{
+        Full, Hsdp, Hybrid, LayerOrder, LayerWise, Layout, Matches, ShardingStrategy, WholeTensor,
     },
-    train,
-    types::WorldSize,
 };
-use clap::ValueEnum;
 use serde::{Deserialize, Serialize};
 
-use crate::{error::Result, strategy::Strategy, train::precision::Precision};
+use crate::{error::Result, models::Precision};
 
-/// How a run is sharded, as `run.json` records it.
+/// The sharding of a run, as `run.json` records it.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub(crate) struct Sharding {
-    pub(crate) strategy: Strategy,
-    pub(crate) keep: Keep,
-    /// The number of copies of the model, each sharded over its own part of the devices.
+pub struct Sharding {
+    /// Distribution of the parameters over the ranks of a copy.
+    pub strategy: Strategy,
+    /// Values that units store from their forward to their backward pass.
+    pub keep: Keep,
+    /// Number of copies of the model, each sharded over its own part of the devices.
     #[serde(default = "one", skip_serializing_if = "is_one")]
-    pub(crate) replicas: u64,
-    /// The number of units gathered ahead.
+    pub replicas: u64,
+    /// Number of units gathered ahead.
     #[serde(default, skip_serializing_if = "is_zero")]
-    pub(crate) prefetch: usize,
-    /// Whether optimizers ran inside the backward pass.
+    pub prefetch: usize,
+    /// Whether optimizers run inside the backward pass.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
-    pub(crate) optimizer_in_backward: bool,
+    pub optimizer_in_backward: bool,
+}
+
+impl Default for Sharding {
+    /// Rows of every parameter over all ranks, as `--strategy full` of the command line.
+    fn default() -> Self {
+        Self {
+            strategy: Strategy::Full(Layout::Dim0),
+            keep: Keep::Inputs,
+            replicas: 1,
+            prefetch: 0,
+            optimizer_in_backward: false,
+        }
+    }
 }
 
 fn one() -> u64 {
@@ -44,10 +57,63 @@ fn is_zero(number: &usize) -> bool {
     *number == 0
 }
 
-/// What units keep between the forward and the backward pass.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ValueEnum)]
+/// A distribution of parameters over ranks, as `run.json` records it.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
-pub(crate) enum Keep {
+#[non_exhaustive]
+pub enum Strategy {
+    /// Every parameter over all ranks.
+    Full(Layout),
+    /// Whole layers.
+    LayerWise {
+        /// Whether the layers of a rank are neighbors.
+        contiguous: bool,
+    },
+    /// Whole tensors, as few of them cut as exact balance allows.
+    WholeTensor,
+    /// By rules.
+    Hybrid(Hybrid),
+}
+
+impl Strategy {
+    /// Returns the name of the strategy.
+    pub fn name(&self) -> &'static str {
+        match self {
+            Self::Full(_) => "full",
+            Self::LayerWise { .. } => "layer-wise",
+            Self::WholeTensor => "whole-tensor",
+            Self::Hybrid(_) => "hybrid",
+        }
+    }
+
+    /// Returns which rules match which parameters, or `None` without rules.
+    pub fn matches<'a>(&self, parameters: &'a [ParameterInfo]) -> Option<Matches<'a>> {
+        match self {
+            Self::Hybrid(rules) => Some(rules.matches(parameters)),
+            Self::Full(_) | Self::LayerWise { .. } | Self::WholeTensor => None,
+        }
+    }
+
+    /// Returns the planner.
+    pub fn planner(&self) -> Box<dyn ShardingStrategy> {
+        match self {
+            Self::Full(layout) => Box::new(Full::new(*layout)),
+            Self::LayerWise { contiguous } => {
+                let order = if *contiguous { LayerOrder::Contiguous } else { LayerOrder::Any };
+                Box::new(LayerWise::default().with_order(order))
+            }
+            Self::WholeTensor => Box::new(WholeTensor),
+            Self::Hybrid(rules) => Box::new(rules.clone()),
+        }
+    }
+}
+
+/// The values that a unit stores from its forward to its backward pass.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "clap", derive(clap::ValueEnum))]
+#[serde(rename_all = "snake_case")]
+#[expect(clippy::exhaustive_enums, reason = "as those of dist-train")]
+pub enum Keep {
     /// Its inputs: parameters are gathered twice, and it is computed again
     #[default]
     Inputs,
@@ -57,7 +123,7 @@ pub(crate) enum Keep {
     Gathered,
 }
 
-impl From<Keep> for train::Keep {
+impl From<Keep> for dist_train::Keep {
     fn from(keep: Keep) -> Self {
         match keep {
             Keep::Inputs => Self::Inputs,
@@ -68,14 +134,18 @@ impl From<Keep> for train::Keep {
 }
 
 impl Sharding {
-    /// What other processes must say alike.
+    /// Returns the sharding as JSON, which processes compare.
     #[expect(clippy::expect_used, reason = "its fields are names and numbers")]
-    pub(crate) fn words(&self) -> String {
+    pub fn words(&self) -> String {
         serde_json::to_string(self).expect("it is made of what JSON has")
     }
 
-    /// The plan of parameters that have their units.
-    pub(crate) fn plan(
+    /// Plans parameters that have their units.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Plan`](crate::Error::Plan) if they cannot be sharded over so many ranks.
+    pub fn plan(
         &self,
         parameters: &[ParameterInfo],
         world_size: WorldSize,
@@ -92,9 +162,12 @@ impl Sharding {
     }
 }
 
-/// The plan of a run; of one that is not sharded, what each rank would hold if every one owned a
-/// part of every parameter.
-pub(crate) fn plan(
+/// Returns the plan of a run. If the run is not sharded, the plan says what each rank would own.
+///
+/// # Errors
+///
+/// [`Error::Plan`](crate::Error::Plan) if the parameters cannot be sharded over so many ranks.
+pub fn plan(
     sharding: Option<&Sharding>,
     parameters: &[ParameterInfo],
     world_size: WorldSize,
@@ -105,8 +178,8 @@ pub(crate) fn plan(
     }
 }
 
-/// What the plan of a run is priced by: the runtime that carries it out here.
-pub(crate) fn cost_model(sharding: Option<&Sharding>, precision: Precision) -> CostModel {
+/// Returns the cost model of the runtime that carries out the plan of a run.
+pub fn cost_model(sharding: Option<&Sharding>, precision: Precision) -> CostModel {
     let model = CostModel::default().with_runtime(Runtime::Candle);
     let model = match precision {
         Precision::F32 => model,
@@ -119,60 +192,59 @@ pub(crate) fn cost_model(sharding: Option<&Sharding>, precision: Precision) -> C
 
 /// The bytes of parameters, gradients and optimizer state.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Needs {
-    /// On a device that holds all of it.
-    pub(crate) whole_bytes: u128,
-    /// On the rank of a plan that holds the most.
-    pub(crate) sharded_bytes: u128,
+pub struct ModelBytes {
+    /// Bytes of a device that has the whole model.
+    pub whole_bytes: u128,
+    /// Bytes of the largest rank of a plan.
+    pub sharded_bytes: u128,
     /// Whether the run is sharded by that plan.
-    pub(crate) is_sharded: bool,
+    pub is_sharded: bool,
 }
 
-impl Needs {
-    /// The needs of a model whose plan costs `sharded`.
-    pub(crate) fn of(
-        parameters: &[ParameterInfo],
-        sharded: &PlanCost,
-        is_sharded: bool,
-    ) -> Result<Self> {
+impl ModelBytes {
+    /// Returns the bytes of a model whose plan costs `sharded`.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Plan`](crate::Error::Plan) if there is no parameter.
+    pub fn new(parameters: &[ParameterInfo], sharded: &PlanCost, is_sharded: bool) -> Result<Self> {
         let whole =
             plan(None, parameters, WorldSize::ONE)?.cost(&cost_model(None, Precision::F32))?;
         Ok(Self { whole_bytes: largest(&whole), sharded_bytes: largest(sharded), is_sharded })
     }
 }
 
-/// The bytes on the rank that holds the most.
+/// Returns the bytes of the largest rank.
 fn largest(cost: &PlanCost) -> u128 {
     cost.ranks.iter().map(RankCost::total_bytes).fold(0, u128::max)
 }
 
 #[cfg(test)]
 mod tests {
-    use candle_distributed::plan::strategy::Layout;
-
     use super::*;
-
-    impl Sharding {
-        /// As by `--strategy full`.
-        pub(crate) fn full() -> Self {
-            Self {
-                strategy: Strategy::Full(Layout::Dim0),
-                keep: Keep::Inputs,
-                replicas: 1,
-                prefetch: 0,
-                optimizer_in_backward: false,
-            }
-        }
-    }
 
     #[test]
     fn what_is_as_usual_is_not_recorded() {
-        let full = Sharding::full();
+        let full = Sharding::default();
         assert_eq!(full.words(), r#"{"strategy":{"full":"dim0"},"keep":"inputs"}"#);
         let other =
             Sharding { replicas: 2, prefetch: 1, optimizer_in_backward: true, ..full.clone() };
         for sharding in [full, other] {
             assert_eq!(serde_json::from_str::<Sharding>(&sharding.words()).unwrap(), sharding);
+        }
+    }
+
+    #[test]
+    fn strategies_are_read_as_they_were_written() {
+        for strategy in [
+            Strategy::Full(Layout::RowRagged { rows: 3 }),
+            Strategy::LayerWise { contiguous: true },
+            Strategy::WholeTensor,
+            Strategy::Hybrid(Hybrid::default()),
+        ] {
+            let json = serde_json::to_string(&strategy).unwrap();
+            assert_eq!(serde_json::from_str::<Strategy>(&json).unwrap(), strategy, "{json}");
+            assert!(strategy.planner().name().starts_with(&strategy.name()[..4]), "{json}");
         }
     }
 }

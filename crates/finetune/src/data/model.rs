@@ -1,77 +1,80 @@
-//! What is trained: a model of the Llama family, with or without adapters.
+//! A model of the Llama family as it is trained, with or without adapters.
 
-use candle_core::{DType, Device, Result as CandleResult, Tensor};
-use candle_distributed::{
-    models::{Llama, Tokens},
-    plan::{ElemType, ParameterInfo},
-    train::{self, Lora, Loss, UnitRules, Units},
-};
+use candle_core::{DType, Device, Result as CandleResult};
 use candle_nn::VarBuilder;
+use dist_train::{Declared, Lora, Loss, UnitRules, Units, declare};
+use fsdp_plan::{ElemType, ParameterInfo};
 
 use crate::{
-    error::{Error, Result},
-    hint,
-    train::dataset::{Packing, Tensors},
+    data::dataset::{BatchTensors, RowPacking},
+    error::{Result, spec::SpecError},
+    models::{Llama, Tokens},
 };
 
-/// A model that a run trains.
+/// A model that is trained on [`BatchTensors`].
 ///
 /// One loop trains models with and without adapters, of folders and of bytes: a second loop would
 /// repeat locks, checkpoints, agreement of processes and recovery.
 #[derive(Clone, Debug)]
-pub(crate) struct Model(pub(crate) Llama);
+pub struct Model(pub Llama);
 
-/// What decides how much memory a token takes.
+/// Sizes of a model, which decide how much memory a token takes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Sizes {
-    pub(crate) layers: usize,
+#[non_exhaustive]
+pub struct ModelSizes {
+    /// Number of blocks.
+    pub layers: usize,
     /// Width of the residual stream.
-    pub(crate) hidden: usize,
-    /// Numbers that a layer computes for a token.
-    pub(crate) of_layer: usize,
-    pub(crate) vocabulary: usize,
+    pub hidden: usize,
+    /// Numbers that a block computes for a token.
+    pub of_layer: usize,
+    /// Number of tokens.
+    pub vocabulary: usize,
 }
 
 impl Model {
     /// Asks for all parameters.
-    pub(crate) fn declare(&self, vb: &VarBuilder<'_>) -> CandleResult<()> {
+    ///
+    /// # Errors
+    ///
+    /// As of [`Llama::declare`].
+    pub fn declare(&self, vb: &VarBuilder<'_>) -> CandleResult<()> {
         self.0.declare(vb)
     }
 
-    /// Which parameters form which unit: blocks do by their numbers.
-    pub(crate) fn units(&self) -> UnitRules {
+    /// Returns which parameters form which unit.
+    pub fn units(&self) -> UnitRules {
         self.0.units()
     }
 
     /// Returns the loss of a shard.
-    pub(crate) fn loss(&self, units: &Units, batch: Tensors) -> CandleResult<Loss> {
-        let Tensors { ids, targets: labels, packing } = batch;
+    ///
+    /// # Errors
+    ///
+    /// As of [`Llama::loss`].
+    pub fn loss(&self, units: &Units, batch: BatchTensors) -> CandleResult<Loss> {
+        let BatchTensors { ids, targets: labels, packing } = batch;
         let tokens = match packing {
             None => Tokens::rows(ids),
-            Some(Packing { segment_ids, position_ids }) => {
+            Some(RowPacking { segment_ids, position_ids }) => {
                 Tokens::packed(ids, segment_ids, position_ids)
             }
         };
         self.0.loss(units, &tokens, &labels)
     }
 
-    /// Returns the logits [rows, length, vocabulary] of the token after each of `ids` [rows, length].
-    pub(crate) fn logits(&self, units: &Units, ids: Tensor) -> CandleResult<Tensor> {
-        self.0.logits(units, &Tokens::rows(ids))
-    }
-
     /// Returns the most tokens of a sequence.
-    pub(crate) fn context(&self) -> usize {
+    pub fn context(&self) -> usize {
         self.0.config().max_position_embeddings
     }
 
     /// Returns the adapters that are trained, if the model itself is not.
-    pub(crate) fn lora(&self) -> Option<&Lora> {
+    pub fn lora(&self) -> Option<&Lora> {
         self.0.lora()
     }
 
     /// Returns the patterns of the parameters that are not decayed.
-    pub(crate) fn undecayed(&self) -> Vec<&'static str> {
+    pub fn undecayed(&self) -> Vec<&'static str> {
         // Adapters are matrices, and nothing else learns beside them.
         if self.lora().is_some() {
             return Vec::new();
@@ -80,21 +83,22 @@ impl Model {
         Llama::NORMS.into_iter().chain(biases).collect()
     }
 
-    /// Returns the patterns of the tensors that weights may have and the model does not: frequencies,
-    /// which the first Llamas were written with, and the head where it is the embedding.
-    pub(crate) fn passed_over(&self) -> Vec<&'static str> {
-        let head = self.0.config().tie_word_embeddings.then_some("lm_head");
-        ["rotary_emb"].into_iter().chain(head).collect()
+    /// Returns the patterns of tensors that weights may have beyond the model's.
+    pub fn passed_over(&self) -> Vec<&'static str> {
+        self.0.unexpected_weights()
     }
 
     /// Returns the parameters in the order of their names. They take no memory.
-    pub(crate) fn parameters(&self) -> Result<Vec<ParameterInfo>> {
-        let declared = train::declare(|vb| self.declare(&vb), DType::F32, &Device::Cpu);
-        // Nothing but the adapters can be wrong with what is declared.
-        let mut declared =
-            declared.map_err(|fault| Error::usage(fault.to_string()).hinted(hint::LORA_ON))?;
+    ///
+    /// # Errors
+    ///
+    /// [`SpecError::UnknownLayer`] if an adapter names a layer that the model does not have.
+    pub fn parameters(&self) -> Result<Vec<ParameterInfo>> {
+        // The layers of adapters alone can be missing: all others follow from the configuration.
+        let mut declared = declare(|vb| self.declare(&vb), DType::F32, &Device::Cpu)
+            .map_err(|cause| SpecError::UnknownLayer { cause })?;
         declared.sort_by(|left, right| left.name.cmp(&right.name));
-        let info = |declared: train::Declared| {
+        let info = |declared: Declared| {
             let shape = declared.shape.dims().iter().map(|&size| size as u64);
             let info = ParameterInfo::new(declared.name, shape.collect::<Vec<_>>(), ElemType::F32)?;
             let is_trained = self.lora().is_none() || is_of_adapter(info.name());
@@ -104,18 +108,18 @@ impl Model {
         declared.into_iter().map(info).collect()
     }
 
-    /// Returns what decides how much memory a token takes.
-    pub(crate) fn sizes(&self) -> Sizes {
+    /// Returns the sizes that decide how much memory a token takes.
+    pub fn sizes(&self) -> ModelSizes {
         let config = self.0.config();
         let queries = config.num_attention_heads * config.head_dim;
         let keys = config.num_key_value_heads * config.head_dim;
-        // Norms, sums and what projections give; queries and keys before and after they are
-        // turned, values, and what attention mixes; gate and up.
+        // Norms, sums and projections; queries and keys before and after rotation, values, and the
+        // output of attention; gate and up.
         let hidden = config.hidden_size;
         let of_attention = 3 * queries + 3 * keys;
         let of_layer = 6 * hidden + of_attention + 2 * config.intermediate_size;
         let layers = config.num_hidden_layers;
-        Sizes { layers, hidden, of_layer, vocabulary: config.vocab_size }
+        ModelSizes { layers, hidden, of_layer, vocabulary: config.vocab_size }
     }
 }
 
@@ -128,7 +132,7 @@ fn unit_of(name: &str) -> String {
     }
 }
 
-/// Whether a parameter belongs to an adapter.
-pub(crate) fn is_of_adapter(name: &str) -> bool {
+/// Returns true if a parameter belongs to an adapter.
+fn is_of_adapter(name: &str) -> bool {
     name.split('.').any(|part| Lora::PATTERNS.contains(&part))
 }

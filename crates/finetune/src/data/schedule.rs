@@ -2,25 +2,20 @@
 
 use std::iter;
 
-use candle_distributed::{
-    batch::{
-        self, Batch, BatchConfig, BatchState, Buckets, DistributedBatchSampler, DistributedConfig,
-        DynamicBatchSampler, DynamicBatchStrategy, PaddingReport, Steps,
-    },
-    sampler::{DistributedSampler, SamplerConfig},
-    types::{Epoch, Placement, Seed, WorldSize},
+use core_types::{Epoch, Placement, Seed, WorldSize};
+use dist_sampler::{DistributedSampler, SamplerConfig};
+use dyn_batch::{
+    Batch, BatchConfig, BatchState, Buckets, DistributedBatchSampler, DistributedConfig,
+    DynamicBatchSampler, DynamicBatchStrategy, PaddingReport, Steps,
 };
 
-use crate::{
-    error::{Error, Result},
-    hint,
-};
+use crate::error::{Error, Result, run::RunError};
 
 /// The most padded tokens in a batch, over all devices.
 const MAX_TOKENS: u64 = 4096;
 
 /// The number of lengths that share a batch.
-pub(crate) const BUCKET_WIDTH: u64 = 16;
+pub const BUCKET_WIDTH: u64 = 16;
 
 /// The streams of random numbers of a run, one for each purpose.
 pub(crate) const INIT_STREAM: u64 = 0;
@@ -31,27 +26,29 @@ pub(crate) const VALIDATION_STREAM: u64 = 2;
 const SEQUENCE_STREAM: u64 = 0;
 const BATCH_STREAM: u64 = 1;
 
-/// The most padded tokens in a step of a run that starts on this many devices: enough for one
-/// longest sequence each.
-pub(crate) fn max_tokens(world_size: WorldSize, longest: usize) -> u64 {
+/// Returns the default of the most padded tokens in a step of so many devices: enough for one longest
+/// sequence each.
+pub fn default_max_tokens(world_size: WorldSize, longest: usize) -> u64 {
     MAX_TOKENS.max(world_size.as_u64() * longest as u64)
 }
 
-/// How sequences are put into the batches of a step.
+/// The batches of a step.
 #[derive(Clone, Debug)]
-pub(crate) struct Batching {
-    pub(crate) strategy: DynamicBatchStrategy,
-    /// The most padded tokens of a batch.
-    pub(crate) max_tokens: u64,
-    /// The most sequences of a batch, if that is limited.
-    pub(crate) max_batch_size: Option<u64>,
-    /// The number of batches in a step: one, unless each is a packed row.
-    pub(crate) batches: u64,
+#[non_exhaustive]
+pub struct Batching {
+    /// Choice of the sequences that share a batch.
+    pub strategy: DynamicBatchStrategy,
+    /// Most padded tokens of a batch.
+    pub max_tokens: u64,
+    /// Most sequences of a batch, if that is limited.
+    pub max_batch_size: Option<u64>,
+    /// Number of batches in a step: one, unless each is a packed row.
+    pub batches: u64,
 }
 
 impl Batching {
-    /// Batches of sequences of similar length, each of them a step.
-    pub(crate) fn bucketed(max_tokens: u64) -> Self {
+    /// Puts sequences of similar length into batches, each of them a step.
+    pub fn bucketed(max_tokens: u64) -> Self {
         let strategy = DynamicBatchStrategy::Bucket(Buckets::Width(BUCKET_WIDTH));
         Self { strategy, max_tokens, max_batch_size: None, batches: 1 }
     }
@@ -62,25 +59,31 @@ impl Batching {
 /// Every process plans the steps of all devices and leaves it to the mesh to split them. So they do
 /// not depend on the number of devices, which may change when a run is resumed.
 #[derive(Debug)]
-pub(crate) struct Schedule {
+pub struct BatchSchedule {
     order: DistributedSampler,
     batches: DistributedBatchSampler<Vec<u64>>,
 }
 
 /// One step of all devices.
 #[derive(Debug)]
-pub(crate) struct Scheduled {
-    pub(crate) epoch: u64,
-    /// One of padded rows, or several packed rows.
-    pub(crate) batches: Vec<Batch>,
-    /// Where to resume after it.
-    pub(crate) state: BatchState,
+#[non_exhaustive]
+pub struct ScheduledStep {
+    /// Epoch of the step.
+    pub epoch: u64,
+    /// One batch of padded rows, or several packed rows.
+    pub batches: Vec<Batch>,
+    /// Position after the step.
+    pub state: BatchState,
 }
 
-impl Schedule {
-    /// Steps of sequences of these lengths, in random order, so that short ones do not all come at
-    /// the end of an epoch.
-    pub(crate) fn new(lengths: Vec<u64>, seed: Seed, batching: &Batching) -> Result<Self> {
+impl BatchSchedule {
+    /// Plans steps of sequences of these lengths, in random order, so that short ones do not all come
+    /// at the end of an epoch.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Batch`] or [`Error::Sampler`] if there is no sequence, or if one is too long.
+    pub fn new(lengths: Vec<u64>, seed: Seed, batching: &Batching) -> Result<Self> {
         let config = SamplerConfig::default().with_seed(seed.derive(SEQUENCE_STREAM));
         let order = DistributedSampler::new(lengths.len() as u64, Placement::SINGLE, config)?;
         let config = BatchConfig::default()
@@ -96,21 +99,25 @@ impl Schedule {
         Ok(Self { order, batches: DistributedBatchSampler::new(batches, place, shuffled)? })
     }
 
-    /// The batches of the steps of the first epoch, and how much of them is padding.
-    pub(crate) fn first_epoch(&self) -> Result<(PaddingReport, Vec<Vec<Batch>>)> {
+    /// Returns the batches of the steps of the first epoch, with their padding.
+    ///
+    /// # Errors
+    ///
+    /// [`RunError::PackedRows`] if the sequences fill fewer rows than a step has.
+    pub fn first_epoch(&self) -> Result<(PaddingReport, Vec<Vec<Batch>>)> {
         let steps = self.epoch(Epoch::ZERO)?;
         Ok((steps.report(), (0..steps.len()).map_while(|nth| steps.step(nth)).collect()))
     }
 
-    /// Endless batches, from `state` or from the first epoch on. An error is the last item.
+    /// Returns endless batches, from `state` or from the first epoch on. An error is the last item.
     ///
     /// # Errors
     ///
-    /// If the state is not one of these batches: the text has changed.
-    pub(crate) fn batches(
+    /// [`Error::Batch`] if the state is not one of these batches: the text has changed.
+    pub fn batches(
         &self,
         state: Option<&BatchState>,
-    ) -> Result<impl Iterator<Item = Result<Scheduled>>> {
+    ) -> Result<impl Iterator<Item = Result<ScheduledStep>>> {
         let first = match state {
             None => self.epoch(Epoch::ZERO)?,
             Some(state) => self.batches.resume(state, &self.order_in(state.epoch))?,
@@ -120,18 +127,17 @@ impl Schedule {
             Ok(steps) => scheduled(steps),
             Err(error) => vec![Err(error)],
         });
-        let end = iter::once_with(|| Err(Error::usage("no epoch comes after the last of 2^64")));
+        let end = iter::once_with(|| Err(RunError::LastEpoch.into()));
         Ok(scheduled(first).into_iter().chain(later).chain(end))
     }
 
     fn epoch(&self, epoch: Epoch) -> Result<Steps<'_, Vec<u64>>> {
         self.batches.epoch(epoch, &self.order_in(epoch)).map_err(|error| match error {
             // The batches of a step are packed rows, and no ranks.
-            batch::Error::CannotFillStep { n_batches, world_size: rows } => Error::usage(format!(
-                "the texts fill {n_batches} packed rows, and a step has {rows}"
-            ))
-            .hinted(hint::PACKED_ROWS),
-            error => error.into(),
+            dyn_batch::Error::CannotFillStep { n_batches, world_size: rows } => {
+                RunError::PackedRows { n_rows: n_batches, expected: rows }.into()
+            }
+            error => Error::from(error),
         })
     }
 
@@ -142,9 +148,9 @@ impl Schedule {
     }
 }
 
-/// The rest of an epoch.
+/// Returns the rest of an epoch.
 #[expect(clippy::expect_used, reason = "says why it cannot fail")]
-fn scheduled(mut steps: Steps<'_, Vec<u64>>) -> Vec<Result<Scheduled>> {
+fn scheduled(mut steps: Steps<'_, Vec<u64>>) -> Vec<Result<ScheduledStep>> {
     let first = steps.state().step;
     let mut scheduled = Vec::with_capacity(steps.len());
     for nth in first.. {
@@ -154,20 +160,21 @@ fn scheduled(mut steps: Steps<'_, Vec<u64>>) -> Vec<Result<Scheduled>> {
         let nth = usize::try_from(nth).expect("steps in memory are counted by a usize");
         let batches = steps.step(nth).expect("it is one of the steps");
         let state = steps.state();
-        scheduled.push(Ok(Scheduled { epoch: state.epoch.as_u64(), batches, state }));
+        scheduled.push(Ok(ScheduledStep { epoch: state.epoch.as_u64(), batches, state }));
     }
     scheduled
 }
 
 #[cfg(test)]
 mod tests {
-    use candle_distributed::batch::Packing;
+    use dyn_batch::Packing;
 
     use super::*;
 
     #[test]
     fn a_schedule_resumes_where_it_was() {
-        let schedule = |lengths, batching| Schedule::new(lengths, Seed::new(0), batching).unwrap();
+        let schedule =
+            |lengths, batching| BatchSchedule::new(lengths, Seed::new(0), batching).unwrap();
         let bucketed = Batching::bucketed(128);
         resumes(&schedule((10..60).collect(), &bucketed), &schedule(vec![3, 2], &bucketed));
         let strategy = DynamicBatchStrategy::Pack(Packing::BestFit);
@@ -175,8 +182,8 @@ mod tests {
         resumes(&schedule((10..60).collect(), &packed), &schedule(vec![3, 2], &packed));
     }
 
-    fn resumes(schedule: &Schedule, other: &Schedule) {
-        let all: Vec<Scheduled> =
+    fn resumes(schedule: &BatchSchedule, other: &BatchSchedule) {
+        let all: Vec<ScheduledStep> =
             schedule.batches(None).unwrap().take(60).map(Result::unwrap).collect();
         assert!(all[59].epoch > 0);
         for at in [0, 7, 58] {

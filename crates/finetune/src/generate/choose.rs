@@ -1,56 +1,30 @@
-//! Which of all tokens comes next.
+//! The choice of the next token.
 
 use candle_core::{Result, Tensor};
-use candle_distributed::types::Seed;
+use core_types::Seed;
 
-use crate::error::{self, Error};
+use crate::generate::options::Generation;
 
-/// How tokens are chosen.
-#[derive(Clone, Debug, Default, clap::Args)]
-pub(crate) struct Sampling {
-    /// Choose tokens at random, by their logits divided by this: 1 as the model says, less for the
-    /// likelier ones [default: the likeliest token each time]
-    #[arg(long, value_name = "T", requires = "prompt")]
-    temperature: Option<f64>,
-}
-
-/// Chooses a token after the other.
+/// Chooses one token after the other.
 #[derive(Clone, Debug)]
-pub(crate) struct Chooser {
+pub(super) struct Chooser {
     temperature: Option<f64>,
     seed: Seed,
     n_chosen: u64,
 }
 
-impl Sampling {
-    /// The option as it is typed, with a space before it, if it was given.
-    pub(crate) fn typed(&self) -> Option<String> {
-        self.temperature.map(|temperature| format!(" --temperature {temperature}"))
-    }
-
-    /// The choices of a seed.
-    ///
-    /// # Errors
-    ///
-    /// If the temperature is no positive number.
-    pub(crate) fn chooser(&self, seed: Seed) -> error::Result<Chooser> {
-        let temperature = self.temperature;
-        if let Some(wrong) = temperature.filter(|&t| !(t > 0. && t.is_finite())) {
-            let fault = Error::usage(format!("--temperature is {wrong}, must be above 0"));
-            return Err(fault.hinted("without --temperature the likeliest token is taken"));
-        }
-        Ok(Chooser { temperature, seed, n_chosen: 0 })
-    }
-}
-
 impl Chooser {
-    /// The next token, by the logits [vocabulary] of all.
+    /// Makes the choices of a seed.
+    pub(super) fn new(options: &Generation) -> Self {
+        Self { temperature: options.temperature, seed: options.seed, n_chosen: 0 }
+    }
+
+    /// Returns the next token by the logits [vocabulary] of all.
     ///
     /// # Errors
     ///
-    /// If they are not those of a model: one is NaN or infinite, or all are −∞, which a token has
-    /// that is never to be chosen.
-    pub(crate) fn choose(&mut self, logits: &Tensor) -> Result<u32> {
+    /// If a logit is NaN or infinite, or if all are −∞, which means never to choose a token.
+    pub(super) fn choose(&mut self, logits: &Tensor) -> Result<u32> {
         let logits: Vec<f32> = logits.to_vec1()?;
         let is_wrong = |logit: &f32| logit.is_nan() || *logit == f32::INFINITY;
         if let Some(token) = logits.iter().position(is_wrong) {
@@ -64,7 +38,7 @@ impl Chooser {
         u32::try_from(position).map_err(candle_core::Error::wrap)
     }
 
-    /// A number from 0 up to 1 that depends only on the seed and on how many came before it.
+    /// Returns a number from 0 up to 1, which depends only on the seed and the choices before it.
     fn next_fraction(&mut self) -> f64 {
         let random = self.seed.derive(self.n_chosen).as_u64();
         self.n_chosen += 1;
@@ -73,14 +47,14 @@ impl Chooser {
     }
 }
 
-/// Where the greatest logit is; the first of several.
+/// Returns the position of the greatest logit, the first of several.
 fn likeliest(logits: &[f32]) -> Option<usize> {
     let finite = logits.iter().enumerate().filter(|(_, logit)| logit.is_finite());
     let first_greatest = finite.reduce(|best, other| if other.1 > best.1 { other } else { best });
     first_greatest.map(|(position, _)| position)
 }
 
-/// Where the probabilities, added up, exceed a fraction of their sum.
+/// Returns the position at which the sum of the probabilities exceeds a fraction of the total.
 fn drawn(logits: &[f32], temperature: f64, fraction: f64) -> Option<usize> {
     let greatest = f64::from(logits[likeliest(logits)?]);
     let weight = |&logit: &f32| ((f64::from(logit) - greatest) / temperature).exp();
@@ -90,7 +64,7 @@ fn drawn(logits: &[f32], temperature: f64, fraction: f64) -> Option<usize> {
         left -= weight;
         left < 0.
     });
-    // What is left after rounding belongs to the last one that is possible.
+    // A rest after rounding belongs to the last possible token.
     beyond.or_else(|| weights.iter().rposition(|&weight| weight > 0.))
 }
 
@@ -102,7 +76,7 @@ mod tests {
 
     fn choices(logits: &[f32], temperature: Option<f64>, seed: u64, n: usize) -> Vec<u32> {
         let logits = Tensor::new(logits, &Device::Cpu).unwrap();
-        let mut chooser = Sampling { temperature }.chooser(Seed::new(seed)).unwrap();
+        let mut chooser = Chooser { temperature, seed: Seed::new(seed), n_chosen: 0 };
         (0..n).map(|_| chooser.choose(&logits).unwrap()).collect()
     }
 
@@ -144,18 +118,9 @@ mod tests {
     }
 
     #[test]
-    fn temperatures_that_are_none_are_refused() {
-        for temperature in [0., -1., f64::NAN, f64::INFINITY] {
-            let sampling = Sampling { temperature: Some(temperature) };
-            let fault = sampling.chooser(Seed::new(0)).unwrap_err().to_string();
-            assert_eq!(fault, format!("--temperature is {temperature}, must be above 0"));
-        }
-    }
-
-    #[test]
     fn logits_that_are_no_numbers_are_refused() {
         for temperature in [None, Some(1.)] {
-            let mut chooser = Sampling { temperature }.chooser(Seed::new(0)).unwrap();
+            let mut chooser = Chooser { temperature, seed: Seed::new(0), n_chosen: 0 };
             for (logits, words) in [
                 ([1., f32::NAN, 0.], "the logit of token 1 is NaN"),
                 ([1., 0., f32::INFINITY], "the logit of token 2 is inf"),

@@ -1,136 +1,158 @@
-//! A model that writes.
+//! A model that generates text.
 
-use std::path::PathBuf;
+use std::path::Path;
 
 use candle_core::{Device, IndexOp, Tensor};
-use candle_distributed::train::Units;
+use dist_train::{Lora, Units};
 use serde::Serialize;
 
 use crate::{
-    error::Result,
-    generation::{prompt::Prompt, sampling::Chooser, weights},
-    hf::folder::Folder,
-    train::model::Model,
+    error::{Result, folder::FolderError},
+    files::CONFIG,
+    folder::Folder,
+    generate::{choose::Chooser, options::Generation, prompt::Prompt, weights},
+    models::{Llama, Tokens},
 };
 
-/// A model with its weights, and what makes tokens of texts for it.
+/// The description of adapters in their folder, by PEFT.
+const ADAPTER_CONFIG: &str = "adapter_config.json";
+
+/// A model with its weights and its tokenizer, which generates text on the processor in single
+/// precision.
+///
+/// # Examples
+///
+/// ```no_run
+/// use std::path::Path;
+///
+/// use finetune::{Generation, Generator, Prompt};
+///
+/// let generator = Generator::open(Path::new("llama"), None)?;
+/// let options = Generation::default().with_max_tokens(16);
+/// println!("{}", generator.generate(Prompt::Text("When the fog came in"), &options)?.text);
+/// # Ok::<(), finetune::Error>(())
+/// ```
 #[derive(Debug)]
-pub(crate) struct Writer {
-    model: Model,
-    units: Units,
-    /// Where its tokenizer comes from.
+pub struct Generator {
     folder: Folder,
+    llama: Llama,
+    units: Units,
 }
 
-/// How much a model writes.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct Length {
-    pub(crate) max_tokens: usize,
-    /// Whether it writes on after the end of a text.
-    pub(crate) ignore_end: bool,
+/// A generated text.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+#[non_exhaustive]
+pub struct Generated {
+    /// Tokens of the prompt.
+    pub prompt_ids: Vec<u32>,
+    /// New tokens, without the one that ends the text.
+    pub ids: Vec<u32>,
+    /// The prompt and its continuation; after a conversation, the answer.
+    pub text: String,
+    /// The reason of the end.
+    pub stop: Stop,
 }
 
-/// What a model has written.
-#[derive(Debug, PartialEq, Eq, Serialize)]
-pub(crate) struct Written {
-    /// The tokens of the prompt.
-    pub(crate) prompt_ids: Vec<u32>,
-    /// Those that the model has written, without the one that ends the text.
-    pub(crate) ids: Vec<u32>,
-    /// After a text, both as one; after a conversation, the answer.
-    pub(crate) text: String,
-    pub(crate) stop: Stop,
-}
-
-/// Why a model writes no more.
+/// Why a text ends.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
-pub(crate) enum Stop {
-    /// It has ended its text.
+#[non_exhaustive]
+pub enum Stop {
+    /// The model has ended it.
     End,
-    /// It was asked for no more tokens.
+    /// It has the requested number of tokens.
     MaxTokens,
-    /// It has no more positions.
+    /// The model has no more positions.
     Context,
 }
 
-impl Length {
-    /// As much as is seen at a glance.
-    pub(crate) const GLANCE: Self = Self { max_tokens: 64, ignore_end: false };
-    /// About as much of a model whose tokens are bytes.
-    pub(crate) const GLANCE_OF_BYTES: Self = Self { max_tokens: 320, ignore_end: false };
-}
-
-impl Writer {
-    /// A model with the weights of these files.
+impl Generator {
+    /// Loads the model of a folder, with the adapters of another folder if there is one.
     ///
     /// # Errors
     ///
-    /// If the weights, or the adapters, are not those of the model.
-    pub(crate) fn new(model: Model, files: &[PathBuf], folder: Folder) -> Result<Self> {
-        Ok(Self { units: weights::load(&model, files)?, model, folder })
+    /// [`Error::Folder`](crate::Error::Folder) if a folder is incomplete, or if the adapters belong to
+    /// another model.
+    pub fn open(path: &Path, adapter: Option<&Path>) -> Result<Self> {
+        if path.join(ADAPTER_CONFIG).exists() && !path.join(CONFIG).exists() {
+            return Err(FolderError::AdaptersAlone { path: path.into() }.into());
+        }
+        Self::from_folder(Folder::open(path)?, adapter)
     }
 
-    /// What the model writes after a prompt.
+    /// Loads the model of a folder that is open.
     ///
     /// # Errors
     ///
-    /// If the prompt has no token, or more than the model has positions; if the model computes no
-    /// numbers.
-    pub(crate) fn write(
-        &self,
-        prompt: Prompt<'_>,
-        length: Length,
-        chooser: &mut Chooser,
-    ) -> Result<Written> {
+    /// As of [`open`](Self::open).
+    pub(crate) fn from_folder(folder: Folder, adapter: Option<&Path>) -> Result<Self> {
+        let mut llama = folder.llama().clone();
+        if let Some(path) = adapter {
+            let lora = Lora::open(path).map_err(|cause| FolderError::Adapters {
+                path: path.into(),
+                cause: Box::new(cause),
+            })?;
+            llama = llama.with_lora(lora);
+        }
+        Ok(Self { units: weights::load(&folder, &llama)?, llama, folder })
+    }
+
+    /// Continues a text, or answers a conversation.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Generate`](crate::Error::Generate) for invalid options or a prompt that is empty or
+    /// too long, [`Error::Tensor`](crate::Error::Tensor) if a logit is not a number.
+    pub fn generate(&self, prompt: Prompt<'_>, options: &Generation) -> Result<Generated> {
+        options.check()?;
         let tokenizer = self.folder.tokenizer();
-        let prompt_ids = prompt.ids(tokenizer, self.model.context())?;
-        let (ids, stop) = self.continued(&prompt_ids, length, chooser)?;
+        let prompt_ids = prompt.ids(tokenizer, self.context())?;
+        let (ids, stop) = self.continued(&prompt_ids, options)?;
         let text = match prompt {
             Prompt::Text(_) => tokenizer.decode(&[&prompt_ids[..], &ids].concat(), false)?,
             Prompt::Messages(_) => tokenizer.decode(&ids, false)?,
         };
-        Ok(Written { prompt_ids, ids, text, stop })
+        Ok(Generated { prompt_ids, ids, text, stop })
     }
 
-    fn continued(
-        &self,
-        prompt: &[u32],
-        length: Length,
-        chooser: &mut Chooser,
-    ) -> Result<(Vec<u32>, Stop)> {
+    /// Returns the logits [tokens, vocabulary] after each token of the prompt and its continuation. A
+    /// last token beyond the positions of the model has none.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Tensor`](crate::Error::Tensor) if the tokens are not in the vocabulary.
+    pub fn logits(&self, generated: &Generated) -> Result<Tensor> {
+        let mut ids = [&generated.prompt_ids[..], &generated.ids].concat();
+        ids.truncate(self.context());
+        self.logits_after(&ids)
+    }
+
+    fn continued(&self, prompt: &[u32], options: &Generation) -> Result<(Vec<u32>, Stop)> {
+        let mut chooser = Chooser::new(options);
         let mut ids = prompt.to_vec();
-        for _ in 0..length.max_tokens {
-            if ids.len() > self.model.context() {
+        for _ in 0..options.max_tokens {
+            if ids.len() > self.context() {
                 break;
             }
-            let next = chooser.choose(&self.logits(&ids)?.i(ids.len() - 1)?)?;
-            if self.folder.tokenizer().is_end(next) && !length.ignore_end {
+            let next = chooser.choose(&self.logits_after(&ids)?.i(ids.len() - 1)?)?;
+            if self.folder.tokenizer().is_end(next) && !options.ignore_end {
                 return Ok((ids.split_off(prompt.len()), Stop::End));
             }
             ids.push(next);
         }
         let ids = ids.split_off(prompt.len());
-        let stop = if ids.len() < length.max_tokens { Stop::Context } else { Stop::MaxTokens };
+        let stop = if ids.len() < options.max_tokens { Stop::Context } else { Stop::MaxTokens };
         Ok((ids, stop))
     }
 
-    /// The logits [tokens, vocabulary] after each token of the prompt and of what was written. A last
-    /// token beyond the positions has none.
-    ///
-    /// # Errors
-    ///
-    /// If the tokens are none of this model.
-    pub(crate) fn all_logits(&self, written: &Written) -> Result<Tensor> {
-        let mut ids = [&written.prompt_ids[..], &written.ids].concat();
-        ids.truncate(self.model.context());
-        self.logits(&ids)
+    /// Returns the logits [tokens, vocabulary] after each token.
+    fn logits_after(&self, ids: &[u32]) -> Result<Tensor> {
+        let ids = Tensor::new(ids, &Device::Cpu)?.unsqueeze(0)?;
+        Ok(self.llama.logits(&self.units, &Tokens::rows(ids))?.squeeze(0)?)
     }
 
-    /// The logits [tokens, vocabulary] after each of these.
-    fn logits(&self, ids: &[u32]) -> Result<Tensor> {
-        let ids = Tensor::new(ids, &Device::Cpu)?.unsqueeze(0)?;
-        Ok(self.model.logits(&self.units, ids)?.squeeze(0)?)
+    fn context(&self) -> usize {
+        self.llama.config().max_position_embeddings
     }
 }
 
@@ -139,30 +161,26 @@ mod tests {
     use std::{collections::BTreeMap, fs};
 
     use candle_core::safetensors;
-    use candle_distributed::types::Seed;
 
     use super::*;
-    use crate::{
-        generation::{folders, sampling::Sampling},
-        hf::golden,
-    };
+    use crate::golden;
 
-    fn greedy() -> Chooser {
-        Sampling::default().chooser(Seed::new(0)).unwrap()
+    fn length(max_tokens: usize) -> Generation {
+        Generation { max_tokens, ignore_end: true, ..Generation::default() }
     }
 
-    fn length(max_tokens: usize) -> Length {
-        Length { max_tokens, ignore_end: true }
+    fn open(path: &Path) -> Result<Generator> {
+        Generator::open(path, None)
     }
 
     #[test]
     fn the_likeliest_tokens_are_those_of_transformers() {
         for model in golden::MODELS {
-            let writer = folders::open(&golden::path(model), None).unwrap();
+            let generator = open(&golden::path(model)).unwrap();
             let texts = golden::json(model, "tokens.json")["generation"].clone();
             let expected = golden::json(model, "expected.json")["generation"].clone();
             let prompt = texts["text"].as_str().unwrap();
-            let found = writer.write(Prompt::Text(prompt), length(16), &mut greedy()).unwrap();
+            let found = generator.generate(Prompt::Text(prompt), &length(16)).unwrap();
             assert_eq!(found.prompt_ids, golden::ids(&expected["prompt"]), "{model}");
             assert_eq!(found.ids, golden::ids(&expected["new"]), "{model}");
             let new_text = golden::folder(model).tokenizer().decode(&found.ids, true).unwrap();
@@ -179,26 +197,26 @@ mod tests {
         let copy = golden::changed("qwen2", "config.json", |config| {
             config["eos_token_id"] = new[n_before].into();
         });
-        let writer = folders::open(copy.path(), None).unwrap();
+        let generator = open(copy.path()).unwrap();
         let prompt = Prompt::Text("When the fog came in");
-        let until_end = Length { max_tokens: 16, ignore_end: false };
-        let found = writer.write(prompt, until_end, &mut greedy()).unwrap();
+        let until_end = Generation::default().with_max_tokens(16);
+        let found = generator.generate(prompt, &until_end).unwrap();
         assert_eq!((&found.ids[..], found.stop), (&new[..n_before], Stop::End));
 
         let copy = golden::changed("qwen2", "config.json", |config| {
             config["max_position_embeddings"] = 12.into();
         });
-        let writer = folders::open(copy.path(), None).unwrap();
-        let found = writer.write(prompt, length(16), &mut greedy()).unwrap();
+        let generator = open(copy.path()).unwrap();
+        let found = generator.generate(prompt, &length(16)).unwrap();
         let n_prompt = found.prompt_ids.len();
         // The token after the last position can still be told.
         assert_eq!((n_prompt + found.ids.len(), found.stop), (13, Stop::Context));
         let exactly = length(13 - n_prompt);
-        assert_eq!(writer.write(prompt, exactly, &mut greedy()).unwrap().stop, Stop::MaxTokens);
+        assert_eq!(generator.generate(prompt, &exactly).unwrap().stop, Stop::MaxTokens);
         let long = Prompt::Text("When the fog came in, and no lamp was lit.");
-        let fault = writer.write(long, length(1), &mut greedy()).unwrap_err().to_string();
+        let fault = generator.generate(long, &length(1)).unwrap_err().to_string();
         assert!(fault.ends_with("tokens, and the model has 12 positions"), "{fault}");
-        let fault = writer.write(Prompt::Text(""), length(1), &mut greedy()).unwrap_err();
+        let fault = generator.generate(Prompt::Text(""), &length(1)).unwrap_err();
         assert!(fault.to_string().contains("has no token"), "{fault}");
     }
 
@@ -212,24 +230,27 @@ mod tests {
             let mut tensors = tensors.clone();
             change(&mut tensors);
             safetensors::save(&tensors.into_iter().collect(), &file).unwrap();
-            folders::open(copy.path(), None).map(drop).map_err(|fault| fault.to_string())
+            open(copy.path()).map(drop).map_err(|fault| fault.to_string())
         };
         let tensor = Tensor::zeros(3, candle_core::DType::F32, &Device::Cpu).unwrap();
         let norm = "model.norm.weight";
         let missing = refusal(&|tensors| drop(tensors.remove(norm))).unwrap_err();
-        assert!(missing.ends_with("no weights have model.norm.weight"), "{missing}");
+        assert!(
+            missing.contains("1 of 21 parameters are missing (model.norm.weight)"),
+            "{missing}"
+        );
         let bias = "model.layers.0.self_attn.q_proj.bias";
         let more = refusal(&|tensors| drop(tensors.insert(bias.into(), tensor.clone())));
         let more = more.unwrap_err();
-        assert!(more.contains(&format!("the model has no {bias}")), "{more}");
+        assert!(more.contains(&format!("1 of 22 tensors are not the model's ({bias})")), "{more}");
         let other = refusal(&|tensors| drop(tensors.insert(norm.into(), tensor.clone())));
         let other = other.unwrap_err();
-        assert!(other.contains("has shape [3], and the model's is [32]"), "{other}");
+        assert!(other.contains("has the shape [3], [32] was expected"), "{other}");
         // Frequencies stand beside the weights of the first Llamas.
         let old = "model.layers.0.self_attn.rotary_emb.inv_freq";
         refusal(&|tensors| drop(tensors.insert(old.into(), tensor.clone()))).unwrap();
         fs::write(&file, "no tensors").unwrap();
-        let fault = folders::open(copy.path(), None).unwrap_err().to_string();
+        let fault = open(copy.path()).unwrap_err().to_string();
         assert!(fault.contains("model.safetensors: "), "{fault}");
     }
 }

@@ -1,39 +1,37 @@
-//! What a model begins with, as tokens.
+//! Beginnings of texts.
 
 use crate::{
-    error::{Error, Result},
-    hf::{chat::Message, tokenizer::Tokenizer},
-    hint,
+    error::{Result, generate::GenerateError},
+    text::{chat::Message, tokenizer::Tokenizer},
 };
 
-/// What a model begins with.
+/// The beginning of a text that a model continues.
 #[derive(Clone, Copy, Debug)]
-pub(crate) enum Prompt<'a> {
-    /// A text that it continues.
+#[non_exhaustive]
+pub enum Prompt<'a> {
+    /// A text to continue.
     Text(&'a str),
-    /// A conversation that it answers.
+    /// A conversation to answer, by the tokenizer's chat template.
     Messages(&'a [Message]),
 }
 
 impl Prompt<'_> {
-    /// The tokens of the prompt, for a model of `context` positions.
+    /// Returns the tokens of the prompt, for a model of `context` positions.
     ///
     /// # Errors
     ///
-    /// If there is none, or if there are more than the model has positions.
-    pub(crate) fn ids(self, tokenizer: &Tokenizer, context: usize) -> Result<Vec<u32>> {
+    /// [`GenerateError::EmptyPrompt`] or [`GenerateError::LongPrompt`], and those of the tokenizer.
+    pub fn ids(self, tokenizer: &Tokenizer, context: usize) -> Result<Vec<u32>> {
         let ids = match self {
             Self::Text(text) => tokenizer.begin(text)?,
             Self::Messages(messages) => tokenizer.prompt(messages)?,
         };
-        if ids.is_empty() {
-            let none = Error::usage("--prompt has no token that a text could begin with");
-            return Err(none.hinted("no token is set before a text here: give a word"));
+        let length = ids.len();
+        if length == 0 {
+            return Err(GenerateError::EmptyPrompt.into());
         }
-        if ids.len() > context {
-            let len = ids.len();
-            let long = format!("--prompt has {len} tokens, and the model has {context} positions");
-            return Err(Error::usage(long).hinted(hint::LONG_PROMPT));
+        if length > context {
+            return Err(GenerateError::LongPrompt { length, context }.into());
         }
         Ok(ids)
     }

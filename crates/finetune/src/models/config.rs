@@ -7,7 +7,7 @@ use crate::models::{
     scaling::RopeScaling,
 };
 
-/// What a `config.json` of the Llama family says: of the architectures `LlamaForCausalLM`,
+/// The fields of a `config.json` of the Llama family: of the architectures `LlamaForCausalLM`,
 /// `Qwen2ForCausalLM` and `MistralForCausalLM`. Fields have the names that they have there.
 #[derive(Clone, Debug, PartialEq)]
 #[non_exhaustive]
@@ -22,23 +22,23 @@ pub struct LlamaConfig {
     pub num_hidden_layers: usize,
     /// Heads of the queries.
     pub num_attention_heads: usize,
-    /// Heads of keys and values, by which those of the queries are divisible.
+    /// Heads of keys and values, a divisor of the heads of queries.
     pub num_key_value_heads: usize,
     /// Elements of a head, an even number.
     pub head_dim: usize,
     /// The most positions of a sequence.
     pub max_position_embeddings: usize,
-    /// What is added to the mean square before its root is taken.
+    /// Summand of the mean square under the root.
     pub rms_norm_eps: f64,
     /// The base of the rotary frequencies.
     pub rope_theta: f64,
-    /// What becomes of the rotary frequencies for contexts longer than those of the first training.
+    /// Scaling of the rotary frequencies for long contexts.
     pub rope_scaling: RopeScaling,
     /// Whether the embedding is the head as well.
     pub tie_word_embeddings: bool,
     /// Whether queries, keys and values have a bias, as in Qwen 2.
     pub attention_bias: bool,
-    /// The positions that a token sees, if that is fewer than all before it.
+    /// Number of positions that a token sees, if that is limited.
     pub sliding_window: Option<usize>,
     /// The standard deviation of random weights: see
     /// [`Llama::declare`](crate::models::Llama::declare).
@@ -48,12 +48,11 @@ pub struct LlamaConfig {
 }
 
 impl LlamaConfig {
-    /// The largest size, and the most layers: beyond any model, and far from overflow in whatever is
-    /// computed from them.
+    /// The largest size, and the most layers: beyond any model, and products of them do not overflow.
     const LARGEST: usize = 1 << 24;
     const MOST_LAYERS: usize = 1 << 14;
 
-    /// Refuses sizes of no model.
+    /// Checks the sizes.
     pub(super) fn check(&self) -> Result<(), ModelError> {
         for (field, size, most) in [
             ("vocab_size", self.vocab_size, Self::LARGEST),

@@ -1,4 +1,4 @@
-//! What a model cannot be made of, and what it cannot read.
+//! Errors of models.
 
 use std::fmt::Display;
 
@@ -6,17 +6,17 @@ use std::fmt::Display;
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum ModelError {
-    /// The text is no JSON, or a field is missing or of another type.
+    /// The text is not JSON, or a field is missing or of another type.
     #[error("the config.json of a model cannot be read: {0}")]
     Json(#[from] serde_json::Error),
-    /// A field has a value with which the model would compute something else than its author's.
+    /// A field has a value that would give other numbers than the author's model.
     #[error("{field} is {value}, it must be {expected}")]
     Field {
         /// The field of `config.json`.
         field: &'static str,
         /// Its value.
         value: String,
-        /// What it may be, in words.
+        /// Its range, in words.
         expected: String,
     },
     /// Two fields say different things of one property: the layouts of transformers 4 and 5 stand
@@ -58,13 +58,13 @@ pub enum ModelError {
 }
 
 impl From<ModelError> for candle_core::Error {
-    /// For the loss of a replica.
+    /// Wraps the error for the loss of a replica.
     fn from(error: ModelError) -> Self {
         Self::wrap(error)
     }
 }
 
-/// What is said of a field that has a value that it cannot have.
+/// Returns the error of a field that is out of range.
 pub(super) fn refused(field: &'static str, value: &dyn Display, expected: String) -> ModelError {
     ModelError::Field { field, value: value.to_string(), expected }
 }

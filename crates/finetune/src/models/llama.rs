@@ -1,6 +1,6 @@
 //! The Llama family: Llama 2 and 3, Qwen 2 and 2.5, Mistral.
 //!
-//! The layers are those of fused-ops, whose names are Hugging Face's.
+//! The layers come from fused-ops, and have Hugging Face's names.
 
 use candle_core::{DType, Result, Tensor};
 use candle_nn::{Init, Module, VarBuilder, init};
@@ -20,7 +20,7 @@ use crate::models::{
     tokens::{Packing, Tokens},
 };
 
-/// The label of a token that is not to be predicted, as in PyTorch.
+/// The label of a token that is not a target, as in PyTorch.
 const IGNORED: i64 = -100;
 
 const EMBEDDING: &str = "model.embed_tokens";
@@ -31,11 +31,11 @@ const ATTENTION: &str = "self_attn";
 const POST_ATTENTION_NORM: &str = "post_attention_layernorm";
 const MLP: &str = "mlp";
 
-/// Names of the units that are no blocks.
+/// Names of the units beside the blocks.
 const EMBED_UNIT: &str = "embed";
 const HEAD_UNIT: &str = "head";
 
-/// A decoder of the Llama family, whose variables lie in [`Units`]: the embedding is the unit
+/// A decoder of the Llama family with its variables in [`Units`]: the embedding is the unit
 /// `embed`, each block one of its own (`model.layers.0`), the last norm and the head are `head`.
 ///
 /// See the [module's](crate::models) example.
@@ -46,23 +46,23 @@ pub struct Llama {
 }
 
 impl Llama {
-    /// Patterns of the norms, whose weights are usually not decayed:
+    /// Patterns of the norms, usually without weight decay:
     /// `.group("no_decay", Llama::NORMS)` of a builder. (A pattern is whole components of a name, so
     /// that `norm` alone is the last one.)
     pub const NORMS: [&'static str; 3] = ["norm", INPUT_NORM, POST_ATTENTION_NORM];
 
-    /// The model of these sizes.
+    /// Makes a model of these sizes.
     ///
     /// # Errors
     ///
-    /// [`ModelError::Field`] if a size is none that a model can have, [`ModelError::Window`] if a
+    /// [`ModelError::Field`] if a size is out of range, [`ModelError::Window`] if a
     /// token would see fewer positions than there are.
     pub fn from_config(config: LlamaConfig) -> std::result::Result<Self, ModelError> {
         config.check()?;
         Ok(Self { config, lora: None })
     }
 
-    /// The same model with adapters of the layers that they name (`q_proj`, `gate_proj`, …):
+    /// Adds adapters to the layers that they name (`q_proj`, `gate_proj`, …):
     /// [`declare`](Self::declare) asks for them too, and [`logits`](Self::logits) and
     /// [`loss`](Self::loss) compute with their sums. The embedding is not to be named: PEFT keeps its
     /// adapters in another form.
@@ -71,13 +71,13 @@ impl Llama {
         Self { lora: Some(lora), ..self }
     }
 
-    /// The adapters, if it has any.
+    /// Returns the adapters, if it has any.
     #[must_use]
     pub fn lora(&self) -> Option<&Lora> {
         self.lora.as_ref()
     }
 
-    /// The sizes.
+    /// Returns the sizes.
     #[must_use]
     pub fn config(&self) -> &LlamaConfig {
         &self.config
@@ -86,14 +86,14 @@ impl Llama {
     /// Asks for all variables, by their names in a folder of Hugging Face: the constructor that
     /// [`Units::by`] and [`FullyShard::builder`](dist_train::FullyShard::builder) take.
     ///
-    /// Random values are those of transformers: matrices are normal with the standard deviation
+    /// Random values are as in transformers: matrices are normal with the standard deviation
     /// [`initializer_range`](LlamaConfig::initializer_range), norms 1, biases 0. Folders of the first
     /// Llamas hold frequencies beside the weights, which
     /// `.allow_unexpected(["rotary_emb"])` of a builder passes over.
     ///
     /// # Errors
     ///
-    /// Those of the builder, and of [`Lora::adapt`] with adapters.
+    /// The errors of the builder, and of [`Lora::adapt`] with adapters.
     pub fn declare(&self, vb: &VarBuilder<'_>) -> Result<()> {
         match &self.lora {
             Some(lora) => lora.adapt(|vb| self.declare_base(&vb))(vb.clone()),
@@ -140,28 +140,34 @@ impl Llama {
         vb.get_with_hints((rows, columns), "weight", random).map(drop)
     }
 
-    /// Which variables form which unit; blocks do by their numbers.
+    /// Returns which variables form which unit; blocks do by their numbers.
     pub fn units(&self) -> UnitRules {
         UnitRules::new().unit(EMBED_UNIT, [EMBEDDING]).unit(HEAD_UNIT, [NORM, self.head_name()])
     }
 
-    /// What the model says of the token after each: logits [rows, length, vocabulary].
+    /// Returns the patterns of tensors that weights may have beyond the model's: frequencies, which the
+    /// first Llamas were written with, and the head where it is the embedding.
+    pub(crate) fn unexpected_weights(&self) -> Vec<&'static str> {
+        let head = self.config.tie_word_embeddings.then_some(HEAD);
+        ["rotary_emb"].into_iter().chain(head).collect()
+    }
+
+    /// Returns next-token logits [rows, length, vocabulary].
     ///
     /// # Errors
     ///
-    /// [`ModelError::TooLong`] for more tokens than there are positions, and those of
-    /// [`Units::unit`].
+    /// [`ModelError::TooLong`] for more tokens than positions, and the errors of [`Units::unit`].
     pub fn logits(&self, model: &Units, tokens: &Tokens) -> Result<Tensor> {
         let x = self.hidden(model, tokens)?;
         let llama = self.clone();
         self.enter(model, HEAD_UNIT, &x, move |vb, x| llama.head_of(&vb, x))
     }
 
-    /// The cross-entropy of each token's label given the tokens before it, summed, with the number of
-    /// labels that count.
+    /// Returns the summed cross-entropy of each token's label given the tokens before it, with the
+    /// number of labels that count.
     ///
-    /// `labels` [rows, length], `i64`, are those of the tokens, and not shifted, as Hugging Face's:
-    /// the first of a row is predicted by nobody, and −100 is not to be predicted.
+    /// `labels` [rows, length], `i64`, are not shifted, as in transformers: the first of a row has no
+    /// prediction, and −100 does not count.
     ///
     /// # Errors
     ///
@@ -180,7 +186,7 @@ impl Llama {
         Ok(Loss::sum(sum, n_targets))
     }
 
-    /// What the blocks make of the tokens [rows, length, hidden].
+    /// Returns the output of the blocks [rows, length, hidden].
     fn hidden(&self, model: &Units, tokens: &Tokens) -> Result<Tensor> {
         self.check_length(tokens)?;
         let llama = self.clone();
@@ -196,7 +202,7 @@ impl Llama {
         Ok(x)
     }
 
-    /// A unit, whose layers find the sums with their adapters.
+    /// Runs a unit; its layers get the sums with their adapters.
     fn enter<F>(&self, model: &Units, name: &str, x: &Tensor, f: F) -> Result<Tensor>
     where
         F: Fn(VarBuilder<'_>, &Tensor) -> Result<Tensor> + Clone + Send + Sync + 'static,
@@ -233,12 +239,12 @@ impl Llama {
         linear_no_bias(self.config.hidden_size, self.config.vocab_size, vb.pp(self.head_name()))
     }
 
-    /// Where the head's weight lies.
+    /// Returns the name of the head's weight.
     fn head_name(&self) -> &'static str {
         if self.config.tie_word_embeddings { EMBEDDING } else { HEAD }
     }
 
-    /// The logits, by the variables of the head.
+    /// Returns logits by the variables of the head.
     fn head_of(&self, vb: &VarBuilder<'_>, x: &Tensor) -> Result<Tensor> {
         self.head(vb)?.forward(&self.norm(vb)?.forward(x)?)
     }
@@ -248,14 +254,14 @@ fn block_name(layer: usize) -> String {
     format!("model.layers.{layer}")
 }
 
-/// The labels of the tokens that come next; of the last one there is none.
+/// Shifts labels to the token before each; the last token has none.
 fn shifted(labels: &Tensor) -> Result<Tensor> {
     let (rows, length) = labels.dims2()?;
     let none = Tensor::full(IGNORED, (rows, 1), labels.device())?;
     Tensor::cat(&[&labels.narrow(1, 1, length.saturating_sub(1))?, &none], 1)
 }
 
-/// What all blocks have to know of the tokens.
+/// Facts of the tokens for all blocks.
 #[derive(Clone, Debug)]
 struct Context {
     cos: Tensor,
@@ -282,8 +288,7 @@ impl Context {
     }
 }
 
-/// 0 where a token and another one of its row are of one segment, and −∞ elsewhere:
-/// [rows, 1, length, length].
+/// Returns a mask [rows, 1, length, length]: 0 within a segment, and −∞ elsewhere.
 fn within_segments(segment_ids: &Tensor, dtype: DType) -> Result<Tensor> {
     let (rows, length) = segment_ids.dims2()?;
     let shape = (rows, 1, length, length);

@@ -1,8 +1,8 @@
 //! Models of Hugging Face folders, in units: the Llama family.
 //!
 //! A model reads its sizes from the `config.json` of such a folder, has the names of its weights, and
-//! is trained by [`DataParallel`](crate::train::DataParallel) or
-//! [`FullyShard`](crate::train::FullyShard) with one loss.
+//! is trained by [`DataParallel`](dist_train::DataParallel) or
+//! [`FullyShard`](dist_train::FullyShard) with one loss.
 //!
 //! # Examples
 //!
@@ -11,13 +11,11 @@
 //!
 //! ```
 //! use candle_core::{Device, Tensor};
-//! use candle_distributed::{
-//!     mesh::{DeviceMesh, Replica},
-//!     models::{Llama, LlamaConfig, Tokens},
-//!     train::{AdamW, DataParallel, Units},
-//!     types::Seed,
-//! };
 //! use candle_nn::{Optimizer, ParamsAdamW};
+//! use core_types::Seed;
+//! use dist_train::{AdamW, DataParallel, Units};
+//! use finetune::models::{Llama, LlamaConfig, Tokens};
+//! use pmap_mesh::{DeviceMesh, Replica};
 //!
 //! let config = r#"{
 //!     "architectures": ["LlamaForCausalLM"], "vocab_size": 16, "hidden_size": 8, "intermediate_size": 12,
@@ -44,11 +42,13 @@
 mod config;
 mod error;
 mod llama;
+mod precision;
 mod read;
 mod rope;
 mod scaling;
 mod tokens;
 
 pub use self::{
-    config::LlamaConfig, error::ModelError, llama::Llama, scaling::RopeScaling, tokens::Tokens,
+    config::LlamaConfig, error::ModelError, llama::Llama, precision::Precision,
+    scaling::RopeScaling, tokens::Tokens,
 };

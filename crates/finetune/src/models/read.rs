@@ -1,7 +1,7 @@
 //! `config.json`, as transformers writes it.
 //!
-//! Whatever changes what a model computes is read, or refused: a reader that skips a field it does
-//! not know gives other numbers than the model's author had, and no error.
+//! A field that changes the numbers of a model is read or rejected: a reader that skips unknown fields
+//! gives other numbers than the model's author had, and no error.
 
 use candle_core::DType;
 use serde::Deserialize;
@@ -13,7 +13,7 @@ use crate::models::{
     scaling::RopeScaling,
 };
 
-/// The fields that count, of all layouts.
+/// The fields of all layouts.
 #[derive(Debug, Deserialize)]
 #[expect(clippy::struct_excessive_bools, reason = "as the file has them")]
 struct Fields {
@@ -48,7 +48,7 @@ struct Fields {
     dtype: Option<String>,
 }
 
-/// The window of attention: not to say is something else than to say that there is none.
+/// The window of attention: a missing field has another meaning than null.
 #[derive(Clone, Copy, Debug, Default, Deserialize)]
 #[serde(untagged)]
 enum Window {
@@ -58,7 +58,7 @@ enum Window {
     Given(Option<usize>),
 }
 
-/// What decides whether the other fields are read at all.
+/// The fields that decide whether the others are read.
 #[derive(Debug, Deserialize)]
 struct Kind {
     #[serde(default)]
@@ -66,7 +66,7 @@ struct Kind {
     quantization_config: Option<Value>,
 }
 
-/// What is said of rotary positions. Others than these would turn them in another way, and so would
+/// The fields of rotary positions. Others than these would turn them in another way, and so would
 /// what is said for some layers.
 #[derive(Debug, PartialEq, Deserialize)]
 #[serde(deny_unknown_fields)]
@@ -83,7 +83,7 @@ struct Positions {
     partial_rotary_factor: Option<f64>,
 }
 
-/// Models that compute the same but for what is said here.
+/// Models that differ in these fields alone.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Architecture {
     Llama,
@@ -97,7 +97,7 @@ const ARCHITECTURES: [(&str, Architecture); 3] = [
     ("MistralForCausalLM", Architecture::Mistral),
 ];
 
-/// The base of the rotary frequencies where none is given, as in the first Llama.
+/// The default base of the rotary frequencies, as in the first Llama.
 const ROPE_THETA: f64 = 10_000.;
 
 impl LlamaConfig {
@@ -172,7 +172,7 @@ fn refuse_others(fields: &Fields, architecture: Architecture) -> Result<(), Mode
     if let Some(activation) = fields.hidden_act.as_ref().filter(|name| *name != "silu") {
         return Err(refused("hidden_act", &activation, "silu".into()));
     }
-    // Qwen 2 has its biases whatever this says.
+    // Qwen 2 has its biases whatever this field is.
     let has_bias = fields.attention_bias && architecture != Architecture::Qwen2;
     for (field, bias) in [("attention_bias", has_bias), ("mlp_bias", fields.mlp_bias)] {
         if bias {
@@ -230,7 +230,7 @@ fn head_dim(fields: &Fields) -> Result<usize, ModelError> {
     }
 }
 
-/// What is said of rotary positions, in either layout.
+/// Returns the fields of rotary positions in either layout.
 fn rope(fields: &Fields) -> Result<Option<&Positions>, ModelError> {
     match (&fields.rope_scaling, &fields.rope_parameters) {
         (Some(scaling), Some(parameters)) if scaling != parameters => {

@@ -4,7 +4,7 @@ use candle_core::{DType, Device, Tensor};
 
 use crate::models::config::LlamaConfig;
 
-/// By how much each pair of a head's elements turns from one position to the next, in radians.
+/// Returns the angle by which each pair of a head's elements turns per position, in radians.
 ///
 /// Rounded to single precision, as the models were trained with.
 #[expect(clippy::cast_possible_truncation, reason = "numbers are rounded")]
@@ -16,7 +16,7 @@ pub(super) fn frequencies(config: &LlamaConfig) -> Vec<f32> {
     (0..config.head_dim / 2).map(frequency).collect()
 }
 
-/// The cosines and sines of the first positions, [length, head size / 2] each.
+/// Returns the cosines and sines of the first positions, [length, head size / 2] each.
 #[expect(clippy::cast_possible_truncation, reason = "numbers are rounded")]
 pub(super) fn tables(
     config: &LlamaConfig,

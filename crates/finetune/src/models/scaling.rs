@@ -4,7 +4,7 @@ use std::f64::consts::PI;
 
 use crate::models::error::{ModelError, refused};
 
-/// What becomes of the rotary frequencies of a model that has learned from shorter sequences first:
+/// The scaling of rotary frequencies of a model that has learned from shorter sequences first:
 /// `rope_scaling`, or `rope_parameters`, of `config.json`.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 #[non_exhaustive]
@@ -14,16 +14,16 @@ pub enum RopeScaling {
     Default,
     /// All are divided by a factor (Chen et al., arXiv 2306.15595).
     Linear {
-        /// By what.
+        /// Divisor.
         factor: f64,
     },
     /// Low ones are divided by a factor, high ones stay, and those between are between: Llama 3.1's.
     Llama3 {
-        /// By what.
+        /// Divisor of low frequencies.
         factor: f64,
         /// Frequencies that turn less often than this over the original length are low.
         low_freq_factor: f64,
-        /// Those that turn more often are high.
+        /// Frequencies that turn more often than this are high.
         high_freq_factor: f64,
         /// The length of the sequences of the first training, in tokens.
         original_max_position_embeddings: usize,

@@ -1,4 +1,4 @@
-//! What a model reads.
+//! Input of a model.
 
 use candle_core::Tensor;
 
@@ -9,7 +9,7 @@ pub struct Tokens {
     pub(super) packing: Option<Packing>,
 }
 
-/// How sequences lie in a row.
+/// The layout of sequences in a row.
 #[derive(Clone, Debug)]
 pub(super) struct Packing {
     pub(super) segment_ids: Tensor,
@@ -17,18 +17,14 @@ pub(super) struct Packing {
 }
 
 impl Tokens {
-    /// A sequence in each row of `ids` [rows, length], `u32`, with its padding behind it: no token
-    /// sees what comes after it, so padding needs no mask.
-    ///
-    /// Those of `dyn_batch::Collator::pad`, for example.
+    /// Takes a sequence in each row of `ids` [rows, length], `u32`, with padding behind it: no token
+    /// sees a later one, so padding needs no mask. `dyn_batch::Collator::pad` makes such rows.
     pub fn rows(ids: Tensor) -> Self {
         Self { ids, packing: None }
     }
 
-    /// Several sequences in each row: `ids`, `segment_ids` and `position_ids` [rows, length], `u32`.
-    /// A token sees those before it in its row that have its segment id.
-    ///
-    /// Those of `dyn_batch::Collator::pack`, for example, one below the other.
+    /// Takes several sequences in each row: `ids`, `segment_ids` and `position_ids` [rows, length],
+    /// `u32`. A token sees earlier tokens of its segment. `dyn_batch::Collator::pack` makes such rows.
     pub fn packed(ids: Tensor, segment_ids: Tensor, position_ids: Tensor) -> Self {
         Self { ids, packing: Some(Packing { segment_ids, position_ids }) }
     }

@@ -1,4 +1,4 @@
-//! The folder of a run: what it is, its metrics, its checkpoints and its model.
+//! The folder of a run: its description, its metrics, its checkpoints and its model.
 
 use std::{
     collections::BTreeMap,
@@ -9,105 +9,112 @@ use std::{
     time::SystemTime,
 };
 
-use candle_distributed::{
-    train::{Checkpoints, Metrics, peak_bytes},
-    types::files::{self, AtomicFolder},
-};
+use core_types::files::{self as atomic, AtomicFolder};
+use dist_checkpoint::Checkpoints;
+use dist_train::{Metrics, peak_bytes};
 use serde::Serialize;
 
 use crate::{
-    error::{Error, Result},
-    input, output,
-    train::{
-        curve, model_file,
-        session::Session,
-        settings::{self, Settings},
-        traffic::StepTraffic,
-        validation::{self, Validated},
+    cost::traffic::StepTraffic,
+    error::{Error, Result, run::RunError},
+    files,
+    run::{
+        damage, model_files,
+        validations::{self, ValidationPoint},
     },
+    spec::{self, Spec, session::Session},
 };
 
 const METRICS: &str = "metrics.jsonl";
-const CURVE: &str = "loss.svg";
 const CHECKPOINTS: &str = "checkpoints";
 const ADAPTER: &str = "adapter";
 const MODEL_FOLDER: &str = "model";
 const BEST: &str = "best";
 const SAMPLE: &str = "sample.txt";
 
-/// The folder of run `number`, where `--out` names none.
-pub(crate) fn numbered(number: u32) -> PathBuf {
+/// Returns the folder of run `number`: `runs/0001` for the first.
+pub fn numbered(number: u32) -> PathBuf {
     Path::new("runs").join(format!("{number:04}"))
 }
 
-/// The folder of the adapters that a run has trained, once it has ended.
-pub(crate) fn adapter_in(path: &Path) -> PathBuf {
+/// Returns the folder of the adapters of a run.
+pub fn adapter_in(path: &Path) -> PathBuf {
     path.join(ADAPTER)
 }
 
 /// Returns the folder that a run ends with: of its model, or of its adapters alone.
-pub(crate) fn product_of(path: &Path, settings: &Settings) -> PathBuf {
-    if settings.recipe.lora.is_some() && !settings.finetune.merge {
+pub fn product_of(path: &Path, spec: &Spec) -> PathBuf {
+    if spec.recipe.lora.is_some() && !spec.finetune.merge {
         return adapter_in(path);
     }
     path.join(MODEL_FOLDER)
 }
 
-/// The folder of what did best on the examples that were held out.
-pub(crate) fn best_in(path: &Path) -> PathBuf {
+/// Returns the folder of the model with the least loss on the examples that are held out.
+pub fn best_in(path: &Path) -> PathBuf {
     path.join(BEST)
 }
 
-/// The file of what the model of a run wrote at the end.
-pub(crate) fn sample_in(path: &Path) -> PathBuf {
+/// Returns the file of the text that the model of a run generated at the end.
+pub fn sample_in(path: &Path) -> PathBuf {
     path.join(SAMPLE)
 }
 
-/// Makes a folder beside another one, in which that is written before it gets its name.
-pub(crate) fn folder_beside(folder: &Path) -> Result<AtomicFolder> {
-    AtomicFolder::new(folder).map_err(|source| Error::write(folder, source))
+/// Makes a folder beside another one, to write its content before it gets its name.
+///
+/// # Errors
+///
+/// [`Error::Write`] if it cannot be made.
+pub fn folder_beside(folder: &Path) -> Result<AtomicFolder> {
+    AtomicFolder::new(folder).map_err(|cause| Error::write(folder, cause))
 }
 
-/// The checkpoints of the run with these settings in `path`; those of other runs are refused.
-pub(crate) fn checkpoints(path: &Path, settings: &Settings) -> Checkpoints {
-    let checkpoints = Checkpoints::new(path.join(CHECKPOINTS)).run(settings.identity());
-    if settings.allow_non_finite { checkpoints.allow_non_finite() } else { checkpoints }
+/// Returns the checkpoints of the run with this description in `path`; those of other runs are
+/// rejected.
+pub fn checkpoints(path: &Path, spec: &Spec) -> Checkpoints {
+    let checkpoints = Checkpoints::new(path.join(CHECKPOINTS)).run(spec.identity());
+    if spec.allow_non_finite { checkpoints.allow_non_finite() } else { checkpoints }
 }
 
-/// The steps of the run in `path`. Damaged lines are left out, and said.
-pub(crate) fn metrics(path: &Path) -> Result<Metrics> {
+/// Reads the metrics of the run in `path`: none if the file is missing. Damaged lines are skipped, with
+/// a warning.
+///
+/// # Errors
+///
+/// [`Error::Io`] if the file cannot be read.
+pub fn metrics(path: &Path) -> Result<Metrics> {
     let path = path.join(METRICS);
-    let metrics = Metrics::parse(&input::read_if_there(&path)?.unwrap_or_default());
-    if !metrics.damaged().is_empty() {
-        output::warning(format_args!("{} {}", path.display(), output::damage(metrics.damaged())));
-    }
+    let metrics = Metrics::parse(&files::read_if_there(&path)?.unwrap_or_default());
+    damage::warn_damaged(&path, metrics.damaged());
     Ok(metrics)
 }
 
-/// The names of what the folder `path` holds of a run.
-pub(crate) fn contents(path: &Path) -> Result<Vec<&'static str>> {
+/// Returns the names of the files and folders of a run in the folder `path`.
+///
+/// # Errors
+///
+/// [`Error::Io`] if the folder cannot be read.
+pub fn contents(path: &Path) -> Result<Vec<&'static str>> {
     let mut found = Vec::new();
-    for name in
-        [settings::FILE, METRICS, validation::FILE, MODEL_FOLDER, BEST, ADAPTER, CHECKPOINTS]
-    {
+    for name in [spec::FILE, METRICS, validations::FILE, MODEL_FOLDER, BEST, ADAPTER, CHECKPOINTS] {
         let path = path.join(name);
         // A link counts wherever it leads.
         match fs::symlink_metadata(&path) {
             Ok(known) if known.is_dir() && name == CHECKPOINTS && !has_steps(&path)? => {}
             Ok(_) => found.push(name),
             Err(error) if is_nothing(&error) => {}
-            Err(source) => return Err(Error::read(path, source)),
+            Err(cause) => return Err(Error::io(path, cause)),
         }
     }
     Ok(found)
 }
 
-/// Whether there are checkpoints in their folder, or parts of some. A run that could not start has
+/// Returns true if there are checkpoints in their folder, or parts of some. A run that could not start has
 /// left at most its lock.
 fn has_steps(checkpoints: &Path) -> Result<bool> {
-    let entries = fs::read_dir(checkpoints).map_err(|source| Error::read(checkpoints, source))?;
+    let entries = fs::read_dir(checkpoints).map_err(|cause| Error::io(checkpoints, cause))?;
     for entry in entries {
-        let entry = entry.map_err(|source| Error::read(checkpoints, source))?;
+        let entry = entry.map_err(|cause| Error::io(checkpoints, cause))?;
         if entry.file_name().as_encoded_bytes().starts_with(b"step-") {
             return Ok(true);
         }
@@ -115,49 +122,53 @@ fn has_steps(checkpoints: &Path) -> Result<bool> {
     Ok(false)
 }
 
-/// What decides how a run is resumed, as it lies in its folder: another process that trains the run
-/// changes some of it when it saves a checkpoint or ends.
+/// The state of a run's folder. Another process that trains the run changes it when it saves a
+/// checkpoint or ends.
 #[derive(Debug, PartialEq, Eq)]
-pub(crate) struct Seen {
-    settings: Option<Vec<u8>>,
-    /// The length of each file or folder that a run may end with, and when it was written.
+pub struct RunSnapshot {
+    spec: Option<Vec<u8>>,
+    /// Length and time of each product of a run.
     products: Vec<Option<(u64, Option<SystemTime>)>>,
-    /// The checkpoints, and when each was written: one that is damaged may be replaced.
+    /// Checkpoints and their times: a damaged one may be replaced.
     checkpoints: BTreeMap<OsString, Option<SystemTime>>,
 }
 
-impl Seen {
-    /// What there is now. Call it before the rest is read: what changes meanwhile is then noticed
-    /// by a second call, which is to come once the run is locked.
-    pub(crate) fn in_folder(path: &Path) -> Result<Self> {
-        let settings = input::read_if_there(&path.join(settings::FILE))?;
+impl RunSnapshot {
+    /// Takes a snapshot. One that is taken before the folder is read, and one once the run is locked,
+    /// differ if the run went on between them.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Io`] if the folder cannot be read.
+    pub fn take(path: &Path) -> Result<Self> {
+        let spec = files::read_if_there(&path.join(spec::FILE))?;
         let products = [MODEL_FOLDER, ADAPTER].map(|name| path.join(name));
         let products = products.iter().map(|product| written(product)).collect::<Result<_>>()?;
-        Ok(Self { settings, products, checkpoints: saved(&path.join(CHECKPOINTS))? })
+        Ok(Self { spec, products, checkpoints: saved(&path.join(CHECKPOINTS))? })
     }
 }
 
-/// The length of a file or folder, and when it was written, if it is there.
+/// Returns the length of a file or folder and its time, or `None` if it does not exist.
 fn written(path: &Path) -> Result<Option<(u64, Option<SystemTime>)>> {
     match fs::symlink_metadata(path) {
         // Some systems know no times; then the length alone is compared.
         Ok(known) => Ok(Some((known.len(), known.modified().ok()))),
         Err(error) if is_nothing(&error) => Ok(None),
-        Err(source) => Err(Error::read(path, source)),
+        Err(cause) => Err(Error::io(path, cause)),
     }
 }
 
-/// The checkpoints in their folder, and when each was written. What is not whole yet has another
-/// name; what has gone while it is looked at was no longer there.
+/// Returns the checkpoints in their folder with their times. Incomplete ones have other names; one that
+/// is removed meanwhile is skipped.
 fn saved(folder: &Path) -> Result<BTreeMap<OsString, Option<SystemTime>>> {
     let entries = match fs::read_dir(folder) {
         Ok(entries) => entries,
         Err(error) if is_nothing(&error) => return Ok(BTreeMap::new()),
-        Err(source) => return Err(Error::read(folder, source)),
+        Err(cause) => return Err(Error::io(folder, cause)),
     };
     let mut saved = BTreeMap::new();
     for entry in entries {
-        let entry = entry.map_err(|source| Error::read(folder, source))?;
+        let entry = entry.map_err(|cause| Error::io(folder, cause))?;
         let name = entry.file_name();
         let digits = name.as_encoded_bytes().strip_prefix(b"step-");
         if !digits.is_some_and(|digits| digits.iter().all(u8::is_ascii_digit)) {
@@ -166,57 +177,65 @@ fn saved(folder: &Path) -> Result<BTreeMap<OsString, Option<SystemTime>>> {
         match entry.metadata() {
             Ok(known) => drop(saved.insert(name, known.modified().ok())),
             Err(error) if is_nothing(&error) => {}
-            Err(source) => return Err(Error::read(entry.path(), source)),
+            Err(cause) => return Err(Error::io(entry.path(), cause)),
         }
     }
     Ok(saved)
 }
 
-/// Whether an error says that there is nothing, because of what is missing or is no folder.
+/// Returns true if an error says that a file or its folder does not exist.
 fn is_nothing(error: &io::Error) -> bool {
     matches!(error.kind(), io::ErrorKind::NotFound | io::ErrorKind::NotADirectory)
 }
 
-/// Whether the run of these settings in `path` is complete: there are metrics up to its last step,
-/// and the model that it ended with. A model that is not that one is said.
-pub(crate) fn is_complete(path: &Path, settings: &Settings) -> Result<bool> {
-    let model = product_of(path, settings);
+/// Returns true if the run in `path` is complete: it has metrics up to its last step, and the model
+/// that it ended with. Another model there is a warning.
+///
+/// # Errors
+///
+/// [`Error::Io`] if the folder cannot be read, [`RunError::NotAFolder`] if a file takes the place of
+/// the model.
+pub fn is_complete(path: &Path, spec: &Spec) -> Result<bool> {
+    let model = product_of(path, spec);
     if written(&model)?.is_none() {
         return Ok(false);
     }
-    let fault = incomplete(path, settings)?;
+    let fault = incomplete(path, spec)?;
     if let Some(fault) = &fault {
-        output::warning(format_args!("{} does not complete the run: {fault}", model.display()));
+        tracing::warn!("{} does not complete the run: {fault}", model.display());
     }
     Ok(fault.is_none())
 }
 
-/// Why the model in `path` does not complete the run of these settings, if it does not.
-fn incomplete(path: &Path, settings: &Settings) -> Result<Option<String>> {
-    let model = product_of(path, settings);
+/// Returns why the model in `path` does not complete the run, or `None` if it does.
+fn incomplete(path: &Path, spec: &Spec) -> Result<Option<String>> {
+    let model = product_of(path, spec);
     if !model.is_dir() {
         // The model of the run could not take its place.
-        return Err(Error::usage(format!("{} is not a folder", model.display())));
+        return Err(RunError::NotAFolder { path: model }.into());
     }
     let done = metrics(path)?.done();
-    let steps = settings.steps;
+    let steps = spec.steps;
     if done != steps {
         return Ok(Some(format!("there are metrics of {done} of {steps} steps")));
     }
-    if settings.recipe.lora.is_some() && !adapter_in(path).is_dir() {
+    if spec.recipe.lora.is_some() && !adapter_in(path).is_dir() {
         return Ok(Some("its adapter is gone".into()));
     }
-    match model_file::fingerprint_of_model(&model, &settings.model_files) {
-        Ok(found) if Some(&found) == settings.model_fingerprint.as_ref() => Ok(None),
+    match model_files::fingerprint(&model, &spec.model_files) {
+        Ok(found) if Some(&found) == spec.model_fingerprint.as_ref() => Ok(None),
         Ok(_) => Ok(Some("it is not as the run wrote it".into())),
         Err(error) if is_nothing(&error) => Ok(Some("it is gone".into())),
-        Err(source) => Err(Error::read(model, source)),
+        Err(cause) => Err(Error::io(model, cause)),
     }
 }
 
-/// Makes the first folder of those that [`numbered`] names which is not there yet, and returns its
-/// number.
-pub(crate) fn claim_number() -> Result<u32> {
+/// Makes the first folder of [`numbered`] that does not exist, and returns its number.
+///
+/// # Errors
+///
+/// [`Error::Write`] if it cannot be made.
+pub fn claim_number() -> Result<u32> {
     let mut number = 1_u32;
     loop {
         let path = numbered(number);
@@ -225,57 +244,65 @@ pub(crate) fn claim_number() -> Result<u32> {
         match parent.and_then(|()| fs::create_dir(&path)) {
             Ok(()) => return Ok(number),
             Err(error) if error.kind() == io::ErrorKind::AlreadyExists => number += 1,
-            Err(source) => return Err(Error::write(path, source)),
+            Err(cause) => return Err(Error::write(path, cause)),
         }
     }
 }
 
-/// A folder that holds one run and never overwrites another.
+/// The folder of a run that is trained; another run is never overwritten.
 #[derive(Debug)]
-pub(crate) struct RunDir {
+pub struct RunFolder {
     path: PathBuf,
     /// The last of its sessions is this one.
-    settings: Settings,
+    spec: Spec,
     metrics: File,
 }
 
-impl RunDir {
-    /// Makes the folder `path`, which must not hold a run: [`refuse_contents`] says so beforehand.
-    pub(crate) fn create(path: &Path, settings: &Settings) -> Result<Self> {
-        fs::create_dir_all(path).map_err(|source| Error::write(path, source))?;
+impl RunFolder {
+    /// Makes the folder of a run, which must not hold one: see [`check_empty`].
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Write`] if another program has made it meanwhile.
+    pub fn create(path: &Path, spec: &Spec) -> Result<Self> {
+        fs::create_dir_all(path).map_err(|cause| Error::write(path, cause))?;
         // Of two programs that start at once, one makes this file and the other fails to.
-        settings.write_new(path)?;
+        spec.write_new(path)?;
         let metrics = path.join(METRICS);
-        let file = File::create_new(&metrics).map_err(|source| Error::write(&metrics, source))?;
-        Ok(Self { path: path.into(), settings: settings.clone(), metrics: file })
+        let file = File::create_new(&metrics).map_err(|cause| Error::write(&metrics, cause))?;
+        Ok(Self { path: path.into(), spec: spec.clone(), metrics: file })
     }
 
-    /// Opens the folder `path` to resume at `step`: metrics from there on are dropped, because the
-    /// steps are about to be done again. Damaged ones are kept beside, and so are all where no
-    /// checkpoint is left: nothing else tells that these steps were ever done.
-    pub(crate) fn resume(path: &Path, settings: &Settings, step: u64) -> Result<Self> {
-        fs::create_dir_all(path).map_err(|source| Error::write(path, source))?;
+    /// Opens the folder of a run to resume it at `step`, or to start it. Metrics from there on are
+    /// dropped, because the steps are about to be done again. The file is backed up if lines are
+    /// damaged, or if no checkpoint is left: nothing else tells that these steps were ever done.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Io`] or [`Error::Write`] if a file cannot be read or written.
+    pub fn resume(path: &Path, spec: &Spec, step: u64) -> Result<Self> {
+        fs::create_dir_all(path).map_err(|cause| Error::write(path, cause))?;
         remove_partial(path);
         let metrics = path.join(METRICS);
         // A run may be killed before its first step, and `--resume` may start one.
-        let known = input::read_if_there(&metrics)?.unwrap_or_default();
+        let known = files::read_if_there(&metrics)?.unwrap_or_default();
         let mut kept = Metrics::parse(&known);
-        output::keep_damaged(&metrics, kept.damaged(), &known)?;
+        damage::back_up_damaged(&metrics, kept.damaged(), &known)?;
         if step == 0 && kept.done() > 0 {
             // A run that is killed before its first checkpoint leaves the same, and must go on
             // without anybody's help.
-            let beside = output::back_up(&metrics, "unsaved", &known)?;
-            output::warning(format_args!(
+            let beside = damage::back_up(&metrics, "unsaved", &known)?;
+            tracing::warn!(
                 "{} ends with step {}, but there is no checkpoint in {}: the run starts anew, and \
                  the whole file is kept as {}",
                 metrics.display(),
                 kept.done(),
                 path.join(CHECKPOINTS).display(),
                 beside.display()
-            ));
+            );
         }
         if step == 0 {
-            keep_unsaved(path, settings)?;
+            keep_unsaved(path, spec)?;
         }
         kept.truncate(step);
         for gap in kept.missing(step) {
@@ -284,57 +311,72 @@ impl RunDir {
                 1 => format!("step {}", gap.end),
                 _ => format!("steps {} to {}", gap.start + 1, gap.end),
             };
-            output::warning(format_args!("{name} lacks the metrics of {steps}"));
+            tracing::warn!("{name} lacks the metrics of {steps}");
         }
-        output::file(&metrics, &kept.lines(&known))?;
-        validation::keep_up_to(path, step)?;
+        atomic::write(&metrics, &kept.lines(&known))
+            .map_err(|cause| Error::write(&metrics, cause))?;
+        validations::keep_up_to(path, step)?;
         let file = File::options().append(true).open(&metrics);
-        let file = file.map_err(|source| Error::write(&metrics, source))?;
-        settings.write(path)?;
-        Ok(Self { path: path.into(), settings: settings.clone(), metrics: file })
+        let file = file.map_err(|cause| Error::write(&metrics, cause))?;
+        spec.write(path)?;
+        Ok(Self { path: path.into(), spec: spec.clone(), metrics: file })
     }
 
-    /// The folder.
-    pub(crate) fn path(&self) -> &Path {
+    /// Returns the path of the folder.
+    pub fn path(&self) -> &Path {
         &self.path
     }
 
-    /// This session.
-    pub(crate) fn session(&self) -> &Session {
-        self.settings.session()
+    /// Returns this session.
+    pub fn session(&self) -> &Session {
+        self.spec.session()
     }
 
-    /// Adds to the settings how much memory this session took, and draws how the run went so far.
-    pub(crate) fn end_session(&mut self) -> Result<()> {
+    /// Returns the number of steps of the run.
+    pub fn steps(&self) -> u64 {
+        self.spec.steps
+    }
+
+    /// Records the peak of this session's memory.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Write`] if the file cannot be written.
+    pub fn end_session(&mut self) -> Result<()> {
         // Memory of other devices is not that of the process.
-        if let Some(session) = self.settings.sessions.last_mut()
+        if let Some(session) = self.spec.sessions.last_mut()
             && session.on_processors
         {
             session.peak_bytes = peak_bytes();
         }
-        self.settings.write(&self.path)?;
-        let held_out = validation::found_in(&self.path, self.settings.steps)?;
-        let curve = curve::draw(&metrics(&self.path)?, &held_out)?;
-        output::file(&self.path.join(CURVE), curve.as_bytes())
+        self.spec.write(&self.path)
     }
 
-    /// Remembers what the first device handed over in a step.
-    pub(crate) fn set_step_traffic(&mut self, traffic: StepTraffic) {
-        if let Some(session) = self.settings.sessions.last_mut() {
+    /// Sets the collectives of the first device in the last step.
+    pub fn set_step_traffic(&mut self, traffic: StepTraffic) {
+        if let Some(session) = self.spec.sessions.last_mut() {
             session.step_traffic = Some(traffic);
         }
     }
 
     /// Appends one line to the metrics.
-    pub(crate) fn append(&mut self, line: &impl Serialize) -> Result<()> {
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Write`] if the file cannot be written.
+    pub fn append(&mut self, line: &impl Serialize) -> Result<()> {
         let line = serde_json::to_string(line).map_err(io::Error::from);
         let written = line.and_then(|line| writeln!(self.metrics, "{line}"));
-        written.map_err(|source| Error::write(self.path.join(METRICS), source))
+        written.map_err(|cause| Error::write(self.path.join(METRICS), cause))
     }
 
-    /// Appends what a validation has found to its file, and syncs that: no checkpoint is ahead of it.
-    pub(crate) fn append_validation(&self, found: Validated) -> Result<()> {
-        let path = self.path.join(validation::FILE);
+    /// Appends the result of a validation, and syncs it: no checkpoint is ahead of it.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Write`] if the file cannot be written.
+    pub fn append_validation(&self, found: ValidationPoint) -> Result<()> {
+        let path = self.path.join(validations::FILE);
         let line = serde_json::to_string(&found).map_err(io::Error::from);
         let file = File::options().create(true).append(true).open(&path);
         let written = line.and_then(|line| {
@@ -342,19 +384,23 @@ impl RunDir {
             writeln!(file, "{line}")?;
             file.sync_data()
         });
-        written.map_err(|source| Error::write(path, source))
+        written.map_err(|cause| Error::write(path, cause))
     }
 
     /// Syncs the metrics to disk, so that they never have fewer steps than a checkpoint.
-    pub(crate) fn sync(&self) -> Result<()> {
-        let synced = self.metrics.sync_data().and_then(|()| self.refuse_removed());
-        synced.map_err(|source| Error::write(self.path.join(METRICS), source))
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Write`] if the file cannot be written.
+    pub fn sync(&self) -> Result<()> {
+        let synced = self.metrics.sync_data().and_then(|()| self.check_not_removed());
+        synced.map_err(|cause| Error::write(self.path.join(METRICS), cause))
     }
 
-    /// Notices when the folder was removed while the run trains: what is written to a file without a
-    /// name is lost.
+    /// Checks that the folder was not removed while the run trains: lines of a file without a name are
+    /// lost.
     #[cfg(unix)]
-    fn refuse_removed(&self) -> io::Result<()> {
+    fn check_not_removed(&self) -> io::Result<()> {
         use std::os::unix::fs::MetadataExt;
 
         match self.metrics.metadata()?.nlink() {
@@ -365,41 +411,41 @@ impl RunDir {
 
     #[cfg(not(unix))]
     #[expect(clippy::unused_self, clippy::unnecessary_wraps, reason = "as on other systems")]
-    fn refuse_removed(&self) -> io::Result<()> {
+    fn check_not_removed(&self) -> io::Result<()> {
         Ok(())
     }
 
     /// Gives the folder of the model, which is written, its name; that completes the run.
-    pub(crate) fn save(&mut self, partial: AtomicFolder) -> Result<()> {
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Write`] if the file cannot be written.
+    pub fn save(&mut self, partial: AtomicFolder) -> Result<()> {
         self.set_fingerprint(partial.path())?;
-        let folder = product_of(&self.path, &self.settings);
+        let folder = product_of(&self.path, &self.spec);
         if let Some(beside) = move_model(&folder)? {
-            output::warning(format_args!(
-                "what was in {} is kept as {}",
-                folder.display(),
-                beside.display()
-            ));
+            tracing::warn!("what was in {} is kept as {}", folder.display(), beside.display());
         }
-        partial.persist().map_err(|source| Error::write(folder, source))
+        partial.persist().map_err(|cause| Error::write(folder, cause))
     }
 
     /// Records the model that is about to get its name: it is never there without that.
     fn set_fingerprint(&mut self, model: &Path) -> Result<()> {
-        let failed = |source| Error::read(model, source);
-        let names = model_file::names_in(model).map_err(failed)?;
-        let fingerprint = model_file::fingerprint_of_model(model, &names).map_err(failed)?;
-        self.settings.model_files = names;
-        self.settings.model_fingerprint = Some(fingerprint);
-        self.settings.write(&self.path)
+        let failed = |cause| Error::io(model, cause);
+        let names = model_files::names(model).map_err(failed)?;
+        let fingerprint = model_files::fingerprint(model, &names).map_err(failed)?;
+        self.spec.model_files = names;
+        self.spec.model_fingerprint = Some(fingerprint);
+        self.spec.write(&self.path)
     }
 }
 
-/// Removes what a run has left that was killed while it wrote a file or its model. What cannot be
-/// removed harms nobody.
+/// Removes the incomplete files and models of a run that was killed. One that cannot be removed does no
+/// harm.
 fn remove_partial(run: &Path) {
     let Ok(entries) = fs::read_dir(run) else { return };
     for entry in entries.flatten() {
-        if !files::is_partial(entry.file_name()) {
+        if !atomic::is_partial(entry.file_name()) {
             continue;
         }
         let path = entry.path();
@@ -408,36 +454,39 @@ fn remove_partial(run: &Path) {
     }
 }
 
-/// Refuses a folder that holds a run or a part of one.
-pub(crate) fn refuse_contents(path: &Path) -> Result<()> {
+/// Checks that a folder does not hold a run, or a part of one.
+///
+/// # Errors
+///
+/// [`RunError::Occupied`] if it does.
+pub fn check_empty(path: &Path) -> Result<()> {
     if contents(path)?.is_empty() {
         return Ok(());
     }
-    let held = Error::usage(format!("{} already holds a run or a model", path.display()));
-    Err(held.hinted("resume that run with --resume, or choose another folder"))
+    Err(RunError::Occupied { path: path.into() }.into())
 }
 
-/// Keeps what a run that starts anew would replace: its models and its validations.
-fn keep_unsaved(path: &Path, settings: &Settings) -> Result<()> {
-    for model in [product_of(path, settings), adapter_in(path), best_in(path)] {
+/// Backs up the models and validations that a run which starts anew would replace.
+fn keep_unsaved(path: &Path, spec: &Spec) -> Result<()> {
+    for model in [product_of(path, spec), adapter_in(path), best_in(path)] {
         if let Some(beside) = move_model(&model)? {
-            output::warning(format_args!(
+            tracing::warn!(
                 "the run starts anew, and the model that was there is kept as {}",
                 beside.display()
-            ));
+            );
         }
     }
-    let validations = path.join(validation::FILE);
-    match input::read_if_there(&validations)? {
+    let validations = path.join(validations::FILE);
+    match files::read_if_there(&validations)? {
         Some(known) if !known.is_empty() => {
-            output::back_up(&validations, "unsaved", &known).map(drop)
+            damage::back_up(&validations, "unsaved", &known).map(drop)
         }
         Some(_) | None => Ok(()),
     }
 }
 
-/// Gives a model that does not complete its run another name, if there is one: what made it is
-/// gone, and the run will end with one of its own. Nobody else does so meanwhile, the run is locked.
+/// Gives a model that does not complete its run another name, if there is one: the run will end with
+/// one of its own. No other process does so meanwhile, because the run is locked.
 fn move_model(model: &Path) -> Result<Option<PathBuf>> {
     let mut number = 1_u32;
     loop {
@@ -450,10 +499,10 @@ fn move_model(model: &Path) -> Result<Option<PathBuf>> {
                 return match fs::rename(model, &beside) {
                     Ok(()) => Ok(Some(beside)),
                     Err(error) if is_nothing(&error) => Ok(None),
-                    Err(source) => Err(Error::write(model, source)),
+                    Err(cause) => Err(Error::write(model, cause)),
                 };
             }
-            Err(source) => return Err(Error::read(beside, source)),
+            Err(cause) => return Err(Error::io(beside, cause)),
         }
     }
 }
@@ -461,7 +510,7 @@ fn move_model(model: &Path) -> Result<Option<PathBuf>> {
 #[cfg(test)]
 pub(crate) mod tests {
     use super::*;
-    use crate::{error::ErrorKind, train::settings::tests::settings};
+    use crate::spec::tests::spec;
 
     /// The line of a step.
     pub(crate) fn line(step: u64, loss: &str, seconds: f64) -> String {
@@ -473,7 +522,7 @@ pub(crate) mod tests {
     }
 
     fn is_refused(path: &Path) -> bool {
-        refuse_contents(path).is_err_and(|error| error.hint().is_some())
+        check_empty(path).is_err()
     }
 
     #[test]
@@ -481,20 +530,20 @@ pub(crate) mod tests {
         let parent = tempfile::tempdir().unwrap();
         let run = parent.path().join("run");
         assert!(!is_refused(&run));
-        RunDir::create(&run, &settings()).unwrap();
-        assert_eq!(Settings::read(&run).unwrap(), Some(settings()));
+        RunFolder::create(&run, &spec()).unwrap();
+        assert_eq!(Spec::read(&run).unwrap(), Some(spec()));
         assert!(is_refused(&run));
-        assert!(RunDir::create(&run, &settings()).is_err(), "another program made it meanwhile");
+        assert!(RunFolder::create(&run, &spec()).is_err(), "another program made it meanwhile");
 
-        for name in [MODEL_FOLDER, METRICS, settings::FILE, CHECKPOINTS] {
+        for name in [MODEL_FOLDER, METRICS, spec::FILE, CHECKPOINTS] {
             let other = parent.path().join(name.replace('.', "-"));
             fs::create_dir(&other).unwrap();
             fs::write(other.join(name), "kept").unwrap();
             assert!(is_refused(&other));
             assert_eq!(fs::read_to_string(other.join(name)).unwrap(), "kept");
         }
-        let file = RunDir::create(&run.join(METRICS), &settings());
-        let is_write = |error: Error| matches!(*error.kind, ErrorKind::Write { .. });
+        let file = RunFolder::create(&run.join(METRICS), &spec());
+        let is_write = |error: Error| matches!(error, Error::Write { .. });
         assert!(file.is_err_and(is_write), "a file is no folder");
     }
 
@@ -506,11 +555,11 @@ pub(crate) mod tests {
     fn metrics_after_the_checkpoint_are_dropped() {
         let parent = tempfile::tempdir().unwrap();
         let run = parent.path().join("run");
-        RunDir::create(&run, &settings()).unwrap();
+        RunFolder::create(&run, &spec()).unwrap();
         // The last line was cut off.
         fs::write(run.join(METRICS), lines(0..6) + "{\"ste").unwrap();
         for (step, kept) in [(6, 6), (4, 4), (0, 0)] {
-            let mut resumed = RunDir::resume(&run, &settings(), step).unwrap();
+            let mut resumed = RunFolder::resume(&run, &spec(), step).unwrap();
             assert_eq!(fs::read_to_string(run.join(METRICS)).unwrap(), lines(0..kept));
             resumed.append(&serde_json::json!({ "step": kept })).unwrap();
             let appended = format!("{}{{\"step\":{kept}}}\n", lines(0..kept));
@@ -518,19 +567,19 @@ pub(crate) mod tests {
             fs::write(run.join(METRICS), lines(0..kept)).unwrap();
         }
         let started = parent.path().join("started");
-        RunDir::resume(&started, &settings(), 0).unwrap();
-        assert_eq!(Settings::read(&started).unwrap(), Some(settings()));
+        RunFolder::resume(&started, &spec(), 0).unwrap();
+        assert_eq!(Spec::read(&started).unwrap(), Some(spec()));
     }
 
     #[test]
     fn damaged_metrics_are_kept_beside_and_the_others_stay() {
         let parent = tempfile::tempdir().unwrap();
         let run = parent.path().join("run");
-        RunDir::create(&run, &settings()).unwrap();
+        RunFolder::create(&run, &spec()).unwrap();
         let damaged = lines(0..2) + "damage\n" + &lines(3..6);
         for beside in ["metrics.damaged-0001.jsonl", "metrics.damaged-0002.jsonl"] {
             fs::write(run.join(METRICS), &damaged).unwrap();
-            RunDir::resume(&run, &settings(), 5).unwrap();
+            RunFolder::resume(&run, &spec(), 5).unwrap();
             assert_eq!(fs::read_to_string(run.join(beside)).unwrap(), damaged);
             let kept = lines(0..2) + &lines(3..5);
             assert_eq!(fs::read_to_string(run.join(METRICS)).unwrap(), kept);
@@ -542,9 +591,9 @@ pub(crate) mod tests {
     fn a_folder_that_was_removed_is_noticed() {
         let parent = tempfile::tempdir().unwrap();
         let run = parent.path().join("run");
-        let open = RunDir::create(&run, &settings()).unwrap();
+        let open = RunFolder::create(&run, &spec()).unwrap();
         open.sync().unwrap();
         fs::remove_dir_all(&run).unwrap();
-        assert!(open.sync().unwrap_err().chain().contains("removed"));
+        assert!(open.sync().unwrap_err().to_string().contains("removed"));
     }
 }

@@ -1,45 +1,33 @@
 //! The checkpoint that a run resumes from.
 
-use candle_distributed::{
-    batch::BatchState,
-    train::{Checkpoint, CheckpointError, Checkpoints},
-};
+use dist_checkpoint::{Checkpoint, Checkpoints};
+use dyn_batch::BatchState;
 
-use crate::{
-    error::{Error, Result},
-    hint,
-};
+use crate::error::{Result, run::RunError};
 
-/// The checkpoint that a run resumes from.
+/// The checkpoint that a run resumes from, with its position in the batches.
 #[derive(Debug)]
-pub(crate) struct Resumed {
-    pub(crate) checkpoint: Checkpoint,
-    /// Where the run was in its batches.
-    pub(crate) batches: BatchState,
+#[non_exhaustive]
+pub struct ResumePoint {
+    /// Checkpoint.
+    pub checkpoint: Checkpoint,
+    /// Position after its last batch.
+    pub batches: BatchState,
 }
 
-impl Resumed {
-    /// The latest of `checkpoints`, if there is one; it must be of a run of this many steps.
-    pub(crate) fn latest(checkpoints: &Checkpoints, steps: u64) -> Result<Option<Self>> {
-        let latest = checkpoints.latest().map_err(refused)?;
-        let Some(checkpoint) = latest else { return Ok(None) };
+impl ResumePoint {
+    /// Opens the latest checkpoint of a run of so many steps, if there is one.
+    ///
+    /// # Errors
+    ///
+    /// [`RunError::CheckpointAhead`] if it has more steps, and those of [`Checkpoints::latest`].
+    pub fn latest(checkpoints: &Checkpoints, steps: u64) -> Result<Option<Self>> {
+        let Some(checkpoint) = checkpoints.latest()? else { return Ok(None) };
         let step = checkpoint.step();
         if step > steps {
-            let name = checkpoint.path().display();
-            let later =
-                format!("{name} was written after step {step}, but the run has {steps} steps");
-            return Err(Error::usage(later).hinted(hint::OTHER_RUN));
+            let path = checkpoint.path().to_owned();
+            return Err(RunError::CheckpointAhead { path, step, steps }.into());
         }
         Ok(Some(Self { batches: checkpoint.state()?, checkpoint }))
     }
-}
-
-/// The error if no checkpoint is taken.
-fn refused(error: CheckpointError) -> Error {
-    use CheckpointError::{Header, Io};
-
-    // One that is damaged is passed over, so this one cannot be read at all.
-    let is_unreadable = matches!(error, Io { .. } | Header { .. });
-    let error = Error::from(error);
-    if is_unreadable { error.hinted(hint::UNREADABLE) } else { error }
 }

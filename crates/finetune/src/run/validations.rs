@@ -1,133 +1,87 @@
-//! Examples that nothing is learnt from, by which it is seen how much was learnt.
+//! The results of a run's validations.
 
 use std::{io, path::Path};
 
-use candle_core::Device;
-use candle_distributed::batch::Batch;
+use core_types::files as atomic;
 use serde::{Deserialize, Deserializer, Serialize};
 
 use crate::{
     error::{Error, Result},
-    hint, input, output,
-    train::{dataset::DataSet, distributed::Distributed, settings::Settings},
+    files,
+    run::damage,
 };
 
-/// The file of a run with what its validations have found, a line each.
+/// The file of a run with the results of its validations, a line each.
 pub(crate) const FILE: &str = "validation.jsonl";
 
-/// Held-out examples in batches, and how often the model is tried on them.
-#[derive(Debug)]
-pub(crate) struct HeldOut {
-    data: DataSet,
-    steps: Vec<Vec<Batch>>,
-    every: u64,
-}
-
-/// What a validation has found.
+/// The result of a validation.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
-pub(crate) struct Validated {
-    /// The number of steps that were done.
-    pub(crate) step: u64,
-    /// The mean loss of all predictions; NaN, and `null` in JSON, if it is not finite.
+#[non_exhaustive]
+pub struct ValidationPoint {
+    /// Number of steps before it.
+    pub step: u64,
+    /// Mean loss of all predictions; NaN, and `null` in JSON, if it is not finite.
     #[serde(deserialize_with = "number")]
-    pub(crate) loss: f64,
-    pub(crate) predictions: f64,
+    pub loss: f64,
+    /// Number of predictions.
+    pub predictions: f64,
 }
 
-/// A number; JSON writes `null` for NaN and the infinities.
+impl ValidationPoint {
+    /// Makes a result.
+    pub fn new(step: u64, loss: f64, predictions: f64) -> Self {
+        Self { step, loss, predictions }
+    }
+}
+
+/// Reads a number; JSON has `null` for NaN and the infinities.
 fn number<'de, D: Deserializer<'de>>(deserializer: D) -> std::result::Result<f64, D::Error> {
     Ok(Option::deserialize(deserializer)?.unwrap_or(f64::NAN))
 }
 
-/// What did best, if something has a loss that is finite.
-pub(crate) fn best(found: &[Validated]) -> Option<Validated> {
+/// Returns the result with the least finite loss.
+pub fn best_validation(found: &[ValidationPoint]) -> Option<ValidationPoint> {
     let finite = found.iter().filter(|found| found.loss.is_finite());
     finite.min_by(|left, right| left.loss.total_cmp(&right.loss)).copied()
 }
 
-impl HeldOut {
-    /// Examples of which a run with these settings makes steps.
-    ///
-    /// # Errors
-    ///
-    /// If they are less than a step: the mean of so few would go up and down by chance.
-    pub(crate) fn new(data: DataSet, settings: &Settings, every: u64) -> Result<Self> {
-        let batch_size = settings.finetune.batch_size;
-        let lengths = data.lengths();
-        let (found, least, unit) = match batch_size {
-            Some(batch_size) => (lengths.len() as u64, batch_size, "examples"),
-            None => (lengths.iter().sum(), settings.max_tokens, "tokens"),
-        };
-        if found < least {
-            let few =
-                format!("--validation holds out {found} {unit}, less than the {least} of a step");
-            return Err(Error::usage(few).hinted(hint::SMALL_VALIDATION));
-        }
-        let (_, steps) = settings.schedule(lengths)?.first_epoch()?;
-        Ok(Self { data, steps, every })
-    }
-
-    /// The batches of its steps.
-    pub(crate) fn steps(&self) -> &[Vec<Batch>] {
-        &self.steps
-    }
-
-    /// Whether the model is tried after so many of all steps.
-    pub(crate) fn is_due(&self, done: u64, steps: u64) -> bool {
-        done == steps || done.is_multiple_of(self.every)
-    }
-
-    /// The mean loss after so many steps.
-    pub(crate) fn validate(
-        &self,
-        model: &mut Distributed,
-        step: u64,
-        device: &Device,
-    ) -> Result<Validated> {
-        let (mut sum, mut predictions) = (0., 0.);
-        for batches in &self.steps {
-            let found = model.evaluate(self.data.collate(batches, device)?)?;
-            sum += found.loss * found.weight;
-            predictions += found.weight;
-        }
-        Ok(Validated { step, loss: sum / predictions, predictions })
-    }
-}
-
-/// Drops from the file of the run in `path` what validations have found after so many steps, which
-/// are about to be done again. A file with damage is kept beside.
-pub(crate) fn keep_up_to(path: &Path, steps: u64) -> Result<()> {
+/// Drops the results after so many steps, which are about to be done again, from the file of the run in
+/// `path`. A damaged file is backed up.
+pub(super) fn keep_up_to(path: &Path, steps: u64) -> Result<()> {
     let path = path.join(FILE);
-    let Some(text) = input::read_if_there(&path)? else { return Ok(()) };
+    let Some(text) = files::read_if_there(&path)? else { return Ok(()) };
     let (found, damaged) = parse(&text);
-    output::keep_damaged(&path, &damaged, &text)?;
+    damage::back_up_damaged(&path, &damaged, &text)?;
     let mut lines = Vec::new();
     for found in found.iter().filter(|found| found.step <= steps) {
         let line = serde_json::to_vec(found).map_err(io::Error::from);
-        lines.extend(line.map_err(|source| Error::write(&path, source))?);
+        lines.extend(line.map_err(|cause| Error::write(&path, cause))?);
         lines.push(b'\n');
     }
-    output::file(&path, &lines)
+    atomic::write(&path, &lines).map_err(|cause| Error::write(&path, cause))
 }
 
-/// What the validations of the run in `path` have found up to this number of steps. Damaged lines are
-/// left out, and said.
-pub(crate) fn found_in(path: &Path, steps: u64) -> Result<Vec<Validated>> {
+/// Returns the results of the run in `path` up to this number of steps. Damaged lines are skipped, with
+/// a warning.
+///
+/// # Errors
+///
+/// [`Error::Io`] if the file cannot be read.
+pub fn validations(path: &Path, steps: u64) -> Result<Vec<ValidationPoint>> {
     let path = path.join(FILE);
-    let Some(text) = input::read_if_there(&path)? else { return Ok(Vec::new()) };
+    let Some(text) = files::read_if_there(&path)? else { return Ok(Vec::new()) };
     let (mut found, damaged) = parse(&text);
-    if !damaged.is_empty() {
-        output::warning(format_args!("{} {}", path.display(), output::damage(&damaged)));
-    }
+    damage::warn_damaged(&path, &damaged);
     found.retain(|found| found.step <= steps);
     Ok(found)
 }
 
-/// What a file has, and the numbers of its damaged lines, from 1. Only a last line without an end is
-/// as a run leaves it that is killed.
-fn parse(text: &[u8]) -> (Vec<Validated>, Vec<u64>) {
+/// Returns the results in a file, and the numbers of its damaged lines, from 1. A last line without an
+/// end is not damage: a run that is killed leaves one.
+fn parse(text: &[u8]) -> (Vec<ValidationPoint>, Vec<u64>) {
     let mut lines: Vec<&[u8]> = text.split(|&byte| byte == b'\n').collect();
-    let last: Option<Validated> = lines.pop().and_then(|last| serde_json::from_slice(last).ok());
+    let last: Option<ValidationPoint> =
+        lines.pop().and_then(|last| serde_json::from_slice(last).ok());
     let (mut found, mut damaged) = (Vec::new(), Vec::new());
     for (number, line) in (1..).zip(lines) {
         match serde_json::from_slice(line) {
@@ -166,7 +120,7 @@ mod tests {
 
     #[test]
     fn a_loss_that_is_not_finite_is_read_back_and_is_not_the_best() {
-        let found = |step, loss| Validated { step, loss, predictions: 2. };
+        let found = |step, loss| ValidationPoint { step, loss, predictions: 2. };
         let text: Vec<String> =
             [found(2, f64::NAN), found(4, f64::INFINITY), found(6, 3.), found(8, 4.)]
                 .map(|found| serde_json::to_string(&found).unwrap() + "\n")
@@ -174,7 +128,7 @@ mod tests {
         let (read, damaged) = parse(text.concat().as_bytes());
         assert!(damaged.is_empty());
         assert_eq!(read.iter().filter(|found| found.loss.is_nan()).count(), 2);
-        assert_eq!(best(&read), Some(found(6, 3.)));
-        assert_eq!(best(&read[..2]), None);
+        assert_eq!(best_validation(&read), Some(found(6, 3.)));
+        assert_eq!(best_validation(&read[..2]), None);
     }
 }

@@ -1,121 +1,152 @@
-//! What makes a run the same run when it is resumed: `run.json`.
+//! The description of a run: `run.json`.
 
-use std::path::{Path, PathBuf};
+pub(crate) mod inputs;
+pub(crate) mod recipe;
+pub(crate) mod session;
 
-use candle_distributed::{
-    batch::{DynamicBatchStrategy, Packing},
-    types::{Fingerprint, Seed},
+use std::{
+    io::Write,
+    path::{Path, PathBuf},
 };
+
+use core_types::{
+    Fingerprint, Seed,
+    files::{self as atomic, AtomicFile},
+};
+use dyn_batch::{DynamicBatchStrategy, Packing};
 use serde::{Deserialize, Serialize};
 
+pub use self::{
+    inputs::{RunInputs, Validation},
+    recipe::{LrCurve, Recipe},
+    session::Session,
+};
 use crate::{
-    error::{Error, Result},
-    hint, input, output,
-    train::{
-        data::{Batching, ORDER_STREAM, Schedule},
-        finetune::{ADAPTED, Finetune, Rows},
+    data::{
+        dataset::Rows,
         model::Model,
-        recipe::Recipe,
-        session::Session,
+        schedule::{BatchSchedule, Batching, INIT_STREAM, ORDER_STREAM},
     },
+    error::{Error, Result, run::RunError, spec::SpecError},
+    files,
+    spec::inputs::ADAPTED,
 };
 
-pub(crate) const FILE: &str = "run.json";
+/// The file of the description.
+pub const FILE: &str = "run.json";
 
 /// The version of the format of the file.
-pub(crate) const FORMAT_VERSION: u32 = 1;
+pub const FORMAT_VERSION: u32 = 1;
 
-/// What makes a run the same run when it is resumed.
+/// All facts of a run: its model, its texts, how it learns, and where it ran.
+///
+/// Two runs are the same if their [`identity`](Self::identity) is: a run is resumed with the
+/// description that it started with.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-pub(crate) struct Settings {
-    pub(crate) format_version: u32,
-    pub(crate) seed: u64,
-    pub(crate) steps: u64,
-    /// The text to learn from; `None` for short stories.
-    pub(crate) data: Option<PathBuf>,
-    /// The fingerprint of that text, in hexadecimal digits.
-    pub(crate) text: String,
-    pub(crate) max_tokens: u64,
-    /// Whether a loss that is not a number lets the run go on.
+pub struct Spec {
+    /// Version of the format of the file.
+    pub format_version: u32,
+    /// Seed of random weights and of the order of the examples.
+    pub seed: u64,
+    /// Number of steps.
+    pub steps: u64,
+    /// File or folder of the texts, or `None` for short stories.
+    pub data: Option<PathBuf>,
+    /// Fingerprint of the texts in hexadecimal digits.
+    pub text: String,
+    /// Most padded tokens of a step.
+    pub max_tokens: u64,
+    /// Whether the run goes on after a loss that is not a number.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
-    pub(crate) allow_non_finite: bool,
-    /// The model, and how it is trained.
-    pub(crate) finetune: Finetune,
-    /// How it learns.
+    pub allow_non_finite: bool,
+    /// Model and layout of the texts.
+    pub finetune: RunInputs,
+    /// Options of learning.
     #[serde(default, skip_serializing_if = "Recipe::is_default")]
-    pub(crate) recipe: Recipe,
-    /// Where it ran, in order. A run that has begun has at least one.
-    pub(crate) sessions: Vec<Session>,
-    /// The fingerprint of what makes it this run, by which damage is noticed.
-    pub(crate) identity: String,
-    /// The files that the run wrote into the folder of its model, once there is one: others may be
-    /// put beside them.
+    pub recipe: Recipe,
+    /// Sessions in order; a run that has begun has at least one.
+    pub sessions: Vec<Session>,
+    /// Fingerprint of the description, by which damage is noticed.
+    pub identity: String,
+    /// Files that the run wrote into the folder of its model, beside which others may be put.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
-    pub(crate) model_files: Vec<String>,
-    /// The fingerprint of the model's file, or of those files, once there are some.
+    pub model_files: Vec<String>,
+    /// Fingerprint of these files, once there are some.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub(crate) model_fingerprint: Option<String>,
+    pub model_fingerprint: Option<String>,
 }
 
-impl Settings {
-    /// The settings of the run in `path`, if there is one.
-    pub(crate) fn read(path: &Path) -> Result<Option<Self>> {
+impl Spec {
+    /// Reads the description of the run in `path`, or returns `None` if there is no run.
+    ///
+    /// # Errors
+    ///
+    /// [`RunError::Version`] or [`RunError::Damaged`] if this version did not write it so.
+    pub fn read(path: &Path) -> Result<Option<Self>> {
         let path = path.join(FILE);
-        let Some(text) = input::read_if_there(&path)? else { return Ok(None) };
-        let settings: Self = serde_json::from_slice(&text)
-            .map_err(|source| Error::json(&path, "the settings of a run", source))?;
-        settings.check(&path)?;
-        Ok(Some(settings))
+        let Some(text) = files::read_if_there(&path)? else { return Ok(None) };
+        let spec: Self = serde_json::from_slice(&text).map_err(|cause| Error::Json {
+            path: path.clone(),
+            expected: "the settings of a run",
+            cause,
+        })?;
+        spec.check(path)?;
+        Ok(Some(spec))
     }
 
-    /// Checks that this program can read the settings, and that they are as they were written.
-    fn check(&self, path: &Path) -> Result<()> {
-        let name = path.display();
+    /// Checks that this version can read the file, and that it is as it was written.
+    fn check(&self, path: PathBuf) -> Result<()> {
         if self.format_version != FORMAT_VERSION {
-            return Err(Error::usage(format!(
-                "{name} has format_version {}, and this program reads {FORMAT_VERSION}",
-                self.format_version
-            )));
+            let (found, supported) = (self.format_version, FORMAT_VERSION);
+            return Err(RunError::Version { path, found, supported }.into());
         }
         if self.identity != self.identity() || self.sessions.is_empty() {
-            return Err(Error::usage(format!(
-                "{name} is damaged: seed, steps, text, max_tokens, finetune, recipe \
-                 or sessions is not what was written"
-            )));
+            return Err(RunError::Damaged { path }.into());
         }
         self.recipe.check(self.steps)?;
         self.check_adapters()
     }
 
-    /// Refuses adapters of parameters that have learnt nothing.
-    pub(crate) fn check_adapters(&self) -> Result<()> {
+    /// Checks that adapters belong to a model that has learned something.
+    ///
+    /// # Errors
+    ///
+    /// [`SpecError::AdaptersAlone`] without the folder of a model.
+    pub fn check_adapters(&self) -> Result<()> {
         match (self.recipe.lora, &self.finetune.folder) {
-            (Some(rank), None) => {
-                let missing = format!("--lora {rank} needs the --model that its adapters are for");
-                Err(Error::usage(missing).hinted(hint::MODEL_OPTION))
-            }
+            (Some(rank), None) => Err(SpecError::AdaptersAlone { rank }.into()),
             _ => Ok(()),
         }
     }
 
-    /// Writes the settings of the run in `path`.
+    /// Writes the file into the folder of the run.
     pub(crate) fn write(&self, path: &Path) -> Result<()> {
         let path = path.join(FILE);
-        output::file(&path, &self.encoded(&path)?)
+        atomic::write(&path, &self.encoded(&path)?).map_err(|cause| Error::write(&path, cause))
     }
 
-    /// The same where there must be none yet.
+    /// Writes the file, which must not exist: of any number of programs that do so at once, one
+    /// succeeds.
     pub(crate) fn write_new(&self, path: &Path) -> Result<()> {
         let path = path.join(FILE);
-        output::new_file(&path, &self.encoded(&path)?)
+        let content = self.encoded(&path)?;
+        let written = AtomicFile::replacing(&path).and_then(|mut file| {
+            file.write_all(&content)?;
+            file.persist_new()
+        });
+        written.map_err(|cause| Error::write(path, cause))
     }
 
     fn encoded(&self, path: &Path) -> Result<Vec<u8>> {
-        serde_json::to_vec_pretty(self).map_err(|source| Error::write(path, source.into()))
+        serde_json::to_vec_pretty(self).map_err(|cause| Error::write(path, cause.into()))
     }
 
-    /// The model.
-    pub(crate) fn trained_model(&self) -> Result<Model> {
+    /// Returns the model with its adapters.
+    ///
+    /// # Errors
+    ///
+    /// [`SpecError::Model`] if there is no such model, and those of [`Recipe::adapters`].
+    pub fn trained_model(&self) -> Result<Model> {
         let llama = self.finetune.llama()?;
         Ok(Model(match self.recipe.adapters(&ADAPTED)? {
             Some(lora) => llama.with_lora(lora),
@@ -123,23 +154,28 @@ impl Settings {
         }))
     }
 
-    /// The folder of the weights that it began with; `None` if they were made at random.
-    pub(crate) fn pretrained(&self) -> Option<&Path> {
+    /// Returns the folder of the pretrained weights, or `None` if they are drawn at random.
+    pub fn pretrained(&self) -> Option<&Path> {
         match self.finetune.init {
             Some(_) => None,
             None => self.finetune.folder.as_deref(),
         }
     }
 
-    /// Whether sequences share the rows of a batch.
-    pub(crate) fn is_packed(&self) -> bool {
+    /// Returns the seed of random weights.
+    pub fn init_seed(&self) -> Seed {
+        Seed::new(self.finetune.init.unwrap_or(self.seed)).derive(INIT_STREAM)
+    }
+
+    /// Returns true if sequences share the rows of a batch.
+    pub fn is_packed(&self) -> bool {
         self.finetune.rows == Rows::Packed
     }
 
-    /// How sequences are put into steps.
-    pub(crate) fn batching(&self) -> Batching {
+    /// Returns how sequences are put into batches.
+    pub fn batching(&self) -> Batching {
         let bucketed = Batching::bucketed(self.max_tokens);
-        let Finetune { rows, batch_size, context, .. } = self.finetune;
+        let RunInputs { rows, batch_size, context, .. } = self.finetune;
         match (rows, batch_size) {
             (Rows::Padded, None) => bucketed,
             (Rows::Padded, Some(_)) => Batching {
@@ -156,35 +192,41 @@ impl Settings {
         }
     }
 
-    /// The steps of sequences of these lengths.
-    pub(crate) fn schedule(&self, lengths: Vec<u64>) -> Result<Schedule> {
+    /// Plans the steps of sequences of these lengths.
+    ///
+    /// # Errors
+    ///
+    /// As of [`BatchSchedule::new`].
+    pub fn schedule(&self, lengths: Vec<u64>) -> Result<BatchSchedule> {
         let seed = Seed::new(self.seed).derive(ORDER_STREAM);
-        Schedule::new(lengths, seed, &self.batching())
+        BatchSchedule::new(lengths, seed, &self.batching())
     }
 
-    /// A hash of all that decides about the parameters after each step, in hexadecimal digits.
-    pub(crate) fn identity(&self) -> String {
+    /// Returns a hash of all that decides about the parameters after each step, in hexadecimal digits.
+    pub fn identity(&self) -> String {
         let mut fingerprint: Fingerprint =
             [self.seed, self.steps, self.max_tokens].into_iter().collect();
         fingerprint.write_bytes(self.text.as_bytes());
         fingerprint.write_bytes(self.finetune.words().as_bytes());
         fingerprint.write_bytes(self.recipe.words().as_bytes());
-        format!("{:016x}", fingerprint.finish())
+        fingerprint.to_string()
     }
 
-    /// Returns the latest session, which a run has that is read or trained.
+    /// Returns the latest session; a run that is read or trained has one.
     #[expect(clippy::expect_used, reason = "says why it cannot fail")]
-    pub(crate) fn session(&self) -> &Session {
+    pub fn session(&self) -> &Session {
         self.sessions.last().expect("a run is opened by one of its sessions")
     }
 
-    /// Returns the settings with their identity.
-    pub(crate) fn sealed(self) -> Self {
+    /// Sets the identity.
+    #[must_use]
+    pub fn sealed(self) -> Self {
         Self { identity: self.identity(), ..self }
     }
 
-    /// The same settings with another session, after those sessions whose steps are kept.
-    pub(crate) fn with_session(mut self, session: Session) -> Self {
+    /// Adds a session after those whose steps are kept.
+    #[must_use]
+    pub fn with_session(mut self, session: Session) -> Self {
         self.sessions.retain(|earlier| earlier.first_step < session.first_step);
         self.sessions.push(session);
         self
@@ -195,11 +237,10 @@ impl Settings {
 pub(crate) mod tests {
     use std::{collections::BTreeSet, fs};
 
+    use serde_json::json;
+
     use super::*;
-    use crate::{
-        hf::{examples::Overlong, folder::Folder},
-        train::{built_in, finetune::tokenizer_fingerprint},
-    };
+    use crate::{folder::Folder, text::examples::Overlong};
 
     fn session(first_step: u64) -> Session {
         Session {
@@ -214,21 +255,20 @@ pub(crate) mod tests {
         }
     }
 
-    /// The model of this program.
-    pub(crate) fn finetune() -> Finetune {
-        finetune_of(&built_in::Sizes::default())
-    }
-
-    /// The same of other sizes.
-    pub(crate) fn finetune_of(sizes: &built_in::Sizes) -> Finetune {
-        let config = built_in::config(sizes, None).unwrap();
-        let folder = Folder::of_config(config.to_string()).unwrap();
-        Finetune {
+    fn inputs() -> RunInputs {
+        let config = json!({
+            "architectures": ["LlamaForCausalLM"], "vocab_size": 260, "hidden_size": 8,
+            "intermediate_size": 12, "num_hidden_layers": 1, "num_attention_heads": 2,
+            "max_position_embeddings": 128, "rms_norm_eps": 1e-5, "rope_theta": 1e4,
+            "eos_token_id": 256,
+        });
+        let folder = Folder::from_config(config.to_string()).unwrap();
+        RunInputs {
             folder: None,
             config,
             weights: None,
             init: Some(7),
-            tokenizer: tokenizer_fingerprint(&folder),
+            tokenizer: folder.tokenizer().fingerprint(),
             context: 128,
             rows: Rows::Padded,
             overlong: Overlong::Split,
@@ -238,8 +278,8 @@ pub(crate) mod tests {
         }
     }
 
-    pub(crate) fn settings() -> Settings {
-        let settings = Settings {
+    pub(crate) fn spec() -> Spec {
+        let spec = Spec {
             format_version: 1,
             seed: 7,
             steps: 20,
@@ -247,56 +287,56 @@ pub(crate) mod tests {
             text: String::new(),
             max_tokens: 4096,
             allow_non_finite: false,
-            finetune: finetune(),
+            finetune: inputs(),
             recipe: Recipe::default(),
             sessions: vec![session(0)],
             identity: String::new(),
             model_files: vec![],
             model_fingerprint: None,
         };
-        settings.sealed()
+        spec.sealed()
     }
 
     #[test]
     fn sessions_whose_steps_are_lost_are_dropped() {
         let steps = [8, 12, 8];
         let resumed =
-            steps.into_iter().fold(settings(), |known, step| known.with_session(session(step)));
+            steps.into_iter().fold(spec(), |known, step| known.with_session(session(step)));
         assert_eq!(resumed.sessions, [session(0), session(8)]);
     }
 
     #[test]
     fn an_identity_tells_runs_apart() {
-        let run = settings();
-        let other = Finetune { init: Some(8), ..finetune() };
+        let run = spec();
+        let other = RunInputs { init: Some(8), ..inputs() };
         let clipped = serde_json::from_str(r#"{"max_grad_norm": 1}"#).unwrap();
         let others = [
-            Settings { seed: 8, ..run.clone() },
-            Settings { steps: 21, ..run.clone() },
-            Settings { max_tokens: 4097, ..run.clone() },
-            Settings { text: String::from("0"), ..run.clone() },
-            Settings { recipe: clipped, ..run.clone() },
-            Settings { finetune: other, ..run.clone() },
+            Spec { seed: 8, ..run.clone() },
+            Spec { steps: 21, ..run.clone() },
+            Spec { max_tokens: 4097, ..run.clone() },
+            Spec { text: String::from("0"), ..run.clone() },
+            Spec { recipe: clipped, ..run.clone() },
+            Spec { finetune: other, ..run.clone() },
         ];
-        let mut identities: BTreeSet<String> = others.iter().map(Settings::identity).collect();
+        let mut identities: BTreeSet<String> = others.iter().map(Spec::identity).collect();
         identities.insert(run.identity());
         assert_eq!(identities.len(), 7);
         // The same run elsewhere, or on other devices, is the same run.
-        let moved = Settings { data: Some("text".into()), sessions: vec![], ..run.clone() };
+        let moved = Spec { data: Some("text".into()), sessions: vec![], ..run.clone() };
         assert_eq!(moved.identity(), run.identity());
     }
 
     #[test]
     fn settings_that_have_changed_on_disk_are_refused() {
         let parent = tempfile::tempdir().unwrap();
-        let run = settings();
+        let run = spec();
         run.write(parent.path()).unwrap();
-        assert_eq!(Settings::read(parent.path()).unwrap().unwrap(), run);
+        assert_eq!(Spec::read(parent.path()).unwrap().unwrap(), run);
         let file = parent.path().join(FILE);
         let written = fs::read_to_string(&file).unwrap();
         for (from, to) in [("\"seed\": 7", "\"seed\": 5"), ("\"steps\": 20", "\"steps\": 21")] {
             fs::write(&file, written.replace(from, to)).unwrap();
-            let error = Settings::read(parent.path()).unwrap_err().to_string();
+            let error = Spec::read(parent.path()).unwrap_err().to_string();
             assert!(error.contains("run.json is damaged"), "{error}");
         }
     }

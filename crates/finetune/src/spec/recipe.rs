@@ -1,71 +1,153 @@
-//! How a run learns: options that decide about the parameters after each step.
+//! Options that decide about the parameters after each step.
 
-use candle_distributed::train::{Lora, Schedule};
 use candle_nn::ParamsAdamW;
-use clap::ValueEnum;
+use dist_train::{Lora, Schedule};
 use serde::{Deserialize, Serialize};
 
 use crate::{
-    error::{Error, Result},
-    help::typed,
-    train::precision::Precision,
+    error::{Result, spec::SpecError},
+    models::Precision,
 };
 
-/// How a run learns, as it is asked for and as `run.json` records it.
-#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, clap::Args)]
-#[command(next_help_heading = "How it learns")]
-pub(crate) struct Recipe {
-    /// The learning rate at its peak [default: 0.003; with --model 0.00002, and 0.0002 of adapters]
-    #[arg(long, value_name = "RATE", visible_alias = "learning-rate")]
+/// Options that decide about the parameters after each step, as `run.json` records them; `None` is the
+/// default of the run.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "clap", derive(clap::Args), command(next_help_heading = "How it learns"))]
+#[non_exhaustive]
+pub struct Recipe {
+    /// Peak of the learning rate.
+    #[cfg_attr(
+        feature = "clap",
+        arg(
+            long,
+            value_name = "RATE",
+            visible_alias = "learning-rate",
+            help = "The learning rate at its peak [default: 0.003; with --model 0.00002, and 0.0002 \
+                    of adapters]"
+        )
+    )]
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    lr: Option<f64>,
-    /// How the learning rate falls from its peak [default: along a cosine, after a warm-up of a
-    /// twentieth of the steps]
-    #[arg(long, value_enum)]
+    pub lr: Option<f64>,
+    /// Course of the learning rate after its peak.
+    #[cfg_attr(
+        feature = "clap",
+        arg(
+            long,
+            value_enum,
+            help = "How the learning rate falls from its peak [default: along a cosine, after a \
+                    warm-up of a twentieth of the steps]"
+        )
+    )]
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    lr_schedule: Option<Curve>,
-    /// Number of steps in which the learning rate of --lr-schedule first rises to its peak
-    /// [default: 0]
-    #[arg(long, value_name = "N", requires = "lr_schedule")]
+    pub lr_schedule: Option<LrCurve>,
+    /// Number of steps in which the learning rate rises to its peak.
+    #[cfg_attr(
+        feature = "clap",
+        arg(
+            long,
+            value_name = "N",
+            requires = "lr_schedule",
+            help = "Number of steps in which the learning rate of --lr-schedule first rises to its \
+                    peak [default: 0]"
+        )
+    )]
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    warmup_steps: Option<u64>,
-    /// The least learning rate of --lr-schedule after that, as a fraction of its peak [default: 0]
-    #[arg(long, value_name = "FRACTION", requires = "lr_schedule")]
+    pub warmup_steps: Option<u64>,
+    /// Least learning rate, as a fraction of its peak.
+    #[cfg_attr(
+        feature = "clap",
+        arg(
+            long,
+            value_name = "FRACTION",
+            requires = "lr_schedule",
+            help = "The least learning rate of --lr-schedule after that, as a fraction of its peak \
+                    [default: 0]"
+        )
+    )]
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    min_lr_rate: Option<f64>,
-    /// The largest norm of the gradients of all parameters together, to which larger ones are
-    /// clipped [default: they are not clipped; with --model 1]
-    #[arg(long, value_name = "NORM")]
+    pub min_lr_rate: Option<f64>,
+    /// Largest norm of all gradients together, to which larger ones are clipped.
+    #[cfg_attr(
+        feature = "clap",
+        arg(
+            long,
+            value_name = "NORM",
+            help = "The largest norm of the gradients of all parameters together, to which larger \
+                    ones are clipped [default: they are not clipped; with --model 1]"
+        )
+    )]
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub(crate) max_grad_norm: Option<f64>,
-    /// By how much of itself a parameter shrinks in each step, times the learning rate; norms and
-    /// biases do not [default: 0.01]
-    #[arg(long, value_name = "DECAY")]
+    pub max_grad_norm: Option<f64>,
+    /// Fraction of a parameter, times the learning rate, by which it shrinks in each step.
+    #[cfg_attr(
+        feature = "clap",
+        arg(
+            long,
+            value_name = "DECAY",
+            help = "By how much of itself a parameter shrinks in each step, times the learning rate; \
+                    norms and biases do not [default: 0.01]"
+        )
+    )]
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    weight_decay: Option<f64>,
-    /// Type in which the model computes: parameters are kept, summed and updated in f32 all the same
-    /// [default: f32]
-    #[arg(long, value_enum)]
+    pub weight_decay: Option<f64>,
+    /// Type in which the model computes.
+    #[cfg_attr(
+        feature = "clap",
+        arg(
+            long,
+            value_enum,
+            help = "Type in which the model computes: parameters are kept, summed and updated in f32 \
+                    all the same [default: f32]"
+        )
+    )]
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    dtype: Option<Precision>,
-    /// Train low-rank adapters of this rank, while the parameters of --model stay as they are
-    #[arg(long, value_name = "RANK")]
+    pub dtype: Option<Precision>,
+    /// Rank of adapters that are trained in place of the model.
+    #[cfg_attr(
+        feature = "clap",
+        arg(
+            long,
+            value_name = "RANK",
+            help = "Train low-rank adapters of this rank, while the parameters of --model stay as \
+                    they are"
+        )
+    )]
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub(crate) lora: Option<usize>,
-    /// The factor of adapters, times their rank [default: twice the rank]
-    #[arg(long, value_name = "ALPHA", requires = "lora")]
+    pub lora: Option<usize>,
+    /// Factor of the adapters, times their rank: twice the rank by default.
+    #[cfg_attr(
+        feature = "clap",
+        arg(
+            long,
+            value_name = "ALPHA",
+            requires = "lora",
+            help = "The factor of adapters, times their rank [default: twice the rank]"
+        )
+    )]
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    lora_alpha: Option<f64>,
-    /// The linear layers that have adapters, by the ends of their names [default: `q_proj,v_proj`]
-    #[arg(long, value_name = "NAMES", value_delimiter = ',', requires = "lora")]
+    pub lora_alpha: Option<f64>,
+    /// Layers that have adapters, by the ends of their names.
+    #[cfg_attr(
+        feature = "clap",
+        arg(
+            long,
+            value_name = "NAMES",
+            value_delimiter = ',',
+            requires = "lora",
+            help = "The linear layers that have adapters, by the ends of their names [default: \
+                    `q_proj,v_proj`]"
+        )
+    )]
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    lora_on: Option<Vec<String>>,
+    pub lora_on: Option<Vec<String>>,
 }
 
-/// The curves of the learning rate, by the names that Hugging Face gives them.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, ValueEnum)]
+/// The course of the learning rate, by the names of Hugging Face.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "clap", derive(clap::ValueEnum))]
 #[serde(rename_all = "kebab-case")]
-enum Curve {
+#[non_exhaustive]
+pub enum LrCurve {
     /// It stays at its peak
     Constant,
     /// A straight line down to the least rate at the last step
@@ -77,33 +159,35 @@ enum Curve {
 }
 
 impl Recipe {
-    /// Refuses what cannot be followed in so many steps.
-    pub(crate) fn check(&self, steps: u64) -> Result<()> {
-        let ends = matches!(self.lr_schedule, Some(Curve::Linear | Curve::Cosine));
+    /// Checks the options for a run of so many steps.
+    ///
+    /// # Errors
+    ///
+    /// [`SpecError::Setting`] with the first value that is out of range, and those of [`Lora::new`].
+    pub fn check(&self, steps: u64) -> Result<()> {
+        let ends = matches!(self.lr_schedule, Some(LrCurve::Linear | LrCurve::Cosine));
         if let Some(warmup) = self.warmup_steps.filter(|&warmup| ends && warmup >= steps) {
-            return Err(Error::usage(format!(
-                "--warmup-steps {warmup} must be less than the {steps} steps of the run"
-            )));
+            let expected = format!("less than the {steps} steps of the run");
+            return Err(SpecError::setting("warmup_steps", &warmup, expected).into());
         }
-        if let Some(rate) = self.min_lr_rate.filter(|rate| !(0.0..=1.0).contains(rate)) {
-            return Err(Error::usage(format!("--min-lr-rate is {rate}, must be from 0 to 1")));
-        }
-        if let Some(norm) = self.max_grad_norm.filter(|&norm| !(norm > 0.0 && norm.is_finite())) {
-            return Err(Error::usage(format!("--max-grad-norm is {norm}, must be above 0")));
-        }
-        if let Some(lr) = self.lr.filter(|&lr| !(lr > 0.0 && lr.is_finite())) {
-            return Err(Error::usage(format!("--lr is {lr}, must be above 0")));
-        }
-        if let Some(decay) = self.weight_decay.filter(|decay| !(0.0..1.0).contains(decay)) {
-            return Err(Error::usage(format!(
-                "--weight-decay is {decay}, must be from 0 to below 1"
-            )));
+        let is_positive: Check = |value| value > 0.0 && value.is_finite();
+        let is_share: Check = |value| (0.0..=1.0).contains(&value);
+        let is_decay: Check = |value| (0.0..1.0).contains(&value);
+        for (name, value, is_valid, expected) in [
+            ("min_lr_rate", self.min_lr_rate, is_share, "from 0 to 1"),
+            ("max_grad_norm", self.max_grad_norm, is_positive, "above 0"),
+            ("lr", self.lr, is_positive, "above 0"),
+            ("weight_decay", self.weight_decay, is_decay, "from 0 to below 1"),
+        ] {
+            if let Some(value) = value.filter(|&value| !is_valid(value)) {
+                return Err(SpecError::setting(name, &value, expected.into()).into());
+            }
         }
         self.adapters(&["any"]).map(drop)
     }
 
-    /// Returns the recipe with its defaults where nothing else is asked for.
-    pub(crate) fn with_defaults(self, steps: u64, is_own_model: bool) -> Self {
+    /// Returns the options with the defaults of a run of so many steps in place of `None`.
+    pub fn with_defaults(self, steps: u64, is_own_model: bool) -> Self {
         let lr = match (is_own_model, self.lora) {
             (true, _) => PEAK_LEARNING_RATE,
             (false, Some(_)) => 2e-4,
@@ -115,21 +199,25 @@ impl Recipe {
         };
         Self {
             lr: self.lr.or(Some(lr)),
-            lr_schedule: self.lr_schedule.or(Some(Curve::Cosine)),
+            lr_schedule: self.lr_schedule.or(Some(LrCurve::Cosine)),
             warmup_steps,
             max_grad_norm: self.max_grad_norm.or((!is_own_model).then_some(1.0)),
             ..self
         }
     }
 
-    /// The type in which the model computes.
-    pub(crate) fn precision(&self) -> Precision {
-        self.dtype.unwrap_or_default()
+    /// Returns the type in which the model computes.
+    pub fn precision(&self) -> Precision {
+        self.dtype.unwrap_or(Precision::F32)
     }
 
-    /// The adapters that are trained, if the model itself is not; of `layers` unless others are asked
-    /// for.
-    pub(crate) fn adapters(&self, layers: &[&str]) -> Result<Option<Lora>> {
+    /// Returns the adapters that are trained, on `layers` unless others are chosen, or `None` if the
+    /// model itself is trained.
+    ///
+    /// # Errors
+    ///
+    /// As of [`Lora::new`].
+    pub fn adapters(&self, layers: &[&str]) -> Result<Option<Lora>> {
         let Some(rank) = self.lora else { return Ok(None) };
         let alpha = self.lora_alpha.unwrap_or(2.0 * rank as f64);
         Ok(Some(match &self.lora_on {
@@ -138,63 +226,73 @@ impl Recipe {
         }))
     }
 
-    /// AdamW with PyTorch's defaults but for the decay; the learning rate is set before each step.
-    pub(crate) fn adamw(&self) -> ParamsAdamW {
+    /// Returns AdamW with PyTorch's defaults but for the decay; the learning rate is set before each
+    /// step.
+    pub fn adamw(&self) -> ParamsAdamW {
         let usual = ParamsAdamW::default();
         ParamsAdamW { weight_decay: self.weight_decay.unwrap_or(usual.weight_decay), ..usual }
     }
 
-    /// The learning rate of the step that `step` others come before, of `steps` in all.
-    pub(crate) fn learning_rate(&self, step: u64, steps: u64) -> f64 {
+    /// Returns the learning rate of the step after `step` others, of `steps` in all.
+    pub fn learning_rate(&self, step: u64, steps: u64) -> f64 {
         self.lr.unwrap_or(PEAK_LEARNING_RATE) * self.schedule(steps).factor(step)
     }
 
-    /// The library's schedule; a cosine after a warm-up of a twentieth of the steps unless another is
-    /// asked for.
+    /// Returns the schedule: by default a cosine after a warm-up of a twentieth of the steps.
     fn schedule(&self, steps: u64) -> Schedule {
         let Some(curve) = self.lr_schedule else {
             return Schedule::cosine(steps).warmup(steps / 20);
         };
         let schedule = match curve {
-            Curve::Constant => Schedule::constant(),
-            Curve::Linear => Schedule::linear(steps),
-            Curve::Cosine => Schedule::cosine(steps),
-            Curve::InverseSqrt => Schedule::inverse_sqrt(),
+            LrCurve::Constant => Schedule::constant(),
+            LrCurve::Linear => Schedule::linear(steps),
+            LrCurve::Cosine => Schedule::cosine(steps),
+            LrCurve::InverseSqrt => Schedule::inverse_sqrt(),
         };
         let warmup = self.warmup_steps.unwrap_or(0);
         schedule.warmup(warmup).floor(self.min_lr_rate.unwrap_or(0.0))
     }
 
-    /// The options by their names, as they are typed.
-    pub(crate) fn options(&self) -> [(&'static str, Option<String>); 10] {
+    /// Returns the options by the names of their arguments, `None` if they are not set.
+    pub fn options(&self) -> [(&'static str, Option<String>); 10] {
         let number = |number: Option<f64>| number.map(|number| number.to_string());
         [
             ("lr", number(self.lr)),
-            ("lr-schedule", self.lr_schedule.map(typed)),
+            ("lr-schedule", self.lr_schedule.as_ref().map(name)),
             ("warmup-steps", self.warmup_steps.map(|steps| steps.to_string())),
             ("min-lr-rate", number(self.min_lr_rate)),
             ("max-grad-norm", number(self.max_grad_norm)),
             ("weight-decay", number(self.weight_decay)),
-            ("dtype", self.dtype.map(typed)),
+            ("dtype", self.dtype.as_ref().map(name)),
             ("lora", self.lora.map(|rank| rank.to_string())),
             ("lora-alpha", number(self.lora_alpha)),
             ("lora-on", self.lora_on.as_ref().map(|layers| layers.join(","))),
         ]
     }
 
-    /// Whether nothing is asked for.
+    /// Returns true if no option is set.
     pub(crate) fn is_default(&self) -> bool {
         *self == Self::default()
     }
 
-    /// All of it in a form that other recipes do not have.
+    /// Returns the options as JSON, which runs and processes compare.
     #[expect(clippy::expect_used, reason = "its fields are names and numbers")]
-    pub(crate) fn words(&self) -> String {
+    pub fn words(&self) -> String {
         serde_json::to_string(self).expect("it is made of what JSON has")
     }
 }
 
 const PEAK_LEARNING_RATE: f64 = 3e-3;
+
+/// Returns the name of a variant without fields.
+#[expect(clippy::expect_used, reason = "says why it cannot fail")]
+fn name(variant: &impl Serialize) -> String {
+    let json = serde_json::to_value(variant).expect("a name is JSON");
+    json.as_str().expect("a variant without fields is a name").to_owned()
+}
+
+/// Returns true if a value is in range.
+type Check = fn(f64) -> bool;
 
 #[cfg(test)]
 mod tests {
@@ -226,19 +324,22 @@ mod tests {
             min_lr_rate,
             ..Recipe::default()
         };
-        assert_near(&rates(&recipe(Curve::Constant, Some(2), None), 4), &[0.5, 1., 1., 1.]);
-        assert_near(&rates(&recipe(Curve::Linear, None, Some(0.5)), 4), &[1., 0.875, 0.75, 0.625]);
+        assert_near(&rates(&recipe(LrCurve::Constant, Some(2), None), 4), &[0.5, 1., 1., 1.]);
+        assert_near(
+            &rates(&recipe(LrCurve::Linear, None, Some(0.5)), 4),
+            &[1., 0.875, 0.75, 0.625],
+        );
         let half = 0.5_f64.sqrt();
         let cosine = [1., 0.5 + 0.5 * half, 0.5, 0.5 - 0.5 * half];
-        assert_near(&rates(&recipe(Curve::Cosine, None, None), 4), &cosine);
-        assert_near(&rates(&recipe(Curve::InverseSqrt, Some(1), None), 3), &[1., 1., half]);
+        assert_near(&rates(&recipe(LrCurve::Cosine, None, None), 4), &cosine);
+        assert_near(&rates(&recipe(LrCurve::InverseSqrt, Some(1), None), 3), &[1., 1., half]);
     }
 
     #[test]
     fn recipes_are_read_as_they_were_written() {
         let recipe = Recipe {
             lr: Some(2e-5),
-            lr_schedule: Some(Curve::InverseSqrt),
+            lr_schedule: Some(LrCurve::InverseSqrt),
             warmup_steps: Some(3),
             min_lr_rate: Some(0.1),
             max_grad_norm: Some(1e-3),

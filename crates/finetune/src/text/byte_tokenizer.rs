@@ -1,17 +1,17 @@
-//! The tokenizer of a model that has none: its tokens are bytes.
+//! The tokenizer of a model without one: its tokens are bytes.
 //!
 //! A `config.json` alone makes a model to try things with, and nothing has to be downloaded. Its
 //! tokenizer is written beside its weights like any other, in the form that every tool reads.
 
 use serde_json::{Map, Value, json};
 
-/// How the token that ends a text is written.
+/// The text of the token that ends a text.
 pub(crate) const END: &str = "<|end|>";
 
-/// The number of bytes, whose tokens have their own numbers.
+/// The number of bytes; the token of a byte has its number.
 pub(crate) const N_BYTES: u32 = 256;
 
-/// The `tokenizer.json` of bytes, with a token that ends a text.
+/// Returns the `tokenizer.json` of bytes, with a token that ends a text.
 pub(crate) fn tokenizer_json(end: u32) -> Value {
     let byte_level = json!({
         "type": "ByteLevel", "add_prefix_space": false, "trim_offsets": false, "use_regex": false,
@@ -38,7 +38,7 @@ pub(crate) fn tokenizer_json(end: u32) -> Value {
     })
 }
 
-/// The `tokenizer_config.json` beside it.
+/// Returns the `tokenizer_config.json` beside it.
 pub(crate) fn tokenizer_config_json() -> Value {
     json!({
         "eos_token": END,
@@ -51,8 +51,8 @@ fn token((character, id): (char, u32)) -> (String, Value) {
     (character.to_string(), id.into())
 }
 
-/// The characters by which tokenizers write bytes, since GPT-2: printable ones of Latin 1 stand for
-/// themselves, and those from U+0100 on for the others, in their order.
+/// Returns the characters of bytes in tokenizers since GPT-2: printable ones of Latin 1 are
+/// themselves, the others U+0100 and following in their order.
 fn characters() -> impl Iterator<Item = char> {
     let mut others = '\u{100}'..;
     (0..=u8::MAX).map(move |byte| match byte {

@@ -1,8 +1,8 @@
-//! Conversations as a model reads them: by the template of its tokenizer.
+//! Conversations as text, by the template of a tokenizer.
 //!
 //! A template is a program in Jinja, which transformers runs with blocks trimmed, the functions and
-//! filters below, and Python's methods of strings. What is an answer it does not say: that is what
-//! each turn of the assistant adds to the conversation before it.
+//! filters below, and Python's methods of strings. It does not mark answers: an answer is the text
+//! that a message of the assistant adds to the conversation before it.
 
 use std::{
     collections::BTreeMap,
@@ -10,7 +10,7 @@ use std::{
     fmt,
     io::{self, Write},
     ops::Range,
-    path::{Path, PathBuf},
+    path::PathBuf,
 };
 
 use minijinja::{
@@ -22,18 +22,13 @@ use minijinja_contrib::pycompat;
 use serde::{Deserialize, Serialize};
 use serde_json::ser::{Formatter, PrettyFormatter, Serializer};
 
-use crate::{
-    error::{Error, Result},
-    hf::files::refused,
-    hint,
-};
+use crate::error::{Error, Result, tokenizer::TokenizerError};
 
-/// Who answers.
+/// The role that answers.
 const ASSISTANT: &str = "assistant";
 
-/// How many instructions rendering a conversation may take: beyond any template, and bounded for one
-/// that never ends. What these keep in memory is not bounded: a template is a program, and must be
-/// trusted as one.
+/// The most instructions of a rendering: beyond any template, and bounded for one that never ends.
+/// Memory is not bounded: a template is a program, and must be trusted as one.
 const FUEL: u64 = 50_000_000;
 
 /// The longest text of a conversation.
@@ -42,21 +37,23 @@ const MAX_TEXT_BYTES: usize = 1 << 26;
 /// The most spaces by which JSON is indented.
 const MAX_INDENT: usize = 64;
 
-/// A turn of a conversation.
+/// A message of a conversation.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub(crate) struct Message {
-    /// Who says it: `system`, `user`, `assistant`, or whatever else the template knows.
-    pub(crate) role: String,
-    pub(crate) content: String,
+#[non_exhaustive]
+pub struct Message {
+    /// The speaker: `system`, `user`, `assistant`, or whatever else the template knows.
+    pub role: String,
+    /// The words.
+    pub content: String,
 }
 
 impl Message {
-    /// What `role` says.
-    pub(crate) fn new(role: &str, content: &str) -> Self {
+    /// Makes a message of `role`.
+    pub fn new(role: &str, content: &str) -> Self {
         Self { role: role.to_owned(), content: content.to_owned() }
     }
 
-    /// Whether the assistant says it.
+    /// Returns true if the assistant says it.
     pub(crate) fn is_answer(&self) -> bool {
         self.role == ASSISTANT
     }
@@ -65,9 +62,9 @@ impl Message {
 /// The template of a tokenizer.
 pub(crate) struct ChatTemplate {
     environment: Environment<'static>,
-    /// The tokens that have a name in it.
+    /// Tokens that have a name in it.
     special: BTreeMap<&'static str, String>,
-    /// Where it stands.
+    /// File of the template.
     path: PathBuf,
 }
 
@@ -75,16 +72,16 @@ pub(crate) struct ChatTemplate {
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) struct Rendered {
     pub(crate) text: String,
-    /// Its bytes that the assistant says.
+    /// Bytes of the assistant's messages.
     pub(crate) answers: Vec<Range<usize>>,
 }
 
-/// What a template reads.
+/// The variables of a template.
 #[derive(Serialize)]
 struct Context<'a> {
     messages: &'a [Message],
     add_generation_prompt: bool,
-    // Templates ask whether these are none.
+    // Templates compare these with none.
     tools: Option<()>,
     documents: Option<()>,
     #[serde(flatten)]
@@ -95,11 +92,11 @@ impl ChatTemplate {
     /// The only template of its environment.
     const NAME: &'static str = "chat";
 
-    /// Compiles a template that stands in `path`.
+    /// Compiles the template of the file `path`.
     ///
     /// # Errors
     ///
-    /// If it is no Jinja.
+    /// [`TokenizerError::Template`] if it is not valid Jinja.
     pub(crate) fn new(
         path: PathBuf,
         source: String,
@@ -107,36 +104,41 @@ impl ChatTemplate {
     ) -> Result<Self> {
         let mut environment = environment();
         let compiled = environment.add_template_owned(Self::NAME, source);
-        compiled.map_err(|fault| failed(&path, &fault).hinted(hint::NOT_WHOLE))?;
+        if let Err(fault) = compiled {
+            return Err(TokenizerError::Template { path, reason: reason(&fault) }.into());
+        }
         Ok(Self { environment, special, path })
     }
 
-    /// The text of a conversation; with `add_generation_prompt`, up to where the assistant begins to
-    /// answer.
+    /// Returns the text of a conversation; with `add_generation_prompt`, up to the assistant's answer.
     ///
     /// # Errors
     ///
-    /// If the template fails, does not end, or writes too much.
+    /// [`TokenizerError::Rendering`] if the template fails, does not end, or writes too much.
     pub(crate) fn render(
         &self,
         messages: &[Message],
         add_generation_prompt: bool,
     ) -> Result<String> {
-        let failed = |fault| failed(&self.path, &fault).hinted(hint::CHAT_TEMPLATE);
+        let failed =
+            |fault| TokenizerError::Rendering { path: self.path.clone(), reason: reason(&fault) };
         let special = &self.special;
         let context =
             Context { messages, add_generation_prompt, tools: None, documents: None, special };
         let template = self.environment.get_template(Self::NAME).map_err(failed)?;
         let mut text = Bounded(Vec::new());
         template.render_captured_to(Value::from(Serde(&context)), &mut text).map_err(failed)?;
-        String::from_utf8(text.0).map_err(|fault| refused(&self.path, fault))
+        String::from_utf8(text.0).map_err(|fault| {
+            Error::io(&self.path, io::Error::new(io::ErrorKind::InvalidData, fault))
+        })
     }
 
-    /// The text of a conversation, and what the assistant says in it.
+    /// Returns the text of a conversation and the places of its answers.
     ///
     /// # Errors
     ///
-    /// If the template fails, or writes the turns before one in another way because of it.
+    /// [`TokenizerError::Rendering`], or [`TokenizerError::Rewrites`] if a message changes the text of
+    /// earlier ones.
     pub(crate) fn conversation(&self, messages: &[Message]) -> Result<Rendered> {
         let text = self.render(messages, false)?;
         let mut answers = Vec::new();
@@ -145,21 +147,13 @@ impl ChatTemplate {
                 let start = self.render(&messages[..turn], true)?;
                 let end = self.render(&messages[..=turn], false)?;
                 if !(end.starts_with(&start) && text.starts_with(&end)) {
-                    return Err(self.rewrites(turn));
+                    let path = self.path.clone();
+                    return Err(TokenizerError::Rewrites { path, message: turn + 1 }.into());
                 }
                 answers.push(start.len()..end.len());
             }
         }
         Ok(Rendered { text, answers })
-    }
-
-    fn rewrites(&self, turn: usize) -> Error {
-        let turn = turn + 1;
-        let fault = format!(
-            "the chat template does not append: with message {turn}, or with those after it, it \
-             writes the messages before otherwise"
-        );
-        refused(&self.path, fault).hinted(hint::REWRITES)
     }
 }
 
@@ -169,7 +163,7 @@ impl fmt::Debug for ChatTemplate {
     }
 }
 
-/// A text that is written, as far as it may become.
+/// A text of limited length.
 struct Bounded(Vec<u8>);
 
 impl Write for Bounded {
@@ -185,20 +179,17 @@ impl Write for Bounded {
     }
 }
 
-/// What goes wrong in the template of this file.
-fn failed(path: &Path, fault: &minijinja::Error) -> Error {
-    refused(
-        path,
-        match fault.source() {
-            Some(cause) => format!("the chat template fails: {fault}: {cause}"),
-            None => format!("the chat template fails: {fault}"),
-        },
-    )
+/// Returns an error of a template with its cause.
+fn reason(fault: &minijinja::Error) -> String {
+    match fault.source() {
+        Some(cause) => format!("{fault}: {cause}"),
+        None => fault.to_string(),
+    }
 }
 
-/// Jinja as transformers has it for chat templates, but for `strftime_now`: with the day in it, a
-/// text would have other tokens tomorrow, and a run could not be resumed. Templates that know it
-/// have a day of their own where it is not defined.
+/// Returns Jinja as transformers has it for chat templates, without `strftime_now`: with the day in
+/// it, a text would have other tokens tomorrow, and a run could not be resumed. Templates that use it
+/// have a default day.
 #[expect(clippy::expect_used, reason = "says why it cannot fail")]
 fn environment() -> Environment<'static> {
     let mut environment = Environment::new();
@@ -212,12 +203,12 @@ fn environment() -> Environment<'static> {
     environment
 }
 
-/// How a template refuses a conversation.
+/// Rejects a conversation.
 fn raise_exception(reason: String) -> std::result::Result<Value, minijinja::Error> {
     Err(minijinja::Error::new(ErrorKind::InvalidOperation, reason))
 }
 
-/// JSON as Python's `json.dumps` writes it, with characters and the order of keys as they are.
+/// Writes JSON as Python's `json.dumps`, with characters and the order of keys unchanged.
 #[expect(clippy::needless_pass_by_value, reason = "a filter owns its arguments")]
 fn to_json(value: &Value, options: Kwargs) -> std::result::Result<String, minijinja::Error> {
     let indent: Option<usize> = options.get("indent")?;
@@ -240,7 +231,7 @@ fn to_json(value: &Value, options: Kwargs) -> std::result::Result<String, miniji
     String::from_utf8(out).map_err(|fault| failed(fault.to_string()))
 }
 
-/// A space behind each comma and colon.
+/// Writes a space after each comma and colon.
 struct Spaced;
 
 impl Formatter for Spaced {
@@ -260,7 +251,7 @@ impl Formatter for Spaced {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::hf::golden;
+    use crate::golden;
 
     fn template(source: &str) -> ChatTemplate {
         let special = [("bos_token", String::from("<s>")), ("eos_token", String::from("</s>"))];
@@ -322,7 +313,6 @@ mod tests {
         ] {
             let fault = template(source).conversation(&messages(&turns)).unwrap_err();
             assert!(fault.to_string().contains("does not append"), "{source}: {fault}");
-            assert!(fault.hint().unwrap().contains("completion"));
         }
     }
 

@@ -1,31 +1,32 @@
-//! What a model learns from: sequences of tokens, and which of them it is to predict.
+//! Examples: sequences of tokens, and the targets among them.
 
 use std::{fs, io, iter, ops::Range, path::Path};
 
-use candle_distributed::{
-    sampler::{DistributedSampler, SamplerConfig},
-    types::{Fingerprint, Placement, Seed},
-};
-use clap::ValueEnum;
+use core_types::{Fingerprint, Placement, Seed};
+use dist_sampler::{DistributedSampler, SamplerConfig};
 use serde::{Deserialize, Serialize};
 
 use crate::{
-    error::{Error, Result},
-    hf::{
-        files,
-        lines::{self, Item, Place},
+    error::{
+        Error, Result,
+        example::{ExampleError, SourceLocation},
+    },
+    files,
+    text::{
+        lines::{self, Item},
         tokenizer::{Answered, Tokenizer},
     },
-    hint,
 };
 
-/// The label of a token that is not to be predicted, as in PyTorch.
+/// The label of a token that is not a target, as in PyTorch.
 const IGNORED: i64 = -100;
 
-/// What becomes of texts that are longer than the context.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ValueEnum)]
+/// The treatment of texts that are longer than the context.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "clap", derive(clap::ValueEnum))]
 #[serde(rename_all = "kebab-case")]
-pub(crate) enum Overlong {
+#[non_exhaustive]
+pub enum Overlong {
     /// Refuse them
     #[default]
     Error,
@@ -39,96 +40,105 @@ pub(crate) enum Overlong {
 
 /// Sequences of tokens with their labels.
 #[derive(Debug)]
-#[expect(clippy::struct_field_names, reason = "they are what the others are about")]
-pub(crate) struct Examples {
+#[expect(clippy::struct_field_names, reason = "the other fields are about them")]
+pub struct Examples {
     examples: Vec<Answered>,
     n_overlong: u64,
-    files: Files,
+    files: FileCounts,
 }
 
-/// Files by what was made of them.
+/// Numbers of the files that examples were read from.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-#[expect(clippy::struct_field_names, reason = "all are counts, which begin with n here")]
-pub(crate) struct Files {
-    /// Those whose lines are examples.
-    pub(crate) n_of_lines: u64,
-    /// Those whose paragraphs are.
-    pub(crate) n_of_texts: u64,
-    /// Those that are not UTF-8, and skipped.
-    pub(crate) n_skipped: u64,
+#[non_exhaustive]
+pub struct FileCounts {
+    /// FileCounts with an example in each line.
+    pub of_lines: u64,
+    /// FileCounts with an example in each paragraph.
+    pub of_texts: u64,
+    /// FileCounts that are not UTF-8.
+    pub skipped: u64,
 }
 
 impl Examples {
-    /// The examples of a file, or of all files under a folder in the order of their names, as tokens.
-    /// None is longer than `context` tokens.
+    /// Reads the examples of a file, or of all files under a folder in the order of their names, as
+    /// at most `context` tokens each.
     ///
-    /// A file whose name ends in `.jsonl` holds an example in each line: a string or `{"text"}`, all
-    /// of which is to be predicted; `{"prompt", "completion"}`, of which the completion is; or
-    /// `{"messages"}`, of which the turns of the assistant are. Any other file holds texts, which
-    /// blank lines part. Hidden files are skipped, and so are those that are no lines and not UTF-8.
+    /// A file `*.jsonl` holds an example in each line: a string or `{"text"}`, whose tokens are all
+    /// targets; `{"prompt", "completion"}`, whose completion is; or `{"messages"}`, whose messages of
+    /// the assistant are. Any other file holds paragraphs of text. Hidden files are skipped, and so
+    /// are files of text that are not UTF-8.
     ///
     /// # Errors
     ///
-    /// With the file and the line, if one is no example or too long, or has nothing to predict; if a
-    /// file is JSON as a whole, or one of lines is not UTF-8.
-    pub(crate) fn read(
+    /// [`Error::Example`] with the file and the line of a malformed example, [`Error::Tokenizer`] or
+    /// [`Error::Io`].
+    pub fn read(
         path: &Path,
         tokenizer: &Tokenizer,
         context: usize,
         overlong: Overlong,
     ) -> Result<Self> {
-        let mut read = Self { examples: Vec::new(), n_overlong: 0, files: Files::default() };
+        let mut read = Self { examples: Vec::new(), n_overlong: 0, files: FileCounts::default() };
         for file in files::list(path)? {
             let Some(text) = read.files.text(&file)? else { continue };
-            for (place, item) in lines::items(&file, &text)? {
-                let example = encode(tokenizer, &item).map_err(|error| error.at(place))?;
-                read.add(example, &place, context, overlong)?;
+            for (location, item) in lines::items(&file, &text)? {
+                match encode(tokenizer, &item) {
+                    Ok(example) => read.add(example, location, context, overlong)?,
+                    Err(cause) => {
+                        let cause = Box::new(cause);
+                        return Err(ExampleError::Tokens { location, cause }.into());
+                    }
+                }
             }
         }
         if read.examples.is_empty() {
-            return Err(Error::usage(format!("no text to learn from in {}", path.display())));
+            return Err(ExampleError::Empty { path: path.into() }.into());
         }
         Ok(read)
     }
 
-    /// Makes an example of each text.
-    pub(crate) fn of_texts(
+    /// Makes an example of each text, whose tokens are all targets.
+    ///
+    /// # Errors
+    ///
+    /// [`ExampleError::Overlong`] or [`ExampleError::NoTarget`], with the number of the text.
+    pub fn from_texts(
         texts: impl IntoIterator<Item = String>,
         tokenizer: &Tokenizer,
         context: usize,
         overlong: Overlong,
     ) -> Result<Self> {
-        let mut made = Self { examples: Vec::new(), n_overlong: 0, files: Files::default() };
+        let mut made = Self { examples: Vec::new(), n_overlong: 0, files: FileCounts::default() };
         for (n, text) in (1..).zip(texts) {
-            let place = Place::of_text(n);
-            made.add(tokenizer.text(&text)?, &place, context, overlong)?;
+            let location = SourceLocation::new(Path::new("the list"), "text", n);
+            made.add(tokenizer.text(&text)?, location, context, overlong)?;
         }
         Ok(made)
     }
 
-    /// The length of every example, in tokens.
-    pub(crate) fn lengths(&self) -> Vec<u64> {
+    /// Returns the length of every example, in tokens.
+    pub fn lengths(&self) -> Vec<u64> {
         self.examples.iter().map(|example| example.ids.len() as u64).collect()
     }
 
-    /// How many were longer than the context, and are cut off or left out.
-    pub(crate) fn n_overlong(&self) -> u64 {
+    /// Returns the number of texts that were longer than the context.
+    pub fn n_overlong(&self) -> u64 {
         self.n_overlong
     }
 
-    /// What was made of the files, of both parts if the examples were split.
-    pub(crate) fn files(&self) -> Files {
+    /// Returns the numbers of files, of both parts if the examples were split.
+    pub fn files(&self) -> FileCounts {
         self.files
     }
 
-    /// The tokens of example `index`, which must be one of them.
-    pub(crate) fn ids(&self, index: u64) -> &[u32] {
+    /// Returns the tokens of example `index`, which must be in range.
+    pub fn ids(&self, index: u64) -> &[u32] {
         &self.example(index).ids
     }
 
-    /// The labels of its tokens: themselves, and −100 where they are not to be predicted. They are
-    /// not shifted.
-    pub(crate) fn labels(&self, index: u64) -> Vec<i64> {
+    /// Returns the labels of an example's tokens: the tokens themselves, and −100 for those that are
+    /// not targets. They are not shifted.
+    pub fn labels(&self, index: u64) -> Vec<i64> {
         let Answered { ids, answers } = self.example(index);
         let mut labels = vec![IGNORED; ids.len()];
         for answer in answers {
@@ -139,8 +149,8 @@ impl Examples {
         labels
     }
 
-    /// A hash of the tokens and the labels, in hexadecimal digits.
-    pub(crate) fn fingerprint(&self) -> String {
+    /// Returns a hash of the tokens and the labels, in hexadecimal digits.
+    pub fn fingerprint(&self) -> String {
         let mut fingerprint = Fingerprint::new();
         for Answered { ids, answers } in &self.examples {
             fingerprint.write_u64(ids.len() as u64);
@@ -149,16 +159,16 @@ impl Examples {
             fingerprint
                 .extend(answers.iter().flat_map(|answer| [answer.start, answer.end]).map(word));
         }
-        format!("{:016x}", fingerprint.finish())
+        fingerprint.to_string()
     }
 
-    /// The examples in two parts: those to learn from, and a fraction of all, chosen by `seed`, by
-    /// which it is seen how much is learnt. Both keep their order.
+    /// Splits the examples into those for training and a fraction for validation, which `seed`
+    /// chooses. Both keep their order.
     ///
     /// # Errors
     ///
-    /// If one of the parts would be empty.
-    pub(crate) fn split(self, fraction: f64, seed: Seed) -> Result<(Self, Self)> {
+    /// [`ExampleError::Split`] if one of the parts would be empty.
+    pub fn split(self, fraction: f64, seed: Seed) -> Result<(Self, Self)> {
         let n_examples = self.examples.len();
         #[expect(
             clippy::cast_possible_truncation,
@@ -167,10 +177,7 @@ impl Examples {
         )]
         let n_held_out = (fraction * n_examples as f64).round() as usize;
         if !(fraction > 0. && fraction < 1.) || n_held_out == 0 || n_held_out == n_examples {
-            return Err(Error::usage(format!(
-                "--validation {fraction} of {n_examples} examples is {n_held_out}, must be 1 to {}",
-                n_examples.saturating_sub(1)
-            )));
+            return Err(ExampleError::Split { fraction, n_examples, n_held_out }.into());
         }
         let is_held_out = held_out(n_examples, n_held_out, seed)?;
         let (mut kept, mut held) = (Vec::new(), Vec::new());
@@ -184,12 +191,12 @@ impl Examples {
     fn add(
         &mut self,
         mut example: Answered,
-        place: &Place<'_>,
+        location: SourceLocation,
         context: usize,
         overlong: Overlong,
     ) -> Result<()> {
-        let len = example.ids.len();
-        if len > context {
+        let length = example.ids.len();
+        if length > context {
             self.n_overlong += 1;
             match overlong {
                 Overlong::Skip => return Ok(()),
@@ -199,22 +206,20 @@ impl Examples {
                     return Ok(());
                 }
                 Overlong::Error => {
-                    let long = format!("{place} has {len} tokens, and the context is {context}");
-                    return Err(Error::usage(long).hinted(hint::OVERLONG));
+                    return Err(ExampleError::Overlong { location, length, context }.into());
                 }
             }
         }
-        // The first token has none before it that could predict it.
+        // No token predicts the first one.
         if has_target(&example) {
             self.examples.push(example);
             return Ok(());
         }
-        let fault = if len > context {
-            format!("{place} has no answer within the context of {context} tokens")
+        Err(if length > context {
+            ExampleError::NoAnswer { location, context }.into()
         } else {
-            format!("{place} has no token to predict")
-        };
-        Err(Error::usage(fault).hinted(hint::NO_TARGET))
+            ExampleError::NoTarget { location }.into()
+        })
     }
 
     #[expect(clippy::expect_used, reason = "says why it cannot fail")]
@@ -224,34 +229,33 @@ impl Examples {
     }
 }
 
-impl Files {
-    /// Counts a file, and reads its text; none if it is skipped.
+impl FileCounts {
+    /// Counts a file, and reads its text, or returns `None` if it is skipped.
     fn text(&mut self, file: &Path) -> Result<Option<String>> {
         if file.extension().is_some_and(|extension| extension == "json") {
-            let whole = format!("{} is JSON as a whole, and no text", file.display());
-            return Err(Error::usage(whole).hinted(hint::WHOLE_JSON));
+            return Err(ExampleError::WholeJson { path: file.into() }.into());
         }
-        let bytes = fs::read(file).map_err(|source| Error::read(file, source))?;
+        let bytes = fs::read(file).map_err(|cause| Error::io(file, cause))?;
         match String::from_utf8(bytes) {
             Err(fault) if lines::is_of_lines(file) => {
-                let fault = io::Error::new(io::ErrorKind::InvalidData, fault);
-                Err(Error::read(file, fault).hinted(hint::EXAMPLE_LINES))
+                let cause = io::Error::new(io::ErrorKind::InvalidData, fault);
+                Err(ExampleError::NotUtf8 { path: file.into(), cause }.into())
             }
             Err(_) => {
-                self.n_skipped += 1;
+                self.skipped += 1;
                 Ok(None)
             }
             Ok(text) => {
                 let is_of_lines = lines::is_of_lines(file);
-                self.n_of_lines += u64::from(is_of_lines);
-                self.n_of_texts += u64::from(!is_of_lines);
+                self.of_lines += u64::from(is_of_lines);
+                self.of_texts += u64::from(!is_of_lines);
                 Ok(Some(text))
             }
         }
     }
 }
 
-/// The tokens of an item.
+/// Returns the tokens of an item.
 fn encode(tokenizer: &Tokenizer, item: &Item) -> Result<Answered> {
     match item {
         Item::Text(text) => tokenizer.text(text),
@@ -260,12 +264,12 @@ fn encode(tokenizer: &Tokenizer, item: &Item) -> Result<Answered> {
     }
 }
 
-/// Returns true if a token is to be predicted, before which there is another.
+/// Returns true if a target has a token before it.
 fn has_target(example: &Answered) -> bool {
     example.answers.iter().any(|answer| answer.end > answer.start.max(1))
 }
 
-/// Cuts an example into parts of at most so many tokens. Those without a target are left out.
+/// Cuts an example into parts of at most so many tokens. Parts without a target are dropped.
 fn split(example: &Answered, n_tokens: usize) -> Vec<Answered> {
     let parts = (0..).step_by(n_tokens).zip(example.ids.chunks(n_tokens));
     let parts = parts.map(|(start, ids)| {
@@ -278,7 +282,7 @@ fn split(example: &Answered, n_tokens: usize) -> Vec<Answered> {
     parts.filter(has_target).collect()
 }
 
-/// The first tokens of an example.
+/// Returns the first tokens of an example.
 fn cut(mut example: Answered, n_tokens: usize) -> Answered {
     let shorter = |answer: Range<usize>| answer.start.min(n_tokens)..answer.end.min(n_tokens);
     example.ids.truncate(n_tokens);
@@ -286,13 +290,15 @@ fn cut(mut example: Answered, n_tokens: usize) -> Answered {
     example
 }
 
-/// Which examples a model does not learn from: the first ones of a random order.
+/// Returns which examples are held out: the first ones of a random order.
+#[expect(clippy::expect_used, reason = "says why it cannot fail")]
 fn held_out(n_examples: usize, n_held_out: usize, seed: Seed) -> Result<Vec<bool>> {
     let config = SamplerConfig::default().with_seed(seed);
     let order = DistributedSampler::new(n_examples as u64, Placement::SINGLE, config)?;
     let mut is_held_out = vec![false; n_examples];
     for index in order.iter().take(n_held_out) {
-        is_held_out[usize::try_from(index).map_err(|_| Error::usage("too many examples"))?] = true;
+        let index = usize::try_from(index).expect("examples in memory are counted by a usize");
+        is_held_out[index] = true;
     }
     Ok(is_held_out)
 }
@@ -308,7 +314,7 @@ mod tests {
     use serde_json::json;
 
     use super::*;
-    use crate::hf::golden;
+    use crate::golden;
 
     impl Examples {
         fn len(&self) -> u64 {
@@ -415,7 +421,6 @@ mod tests {
             let message = fault.to_string();
             assert!(message.starts_with("line 3 of ") && message.contains("a.jsonl"), "{message}");
             assert!(message.contains(words), "{line}: {message}");
-            assert!(fault.hint().is_some(), "{line}");
         }
     }
 
@@ -433,17 +438,17 @@ mod tests {
         write("picture.png", b"\x89PNG\xff");
         let examples = read().unwrap();
         assert_eq!(examples.len(), 3);
-        let files = Files { n_of_lines: 1, n_of_texts: 1, n_skipped: 1 };
+        let files = FileCounts { of_lines: 1, of_texts: 1, skipped: 1 };
         assert_eq!(examples.files(), files);
         let (kept, held) = examples.split(0.4, Seed::new(0)).unwrap();
         assert_eq!((kept.files(), held.files()), (files, files));
         write("dataset_info.json", b"{}");
         let fault = read().unwrap_err();
         assert!(fault.to_string().contains("dataset_info.json is JSON as a whole"), "{fault}");
-        assert!(fault.hint().unwrap().contains(".jsonl"));
         write("b.jsonl", b"\"a\xe9\"");
         let fault = read().unwrap_err();
-        assert!(fault.to_string().contains("b.jsonl") && fault.hint().is_some(), "{fault}");
+        assert!(fault.to_string().contains("b.jsonl"), "{fault}");
+        assert!(matches!(fault, Error::Example(ExampleError::NotUtf8 { .. })));
     }
 
     #[test]
@@ -452,7 +457,6 @@ mod tests {
         let fault = lines(line).unwrap_err();
         assert!(fault.to_string().contains("line 1 of "), "{fault}");
         assert!(fault.to_string().contains("has no chat template"), "{fault}");
-        assert!(fault.hint().unwrap().contains("completion"));
     }
 
     #[test]
@@ -461,7 +465,7 @@ mod tests {
         let fault = read("a.jsonl", content, 8, Overlong::Error).unwrap_err();
         assert!(fault.to_string().starts_with("line 2 of "), "{fault}");
         assert!(fault.to_string().contains(" tokens, and the context is 8"), "{fault}");
-        assert!(fault.hint().unwrap().contains("--overlong"));
+        assert!(matches!(fault, Error::Example(ExampleError::Overlong { context: 8, .. })));
         let whole = lines(content).unwrap();
         let cut = read("a.jsonl", content, 8, Overlong::Truncate).unwrap();
         assert_eq!((cut.n_overlong(), cut.ids(0)), (1, whole.ids(0)));
@@ -479,7 +483,7 @@ mod tests {
         let message = fault.to_string();
         assert!(message.starts_with("line 2 of "), "{message}");
         assert!(message.ends_with("has no token to predict"), "{message}");
-        assert!(fault.hint().is_some());
+        assert!(matches!(fault, Error::Example(ExampleError::NoTarget { .. })));
     }
 
     #[test]
@@ -525,7 +529,7 @@ mod tests {
         assert_ne!(of(&split(0.1, 2).unwrap().1), held);
         for fraction in [0., 0.01, 0.99, 1., -0.5, f64::NAN, f64::INFINITY] {
             let fault = split(fraction, 1).unwrap_err().to_string();
-            assert!(fault.starts_with(&format!("--validation {fraction} of 40")), "{fault}");
+            assert!(fault.starts_with(&format!("a fraction {fraction} of 40")), "{fault}");
         }
     }
 }

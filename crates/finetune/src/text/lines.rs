@@ -1,109 +1,92 @@
 //! The items of a file of examples: paragraphs of a text, or lines of JSON.
 
-use std::{fmt, path::Path};
+use std::path::Path;
 
 use serde_json::{Map, Value};
 
 use crate::{
-    error::{Error, Result},
-    hf::chat::Message,
-    hint, input,
+    error::{
+        Result,
+        example::{ExampleError, SourceLocation},
+    },
+    text::chat::Message,
 };
 
-/// What a model learns from, as a file has it.
+/// An example as text.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) enum Item {
-    /// A text, all of which is to be predicted.
+    /// A text; all of it is a target.
     Text(String),
-    /// An answer, which is to be predicted, and what comes before it.
+    /// A prompt, and an answer that is the target.
     Answer { prompt: String, completion: String },
-    /// A conversation, of which the turns of the assistant are to be predicted.
+    /// A conversation; the messages of the assistant are targets.
     Messages(Vec<Message>),
 }
 
-/// Where an item stands.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct Place<'a> {
-    pub(crate) path: &'a Path,
-    /// What is counted, such as lines.
-    unit: &'static str,
-    /// From 1.
-    n: u64,
-}
-
-impl Place<'static> {
-    /// Returns the place of a text that the program makes itself.
-    pub(crate) fn of_text(n: u64) -> Self {
-        Self { path: Path::new("the stories"), unit: "text", n }
-    }
-}
-
-impl fmt::Display for Place<'_> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{} {} of {}", self.unit, self.n, self.path.display())
-    }
-}
-
-/// The items of the content of the file at `path`: lines if its name ends in `.jsonl`, and else
-/// paragraphs, with the ends of lines of Unix. What is blank is none.
+/// Returns the items of the file at `path`: lines if its name ends in `.jsonl`, and paragraphs
+/// otherwise, with `\n` at the ends of their lines. Blank ones are skipped.
 ///
 /// # Errors
 ///
-/// With its place, if a line is no item, or one of another kind than the first.
-pub(crate) fn items<'a>(path: &'a Path, content: &str) -> Result<Vec<(Place<'a>, Item)>> {
+/// [`ExampleError::Line`] if a line is not an item, [`ExampleError::KindMismatch`] if it is of another
+/// kind than the first.
+pub(crate) fn items(path: &Path, content: &str) -> Result<Vec<(SourceLocation, Item)>> {
     if is_of_lines(path) {
         return lines(path, content);
     }
-    // With those of Windows, no line would seem blank.
+    // With `\r`, no line would be blank.
     let content = content.replace("\r\n", "\n");
     let paragraphs = (1..).zip(content.split("\n\n")).filter(|(_, text)| !text.trim().is_empty());
     let item = |(n, text): (u64, &str)| {
-        (Place { path, unit: "paragraph", n }, Item::Text(text.trim_matches('\n').to_owned()))
+        let text = text.trim_matches('\n').to_owned();
+        (SourceLocation::new(path, "paragraph", n), Item::Text(text))
     };
     Ok(paragraphs.map(item).collect())
 }
 
-/// Whether the lines of a file are its items.
+/// Returns true if the lines of a file are its items.
 pub(crate) fn is_of_lines(path: &Path) -> bool {
     path.extension().is_some_and(|extension| extension == "jsonl")
 }
 
-fn lines<'a>(path: &'a Path, content: &str) -> Result<Vec<(Place<'a>, Item)>> {
-    let mut items: Vec<(Place<'_>, Item)> = Vec::new();
-    for (n, line) in (1..).zip(content.lines()) {
+fn lines(path: &Path, content: &str) -> Result<Vec<(SourceLocation, Item)>> {
+    let mut items: Vec<(SourceLocation, Item)> = Vec::new();
+    for (number, line) in (1..).zip(content.lines()) {
         if line.trim().is_empty() {
             continue;
         }
-        let place = Place { path, unit: "line", n };
-        let item = Item::parse(line).map_err(|fault| {
-            let shown = input::excerpt(line);
-            Error::usage(format!("{place} {fault}: {shown}")).hinted(hint::EXAMPLE_LINES)
-        })?;
+        let location = SourceLocation::new(path, "line", number);
+        let item = match Item::parse(line) {
+            Ok(item) => item,
+            Err(reason) => {
+                return Err(ExampleError::Line { location, reason, line: line.into() }.into());
+            }
+        };
         if let Some((first, other)) = items.first()
             && other.kind() != item.kind()
         {
-            let (kind, before) = (item.kind(), other.kind());
-            let mixed = format!("{place} holds {kind}, and line {} {before}", first.n);
-            return Err(Error::usage(mixed).hinted(hint::MIXED));
+            let (kind, expected) = (item.kind(), other.kind());
+            let first = first.number;
+            return Err(ExampleError::KindMismatch { location, kind, first, expected }.into());
         }
-        items.push((place, item));
+        items.push((location, item));
     }
     Ok(items)
 }
 
-/// The fields of the kinds of items. A line with fields of two kinds is none.
+/// The fields of the kinds of items. A line with fields of two kinds is invalid.
 const TEXT: &str = "text";
 const PROMPT: &str = "prompt";
 const COMPLETION: &str = "completion";
 const MESSAGES: &str = "messages";
 
-/// What a conversation may say of tools: a line, and a message. Templates write it, but are not given
-/// it here, so that another text would be learnt from.
+/// The fields of tools, in a line and in a message. Templates write tools, but do not get them here,
+/// so the model would learn another text.
 const TOOLS: &str = "tools";
 const TOOL_CALLS: &str = "tool_calls";
 
 impl Item {
-    /// The item of a line, or what is wrong with it.
+    /// Returns the item of a line, or the fault.
     fn parse(line: &str) -> Result<Self, String> {
         match serde_json::from_str(line).map_err(|fault| format!("is no JSON ({fault})"))? {
             Value::String(text) => Ok(Self::Text(text)),
@@ -125,7 +108,7 @@ impl Item {
             }
             (false, false, true) => {
                 check_tools(TOOLS, fields.get(TOOLS))?;
-                messages(fields.remove(MESSAGES)).map(Self::Messages)
+                messages(fields[MESSAGES].take()).map(Self::Messages)
             }
             (false, false, false) => {
                 Err("has no text, no prompt and completion, and no messages".into())
@@ -134,7 +117,7 @@ impl Item {
         }
     }
 
-    /// What it is, in words.
+    /// Returns the kind in words.
     fn kind(&self) -> &'static str {
         match self {
             Self::Text(_) => "a text",
@@ -152,7 +135,7 @@ fn string(fields: &mut Map<String, Value>, name: &str) -> Result<String, String>
     }
 }
 
-/// Refuses tools, unless there are none.
+/// Rejects a list of tools, unless it is empty.
 fn check_tools(name: &str, tools: Option<&Value>) -> Result<(), String> {
     match tools {
         None | Some(Value::Null) => Ok(()),
@@ -161,12 +144,12 @@ fn check_tools(name: &str, tools: Option<&Value>) -> Result<(), String> {
     }
 }
 
-/// The turns of a conversation, of which the assistant has some.
-fn messages(value: Option<Value>) -> Result<Vec<Message>, String> {
-    for message in value.iter().filter_map(Value::as_array).flatten() {
+/// Returns the messages of a conversation, at least one of them of the assistant.
+fn messages(value: Value) -> Result<Vec<Message>, String> {
+    for message in value.as_array().into_iter().flatten() {
         check_tools(TOOL_CALLS, message.get(TOOL_CALLS))?;
     }
-    let messages: Vec<Message> = serde_json::from_value(value.unwrap_or_default())
+    let messages: Vec<Message> = serde_json::from_value(value)
         .map_err(|fault| format!("has messages that have no role and content ({fault})"))?;
     let mut answers = messages.iter().filter(|message| message.is_answer()).peekable();
     if answers.peek().is_none() {

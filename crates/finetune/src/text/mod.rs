@@ -1,67 +1,8 @@
-//! Models and texts of Hugging Face: a folder with a model and its tokenizer, the examples that it
-//! learns from, and what it writes.
+//! Texts as tokens: tokenizers, chat templates, and the examples that a model learns from.
 
 pub(crate) mod byte_tokenizer;
 pub(crate) mod chat;
 pub(crate) mod examples;
-pub(crate) mod files;
-pub(crate) mod folder;
-pub(crate) mod lines;
+mod lines;
+pub(crate) mod stories;
 pub(crate) mod tokenizer;
-
-#[cfg(test)]
-pub(crate) mod golden {
-    //! Folders with what transformers computes for them.
-
-    use std::{fs, path::PathBuf};
-
-    use serde_json::Value;
-
-    use super::folder::Folder;
-
-    pub(crate) const MODELS: [&str; 4] = ["llama", "llama3", "qwen2", "mistral"];
-
-    pub(crate) fn path(model: &str) -> PathBuf {
-        let package = PathBuf::from(env!("CARGO_MANIFEST_DIR"));
-        package.join("../candle-distributed/tests/golden").join(model)
-    }
-
-    pub(crate) fn folder(model: &str) -> Folder {
-        Folder::open(&path(model)).unwrap()
-    }
-
-    /// A JSON file of the folder.
-    pub(crate) fn json(model: &str, name: &str) -> Value {
-        serde_json::from_str(&fs::read_to_string(path(model).join(name)).unwrap()).unwrap()
-    }
-
-    /// What transformers makes of conversations.
-    pub(crate) fn chat() -> Value {
-        let path = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("tests/golden/chat.json");
-        serde_json::from_str(&fs::read_to_string(path).unwrap()).unwrap()
-    }
-
-    pub(crate) fn ids(value: &Value) -> Vec<u32> {
-        serde_json::from_value(value.clone()).unwrap()
-    }
-
-    /// A copy of the folder, of which a JSON file is changed.
-    pub(crate) fn changed(
-        model: &str,
-        name: &str,
-        change: impl FnOnce(&mut Value),
-    ) -> tempfile::TempDir {
-        let copy = tempfile::tempdir().unwrap();
-        for entry in fs::read_dir(path(model)).unwrap() {
-            let entry = entry.unwrap();
-            if entry.file_type().unwrap().is_dir() {
-                continue;
-            }
-            fs::copy(entry.path(), copy.path().join(entry.file_name())).unwrap();
-        }
-        let mut value = json(model, name);
-        change(&mut value);
-        fs::write(copy.path().join(name), value.to_string()).unwrap();
-        copy
-    }
-}

@@ -3,7 +3,7 @@
 //! A model with few parameters learns to write such text in a minute, as Eldan and Li found
 //! (*Tiny Stories*, arXiv 2305.07759), and a reader or the grammar can tell how well it does.
 
-use candle_distributed::types::Seed;
+use core_types::Seed;
 
 /// The number of stories, of about 310 bytes each: a short run reads few of them twice.
 const N_STORIES: u64 = 2300;

@@ -1,31 +1,30 @@
-//! The tokens of a text, as `tokenizer.json` and the files beside it say.
+//! The tokenizer of a folder: `tokenizer.json` and the files beside it.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
-    fmt::Display,
+    io,
     ops::Range,
     panic::{self, AssertUnwindSafe},
     path::{Path, PathBuf},
 };
 
-use candle_distributed::types::human::Printable;
+use core_types::Fingerprint;
 use serde::{Deserialize, de::DeserializeOwned};
 use tokenizers::{Encoding, ModelWrapper};
 
 use crate::{
-    error::{Error, Result},
-    hf::{
+    error::{Error, Result, tokenizer::TokenizerError},
+    files,
+    text::{
         byte_tokenizer,
         chat::{ChatTemplate, Message},
-        files::{self, refused},
     },
-    hint, input,
 };
 
 /// The description of the tokenizer itself.
 pub(crate) const FILE: &str = "tokenizer.json";
 
-/// What stands beside it.
+/// The files beside it.
 const CONFIG: &str = "tokenizer_config.json";
 const SPECIAL_TOKENS: &str = "special_tokens_map.json";
 const GENERATION: &str = "generation_config.json";
@@ -34,59 +33,56 @@ const CHAT_TEMPLATE: &str = "chat_template.jinja";
 /// Files of older tokenizers, which some programs read in place of `tokenizer.json`.
 const OLDER: [&str; 4] = ["added_tokens.json", "vocab.json", "merges.txt", "tokenizer.model"];
 
-/// What makes tokens of texts, and texts of tokens.
+/// The tokenizer of a model, with its chat template if it has one.
 #[derive(Debug)]
-pub(crate) struct Tokenizer {
+pub struct Tokenizer {
     inner: tokenizers::Tokenizer,
-    /// The folder, by which errors name it.
+    /// Folder, for errors.
     path: PathBuf,
-    /// The files by name, as another folder with this tokenizer has them.
+    /// Contents of its files by name.
     files: BTreeMap<String, Vec<u8>>,
-    /// The token that ends a text.
+    /// Token that ends a text.
     end: u32,
-    /// Those at which a model has ended one.
+    /// All tokens at which a model ends a text.
     ends: BTreeSet<u32>,
     chat: Option<ChatTemplate>,
 }
 
-/// Tokens, and which of them are to be predicted.
+/// Tokens, and the targets among them.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Answered {
     pub(crate) ids: Vec<u32>,
-    /// Where the answers are in `ids`, in order.
+    /// Ranges of targets in `ids`, in order.
     pub(crate) answers: Vec<Range<usize>>,
 }
 
 impl Tokenizer {
-    /// The tokenizer of a folder, for a model that has so many tokens.
+    /// Opens the tokenizer of a folder, for a model with so many tokens.
     ///
     /// # Errors
     ///
-    /// If a file cannot be read or is none of its kind, if a token has a number that the model does
-    /// not have, or if no token ends a text.
+    /// [`Error::Tokenizer`] if a file is damaged, if a token is not in the vocabulary of the model, or
+    /// if no token ends a text.
     pub(crate) fn open(folder: &Path, config: &str, vocab_size: usize) -> Result<Self> {
         let mut files = BTreeMap::new();
         for name in [FILE, CONFIG, SPECIAL_TOKENS, GENERATION, CHAT_TEMPLATE].iter().chain(&OLDER) {
-            if let Some(bytes) = input::read_if_there(&folder.join(name))? {
+            if let Some(bytes) = files::read_if_there(&folder.join(name))? {
                 files.insert((*name).to_owned(), bytes);
             }
         }
         Self::of_files(folder, files, &Ids::read(folder, config)?, vocab_size)
     }
 
-    /// The tokenizer of a folder that has none: a token for each byte, and the one that ends a text.
+    /// Makes the tokenizer of a folder without one: a token for each byte, and one that ends a text.
     ///
     /// # Errors
     ///
-    /// If `config.json` names no such token beyond the bytes.
+    /// [`TokenizerError::NoByteEnd`] if `config.json` names no token beyond the bytes.
     pub(crate) fn bytes(folder: &Path, config: &str, vocab_size: usize) -> Result<Self> {
         let ids = Ids::read(folder, config)?;
-        let config = folder.join(files::CONFIG);
         let end = ids.eos_token_id.clone().into_iter().flat_map(OneOrMore::into_vec).next();
         let Some(end) = end.filter(|&end| end >= byte_tokenizer::N_BYTES) else {
-            let none = "without a tokenizer.json the tokens are bytes, and eos_token_id must be one \
-                        beyond them, such as 256";
-            return Err(refused(&config, none).hinted(hint::HF_FOLDER));
+            return Err(TokenizerError::NoByteEnd { path: folder.join(files::CONFIG) }.into());
         };
         let tokenizer = byte_tokenizer::tokenizer_json(end);
         let config = byte_tokenizer::tokenizer_config_json();
@@ -109,19 +105,19 @@ impl Tokenizer {
         Ok(Self { inner, path: folder.to_owned(), files, end, ends, chat })
     }
 
-    /// Whether a model that writes this token has ended its text: there may be several such.
+    /// Returns true if a model that writes this token has ended its text: there may be several.
     pub(crate) fn is_end(&self, id: u32) -> bool {
         self.ends.contains(&id)
     }
 
-    /// The tokens of a text that begins here and is continued: with those that the tokenizer sets
-    /// before it, such as the token of a beginning, but without an end that it sets after it. An end
-    /// that is in the text itself stays.
+    /// Returns the tokens of a text that a model continues: with those that the tokenizer sets before
+    /// it, such as a token for the beginning, and without an end that it sets after it. An end in the
+    /// text itself stays.
     ///
     /// # Errors
     ///
-    /// If the tokenizer has none for it.
-    pub(crate) fn begin(&self, text: &str) -> Result<Vec<u32>> {
+    /// [`TokenizerError::Broken`] if the tokenizer cannot encode it.
+    pub fn begin(&self, text: &str) -> Result<Vec<u32>> {
         let mut ids = self.encode(text, true)?.get_ids().to_vec();
         if let [before @ .., last] = &ids[..]
             && *last == self.end
@@ -134,7 +130,7 @@ impl Tokenizer {
         Ok(ids)
     }
 
-    /// The tokens of a text alone.
+    /// Returns the tokens of a text alone.
     ///
     /// # Errors
     ///
@@ -143,7 +139,7 @@ impl Tokenizer {
         self.encode(text, false).map(|encoding| encoding.get_ids().to_vec())
     }
 
-    /// All of a text, all of which is to be predicted, with its end.
+    /// Returns the tokens of a text with its end; all are targets.
     ///
     /// # Errors
     ///
@@ -158,8 +154,8 @@ impl Tokenizer {
         Ok(Answered { ids, answers: vec![all] })
     }
 
-    /// An answer, which alone is to be predicted, to a prompt. Both are made tokens apart from each
-    /// other, as a model that has written nothing yet gets its prompt, and the answer is ended.
+    /// Returns the tokens of a prompt and an answer with its end; the answer is the target. Both are
+    /// encoded separately, as a model gets its prompt before it has written a token.
     ///
     /// # Errors
     ///
@@ -173,47 +169,57 @@ impl Tokenizer {
         Ok(Answered { ids, answers: vec![answer] })
     }
 
-    /// A conversation by the chat template, whose turns of the assistant are to be predicted.
+    /// Returns the tokens of a conversation by the chat template; the assistant's messages are targets.
     ///
     /// # Errors
     ///
-    /// If there is no template, if it fails, or if it does not append one turn to the others.
+    /// [`TokenizerError::NoChatTemplate`], [`TokenizerError::Rendering`] or
+    /// [`TokenizerError::Rewrites`].
     pub(crate) fn conversation(&self, messages: &[Message]) -> Result<Answered> {
         let rendered = self.chat()?.conversation(messages)?;
-        // The template writes what is set around a text.
+        // The template writes the tokens around a text itself.
         let encoding = self.encode(&rendered.text, false)?;
         let answers = rendered.answers.iter().map(|bytes| tokens_of(bytes, &encoding)).collect();
         Ok(Answered { ids: encoding.get_ids().to_vec(), answers })
     }
 
-    /// The tokens after which the assistant answers a conversation.
+    /// Returns the tokens after which the assistant answers a conversation.
     ///
     /// # Errors
     ///
-    /// If there is no template, or if it fails.
-    pub(crate) fn prompt(&self, messages: &[Message]) -> Result<Vec<u32>> {
+    /// [`TokenizerError::NoChatTemplate`] without a chat template, [`TokenizerError::Rendering`] if
+    /// it fails.
+    pub fn prompt(&self, messages: &[Message]) -> Result<Vec<u32>> {
         self.encode_plain(&self.chat()?.render(messages, true)?)
     }
 
-    /// The text of some tokens, with or without those that stand for no text.
+    /// Returns the text of some tokens, with or without special ones.
     ///
     /// # Errors
     ///
-    /// If the tokenizer cannot write them.
-    pub(crate) fn decode(&self, ids: &[u32], with_special: bool) -> Result<String> {
+    /// [`TokenizerError::Broken`] if the tokenizer cannot write them.
+    pub fn decode(&self, ids: &[u32], with_special: bool) -> Result<String> {
         guarded(&self.path, || self.inner.decode(ids, !with_special))
     }
 
-    /// The files by name, as another folder with this tokenizer has them.
-    pub(crate) fn files(&self) -> &BTreeMap<String, Vec<u8>> {
+    /// Returns the contents of the files that another folder with this tokenizer has, by name.
+    pub fn files(&self) -> &BTreeMap<String, Vec<u8>> {
         &self.files
     }
 
+    /// Returns a fingerprint of the files, in hexadecimal digits.
+    pub fn fingerprint(&self) -> String {
+        let mut fingerprint = Fingerprint::new();
+        for (name, content) in &self.files {
+            fingerprint.write_bytes(name.as_bytes());
+            fingerprint.write_bytes(content);
+        }
+        fingerprint.to_string()
+    }
+
     fn chat(&self) -> Result<&ChatTemplate> {
-        self.chat.as_ref().ok_or_else(|| {
-            let none = format!("{} has no chat template for messages", self.path.display());
-            Error::usage(none).hinted(hint::NO_CHAT_TEMPLATE)
-        })
+        let missing = || TokenizerError::NoChatTemplate { path: self.path.clone() };
+        self.chat.as_ref().ok_or_else(|| missing().into())
     }
 
     fn encode(&self, text: &str, with_added: bool) -> Result<Encoding> {
@@ -221,52 +227,46 @@ impl Tokenizer {
     }
 }
 
-/// The tokenizer itself.
+/// Reads the tokenizer itself.
 fn inner(folder: &Path, files: &BTreeMap<String, Vec<u8>>) -> Result<tokenizers::Tokenizer> {
     let Some(bytes) = files.get(FILE) else {
-        let none = format!("{} has no {FILE}", folder.display());
-        return Err(Error::usage(none).hinted(hint::NO_TOKENIZER));
+        return Err(TokenizerError::Missing { path: folder.into() }.into());
     };
     let mut inner = guarded(folder, || tokenizers::Tokenizer::from_bytes(bytes))?;
     if let ModelWrapper::BPE(model) = inner.get_model()
         && let Some(dropout) = model.dropout.filter(|&dropout| dropout > 0.)
     {
-        let random = format!("its dropout {dropout} gives other tokens each time, it must be null");
-        return Err(refused(&folder.join(FILE), random));
+        return Err(TokenizerError::Dropout { path: folder.join(FILE), dropout }.into());
     }
-    // Those of whoever wrote the file last: a text has all its tokens, and no others.
+    // A file may have padding and truncation, which change the tokens of a text.
     inner.with_padding(None);
     guarded(folder, || inner.with_truncation(None).map(drop))?;
     Ok(inner)
 }
 
-/// What the library makes of a folder's tokenizer. Where the parts of a file do not fit together, it
-/// fails or panics.
+/// Calls the library, which fails or panics if the parts of a file do not fit together.
 fn guarded<T>(folder: &Path, work: impl FnOnce() -> tokenizers::Result<T>) -> Result<T> {
-    let refused = |fault: &dyn Display| refused(&folder.join(FILE), fault).hinted(hint::NOT_WHOLE);
-    match panic::catch_unwind(AssertUnwindSafe(work)) {
-        Ok(done) => done.map_err(|fault| refused(&fault)),
-        Err(_) => Err(refused(&"its parts do not fit together")),
-    }
+    let reason = match panic::catch_unwind(AssertUnwindSafe(work)) {
+        Ok(Ok(done)) => return Ok(done),
+        Ok(Err(fault)) => fault.to_string(),
+        Err(_) => String::from("its parts do not fit together"),
+    };
+    Err(TokenizerError::Broken { path: folder.join(FILE), reason }.into())
 }
 
-/// Refuses tokens that the model does not know.
+/// Checks that the model has all tokens.
 fn check_vocabulary(folder: &Path, inner: &tokenizers::Tokenizer, vocab_size: usize) -> Result<()> {
     let last = inner.get_vocab(true).into_iter().max_by_key(|(_, id)| *id);
     match last.filter(|&(_, id)| id as usize >= vocab_size) {
         None => Ok(()),
         Some((token, id)) => {
-            let token = Printable(format!("{token:?}"));
-            Err(refused(
-                &folder.join(FILE),
-                format!("its token {token} has number {id}, and the model has {vocab_size} tokens"),
-            )
-            .hinted(hint::OTHER_VOCABULARY))
+            let path = folder.join(FILE);
+            Err(TokenizerError::VocabularyMismatch { path, token, id, vocab_size }.into())
         }
     }
 }
 
-/// The tokens with a meaning, by the names that chat templates give them.
+/// Special tokens, by the names that chat templates give them.
 #[derive(Debug, Default, Deserialize)]
 struct SpecialTokens {
     bos_token: Option<TokenText>,
@@ -284,7 +284,7 @@ enum TokenText {
     Described { content: String },
 }
 
-/// The template of chats, alone or among others.
+/// One chat template, or several with names.
 #[derive(Clone, Debug, Deserialize)]
 #[serde(untagged)]
 enum Templates {
@@ -298,7 +298,7 @@ struct NamedTemplate {
     template: String,
 }
 
-/// What `config.json` and `generation_config.json` say of tokens.
+/// The tokens in `config.json` and `generation_config.json`.
 #[derive(Clone, Debug, Default, Deserialize)]
 struct Ids {
     eos_token_id: Option<OneOrMore>,
@@ -312,11 +312,13 @@ enum OneOrMore {
 }
 
 impl Ids {
-    /// Reads those of the `config.json` of a folder.
+    /// Reads the `config.json` of a folder.
     fn read(folder: &Path, config: &str) -> Result<Self> {
-        let what = "the properties of a model";
-        serde_json::from_str(config)
-            .map_err(|source| Error::json(folder.join(files::CONFIG), what, source))
+        serde_json::from_str(config).map_err(|cause| Error::Json {
+            path: folder.join(files::CONFIG),
+            expected: "the properties of a model",
+            cause,
+        })
     }
 }
 
@@ -338,7 +340,7 @@ impl TokenText {
 }
 
 impl SpecialTokens {
-    /// Those of `tokenizer_config.json`, and of the older file what it does not say.
+    /// Reads `tokenizer_config.json`, and an older file for missing fields.
     fn read(folder: &Path, files: &BTreeMap<String, Vec<u8>>) -> Result<Self> {
         let newer: Self = read_part(folder, files, CONFIG)?;
         let older: Self = read_part(folder, files, SPECIAL_TOKENS)?;
@@ -351,7 +353,7 @@ impl SpecialTokens {
         })
     }
 
-    /// Those that are there, by name.
+    /// Returns the tokens by name.
     fn by_name(&self) -> BTreeMap<&'static str, String> {
         let all = [
             ("bos_token", &self.bos_token),
@@ -363,8 +365,8 @@ impl SpecialTokens {
         there.map(|(name, token)| (name, token.text().to_owned())).collect()
     }
 
-    /// The token that ends a text, and all at which a model has ended it: the tokenizer's own comes
-    /// first, since it is what the model was trained with.
+    /// Returns the token that ends a text, and all at which a model ends it. The tokenizer's own comes
+    /// first, because the model was trained with it.
     fn ends(
         &self,
         folder: &Path,
@@ -375,24 +377,24 @@ impl SpecialTokens {
         let mut ends = Vec::new();
         if let Some(token) = &self.eos_token {
             let text = token.text();
-            let unknown = || refused(folder, format!("eos_token {text:?} is not in {FILE}"));
+            let unknown =
+                || TokenizerError::UnknownEnd { path: folder.into(), token: text.to_owned() };
             ends.push(inner.token_to_id(text).ok_or_else(unknown)?);
         }
         let of_generation: Ids = read_part(folder, files, GENERATION)?;
         let more = [of_model.clone(), of_generation].into_iter().filter_map(|ids| ids.eos_token_id);
         ends.extend(more.flat_map(OneOrMore::into_vec));
         let Some(&first) = ends.first() else {
-            let none = format!("no token of {} ends a text", folder.display());
-            return Err(Error::usage(none).hinted(hint::NO_END));
+            return Err(TokenizerError::NoEnd { path: folder.into() }.into());
         };
-        if let Some(id) = ends.iter().find(|&&id| inner.id_to_token(id).is_none()) {
-            return Err(refused(folder, format!("eos_token_id {id} is not in {FILE}")));
+        if let Some(&id) = ends.iter().find(|&&id| inner.id_to_token(id).is_none()) {
+            return Err(TokenizerError::UnknownEndId { path: folder.into(), id }.into());
         }
         Ok((first, ends.into_iter().collect()))
     }
 }
 
-/// The template of chats, if there is one; its own file comes first.
+/// Returns the chat template, if there is one; its own file comes first.
 fn chat_template(
     folder: &Path,
     files: &BTreeMap<String, Vec<u8>>,
@@ -400,15 +402,16 @@ fn chat_template(
 ) -> Result<Option<ChatTemplate>> {
     let (name, source) = match (files.get(CHAT_TEMPLATE), &special.chat_template) {
         (Some(bytes), _) => {
-            let text = std::str::from_utf8(bytes);
-            let text = text.map_err(|fault| refused(&folder.join(CHAT_TEMPLATE), fault))?;
+            let text = std::str::from_utf8(bytes).map_err(|fault| {
+                let cause = io::Error::new(io::ErrorKind::InvalidData, fault);
+                Error::io(folder.join(CHAT_TEMPLATE), cause)
+            })?;
             (CHAT_TEMPLATE, text.to_owned())
         }
         (None, Some(Templates::One(text))) => (CONFIG, text.clone()),
         (None, Some(Templates::Named(all))) => {
             let Some(default) = all.iter().find(|template| template.name == "default") else {
-                let fault = "none of its chat templates is named \"default\"";
-                return Err(refused(&folder.join(CONFIG), fault));
+                return Err(TokenizerError::NoDefaultTemplate { path: folder.join(CONFIG) }.into());
             };
             (CONFIG, default.template.clone())
         }
@@ -417,21 +420,24 @@ fn chat_template(
     ChatTemplate::new(folder.join(name), source, special.by_name()).map(Some)
 }
 
-/// The content of a file that need not be there.
+/// Reads a file that may be missing.
 fn read_part<T: Default + DeserializeOwned>(
     folder: &Path,
     files: &BTreeMap<String, Vec<u8>>,
     name: &'static str,
 ) -> Result<T> {
     let Some(bytes) = files.get(name) else { return Ok(T::default()) };
-    serde_json::from_slice(bytes)
-        .map_err(|source| Error::json(folder.join(name), "what a tokenizer needs", source))
+    serde_json::from_slice(bytes).map_err(|cause| Error::Json {
+        path: folder.join(name),
+        expected: "what a tokenizer needs",
+        cause,
+    })
 }
 
-/// The tokens that begin within these bytes of a text.
+/// Returns the tokens that begin within these bytes of a text.
 ///
-/// One that begins before them and ends within is none that a model writes: its prompt has other
-/// tokens there.
+/// A token that begins before them and ends within does not count: a model never writes it, because
+/// its prompt has other tokens there.
 fn tokens_of(bytes: &Range<usize>, encoding: &Encoding) -> Range<usize> {
     let starts = encoding.get_offsets().iter().map(|(start, _)| *start);
     let start = starts.clone().take_while(|&start| start < bytes.start).count();
@@ -446,7 +452,7 @@ mod tests {
     use serde_json::{Value, json};
 
     use super::*;
-    use crate::hf::golden;
+    use crate::golden;
 
     fn open_sized(folder: &Path, vocab_size: usize) -> Result<Tokenizer> {
         let config = std::fs::read_to_string(folder.join(files::CONFIG)).unwrap();
@@ -583,7 +589,7 @@ mod tests {
         });
         fs::write(copy.path().join("config.json"), "{}").unwrap();
         let fault = open(copy.path()).unwrap_err();
-        assert!(fault.to_string().contains("no token of ") && fault.hint().is_some(), "{fault}");
+        assert!(matches!(fault, Error::Tokenizer(TokenizerError::NoEnd { .. })), "{fault}");
         let fault = refusal("llama", "tokenizer_config.json", |config| {
             config["eos_token"] = "<end>".into();
         });

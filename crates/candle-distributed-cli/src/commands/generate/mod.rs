@@ -10,17 +10,16 @@ use std::{
 use candle_core::Tensor;
 use candle_distributed::{
     checkpoint::{TensorFile, TensorInfo},
-    types::Seed,
+    finetune::{self, Generated, Message, Prompt, run::open_generator},
 };
 use clap::value_parser;
 use serde::Serialize;
 
 use crate::{
     error::{Error, Result},
-    generation::{self, Length, Prompt, Sampling, Written},
     help::examples,
-    hf::chat::Message,
     output::{self, Format},
+    sampling::SamplingArgs,
 };
 
 /// Let a model write: from a Hugging Face folder (Llama, Qwen 2, Mistral), or one that `train` wrote.
@@ -60,7 +59,7 @@ pub(crate) struct Args {
     #[arg(long, value_name = "FILE")]
     logits: Option<PathBuf>,
     #[command(flatten)]
-    sampling: Sampling,
+    sampling: SamplingArgs,
     /// Seed of the choices of --temperature
     #[arg(long, value_name = "SEED", requires = "temperature", default_value_t = 0)]
     seed: u64,
@@ -74,23 +73,24 @@ pub(crate) struct Args {
 struct Answer {
     format_version: u32,
     #[serde(flatten)]
-    written: Written,
+    generated: Generated,
 }
 
 pub(crate) fn run(args: &Args) -> Result<()> {
-    let mut chooser = args.sampling.chooser(Seed::new(args.seed))?;
-    let writer = generation::open(&args.folder, args.adapter.as_deref())?;
+    let mut options = args.sampling.generation(args.seed).with_max_tokens(args.max_tokens as usize);
+    options.ignore_end = args.ignore_eos;
+    options.check().map_err(finetune::Error::from)?;
+    let generator = open_generator(&args.folder, args.adapter.as_deref())?;
     args.check_logits()?;
     let messages = args.messages();
     let prompt = if args.chat { Prompt::Messages(&messages) } else { Prompt::Text(&args.prompt) };
-    let length = Length { max_tokens: args.max_tokens as usize, ignore_end: args.ignore_eos };
-    let written = writer.write(prompt, length, &mut chooser)?;
+    let generated = generator.generate(prompt, &options)?;
     if let Some(file) = &args.logits {
-        write_logits(file, &writer.all_logits(&written)?)?;
+        write_logits(file, &generator.logits(&generated)?)?;
     }
     match args.format {
-        Format::Text => output::text(|out| writeln!(out, "{}", written.text)),
-        Format::Json => output::json(&Answer { format_version: 1, written }),
+        Format::Text => output::text(|out| writeln!(out, "{}", generated.text)),
+        Format::Json => output::json(&Answer { format_version: 1, generated }),
     }
 }
 

@@ -7,6 +7,7 @@ pub(crate) mod svg;
 use std::io::{self, Write};
 
 use candle_distributed::{
+    finetune::cost::Strategy,
     plan::{
         self, ParameterInfo, ShardingPlan,
         report::{PlanDiff, PlanReport},
@@ -22,8 +23,7 @@ pub(crate) use self::args::Args;
 use self::args::FormatArg;
 use crate::{
     error::{Error, Result},
-    output,
-    strategy::{self, Strategy},
+    output, strategy,
 };
 
 /// The JSON result; text and drawing show parts of it.

@@ -7,13 +7,14 @@ use std::{
 };
 
 use candle_distributed::{
+    finetune::run::model_folder,
     plan::{self, ParameterInfo, ShardingPlan, source, support},
     types::human::Printable,
 };
 
 use crate::{
     error::{Error, ErrorKind, Result, WithHint},
-    generation, hint, input,
+    hint, input,
 };
 
 const SINGLE_FILE: &str = "model.safetensors";
@@ -30,7 +31,7 @@ pub(crate) fn read(path: &Path) -> Result<Vec<ParameterInfo>> {
 
 fn read_by_name(path: &Path) -> Result<Vec<ParameterInfo>> {
     if path.is_dir() {
-        let path = generation::model_folder(path)?;
+        let path = model_folder(path)?;
         let index = path.join(INDEX);
         return if index.exists() {
             read_index(&index)

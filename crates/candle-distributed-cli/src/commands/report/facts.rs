@@ -4,6 +4,12 @@ use std::path::{Path, PathBuf};
 
 use candle_distributed::{
     batch::{Batch, PaddingReport},
+    finetune::{
+        cost::{ModelBytes, Workload, cost_model, plan},
+        run::{self, ValidationPoint, validations},
+        spec::{Session, Spec},
+        support,
+    },
     plan::{ParameterInfo, ShardingPlan, cost::PlanCost},
     train::Metrics,
     types::{Seed, WorldSize},
@@ -11,22 +17,14 @@ use candle_distributed::{
 
 use crate::{
     error::{Error, Result},
-    hint, input,
-    train::{
-        measured::{self, Comparison},
-        memory::Work,
-        run_dir,
-        session::Session,
-        settings::Settings,
-        sharding::{self, Needs},
-        validation::{self, Validated},
-    },
+    hint,
+    train::measured::{self, Comparison},
 };
 
 /// A run.
 pub(super) struct Facts {
     pub(super) path: PathBuf,
-    pub(super) settings: Settings,
+    pub(super) settings: Spec,
     pub(super) metrics: Metrics,
     pub(super) is_complete: bool,
     /// The steps after which the checkpoints were written that are still there.
@@ -38,7 +36,7 @@ pub(super) struct Facts {
     /// known.
     pub(super) comparison: Option<Comparison>,
     /// What validations have found, if there were some.
-    pub(super) held_out: Vec<Validated>,
+    pub(super) held_out: Vec<ValidationPoint>,
     /// A text that the model wrote, if the run has one.
     pub(super) sample: Option<String>,
 }
@@ -48,7 +46,7 @@ pub(super) struct Sharding {
     pub(super) parameters: Vec<ParameterInfo>,
     pub(super) plan: ShardingPlan,
     pub(super) cost: PlanCost,
-    pub(super) needs: Needs,
+    pub(super) needs: ModelBytes,
 }
 
 /// The text, and the batches of the first epoch.
@@ -64,18 +62,18 @@ pub(super) struct Reading {
 impl Facts {
     /// The facts of the run in the folder `path`.
     pub(super) fn read(path: &Path) -> Result<Self> {
-        let settings = Settings::read(path)?.ok_or_else(|| {
+        let settings = Spec::read(path)?.ok_or_else(|| {
             let no_run = Error::usage(format!("{} does not hold a run", path.display()));
             no_run.hinted(hint::RUN)
         })?;
-        let is_complete = run_dir::is_complete(path, &settings)?;
+        let is_complete = run::is_complete(path, &settings)?;
         let sharding = Sharding::of(&settings)?;
         let reading = Reading::of(&settings)?;
         Ok(Self {
-            metrics: run_dir::metrics(path)?,
-            checkpoints: run_dir::checkpoints(path, &settings).steps()?,
+            metrics: run::metrics(path)?,
+            checkpoints: run::checkpoints(path, &settings).steps()?,
             comparison: comparison(&settings, &sharding, reading.as_ref().ok())?,
-            held_out: validation::found_in(path, settings.steps)?,
+            held_out: validations(path, settings.steps)?,
             sample: sample(path)?,
             sharding,
             reading,
@@ -102,7 +100,7 @@ fn sample(run: &Path) -> Result<Option<String>> {
     /// Some pages of a book.
     const MOST: usize = 10_000;
 
-    let Some(bytes) = input::read_if_there(&run_dir::sample_in(run))? else { return Ok(None) };
+    let Some(bytes) = support::read_if_there(&run::sample_in(run))? else { return Ok(None) };
     let text = String::from_utf8_lossy(&bytes);
     let shown = |char: char| match char {
         '\n' | '\t' => char.to_string(),
@@ -119,7 +117,7 @@ fn sample(run: &Path) -> Result<Option<String>> {
 }
 
 fn comparison(
-    settings: &Settings,
+    settings: &Spec,
     sharding: &Sharding,
     reading: Option<&Reading>,
 ) -> Result<Option<Comparison>> {
@@ -129,7 +127,7 @@ fn comparison(
     else {
         return Ok(None);
     };
-    let work = Work {
+    let work = Workload {
         check: false,
         sizes: settings.trained_model()?.sizes(),
         precision: settings.recipe.precision(),
@@ -143,7 +141,7 @@ fn comparison(
         base_bytes,
     };
     Ok(Some(Comparison {
-        memory: work.predicted()?,
+        memory: work.predict()?,
         peak_bytes: session.peak_bytes,
         on_processors: session.on_processors,
         planned: measured::planned(&work)?,
@@ -152,21 +150,21 @@ fn comparison(
 }
 
 impl Sharding {
-    fn of(settings: &Settings) -> Result<Self> {
+    fn of(settings: &Spec) -> Result<Self> {
         let parameters = settings.trained_model()?.parameters()?;
         let session = settings.session();
         let world_size = WorldSize::new(session.world_size)?;
-        let plan = sharding::plan(session.sharding.as_ref(), &parameters, world_size)?;
-        let cost = plan
-            .cost(&sharding::cost_model(session.sharding.as_ref(), settings.recipe.precision()))?;
-        let needs = Needs::of(&parameters, &cost, session.sharding.is_some())?;
+        let plan = plan(session.sharding.as_ref(), &parameters, world_size)?;
+        let cost =
+            plan.cost(&cost_model(session.sharding.as_ref(), settings.recipe.precision()))?;
+        let needs = ModelBytes::new(&parameters, &cost, session.sharding.is_some())?;
         Ok(Self { parameters, plan, cost, needs })
     }
 }
 
 impl Reading {
     /// The batches of a run, if its text is still there and unchanged.
-    fn of(settings: &Settings) -> Result<Result<Self, String>> {
+    fn of(settings: &Spec) -> Result<Result<Self, String>> {
         let name = match &settings.data {
             None => String::from("the stories of this program"),
             Some(path) => format!("the text in {}", path.display()),
@@ -188,8 +186,8 @@ impl Reading {
 }
 
 /// Returns the fingerprint of what a run learns from, and the lengths of its sequences.
-fn fingerprint_and_lengths(settings: &Settings) -> Result<(String, Vec<u64>)> {
-    let Settings { finetune, data, seed, .. } = settings;
+fn fingerprint_and_lengths(settings: &Spec) -> Result<(String, Vec<u64>)> {
+    let Spec { finetune, data, seed, .. } = settings;
     let folder = finetune.open_folder()?;
     let (fingerprint, examples, _) =
         finetune.examples(&folder, data.as_deref(), Seed::new(*seed))?;

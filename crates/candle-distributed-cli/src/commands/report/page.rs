@@ -2,6 +2,12 @@
 
 use candle_distributed::{
     batch::DynamicBatchStrategy,
+    finetune::{
+        cost::{self, Keep},
+        data::{BUCKET_WIDTH, Batching},
+        run::{ValidationPoint, best_validation},
+        spec::Session,
+    },
     plan::cost::RankCost,
     train::StepMetrics,
     types::{
@@ -21,12 +27,7 @@ use crate::{
     error::Result,
     train::{
         curve,
-        data::{BUCKET_WIDTH, Batching},
-        measured::{Comparison, MEMORY_HEADS, TRAFFIC_HEADS},
-        memory::Memory,
-        session::Session,
-        sharding,
-        validation::{self, Validated},
+        measured::{Comparison, MEMORY_HEADS, PeakMemory, TRAFFIC_HEADS},
     },
 };
 
@@ -181,11 +182,11 @@ fn of_session(session: &Session) -> String {
 }
 
 /// How a session was sharded, after its devices.
-fn how_sharded(sharding: &sharding::Sharding) -> String {
+fn how_sharded(sharding: &cost::Sharding) -> String {
     let keep = match sharding.keep {
-        sharding::Keep::Inputs => "inputs",
-        sharding::Keep::Graph => "graphs",
-        sharding::Keep::Gathered => "parameters",
+        Keep::Inputs => "inputs",
+        Keep::Graph => "graphs",
+        Keep::Gathered => "parameters",
     };
     let strategy = sharding.strategy.name();
     let of_copies = match sharding.replicas {
@@ -231,8 +232,8 @@ fn training(facts: &Facts) -> Result<Markup> {
 
 /// Where the loss of the examples that were held out was least, if some were.
 fn least_of_held_out(facts: &Facts) -> String {
-    validation::best(&facts.held_out).map_or(String::new(), |least| {
-        let Validated { step, loss, .. } = least;
+    best_validation(&facts.held_out).map_or(String::new(), |least| {
+        let ValidationPoint { step, loss, .. } = least;
         format!(" Of the examples that were held out it was least after step {step}: {loss:.3}.")
     })
 }
@@ -243,7 +244,7 @@ fn plan(facts: &Facts) -> Result<Markup> {
 
 fn sharded(facts: &Facts) -> Result<Markup> {
     let Sharding { parameters, plan, cost, needs } = &facts.sharding;
-    let memory = Memory::of(facts.session(), *needs);
+    let memory = PeakMemory::new(facts.session(), *needs);
     let heads = ["ranks", "owned", "stored", "gradients", "optimizer", "total", "peak"];
     let of_parameters: Vec<Vec<String>> = parameters
         .iter()

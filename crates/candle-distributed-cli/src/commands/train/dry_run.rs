@@ -3,6 +3,7 @@
 use std::{path::Path, sync::Arc};
 
 use candle_distributed::{
+    finetune::cost::Workload,
     mesh::DeviceMesh,
     train::{Checkpoints, peak_bytes},
 };
@@ -13,7 +14,6 @@ use crate::{
     error::Result,
     train::{
         measured::{self, Comparison},
-        memory::Work,
         trainer::{self, Job},
     },
 };
@@ -52,7 +52,7 @@ impl Args {
         // What is there before training differs from process to process.
         let base_bytes = largest_bytes(mesh, beginning.base_bytes)?.unwrap_or(0);
         let comparison = Comparison {
-            memory: Work { base_bytes, ..work }.predicted_of_largest()?,
+            memory: Workload { base_bytes, ..work }.predict_largest()?,
             peak_bytes: largest_bytes(mesh, peak_bytes())?,
             on_processors: self.devices.is_cpu(),
             planned: measured::planned(&work)?,

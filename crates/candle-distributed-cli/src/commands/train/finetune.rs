@@ -2,18 +2,17 @@
 
 use std::path::{Path, PathBuf};
 
+use candle_distributed::finetune::{
+    Folder, Overlong,
+    data::Rows,
+    run::model_folder,
+    spec::{RunInputs, Spec, Validation},
+};
+
 use crate::{
     error::{Error, Result},
-    generation,
     help::typed,
-    hf::{examples::Overlong, folder::Folder},
-    train::{
-        built_in::{self, Sizes},
-        finetune::{
-            Finetune, Rows, Validation, config_of, tokenizer_fingerprint, weights_fingerprint,
-        },
-        settings::Settings,
-    },
+    train::built_in::{self, Sizes},
 };
 
 /// Which model learns, and how its texts become batches.
@@ -56,9 +55,9 @@ impl FinetuneArgs {
     /// run that is resumed.
     pub(super) fn asked(
         &self,
-        known: Option<&Settings>,
+        known: Option<&Spec>,
         inputs: &Inputs<'_>,
-    ) -> Result<(Folder, Finetune)> {
+    ) -> Result<(Folder, RunInputs)> {
         if let Some(known) = known {
             return self.again(&known.finetune);
         }
@@ -71,21 +70,21 @@ impl FinetuneArgs {
         }
     }
 
-    fn of_folder(&self, model: &Path, inputs: &Inputs<'_>) -> Result<(Folder, Finetune)> {
+    fn of_folder(&self, model: &Path, inputs: &Inputs<'_>) -> Result<(Folder, RunInputs)> {
         if model.to_str().is_none() {
             return Err(Error::usage(format!(
                 "--model {} is not UTF-8, and run.json cannot name it",
                 model.display()
             )));
         }
-        let path = generation::model_folder(model)?;
+        let path = model_folder(model)?;
         let folder = Folder::open(&path)?;
         let weights = match self.init {
             Some(_) => None,
-            None => weights_fingerprint(&folder)?,
+            None => Some(folder.weights_fingerprint()?),
         };
         let context = checked_context(&folder, inputs.context)?;
-        let finetune = Finetune {
+        let finetune = RunInputs {
             folder: Some(path),
             weights,
             init: self.init,
@@ -96,11 +95,11 @@ impl FinetuneArgs {
     }
 
     /// The model of this program, with random weights.
-    fn of_program(&self, inputs: &Inputs<'_>) -> Result<(Folder, Finetune)> {
+    fn of_program(&self, inputs: &Inputs<'_>) -> Result<(Folder, RunInputs)> {
         let config = built_in::config(inputs.sizes, inputs.context)?;
-        let folder = Folder::of_config(config.to_string())?;
+        let folder = Folder::from_config(config.to_string())?;
         let context = checked_context(&folder, inputs.context)?;
-        let finetune = Finetune {
+        let finetune = RunInputs {
             init: Some(self.init.unwrap_or(inputs.seed)),
             merge: true,
             ..self.new_run(&folder, context, Overlong::Split)?
@@ -109,15 +108,15 @@ impl FinetuneArgs {
     }
 
     /// What does not depend on where the model comes from.
-    fn new_run(&self, folder: &Folder, context: usize, overlong: Overlong) -> Result<Finetune> {
-        Ok(Finetune {
+    fn new_run(&self, folder: &Folder, context: usize, overlong: Overlong) -> Result<RunInputs> {
+        Ok(RunInputs {
             folder: None,
-            config: config_of(folder)?,
+            config: folder.config()?,
             weights: None,
             init: None,
-            tokenizer: tokenizer_fingerprint(folder),
+            tokenizer: folder.tokenizer().fingerprint(),
             context,
-            rows: self.rows.unwrap_or_default(),
+            rows: self.rows.unwrap_or(Rows::Padded),
             overlong: self.overlong.unwrap_or(overlong),
             batch_size: self.batch_size,
             validation: self.validation()?,
@@ -126,7 +125,7 @@ impl FinetuneArgs {
     }
 
     /// The same of a run that is resumed, where its folder is now.
-    fn again(&self, known: &Finetune) -> Result<(Folder, Finetune)> {
+    fn again(&self, known: &RunInputs) -> Result<(Folder, RunInputs)> {
         let words = |asked: Option<u64>| asked.map(|asked| asked.to_string());
         let fraction = |validation: Option<Validation>| {
             validation.map(|validation| validation.fraction.to_string())
@@ -147,7 +146,7 @@ impl FinetuneArgs {
         let mut known = known.clone();
         match (&self.model, &known.folder) {
             (Some(model), None) => agrees("model", Some(&model.to_string_lossy()), None)?,
-            (Some(model), Some(_)) => known.folder = Some(generation::model_folder(model)?),
+            (Some(model), Some(_)) => known.folder = Some(model_folder(model)?),
             (None, _) => {}
         }
         let folder = known.open_folder()?;
@@ -175,7 +174,7 @@ pub(super) struct Inputs<'a> {
 
 impl Inputs<'_> {
     /// Checks that the sizes are those of a run that is resumed.
-    pub(super) fn agree_with(&self, known: &Finetune) -> Result<()> {
+    pub(super) fn agree_with(&self, known: &RunInputs) -> Result<()> {
         let context = self.context.map(|context| context.to_string());
         agrees("context", context.as_deref(), Some(&known.context.to_string()))?;
         let own = known.folder.is_none().then_some(&known.config);

@@ -11,6 +11,12 @@ use std::path::{Path, PathBuf};
 use candle_core::Device;
 use candle_distributed::{
     batch::Batch,
+    finetune::{
+        cost::{ModelBytes, Workload, cost_model, plan},
+        data::Model,
+        run::{self, RunFolder},
+        spec::{Recipe, Session},
+    },
     mesh::DeviceMesh,
     plan::{ParameterInfo, report::PlanReport},
     types::Rank,
@@ -32,12 +38,6 @@ use crate::{
         agreement,
         built_in::Sizes,
         journal::Journal,
-        memory::Work,
-        model::Model,
-        recipe::Recipe,
-        run_dir::{self, RunDir},
-        session::Session,
-        sharding::{self, Needs},
         stop,
         trainer::{self, Job},
     },
@@ -182,7 +182,7 @@ impl Args {
             checkpoint_every: self.checkpoint_every,
             check: self.check,
             path: &path,
-            checkpoints: &run_dir::checkpoints(&path, &settings),
+            checkpoints: &run::checkpoints(&path, &settings),
             from: from.as_ref(),
             stop: stop::flag(),
         };
@@ -216,7 +216,7 @@ impl Args {
         let model = beginning.settings.trained_model()?;
         let parameters = model.parameters()?;
         let work = work_of(beginning, &model, &parameters, &steps, place, self.check);
-        work.too_large_to_write(self.limit(place).as_ref())
+        Ok(work.too_large_to_generate(self.limit(place).as_ref())?)
     }
 
     /// Says what the run starts with, and opens its folder.
@@ -225,12 +225,12 @@ impl Args {
         let first = job.first_step();
         let session = session(job, place, base_bytes);
         let settings = job.settings.clone().with_session(session);
-        let run_dir = if self.resume {
-            RunDir::resume(job.path, &settings, first)?
+        let folder = if self.resume {
+            RunFolder::resume(job.path, &settings, first)?
         } else {
-            RunDir::create(job.path, &settings)?
+            RunFolder::create(job.path, &settings)?
         };
-        Ok(Journal::new(first, job.settings.steps, run_dir, needs))
+        Ok(Journal::new(first, job.settings.steps, folder, needs))
     }
 
     /// The options to type again when the run is resumed, so that it does what it would have done,
@@ -256,8 +256,8 @@ impl Args {
             return Ok(out.clone());
         }
         let is_first = mesh.is_first_process();
-        let number = if is_first { run_dir::claim_number()? } else { 0 };
-        Ok(run_dir::numbered(trainer::largest(mesh, number)?))
+        let number = if is_first { run::claim_number()? } else { 0 };
+        Ok(run::numbered(trainer::largest(mesh, number)?))
     }
 
     /// The folder of the run to resume.
@@ -274,8 +274,8 @@ fn work_of<'a>(
     steps: &'a [Vec<Batch>],
     place: Place,
     check: bool,
-) -> Work<'a> {
-    Work {
+) -> Workload<'a> {
+    Workload {
         sizes: model.sizes(),
         precision: beginning.settings.recipe.precision(),
         parameters,
@@ -310,16 +310,13 @@ fn session(job: &Job<'_>, place: Place, base_bytes: Option<u64>) -> Session {
     }
 }
 
-/// Prints what each rank holds, or would hold if the parameters were sharded, and how an epoch is
-/// batched; returns what the model needs.
-fn announce(job: &Job<'_>, place: Place) -> Result<Needs> {
+/// Prints what each rank of a sharded run holds, and how an epoch is batched; returns what the model
+/// needs.
+fn announce(job: &Job<'_>, place: Place) -> Result<ModelBytes> {
     let parameters = job.settings.trained_model()?.parameters()?;
-    let plan = sharding::plan(job.sharding, &parameters, place.placement.world_size())?;
-    let report = PlanReport::new(
-        &plan,
-        &sharding::cost_model(job.sharding, job.settings.recipe.precision()),
-        None,
-    )?;
+    let plan = plan(job.sharding, &parameters, place.placement.world_size())?;
+    let report =
+        PlanReport::new(&plan, &cost_model(job.sharding, job.settings.recipe.precision()), None)?;
     let (first_epoch, _) = job.schedule.first_epoch()?;
     let first = job.first_step();
     let steps = job.settings.steps;
@@ -327,12 +324,14 @@ fn announce(job: &Job<'_>, place: Place) -> Result<Needs> {
         if first > 0 {
             writeln!(out, "resuming after step {first} of {steps}")?;
         }
-        writeln!(out, "{report}")?;
+        if job.sharding.is_some() {
+            writeln!(out, "{report}")?;
+        }
         let rules = job.sharding.and_then(|sharding| sharding.strategy.matches(&parameters));
         rules.map_or(Ok(()), |rules| strategy::write_matches(&rules, out))?;
         writeln!(out, "each epoch: {first_epoch}")
     })?;
-    Needs::of(&parameters, report.cost(), job.sharding.is_some())
+    Ok(ModelBytes::new(&parameters, report.cost(), job.sharding.is_some())?)
 }
 
 #[cfg(test)]

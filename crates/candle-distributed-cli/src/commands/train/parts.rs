@@ -1,6 +1,7 @@
 //! The options of `train` for a model in parts.
 
 use candle_distributed::{
+    finetune::cost::{Keep, Sharding},
     mesh::{DeviceMesh, DeviceMeshBuilder},
     types::WorldSize,
 };
@@ -9,7 +10,6 @@ use crate::{
     error::{Error, Result},
     help,
     strategy::StrategyArgs,
-    train::sharding::{Keep, Sharding},
 };
 
 /// How the model is sharded, if it is.
@@ -49,7 +49,7 @@ impl ShardingArgs {
         }
         Ok(Some(Sharding {
             strategy,
-            keep: self.keep.unwrap_or_default(),
+            keep: self.keep.unwrap_or(Keep::Inputs),
             replicas,
             prefetch: self.prefetch.unwrap_or(0),
             optimizer_in_backward: self.optimizer_in_backward,

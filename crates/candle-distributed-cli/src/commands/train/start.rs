@@ -9,8 +9,16 @@ use std::{
 
 use candle_distributed::{
     batch::Batch,
+    finetune::{
+        self, Examples, Folder, Overlong,
+        cost::{MemoryLimit, Sharding, machine_bytes, system_limits},
+        data::{BatchSchedule, DataSet, default_max_tokens},
+        models::Precision,
+        run::{self, ResumePoint, RunSnapshot, ValidationSet},
+        spec::{self, FORMAT_VERSION, RunInputs, Spec},
+    },
     mesh::DeviceMesh,
-    train::peak_bytes,
+    train::{self, CheckpointError, peak_bytes},
     types::{
         Seed, WorldSize,
         human::{HumanBytes, HumanCount},
@@ -26,27 +34,12 @@ use crate::{
     devices::Place,
     error::{Error, ErrorKind, Result},
     help::typed,
-    hf::{
-        examples::{Examples, Overlong},
-        folder::Folder,
-    },
     hint, output,
-    train::{
-        agreement,
-        data::{self, Schedule},
-        dataset::DataSet,
-        finetune::Finetune,
-        limits::{self, Limit},
-        precision::Precision,
-        resumed::Resumed,
-        run_dir::{self, Seen},
-        settings::{self, FORMAT_VERSION, Settings},
-        sharding::Sharding,
-        validation::HeldOut,
-    },
+    train::agreement,
 };
 
 const DEFAULT_STEPS: u64 = 300;
+const DEFAULT_SEED: u64 = 0;
 
 /// How a run starts.
 #[derive(Debug)]
@@ -59,18 +52,18 @@ pub(super) enum Start {
 /// What a run that trains starts with.
 #[derive(Debug)]
 pub(super) struct Beginning {
-    pub(super) settings: Settings,
+    pub(super) settings: Spec,
     /// How the model is sharded; every device has all of it if there is nothing here.
     pub(super) sharding: Option<Sharding>,
     pub(super) data: Arc<DataSet>,
-    pub(super) schedule: Schedule,
+    pub(super) schedule: BatchSchedule,
     /// Examples by which it is seen how much was learnt.
-    pub(super) held_out: Option<HeldOut>,
+    pub(super) held_out: Option<ValidationSet>,
     /// The folder of the model.
     pub(super) folder: Folder,
-    pub(super) from: Option<Resumed>,
+    pub(super) from: Option<ResumePoint>,
     /// The run to resume, as it was before any of it was read.
-    pub(super) seen: Option<Seen>,
+    pub(super) seen: Option<RunSnapshot>,
     /// What the process takes now, if the system says so.
     pub(super) base_bytes: Option<u64>,
 }
@@ -79,7 +72,7 @@ impl Beginning {
     /// The batches of the steps of an epoch, and of a validation if there are some.
     pub(super) fn steps(&self) -> Result<Vec<Vec<Batch>>> {
         let (_, mut steps) = self.schedule.first_epoch()?;
-        steps.extend(self.held_out.iter().flat_map(HeldOut::steps).cloned());
+        steps.extend(self.held_out.iter().flat_map(ValidationSet::steps).cloned());
         Ok(steps)
     }
 
@@ -99,7 +92,7 @@ impl Beginning {
     /// Refuses adapters of weights that are halves on every device: the sum of both would be rounded
     /// to a half, and what an adapter adds is often less than that.
     fn check_adapters(&self) -> Result<()> {
-        let Settings { recipe, .. } = &self.settings;
+        let Spec { recipe, .. } = &self.settings;
         if recipe.lora.is_none() || recipe.precision() == Precision::F32 || self.sharding.is_some()
         {
             return Ok(());
@@ -112,7 +105,7 @@ impl Beginning {
     /// Refuses a checkpoint that holds halves for a model in parts, which keeps single precision,
     /// and the other way round.
     fn check_precision(&self) -> Result<()> {
-        let Settings { recipe, sessions, .. } = &self.settings;
+        let Spec { recipe, sessions, .. } = &self.settings;
         let (Some(last), Some(_)) = (sessions.last(), &self.from) else { return Ok(()) };
         let is_sharded = self.sharding.is_some();
         if recipe.precision() == Precision::F32 || last.sharding.is_some() == is_sharded {
@@ -143,17 +136,17 @@ impl Args {
         let mut known = None;
         let mut seen = None;
         if let Some(path) = self.resumed() {
-            seen = Some(Seen::in_folder(path)?);
-            known = Settings::read(path)?;
+            seen = Some(RunSnapshot::take(path)?);
+            known = Spec::read(path)?;
         } else if let Some(out) = &self.out {
-            run_dir::refuse_contents(out)?;
+            run::check_empty(out)?;
         }
         if let Some(known) = &known {
             self.agrees_with(known)?;
         }
         // Before the text is read: a complete run needs none.
         if let (Some(path), Some(known)) = (self.resumed(), &known)
-            && run_dir::is_complete(path, known)?
+            && run::is_complete(path, known)?
         {
             return Ok(Start::Complete(path.into()));
         }
@@ -172,7 +165,7 @@ impl Args {
         Ok(Start::Train(Box::new(beginning)))
     }
 
-    fn beginning(&self, known: Option<Settings>, world_size: WorldSize) -> Result<Beginning> {
+    fn beginning(&self, known: Option<Spec>, world_size: WorldSize) -> Result<Beginning> {
         let is_known = known.is_some();
         let text = self.text(known.as_ref(), world_size)?;
         let settings = self.settings(known, &text, world_size)?;
@@ -180,13 +173,14 @@ impl Args {
         let validation = settings.finetune.validation;
         let held_out = match (held_out, validation) {
             (Some(read), Some(validation)) => {
-                Some(HeldOut::new(read, &settings, validation.every)?)
+                Some(ValidationSet::new(read, &settings, validation.every)?)
             }
             (None | Some(_), None | Some(_)) => None,
         };
         let mut from = None;
         if let Some(path) = self.resumed() {
-            from = Resumed::latest(&run_dir::checkpoints(path, &settings), settings.steps)?;
+            let checkpoints = run::checkpoints(path, &settings);
+            from = ResumePoint::latest(&checkpoints, settings.steps).map_err(unreadable)?;
             if !is_known {
                 refuse_unknown(path)?;
             }
@@ -212,9 +206,9 @@ impl Args {
     }
 
     /// What the run learns from.
-    fn text(&self, known: Option<&Settings>, world_size: WorldSize) -> Result<Text> {
+    fn text(&self, known: Option<&Spec>, world_size: WorldSize) -> Result<Text> {
         let data = self.data.clone().or_else(|| known?.data.clone());
-        let seed = known.map_or(self.seed.unwrap_or(0), |known| known.seed);
+        let seed = known.map_or(self.seed.unwrap_or(DEFAULT_SEED), |known| known.seed);
         let inputs = self.inputs(seed);
         let (folder, finetune) = self.finetune.asked(known, &inputs)?;
         if data.is_none() && finetune.folder.is_some() {
@@ -234,14 +228,14 @@ impl Args {
         };
         let data_set = |examples| {
             let devices = world_size.as_usize();
-            DataSet { examples, rows: finetune.rows, devices }
+            DataSet::new(examples, finetune.rows, devices)
         };
         let (read, held_out) = (data_set(train), held_out.map(data_set));
         Ok(Text { data, read, held_out, fingerprint, finetune, folder })
     }
 
     /// Checks that the arguments do not contradict those that the run started with.
-    fn agrees_with(&self, known: &Settings) -> Result<()> {
+    fn agrees_with(&self, known: &Spec) -> Result<()> {
         self.inputs(known.seed).agree_with(&known.finetune)?;
         let options = [
             ("steps", self.steps, known.steps),
@@ -260,12 +254,7 @@ impl Args {
     }
 
     /// The settings of the run: those that it started with, if it is resumed.
-    fn settings(
-        &self,
-        known: Option<Settings>,
-        read: &Text,
-        world_size: WorldSize,
-    ) -> Result<Settings> {
+    fn settings(&self, known: Option<Spec>, read: &Text, world_size: WorldSize) -> Result<Spec> {
         let Text { data, fingerprint: text, finetune, .. } = read;
         if let Some(path) = data.as_ref().filter(|path| path.to_str().is_none()) {
             return Err(Error::usage(format!(
@@ -281,7 +270,7 @@ impl Args {
             Some(known) => known,
             None => self.new_settings(read, world_size)?,
         };
-        let settings = Settings {
+        let settings = Spec {
             data: data.clone(),
             // Its folder may have moved.
             finetune: finetune.clone(),
@@ -295,7 +284,7 @@ impl Args {
     }
 
     /// The settings of a new run.
-    fn new_settings(&self, read: &Text, world_size: WorldSize) -> Result<Settings> {
+    fn new_settings(&self, read: &Text, world_size: WorldSize) -> Result<Spec> {
         let steps = self.steps.unwrap_or(DEFAULT_STEPS);
         if steps == 0 {
             return Err(Error::usage("--steps 0 trains nothing, it must be at least 1"));
@@ -303,9 +292,9 @@ impl Args {
         self.recipe.check(steps)?;
         let finetune = &read.finetune;
         let recipe = self.recipe.clone().with_defaults(steps, finetune.folder.is_none());
-        let settings = Settings {
+        let settings = Spec {
             format_version: FORMAT_VERSION,
-            seed: self.seed.unwrap_or(0),
+            seed: self.seed.unwrap_or(DEFAULT_SEED),
             steps,
             data: None,
             text: read.fingerprint.clone(),
@@ -323,11 +312,11 @@ impl Args {
     }
 
     /// The most tokens of a step: those that are asked for, if the longest sequence fits.
-    fn checked_max_tokens(&self, finetune: &Finetune, world_size: WorldSize) -> Result<u64> {
+    fn checked_max_tokens(&self, finetune: &RunInputs, world_size: WorldSize) -> Result<u64> {
         let longest = finetune.context;
         let of_sequences = finetune.batch_size.map(|n| n.saturating_mul(longest as u64));
         match self.max_tokens.or(of_sequences) {
-            None => Ok(data::max_tokens(world_size, longest)),
+            None => Ok(default_max_tokens(world_size, longest)),
             Some(asked) if asked >= longest as u64 => Ok(asked),
             Some(asked) => {
                 let small = format!("--max-tokens is {asked}, must be at least {longest}");
@@ -337,12 +326,12 @@ impl Args {
     }
 
     /// The least of the limits of this process's memory, if there is one.
-    pub(super) fn limit(&self, place: Place) -> Option<Limit> {
+    pub(super) fn limit(&self, place: Place) -> Option<MemoryLimit> {
         let limits = match self.memory_limit {
-            Some(bytes) => vec![Limit::of_process(bytes, "--memory-limit")],
-            None => limits::of_system(place.processes_here()),
+            Some(bytes) => vec![MemoryLimit::for_process(bytes, "--memory-limit")],
+            None => system_limits(place.processes_here()),
         };
-        limits.into_iter().min_by_key(Limit::share)
+        limits.into_iter().min_by_key(MemoryLimit::share)
     }
 
     /// Checks that the memory that this process will probably take is there.
@@ -351,7 +340,7 @@ impl Args {
         let model = beginning.settings.trained_model()?;
         let parameters = model.parameters()?;
         let work = work_of(beginning, &model, &parameters, &steps, place, self.check);
-        let needed = work.predicted()?.total();
+        let needed = work.predict()?.total();
         tracing::info!("this process will take about {}", HumanBytes(needed.into()));
         if let Some(limit) = self.limit(place)
             && limit.share() < needed
@@ -362,7 +351,7 @@ impl Args {
         }
         // What the system does then, it does not say: it may have room elsewhere.
         let together = needed.saturating_mul(place.processes_here());
-        if let Some(bytes) = limits::of_machine().filter(|&bytes| bytes < together) {
+        if let Some(bytes) = machine_bytes().filter(|&bytes| bytes < together) {
             output::warning(format_args!(
                 "the run will take about {} on this machine, which has {}",
                 HumanBytes(together.into()),
@@ -379,7 +368,7 @@ impl Args {
             Ok(Start::Complete(_)) => return vec!["finds the run complete".into()],
             Ok(Start::Train(beginning)) => beginning,
         };
-        let Settings { seed, steps, text, max_tokens, allow_non_finite, finetune, recipe, .. } =
+        let Spec { seed, steps, text, max_tokens, allow_non_finite, finetune, recipe, .. } =
             &beginning.settings;
         let out = self.out.as_deref().map_or("a new folder".into(), Path::to_string_lossy);
         let first = beginning.from.as_ref().map_or(0, |from| from.checkpoint.step());
@@ -413,12 +402,12 @@ struct Text {
     held_out: Option<DataSet>,
     /// That of all of it, in hexadecimal digits.
     fingerprint: String,
-    finetune: Finetune,
+    finetune: RunInputs,
     folder: Folder,
 }
 
 /// Says how many texts are cut off or left out.
-fn say_overlong(examples: &Examples, finetune: &Finetune) {
+fn say_overlong(examples: &Examples, finetune: &RunInputs) {
     let n_overlong = examples.n_overlong();
     // Nothing is lost of those that are split.
     if n_overlong > 0 && finetune.overlong != Overlong::Split {
@@ -434,26 +423,37 @@ fn say_overlong(examples: &Examples, finetune: &Finetune) {
 /// Says which files of a folder may not be meant as examples, or cannot be.
 fn say_files(examples: &Examples) {
     let files = examples.files();
-    if files.n_skipped > 0 {
-        let skipped = HumanCount(files.n_skipped.into()).with_noun("file");
+    if files.skipped > 0 {
+        let skipped = HumanCount(files.skipped.into()).with_noun("file");
         output::warning(format_args!("{skipped} of --data skipped, as not UTF-8"));
     }
-    if files.n_of_lines > 0 && files.n_of_texts > 0 {
-        let texts = HumanCount(files.n_of_texts.into()).with_noun("file");
+    if files.of_lines > 0 && files.of_texts > 0 {
+        let texts = HumanCount(files.of_texts.into()).with_noun("file");
         output::warning(format_args!(
             "{texts} of --data beside those of lines: every paragraph there is an example"
         ));
     }
 }
 
+/// Adds advice if the latest checkpoint cannot be read at all: one that is damaged is skipped.
+fn unreadable(error: finetune::Error) -> Error {
+    let error = Error::from(error);
+    match &*error.kind {
+        ErrorKind::Training(train::Error::Checkpoint(
+            CheckpointError::Io { .. } | CheckpointError::Header { .. },
+        )) => error.hinted(hint::UNREADABLE),
+        _ => error,
+    }
+}
+
 /// Refuses a folder that holds parts of a run without its settings.
 fn refuse_unknown(path: &Path) -> Result<()> {
-    let found = run_dir::contents(path)?;
+    let found = run::contents(path)?;
     if found.is_empty() {
         return Ok(());
     }
     // It was not there when it was read: another program has just started the run.
-    if found.contains(&settings::FILE) {
+    if found.contains(&spec::FILE) {
         return Err(agreement::went_on(path));
     }
     let lacks = format!("{} holds {}, but no run.json", path.display(), found.join(" and "));

@@ -2,16 +2,23 @@
 
 use std::path::Path;
 
-use candle_distributed::types::{Seed, human::HumanBytes};
+use candle_distributed::{
+    finetune::{
+        self, Folder, Prompt,
+        data::DataSet,
+        run::{open_generator, sample_in},
+        spec::Spec,
+    },
+    types::human::HumanBytes,
+};
 
 use crate::{
-    commands::train::start::Beginning,
-    error::Result,
-    generation::{self, Length, Prompt, Sampling},
-    hf::folder::Folder,
-    hint, output,
-    train::{dataset::DataSet, run_dir, settings::Settings},
+    commands::train::start::Beginning, error::Result, hint, output, sampling::SamplingArgs,
 };
+
+/// The most new tokens, as many as are read at a glance, of a model with words and of one with bytes.
+const MOST_TOKENS: usize = 64;
+const MOST_BYTES: usize = 320;
 
 /// From what text the model writes on, and how.
 #[derive(Clone, Debug, clap::Args)]
@@ -25,7 +32,7 @@ pub(super) struct WritingArgs {
     #[arg(long, conflicts_with_all = ["prompt", "dry_run"])]
     no_sample: bool,
     #[command(flatten)]
-    sampling: Sampling,
+    sampling: SamplingArgs,
 }
 
 impl WritingArgs {
@@ -41,9 +48,10 @@ impl WritingArgs {
     pub(super) fn check(&self, beginning: &Beginning) -> Result<()> {
         let Some(prompt) = &self.prompt else { return Ok(()) };
         let Beginning { settings, folder, .. } = beginning;
-        self.sampling.chooser(Seed::new(settings.seed))?;
+        self.sampling.generation(settings.seed).check().map_err(finetune::Error::from)?;
         let context = settings.trained_model()?.context();
-        Prompt::Text(prompt).ids(folder.tokenizer(), context).map(drop)
+        Prompt::Text(prompt).ids(folder.tokenizer(), context)?;
+        Ok(())
     }
 
     /// The text that the model writes on from, if there is one.
@@ -56,7 +64,7 @@ impl WritingArgs {
         if let Some(prompt) = &self.prompt {
             return Ok(Some(prompt.clone()));
         }
-        let first = folder.tokenizer().decode(&data.beginning(N_TOKENS), false)?;
+        let first = folder.tokenizer().decode(&data.first_tokens(N_TOKENS), false)?;
         // A character that is cut through is none.
         let whole = first.trim_end_matches(char::REPLACEMENT_CHARACTER);
         Ok((!whole.is_empty()).then(|| whole.to_owned()))
@@ -64,7 +72,7 @@ impl WritingArgs {
 
     /// Prints what the model of the run that has ended in `path` writes, and keeps it for its report.
     /// The run is complete, whatever becomes of that.
-    pub(super) fn write(&self, path: &Path, prompt: &str, settings: &Settings) -> Result<()> {
+    pub(super) fn write(&self, path: &Path, prompt: &str, settings: &Spec) -> Result<()> {
         match self.written(path, prompt, settings) {
             Ok(text) => output::text(|out| writeln!(out, "the model writes:\n{text}")),
             Err(error) => {
@@ -74,15 +82,12 @@ impl WritingArgs {
         }
     }
 
-    fn written(&self, path: &Path, prompt: &str, settings: &Settings) -> Result<String> {
-        let mut chooser = self.sampling.chooser(Seed::new(settings.seed))?;
-        let model = generation::open(path, None)?;
-        let length = match settings.finetune.folder {
-            Some(_) => Length::GLANCE,
-            None => Length::GLANCE_OF_BYTES,
-        };
-        let text = model.write(Prompt::Text(prompt), length, &mut chooser)?.text;
-        output::file(&run_dir::sample_in(path), text.as_bytes())?;
+    fn written(&self, path: &Path, prompt: &str, settings: &Spec) -> Result<String> {
+        let generator = open_generator(path, None)?;
+        let most = if settings.finetune.folder.is_some() { MOST_TOKENS } else { MOST_BYTES };
+        let options = self.sampling.generation(settings.seed).with_max_tokens(most);
+        let text = generator.generate(Prompt::Text(prompt), &options)?.text;
+        output::file(&sample_in(path), text.as_bytes())?;
         Ok(text)
     }
 }
@@ -103,7 +108,8 @@ mod tests {
 
     #[test]
     fn a_run_that_writes_nothing_is_resumed_to_write_nothing() {
-        let nothing = WritingArgs { prompt: None, no_sample: true, sampling: Sampling::default() };
+        let nothing =
+            WritingArgs { prompt: None, no_sample: true, sampling: SamplingArgs::default() };
         assert_eq!(nothing.typed(), " --no-sample");
     }
 }

@@ -1,7 +1,7 @@
 //! What a `config.json` says, and what it cannot.
 
 use candle_core::DType;
-use candle_distributed::models::{Llama, LlamaConfig, ModelError, RopeScaling};
+use finetune::models::{Llama, LlamaConfig, ModelError, RopeScaling};
 use serde_json::{Value, json};
 
 use crate::models::golden::{Golden, MODELS};

@@ -3,11 +3,9 @@
 use std::{collections::BTreeMap, fs, path::PathBuf};
 
 use candle_core::{DType, Device, Tensor, Var, safetensors};
-use candle_distributed::{
-    models::{Llama, LlamaConfig},
-    train::Units,
-};
 use candle_nn::VarBuilder;
+use dist_train::Units;
+use finetune::models::{Llama, LlamaConfig};
 use serde_json::Value;
 
 pub(crate) const MODELS: [&str; 4] = ["llama", "llama3", "qwen2", "mistral"];

@@ -3,11 +3,9 @@
 use std::sync::Arc;
 
 use candle_core::{IndexOp, Tensor, Var};
-use candle_distributed::{
-    mesh::{DeviceMesh, Replica},
-    models::Tokens,
-    train::value_and_grad,
-};
+use dist_train::value_and_grad;
+use finetune::models::Tokens;
+use pmap_mesh::{DeviceMesh, Replica};
 use serde_json::Value;
 
 use crate::models::golden::{Golden, MODELS, distance, ids, labels};

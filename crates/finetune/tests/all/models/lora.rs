@@ -3,12 +3,10 @@
 use std::{collections::BTreeMap, path::Path};
 
 use candle_core::{Device, IndexOp, Tensor, Var, safetensors};
-use candle_distributed::{
-    mesh::{DeviceMesh, Uneven},
-    models::{Llama, Tokens},
-    plan::strategy::{Full, Layout},
-    train::{DataParallel, FullyShard, Lora, Units},
-};
+use dist_train::{DataParallel, FullyShard, Lora, Units};
+use finetune::models::{Llama, Tokens};
+use fsdp_plan::strategy::{Full, Layout};
+use pmap_mesh::{DeviceMesh, Uneven};
 use tempfile::TempDir;
 
 use crate::models::{

@@ -3,14 +3,12 @@
 use std::f64::consts::PI;
 
 use candle_core::{DType, Tensor};
-use candle_distributed::{
-    mesh::{DeviceMesh, Replica, Uneven},
-    models::{Llama, Tokens},
-    plan::strategy::{Full, Layout},
-    train::{AdamW, DataParallel, FullyShard, Group, Keep, Loss, Units},
-    types::Seed,
-};
 use candle_nn::{Optimizer, ParamsAdamW};
+use core_types::Seed;
+use dist_train::{AdamW, DataParallel, FullyShard, Group, Keep, Loss, Units};
+use finetune::models::{Llama, Tokens};
+use fsdp_plan::strategy::{Full, Layout};
+use pmap_mesh::{DeviceMesh, Replica, Uneven};
 use serde_json::Value;
 
 use crate::models::golden::{Golden, MODELS, ids, labels};

@@ -1,13 +1,14 @@
 //! The type in which a model computes.
 
 use candle_core::DType;
-use clap::ValueEnum;
 use serde::{Deserialize, Serialize};
 
-/// The types in which a model may compute.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ValueEnum)]
+/// The type in which a model computes.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "clap", derive(clap::ValueEnum))]
 #[serde(rename_all = "lowercase")]
-pub(crate) enum Precision {
+#[non_exhaustive]
+pub enum Precision {
     /// Single precision
     #[default]
     F32,
@@ -16,14 +17,15 @@ pub(crate) enum Precision {
 }
 
 impl Precision {
-    pub(crate) fn dtype(self) -> DType {
+    /// Returns candle's type.
+    pub fn dtype(self) -> DType {
         match self {
             Self::F32 => DType::F32,
             Self::Bf16 => DType::BF16,
         }
     }
 
-    /// Of a number.
+    /// Returns the bytes of a number.
     pub(crate) fn bytes(self) -> u128 {
         self.dtype().size_in_bytes() as u128
     }

@@ -1,0 +1,140 @@
+//! Errors of examples.
+
+use std::{
+    fmt, io,
+    path::{Path, PathBuf},
+};
+
+use core_types::human::Printable;
+
+use crate::error::Error;
+
+/// Why a text is not an example.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum ExampleError {
+    /// A line is not an example.
+    #[error("{location} {reason}: {}", Excerpt(line))]
+    Line {
+        /// The line's place.
+        location: SourceLocation,
+        /// The fault, such as `has no completion`.
+        reason: String,
+        /// The line.
+        line: String,
+    },
+    /// A line is an example of another kind than the first of its file.
+    #[error("{location} holds {kind}, and line {first} {expected}")]
+    KindMismatch {
+        /// The line's place.
+        location: SourceLocation,
+        /// The kind of the line, in words.
+        kind: &'static str,
+        /// The number of the first example's line.
+        first: u64,
+        /// The kind of the first example, in words.
+        expected: &'static str,
+    },
+    /// A file is one JSON document instead of lines.
+    #[error("{} is JSON as a whole, and no text", Printable(path.display()))]
+    WholeJson {
+        /// The file.
+        path: PathBuf,
+    },
+    /// A file of lines is not UTF-8.
+    #[error("cannot read {}: {cause}", Printable(path.display()))]
+    NotUtf8 {
+        /// The file.
+        path: PathBuf,
+        /// The first byte that is wrong.
+        cause: io::Error,
+    },
+    /// A file or folder has no example.
+    #[error("no text to learn from in {}", Printable(path.display()))]
+    Empty {
+        /// The file or folder.
+        path: PathBuf,
+    },
+    /// An example is longer than the context.
+    #[error("{location} has {length} tokens, and the context is {context}")]
+    Overlong {
+        /// The example's place.
+        location: SourceLocation,
+        /// The number of its tokens.
+        length: usize,
+        /// The most tokens of an example.
+        context: usize,
+    },
+    /// The answer of an example begins beyond the context.
+    #[error("{location} has no answer within the context of {context} tokens")]
+    NoAnswer {
+        /// The example's place.
+        location: SourceLocation,
+        /// The most tokens of an example.
+        context: usize,
+    },
+    /// An example has no token that follows another.
+    #[error("{location} has no token to predict")]
+    NoTarget {
+        /// The example's place.
+        location: SourceLocation,
+    },
+    /// An example cannot be tokenized.
+    #[error("{location}: {cause}")]
+    Tokens {
+        /// The example's place.
+        location: SourceLocation,
+        /// The error of the tokenizer.
+        cause: Box<Error>,
+    },
+    /// One part of a split would be empty.
+    #[error(
+        "a fraction {fraction} of {n_examples} examples is {n_held_out}, must be 1 to {}",
+        n_examples.saturating_sub(1)
+    )]
+    Split {
+        /// The requested fraction.
+        fraction: f64,
+        /// The number of all examples.
+        n_examples: usize,
+        /// The size of the second part.
+        n_held_out: usize,
+    },
+}
+
+/// The place of an example in its file.
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct SourceLocation {
+    /// The file.
+    pub path: PathBuf,
+    /// The unit that is counted, such as `line`.
+    pub unit: &'static str,
+    /// The number of the unit, from 1.
+    pub number: u64,
+}
+
+impl SourceLocation {
+    /// Returns the place of a unit of a file.
+    pub(crate) fn new(path: &Path, unit: &'static str, number: u64) -> Self {
+        Self { path: path.to_owned(), unit, number }
+    }
+}
+
+impl fmt::Display for SourceLocation {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} {} of {}", self.unit, self.number, Printable(self.path.display()))
+    }
+}
+
+/// The beginning of a line in quotes, as much as an error has room for.
+struct Excerpt<'a>(&'a str);
+
+impl fmt::Display for Excerpt<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        const SHOWN_CHARS: usize = 40;
+        let shown: String = self.0.chars().take(SHOWN_CHARS).collect();
+        let more = if shown.len() < self.0.len() { "…" } else { "" };
+        write!(f, "{shown:?}{more}")
+    }
+}

@@ -1,0 +1,106 @@
+//! Errors of runs.
+
+use std::path::PathBuf;
+
+use core_types::{WorldSize, human::Printable};
+
+use crate::error::Error;
+
+/// Why a run cannot be started or resumed, or has no model.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum RunError {
+    /// The description has another format.
+    #[error(
+        "{} has format_version {found}, and this program reads {supported}",
+        Printable(path.display())
+    )]
+    Version {
+        /// The file.
+        path: PathBuf,
+        /// Its version.
+        found: u32,
+        /// The version that can be read.
+        supported: u32,
+    },
+    /// The description is not as it was written.
+    #[error(
+        "{} is damaged: seed, steps, text, max_tokens, finetune, recipe or sessions is not what was \
+         written",
+        Printable(path.display())
+    )]
+    Damaged {
+        /// The file.
+        path: PathBuf,
+    },
+    /// A folder holds another model than the run started with.
+    #[error("{} is not the model that the run began with", Printable(path.display()))]
+    ModelMismatch {
+        /// The folder.
+        path: PathBuf,
+    },
+    /// A checkpoint has more steps than the run.
+    #[error(
+        "{} was written after step {step}, but the run has {steps} steps",
+        Printable(path.display())
+    )]
+    CheckpointAhead {
+        /// The checkpoint.
+        path: PathBuf,
+        /// Its step.
+        step: u64,
+        /// Number of steps of the run.
+        steps: u64,
+    },
+    /// The run has not ended.
+    #[error(
+        "{} has not ended: there is no {}",
+        Printable(path.display()),
+        Printable(product.display())
+    )]
+    NotEnded {
+        /// The folder of the run.
+        path: PathBuf,
+        /// The folder that it ends with.
+        product: PathBuf,
+    },
+    /// The model that the adapters of a run belong to cannot be opened.
+    #[error(transparent)]
+    Base {
+        /// The error of its folder.
+        cause: Box<Error>,
+    },
+    /// A file takes the place of a model.
+    #[error("{} is not a folder", Printable(path.display()))]
+    NotAFolder {
+        /// The file.
+        path: PathBuf,
+    },
+    /// The folder of a new run holds a run.
+    #[error("{} already holds a run or a model", Printable(path.display()))]
+    Occupied {
+        /// The folder.
+        path: PathBuf,
+    },
+    /// The texts fill fewer rows than a step has.
+    #[error("the texts fill {n_rows} packed rows, and a step has {expected}")]
+    PackedRows {
+        /// Number of rows of an epoch.
+        n_rows: u64,
+        /// Rows of a step.
+        expected: WorldSize,
+    },
+    /// The epochs are counted out.
+    #[error("no epoch comes after the last of 2^64")]
+    LastEpoch,
+    /// The examples that are held out are less than a step.
+    #[error("{found} {unit} are held out, less than the {least} of a step")]
+    ValidationTooSmall {
+        /// Number of examples or tokens that are held out.
+        found: u64,
+        /// Number of examples or tokens of a step.
+        least: u64,
+        /// `examples` or `tokens`.
+        unit: &'static str,
+    },
+}

@@ -1,0 +1,45 @@
+//! Errors of the description of a run.
+
+use std::fmt::Display;
+
+use pmap_mesh::one_line;
+
+use crate::models::ModelError;
+
+/// Why a run cannot be described so.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum SpecError {
+    /// A value is out of range.
+    #[error("{name} is {value}, must be {expected}")]
+    Setting {
+        /// Field of the value.
+        name: &'static str,
+        /// The value.
+        value: String,
+        /// Its range, in words.
+        expected: String,
+    },
+    /// The `config.json` describes another kind of model.
+    #[error(transparent)]
+    Model(ModelError),
+    /// Adapters have no model that they could belong to.
+    #[error("adapters of rank {rank} need a model with weights")]
+    AdaptersAlone {
+        /// Rank of the adapters.
+        rank: usize,
+    },
+    /// An adapter names a layer that the model does not have.
+    #[error("{}", one_line(cause))]
+    UnknownLayer {
+        /// The error of the model.
+        cause: candle_core::Error,
+    },
+}
+
+impl SpecError {
+    /// Returns the error of a value that is out of range.
+    pub(crate) fn setting(name: &'static str, value: &dyn Display, expected: String) -> Self {
+        Self::Setting { name, value: value.to_string(), expected }
+    }
+}

@@ -1,0 +1,56 @@
+//! [`Error`]: crate::Error
+//! [`Examples`]: crate::Examples
+//! [`Folder`]: crate::Folder
+//! [`Generation`]: crate::Generation
+//! [`Generator`]: crate::Generator
+//! [`Message`]: crate::Message
+//! [`Overlong`]: crate::Overlong
+//! [`Prompt`]: crate::Prompt
+//! [`Tokenizer`]: crate::Tokenizer
+//! [`cost`]: crate::cost
+//! [`data`]: crate::data
+//! [`models`]: crate::models
+//! [`run`]: crate::run
+//! [`spec`]: crate::spec
+// The README's links go to the registry. The first of two definitions counts: on this page, where
+// those above come first, they go to the crate itself.
+#![doc = include_str!("../README.md")]
+#![forbid(unsafe_code)]
+
+pub mod cost;
+pub mod data;
+mod error;
+mod files;
+mod folder;
+mod generate;
+#[cfg(test)]
+mod golden;
+pub mod models;
+pub mod run;
+pub mod spec;
+#[doc(hidden)]
+pub mod support;
+mod text;
+
+pub use crate::{
+    error::{
+        Error, Result,
+        example::{ExampleError, SourceLocation},
+        folder::FolderError,
+        generate::GenerateError,
+        run::RunError,
+        spec::SpecError,
+        tokenizer::TokenizerError,
+    },
+    folder::Folder,
+    generate::{
+        generator::{Generated, Generator, Stop},
+        options::Generation,
+        prompt::Prompt,
+    },
+    text::{
+        chat::Message,
+        examples::{Examples, FileCounts, Overlong},
+        tokenizer::Tokenizer,
+    },
+};

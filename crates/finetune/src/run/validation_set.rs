@@ -1,0 +1,73 @@
+//! Examples that nothing is learned from.
+
+use candle_core::Device;
+use dist_train::Evaluation;
+use dyn_batch::Batch;
+
+use crate::{
+    data::{BatchTensors, DataSet},
+    error::{Error, Result, run::RunError},
+    run::validations::ValidationPoint,
+    spec::Spec,
+};
+
+/// Held-out examples in batches.
+#[derive(Debug)]
+pub struct ValidationSet {
+    data: DataSet,
+    steps: Vec<Vec<Batch>>,
+    every: u64,
+}
+
+impl ValidationSet {
+    /// Batches examples as the steps of a run, which validates after every so many steps.
+    ///
+    /// # Errors
+    ///
+    /// [`RunError::ValidationTooSmall`] if they are less than a step: the mean of so few would go up
+    /// and down by chance.
+    pub fn new(data: DataSet, spec: &Spec, every: u64) -> Result<Self> {
+        let batch_size = spec.finetune.batch_size;
+        let lengths = data.lengths();
+        let (found, least, unit) = match batch_size {
+            Some(batch_size) => (lengths.len() as u64, batch_size, "examples"),
+            None => (lengths.iter().sum(), spec.max_tokens, "tokens"),
+        };
+        if found < least {
+            return Err(RunError::ValidationTooSmall { found, least, unit }.into());
+        }
+        let (_, steps) = spec.schedule(lengths)?.first_epoch()?;
+        Ok(Self { data, steps, every })
+    }
+
+    /// Returns the batches of its steps.
+    pub fn steps(&self) -> &[Vec<Batch>] {
+        &self.steps
+    }
+
+    /// Returns true if a run of `steps` validates after `done` of them.
+    pub fn is_due(&self, done: u64, steps: u64) -> bool {
+        done == steps || done.is_multiple_of(self.every)
+    }
+
+    /// Returns the mean loss of a model after so many steps.
+    ///
+    /// # Errors
+    ///
+    /// The errors of `evaluate`, and [`Error::Tensor`] if the device has no memory left.
+    pub fn validate<E: From<Error>>(
+        &self,
+        step: u64,
+        device: &Device,
+        mut evaluate: impl FnMut(BatchTensors) -> Result<Evaluation, E>,
+    ) -> Result<ValidationPoint, E> {
+        let (mut sum, mut predictions) = (0., 0.);
+        for batches in &self.steps {
+            let tensors = self.data.collate(batches, device).map_err(Error::from)?;
+            let found = evaluate(tensors)?;
+            sum += found.loss * found.weight;
+            predictions += found.weight;
+        }
+        Ok(ValidationPoint { step, loss: sum / predictions, predictions })
+    }
+}
