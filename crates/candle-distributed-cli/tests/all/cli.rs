@@ -9,7 +9,7 @@ use std::{
 
 use serde_json::{Value, json};
 
-use crate::support::{SMALL, command, file, json, refuses, text};
+use crate::support::{command, file, json, refuses, run::Home, text, words};
 
 #[test]
 fn sample_prints_one_index_a_line() {
@@ -26,45 +26,10 @@ fn sample_prints_one_index_a_line() {
 
 #[test]
 fn sample_in_json_has_the_agreed_fields() {
-    let report = json(&[
-        "sample",
-        "--len",
-        "10",
-        "--world-size",
-        "4",
-        "--rank",
-        "3",
-        "--order",
-        "sequential",
-        "--count",
-        "2",
-    ]);
+    let report =
+        json(&words("sample --len 10 --world-size 4 --rank 3 --order sequential --count 2"));
     let expected = json!({"format_version": 1, "len": 10, "world_size": 4, "rank": 3, "per_rank_len": 4, "indices": [6, 7]});
     assert_eq!(report, expected);
-}
-
-#[test]
-fn sample_covers_the_data_set_over_all_ranks() {
-    let mut all: Vec<u64> = (0..3)
-        .flat_map(|rank| {
-            text(&[
-                "sample",
-                "--len",
-                "100",
-                "--world-size",
-                "3",
-                "--rank",
-                &rank.to_string(),
-                "--epoch",
-                "2",
-            ])
-            .lines()
-            .map(|line| line.parse().unwrap())
-            .collect::<Vec<_>>()
-        })
-        .collect();
-    all.sort_unstable();
-    assert!(all.into_iter().eq(0..100));
 }
 
 #[test]
@@ -76,19 +41,7 @@ fn sample_repeats_what_torch_reads_and_marks_its_padding() {
         json(&["sample", "--preset", "torch", "--len", "10", "--seed", "-1", "--epoch", "46"]),
         json(&torch)
     );
-    let padded = [
-        "sample",
-        "--preset",
-        "torch",
-        "--order",
-        "sequential",
-        "--len",
-        "5",
-        "--world-size",
-        "3",
-        "--rank",
-        "2",
-    ];
+    let padded = words("sample --preset torch --order sequential --len 5 --world-size 3 --rank 2");
     let marked = [&padded[..], &["--mark-padding"]].concat();
     assert_eq!(text(&marked), "2\n0 padding\n");
     assert_eq!(json(&marked)["padding"], json!([false, true]));
@@ -99,17 +52,7 @@ fn sample_resumes_in_another_world_where_it_was_stopped() {
     let dir = tempfile::tempdir().unwrap();
     let state = dir.path().join("state.json");
     let state = state.to_str().unwrap();
-    let world = [
-        "sample",
-        "--len",
-        "1000000",
-        "--order",
-        "streaming",
-        "--partition",
-        "strided",
-        "--tail",
-        "spread",
-    ];
+    let world = words("sample --len 1000000 --order streaming --partition strided --tail spread");
     let read = |more: &[&str]| -> Vec<u64> {
         text(&[&world[..], more].concat()).lines().map(|line| line.parse().unwrap()).collect()
     };
@@ -224,18 +167,7 @@ fn sample_says_when_and_where_a_sample_is_read() {
 
 #[test]
 fn sample_starts_anywhere_in_a_trillion_samples() {
-    let args = [
-        "--len",
-        "1000000000000",
-        "--world-size",
-        "8",
-        "--rank",
-        "3",
-        "--start",
-        "70000000000",
-        "--count",
-        "3",
-    ];
+    let args = words("--len 1000000000000 --world-size 8 --rank 3 --start 70000000000 --count 3");
     let indices = json(&[&["sample"], &args[..]].concat());
     assert_eq!(indices["per_rank_len"], 125_000_000_000_u64);
     assert_eq!(
@@ -319,11 +251,6 @@ fn batches_are(lengths: &str, args: &[&str], expected: &[(&[u64], u64)], tokens:
     assert_eq!(found, expected, "{args:?}");
     let found = ["real_tokens", "padded_tokens"].map(|name| &answer["report"][name]);
     assert_eq!(found, [&json!(tokens.0), &json!(tokens.1)], "{args:?}");
-}
-
-/// A text of the lengths 1 to `longest`.
-fn lengths_up_to(longest: u64) -> String {
-    (1..=longest).map(|length| length.to_string()).collect::<Vec<_>>().join(" ")
 }
 
 #[test]
@@ -439,68 +366,6 @@ fn batch_of_a_rank_in_json_has_the_agreed_fields() {
     assert_eq!((small, &ranks[1]["batches"][1]["step_real_tokens"]), ([1, 3], &json!(4)));
 }
 
-/// Checks that the ranks of a world take equally many steps and hold each of 100 sequences once.
-fn ranks_share(args: &[&str]) {
-    let lengths = lengths_up_to(100);
-    let of_rank =
-        |rank: &str| batches(&lengths, &[args, &["--world-size", "3", "--rank", rank]].concat());
-    let ranks = ["0", "1", "2"].map(of_rank);
-    let n_steps = ranks[0]["n_steps"].as_u64().unwrap();
-    let batches = ranks.each_ref().map(|answer| answer["batches"].as_array().unwrap());
-    assert!(batches.iter().all(|batches| batches.len() as u64 == n_steps), "{args:?}");
-
-    let indices = batches
-        .iter()
-        .flat_map(|batches| batches.iter())
-        .filter_map(|batch| batch["indices"].as_array());
-    let mut indices: Vec<u64> = indices.flatten().map(|index| index.as_u64().unwrap()).collect();
-    indices.sort_unstable();
-    assert!(indices.into_iter().eq(0..100), "{args:?}");
-
-    for step in 0..batches[0].len() {
-        let real: u64 =
-            batches.iter().map(|batches| batches[step]["real_tokens"].as_u64().unwrap()).sum();
-        assert!(
-            batches.iter().all(|batches| batches[step]["step_real_tokens"] == real),
-            "{args:?}"
-        );
-    }
-}
-
-#[test]
-fn batch_gives_ranks_equal_numbers_of_batches_and_each_sequence_once() {
-    for strategy in ["pad-to-max", "dynamic", "sorted"] {
-        for steps in ["grouped", "dealt"] {
-            let args = [strategy, "--max-batch-size", "8", "--max-tokens", "400", "--steps", steps];
-            ranks_share(&args);
-            ranks_share(
-                &[&args[..], &["--shuffle", "--epoch", "1", "--step-cost", "attention"]].concat(),
-            );
-        }
-    }
-    ranks_share(&["bucket", "--buckets", "4", "--max-tokens", "400"]);
-    ranks_share(&["pack", "--capacity", "128", "--shuffle"]);
-}
-
-#[test]
-fn batch_shuffles_batches_that_are_ready_together() {
-    let lengths = lengths_up_to(50);
-    let padded = |more: &[&'static str]| -> Vec<u64> {
-        let answer = batches(&lengths, &[&["sorted", "--max-batch-size", "8"], more].concat());
-        answer["batches"]
-            .as_array()
-            .unwrap()
-            .iter()
-            .map(|batch| batch["padded_length"].as_u64().unwrap())
-            .collect()
-    };
-    assert!(padded(&[]).is_sorted());
-    let [mut first, second] = [padded(&["--shuffle"]), padded(&["--shuffle", "--epoch", "1"])];
-    assert!(first != second && !first.is_sorted(), "{first:?}");
-    first.sort_unstable();
-    assert_eq!(first, padded(&[]));
-}
-
 #[test]
 fn batch_refuses_options_that_do_not_go_together() {
     let (_dir, path) = file("lengths.txt", "3 6 4");
@@ -565,16 +430,6 @@ fn batch_refuses_values_out_of_range() {
         &["rank 2", "world of 2"],
     );
     refused(&["sorted", "--max-tokens", "9", "--world-size", "4", "--rank", "0"], &["4 ranks"]);
-}
-
-#[test]
-fn batch_shuffles_reproducibly() {
-    let (_dir, path) = file("lengths.txt", lengths_up_to(50));
-    let args = ["batch", "--lengths", &path, "--strategy", "pad-to-max", "--max-batch-size", "8"];
-    let shuffled = |epoch| text(&[&args[..], &["--shuffle", "--epoch", epoch]].concat());
-    assert_eq!(shuffled("1"), shuffled("1"));
-    assert_ne!(shuffled("1"), shuffled("2"));
-    assert_ne!(shuffled("1"), text(&args));
 }
 
 #[test]
@@ -902,110 +757,29 @@ fn plan_refuses_bad_input() {
     refuses(&["plan", "/no/such/model", "--world-size", "2"], &["/no/such/model"]);
 }
 
-/// Trains for a few steps into `out` and returns the loss of each.
-fn train(out: &Path, args: &[&str]) -> Vec<f64> {
-    text(&[&["train", "--steps", "3", "--out", out.to_str().unwrap()], args].concat());
-    let metrics = fs::read_to_string(out.join("metrics.jsonl")).unwrap();
-    metrics
-        .lines()
-        .map(|line| serde_json::from_str::<Value>(line).unwrap()["loss"].as_f64().unwrap())
-        .collect()
-}
-
 #[test]
-fn train_learns_reproducibly_and_equally_on_any_number_of_devices() {
-    let dir = tempfile::tempdir().unwrap();
-    // The last batch of an epoch has one row, whatever the number of devices.
-    let (_data, data) =
-        file("text.txt", "to be or not to be, that is the question.\n\n".repeat(100));
-    let losses = |name: &str, world_size| {
-        train(&dir.path().join(name), &["--data", &data, "--world-size", world_size])
-    };
-    let two = losses("two", "2");
-    assert_eq!(two.len(), 3);
-    assert!(two[2] < two[0], "{two:?}");
-    assert_eq!(losses("again", "2"), two);
-    for (name, world_size) in [("one", "1"), ("four", "4")] {
-        let other = losses(name, world_size);
-        assert!(two.iter().zip(&other).all(|(a, b)| (a - b).abs() < 1e-4), "{two:?} and {other:?}");
-    }
-
-    let checkpoint = fs::read(dir.path().join("two/model/model.safetensors")).unwrap();
-    let tensors = safetensors::SafeTensors::deserialize(&checkpoint).unwrap();
-    assert_eq!(tensors.tensor("lm_head.weight").unwrap().shape()[0], 260);
+fn train_resumes_with_its_own_steps_and_text_alone() {
+    let home = Home::new();
+    home.complete("run");
+    let (model, losses) = (home.model("run"), home.losses("run"));
+    home.remove_model("run");
+    assert_eq!(folders(&home.at("run").join("checkpoints")), 2);
+    home.is_refused("run", &["--steps", "9"], &["--steps 12"]);
+    fs::write(home.at("other.txt"), "something else\n\n".repeat(98)).unwrap();
+    let other = home.path("other.txt");
+    home.is_refused("run", &["--data", &other], &["the text", "hint: ", "another folder"]);
+    // As if it had been killed while it wrote its last checkpoint.
+    let last = home.at("run").join("checkpoints/step-0000000008");
+    fs::rename(&last, last.with_extension("partial")).unwrap();
+    let resumed = home.resume("run", &[]);
+    let printed = String::from_utf8(resumed.stdout).unwrap();
+    assert!(printed.contains("at step 5"), "{printed}");
+    assert_eq!((home.losses("run"), home.model("run") == model), (losses, true));
 }
 
 /// The number of folders in a folder.
 fn folders(path: &Path) -> usize {
     fs::read_dir(path).unwrap().filter(|entry| entry.as_ref().unwrap().path().is_dir()).count()
-}
-
-#[test]
-fn train_resumes_as_if_it_had_not_been_stopped() {
-    let dir = tempfile::tempdir().unwrap();
-    let (_data, data) =
-        file("text.txt", "to be or not to be, that is the question.\n\n".repeat(100));
-    let path = |name: &str| dir.path().join(name);
-    let run = |name: &str, more: &[&str]| {
-        let out = path(name);
-        let args = ["train", "--checkpoint-every", "2", "--resume", "--out", out.to_str().unwrap()];
-        text(&[&args, &SMALL[..], more].concat())
-    };
-    let bytes = |name: &str, file: &str| fs::read(path(name).join(file)).unwrap();
-    let losses = |name: &str| -> Vec<Value> {
-        let metrics = String::from_utf8(bytes(name, "metrics.jsonl")).unwrap();
-        metrics
-            .lines()
-            .map(|line| serde_json::from_str::<Value>(line).unwrap()["loss"].clone())
-            .collect()
-    };
-    run("whole", &["--data", &data, "--steps", "7"]);
-    let model = bytes("whole", "model/model.safetensors");
-    assert_eq!(losses("whole").len(), 7);
-
-    // As if it had been killed in its last step: then only two checkpoints and the metrics are
-    // there.
-    fs::create_dir(path("half")).unwrap();
-    for file in ["run.json", "metrics.jsonl"] {
-        fs::copy(path("whole").join(file), path("half").join(file)).unwrap();
-    }
-    let checkpoints = |name: &str| path(name).join("checkpoints");
-    assert_eq!(folders(&checkpoints("whole")), 2);
-    fs::rename(checkpoints("whole"), checkpoints("half")).unwrap();
-    fs::rename(
-        checkpoints("half").join("step-0000000006"),
-        checkpoints("half").join("step-0000000006.partial"),
-    )
-    .unwrap();
-    refuses(
-        &["train", "--resume", "--out", path("half").to_str().unwrap(), "--steps", "9"],
-        &["--steps 7"],
-    );
-    let said = run("half", &[]);
-    assert!(said.contains("at step 5"), "{said}");
-    assert_eq!(
-        (losses("half"), bytes("half", "model/model.safetensors")),
-        (losses("whole"), model)
-    );
-    assert!(run("half", &[]).contains("is complete"));
-
-    // On more devices it continues with the same batches.
-    run("wide", &["--data", &data, "--steps", "7", "--world-size", "3"]);
-    fs::remove_dir_all(path("wide").join("model")).unwrap();
-    run("wide", &["--world-size", "5"]);
-    let close = |(left, right): (&Value, &Value)| {
-        (left.as_f64().unwrap() - right.as_f64().unwrap()).abs() < 1e-4
-    };
-    assert!(losses("wide").iter().zip(&losses("whole")).all(close), "{:?}", losses("wide"));
-
-    // Another text is another run.
-    let (_other, other) = file("text.txt", "something else\n\n".repeat(98));
-    fs::remove_dir_all(path("wide").join("model")).unwrap();
-    let out = path("wide");
-    refuses(
-        &["train", "--resume", "--out", out.to_str().unwrap(), "--data", &other],
-        &["the text", "hint: ", "another folder"],
-    );
 }
 
 #[test]
@@ -1144,12 +918,12 @@ fn n_steps(out: &Path) -> usize {
 }
 
 #[test]
-fn train_prints_the_plan_first_and_last_where_the_run_is_and_what_its_model_writes() {
+fn train_prints_its_batches_first_and_its_text_last() {
     let dir = tempfile::tempdir().unwrap();
     let out = dir.path().join("run");
     let args = ["train", "--steps", "1", "--context", "32", "--out", out.to_str().unwrap()];
     let printed = text(&args);
-    assert!(printed.starts_with("full over 2 ranks"), "{printed}");
+    assert!(printed.starts_with("each epoch: "), "{printed}");
     let end = format!("\nmetrics and model are in {}\nthe model writes:\n", out.display());
     let (_, written) = printed.split_once(&end).unwrap_or_else(|| panic!("{printed}"));
     assert!(written.starts_with("Once there was a "), "{written}");

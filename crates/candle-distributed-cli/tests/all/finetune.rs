@@ -176,7 +176,7 @@ fn what_is_held_out_is_not_learnt() {
     let mut small = model.arguments("small", &["--init", "3", "--validation", "0.1"]);
     small.extend(["--steps", "1"].map(str::to_owned));
     let small: Vec<&str> = small.iter().map(String::as_str).collect();
-    refuses(&small, &["--validation holds out", "less than the 96 of a step", "hint: "]);
+    refuses(&small, &["are held out, less than the 96 of a step", "hint: a larger --validation"]);
 }
 
 #[test]
@@ -268,7 +268,7 @@ fn adapters_are_resumed_and_sharded() {
 
 #[test]
 fn adapters_of_nothing_are_refused() {
-    refuses(&["train", "--lora", "2"], &["--lora 2 needs the --model", "hint: --model"]);
+    refuses(&["train", "--lora", "2"], &["adapters of rank 2 need a model", "hint: --model"]);
     refuses(&["train", "--lora-alpha", "2"], &["--lora"]);
     let model = Model::new();
     let base = model.path("new");

@@ -1,21 +1,12 @@
 //! `train --dtype`: a model that computes in half precision.
 
-use std::fs;
-
 use safetensors::{Dtype, SafeTensors};
-use serde_json::Value;
 
 use crate::support::{
     refuses,
-    run::{Home, STEPS, said},
+    run::{Home, STEPS},
     text,
 };
-
-fn losses(home: &Home, name: &str) -> Vec<f64> {
-    let metrics = fs::read_to_string(home.at(name).join("metrics.jsonl")).unwrap();
-    let loss = |line: &str| serde_json::from_str::<Value>(line).unwrap()["loss"].as_f64().unwrap();
-    metrics.lines().map(loss).collect()
-}
 
 #[test]
 fn halves_learn_the_same_whole_and_in_parts() {
@@ -30,7 +21,7 @@ fn halves_learn_the_same_whole_and_in_parts() {
     ] {
         home.train(name, &[&halves[..], more].concat());
         // The model in parts begins with weights that are not rounded to halves.
-        for (found, expected) in losses(&home, name).iter().zip(losses(&home, "whole")) {
+        for (found, expected) in home.losses(name).iter().zip(home.losses("whole")) {
             assert!((found - expected).abs() < 0.02 * expected, "{name}: {found}, {expected}");
         }
     }
@@ -38,14 +29,14 @@ fn halves_learn_the_same_whole_and_in_parts() {
     let tensors = SafeTensors::deserialize(&file).unwrap();
     assert!(tensors.tensors().iter().all(|(_, tensor)| tensor.dtype() == Dtype::BF16));
 
-    let [single, whole] = ["single", "whole"].map(|name| losses(&home, name));
+    let [single, whole] = ["single", "whole"].map(|name| home.losses(name));
     let (expected, found) = (single[39], whole[39]);
     assert!((found - expected).abs() < 0.1 * expected, "{found}, {expected}");
     assert_ne!(single, whole);
     // A run of single precision may begin with it.
     let model = home.path("whole");
     home.train("next", &["--steps", "1", "--model", &model]);
-    assert!(losses(&home, "next")[0] < 1.1 * found);
+    assert!(home.losses("next")[0] < 1.1 * found);
 }
 
 #[test]
@@ -59,11 +50,9 @@ fn a_run_is_resumed_in_its_precision() {
         ("parts", &["--dtype", "bf16", "--strategy", "full", "--layout", "flat"]),
     ] {
         let model = home.model(name);
-        fs::remove_dir_all(home.at(name).join("model")).unwrap();
-        let resumed = home.resume(name, more);
-        assert!(resumed.status.success(), "{name}: {}", said(&resumed));
+        home.end_again(name, more);
         assert!(home.model(name) == model, "{name}");
-        fs::remove_dir_all(home.at(name).join("model")).unwrap();
+        home.remove_model(name);
         home.is_refused(name, &["--dtype", "f32"], &["with --dtype bf16"]);
     }
     let words = ["without --strategy", "cannot be resumed with one"];

@@ -2,51 +2,27 @@
 
 use std::fs;
 
-use serde_json::Value;
-
 use crate::support::{
     refuses,
     run::{Home, STEPS, said},
 };
 
-/// A number of each step of a run.
-fn of_steps(home: &Home, name: &str, what: &str) -> Vec<f64> {
-    let metrics = fs::read_to_string(home.at(name).join("metrics.jsonl")).unwrap();
-    let number = |line: &str| serde_json::from_str::<Value>(line).unwrap()[what].as_f64().unwrap();
-    metrics.lines().map(number).collect()
-}
-
 const COSINE: [&str; 6] =
     ["--lr-schedule", "cosine", "--warmup-steps", "2", "--min-lr-rate", "0.1"];
-
-#[test]
-fn the_learning_rate_follows_its_schedule() {
-    let home = Home::new();
-    home.train("run", &[&["--steps", STEPS][..], &COSINE].concat());
-    let rates = of_steps(&home, "run", "learning_rate");
-    let progress = |step: u32| f64::from(step - 2) / 10.0;
-    let cosine = |step| 0.1 + 0.45 * (1.0 + (std::f64::consts::PI * progress(step)).cos());
-    let expected = [0.5, 1.0].into_iter().chain((2..12).map(cosine));
-    for (found, expected) in rates.iter().zip(expected) {
-        assert!((found - 3e-3 * expected).abs() < 1e-9, "{found}, {expected}");
-    }
-    assert_eq!(rates.len(), 12);
-}
 
 #[test]
 fn a_run_is_resumed_as_it_began() {
     let home = Home::new();
     let options = [&COSINE[..], &["--max-grad-norm", "0.3"]].concat();
     home.train("run", &[&["--steps", STEPS], &options[..]].concat());
-    let (model, rates) = (home.model("run"), of_steps(&home, "run", "learning_rate"));
+    let (model, rates) = (home.model("run"), home.numbers("run", "learning_rate"));
+    assert_eq!((&rates[..3], rates.len()), (&[0.0015, 0.003, 0.003][..], 12));
     for more in [&[][..], &options] {
-        fs::remove_dir_all(home.at("run").join("model")).unwrap();
-        let resumed = home.resume("run", more);
-        assert!(resumed.status.success(), "{}", said(&resumed));
+        home.end_again("run", more);
         assert!(home.model("run") == model);
-        assert_eq!(of_steps(&home, "run", "learning_rate"), rates);
+        assert_eq!(home.numbers("run", "learning_rate"), rates);
     }
-    fs::remove_dir_all(home.at("run").join("model")).unwrap();
+    home.remove_model("run");
     for (more, words) in [
         (&["--lr-schedule", "linear"][..], "with --lr-schedule cosine"),
         (&["--lr-schedule", "cosine", "--warmup-steps", "3"], "with --warmup-steps 2"),
@@ -80,14 +56,12 @@ fn a_run_begins_with_the_model_of_another() {
         home.train(name, &[&more[..], &["--model", model], sharded].concat());
     }
     assert!(home.model("whole") == home.model("parts"));
-    let last = *of_steps(&home, "first", "loss").last().unwrap();
-    let next = of_steps(&home, "whole", "loss")[0];
+    let last = *home.numbers("first", "loss").last().unwrap();
+    let next = home.numbers("whole", "loss")[0];
     assert!(next < last, "{next} is not below {last}");
 
     // It is resumed with the same model, wherever that is now, and with no other.
-    for name in ["whole", "parts"] {
-        fs::remove_dir_all(home.at(name).join("model")).unwrap();
-    }
+    home.remove_model("whole");
     fs::rename(&model, home.at("moved")).unwrap();
     let moved = home.path("moved");
     home.is_refused("whole", &[], &["is not a folder", "hint: "]);
@@ -109,12 +83,6 @@ fn large_gradients_are_clipped() {
     assert!(home.model("loose") == home.model("plain"));
     home.train("tight", &[&short[..], &["--max-grad-norm", "1e-9"]].concat());
     assert!(home.model("tight") != home.model("plain"));
-    home.train("parts", &[&short[..], &["--max-grad-norm", "0.3", "--strategy", "full"]].concat());
-    home.train("whole", &[&short[..], &["--max-grad-norm", "0.3"]].concat());
-    let [parts, whole] = ["parts", "whole"].map(|name| of_steps(&home, name, "loss"));
-    for (found, expected) in parts.iter().zip(whole) {
-        assert!((found - expected).abs() < 1e-5, "{found}, {expected}");
-    }
 }
 
 #[test]
@@ -124,7 +92,7 @@ fn what_cannot_be_followed_is_refused() {
         (&["--min-lr-rate", "0.1"], &["--lr-schedule"]),
         (
             &["--steps", "9", "--lr-schedule", "linear", "--warmup-steps", "9"],
-            &["--warmup-steps 9 must be less than the 9 steps"],
+            &["--warmup-steps is 9, must be less than the 9 steps"],
         ),
         (
             &["--lr-schedule", "cosine", "--min-lr-rate", "1.5"],

@@ -17,7 +17,7 @@ use candle_distributed::{
 use jsonschema::Validator;
 use serde_json::{Value, json};
 
-use crate::support::{file, finetune::Model, golden, json, run, text};
+use crate::support::{file, finetune::Model, golden, json, run, text, words};
 
 /// A schema, and what the program really writes of its form.
 struct Form {
@@ -85,19 +85,7 @@ fn samples(dir: &Path) -> Form {
         json(&world),
         json(&[&world[..], &["--rank", "3", "--preset", "torch", "--mark-padding"]].concat()),
         json(&[&world[..], &["--locate", "3"]].concat()),
-        json(&[
-            "sample",
-            "--len",
-            "11",
-            "--world-size",
-            "4",
-            "--tail",
-            "drop",
-            "--order",
-            "sequential",
-            "--locate",
-            "10",
-        ]),
+        json(&words("sample --len 11 --world-size 4 --tail drop --order sequential --locate 10")),
         json(&["sample", "--mix", "9:1,5:2", "--count", "5"]),
     ];
     Form { name: "sample", documents, free: &[] }
@@ -116,33 +104,17 @@ fn batches() -> Form {
         batch(&["--strategy", "bucket", "--max-tokens", "160"]),
         batch(&["--strategy", "pack", "--capacity", "100"]),
         batch(&ranks),
-        batch(&[
-            "--strategy",
-            "pad-to-max",
-            "--max-batch-size",
-            "9",
-            "--max-sequence-length",
-            "5",
-            "--overlong",
-            "skip",
-        ]),
+        batch(&words(
+            "--strategy pad-to-max --max-batch-size 9 --max-sequence-length 5 --overlong skip",
+        )),
     ];
     documents.extend(lines.map(|line| serde_json::from_str::<Value>(line).unwrap()));
     Form { name: "batch", documents, free: &[] }
 }
 
 fn mesh() -> Form {
-    let documents = vec![json(&[
-        "mesh",
-        "--axis",
-        "data=2",
-        "--axis",
-        "model=2",
-        "--bytes",
-        "64",
-        "--repetitions",
-        "1",
-    ])];
+    let documents =
+        vec![json(&words("mesh --axis data=2 --axis model=2 --bytes 64 --repetitions 1"))];
     Form {
         name: "mesh",
         documents,
@@ -184,30 +156,8 @@ fn plans(dir: &Path) -> [Form; 4] {
     fs::write(&rules, RULES).unwrap();
     let plan = |more: &[&str]| json(&[&["plan", &model], more].concat());
     let plans = vec![
-        plan(&[
-            "--world-size",
-            "4",
-            "--rank",
-            "1",
-            "--budget",
-            "1KiB",
-            "--links",
-            "h100",
-            "--stay-gathered",
-            "h.1",
-        ]),
-        plan(&[
-            "--world-size",
-            "4",
-            "--runtime",
-            "candle",
-            "--tokens",
-            "9",
-            "--width",
-            "8",
-            "--slots",
-            "2",
-        ]),
+        plan(&words("--world-size 4 --rank 1 --budget 1KiB --links h100 --stay-gathered h.1")),
+        plan(&words("--world-size 4 --runtime candle --tokens 9 --width 8 --slots 2")),
         plan(&["--world-size", "4", "--replicas", "2", "--layout", "flat"]),
         plan(&["--world-size", "4", "--layout", "flat-aligned"]),
         plan(&["--world-size", "4", "--layout", "row-ragged"]),

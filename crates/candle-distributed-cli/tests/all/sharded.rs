@@ -11,13 +11,6 @@ use crate::support::{
     text,
 };
 
-/// The losses of a run.
-fn losses(home: &Home, name: &str) -> Vec<f64> {
-    let metrics = fs::read_to_string(home.at(name).join("metrics.jsonl")).unwrap();
-    let loss = |line: &str| serde_json::from_str::<Value>(line).unwrap()["loss"].as_f64().unwrap();
-    metrics.lines().map(loss).collect()
-}
-
 fn run_json(home: &Home, name: &str) -> Value {
     serde_json::from_slice(&fs::read(home.at(name).join("run.json")).unwrap()).unwrap()
 }
@@ -53,7 +46,7 @@ fn losses_and_model_do_not_depend_on_what_goes_where() {
         {
             let name = format!("sharded-{world_size}-{n}");
             home.train(&name, &[&short[..], what].concat());
-            assert_eq!(losses(&home, &name), losses(&home, &whole), "{what:?}");
+            assert_eq!(home.losses(&name), home.losses(&whole), "{what:?}");
             assert!(home.model(&name) == home.model(&whole), "{what:?}");
         }
     }
@@ -70,7 +63,7 @@ fn copies_of_a_sharded_model_learn_the_same() {
         [("two", &[][..]), ("two-in-bwd", &["--optimizer-in-backward", "--keep", "gathered"])]
     {
         home.train(name, &[&four[..], &copies, more].concat());
-        for (found, expected) in losses(&home, name).iter().zip(losses(&home, "whole")) {
+        for (found, expected) in home.losses(name).iter().zip(home.losses("whole")) {
             assert!((found - expected).abs() < 1e-6 * expected, "{name}: {found}, {expected}");
         }
     }
@@ -79,10 +72,8 @@ fn copies_of_a_sharded_model_learn_the_same() {
 
     // It is resumed on one copy, and one copy on it.
     for (name, more) in [("two", &["--strategy", "full"][..]), ("two-in-bwd", &copies)] {
-        fs::remove_dir_all(home.at(name).join("model")).unwrap();
-        let resumed = home.resume(name, &[&["--world-size", "4"][..], more].concat());
-        assert!(resumed.status.success(), "{name}: {}", said(&resumed));
-        assert_eq!(losses(&home, name).len(), losses(&home, "whole").len());
+        home.end_again(name, &[&["--world-size", "4"][..], more].concat());
+        assert_eq!(home.losses(name).len(), home.losses("whole").len());
     }
     let copies = [&["train", "--data", &home.path("text.txt"), "--dry-run"], &four[2..], &copies];
     let printed = text(&copies.concat());
@@ -108,13 +99,8 @@ fn an_optimizer_in_the_backward_pass_keeps_no_gradients() {
     home.train("after", &["--steps", STEPS, "--strategy", "full"]);
     home.train("within", &["--steps", STEPS, "--strategy", "full", "--optimizer-in-bwd"]);
     assert!(home.model("after") == home.model("within"));
-    let resumed = |name: &str, more: &[&str]| {
-        fs::remove_dir_all(home.at(name).join("model")).unwrap();
-        let resumed = home.resume(name, &[&["--strategy", "full"], more].concat());
-        assert!(resumed.status.success(), "{name}: {}", said(&resumed));
-    };
-    resumed("after", &["--optimizer-in-backward", "--check"]);
-    resumed("within", &[]);
+    home.end_again("after", &["--strategy", "full", "--optimizer-in-backward", "--check"]);
+    home.end_again("within", &["--strategy", "full"]);
     assert!(home.model("after") == home.model("within"));
 }
 
@@ -137,20 +123,15 @@ fn a_run_is_resumed_whole_or_in_parts() {
         ("into-others", &["--strategy", "full"], &["--strategy", "whole-tensor"]),
     ] {
         home.train(name, &[&["--steps", STEPS][..], first].concat());
-        fs::remove_dir_all(home.at(name).join("model")).unwrap();
-        let resumed = home.resume(name, second);
-        assert!(resumed.status.success(), "{name}: {}", said(&resumed));
+        home.end_again(name, second);
         assert!(home.model(name) == home.model("whole"), "{name}");
         let sessions = run_json(&home, name)["sessions"].clone();
         let sharded = |n: usize| sessions[n].get("sharding").is_some();
         assert_eq!((sharded(0), sharded(1)), (!first.is_empty(), !second.is_empty()), "{name}");
 
         // On another number of devices, up to rounding.
-        fs::remove_dir_all(home.at(name).join("model")).unwrap();
-        let more = [&["--world-size", "3"][..], first].concat();
-        let resumed = home.resume(name, &more);
-        assert!(resumed.status.success(), "{name}: {}", said(&resumed));
-        for (found, expected) in losses(&home, name).iter().zip(losses(&home, "whole")) {
+        home.end_again(name, &[&["--world-size", "3"][..], first].concat());
+        for (found, expected) in home.losses(name).iter().zip(home.losses("whole")) {
             assert!((found - expected).abs() < 1e-4, "{name}: {found} for {expected}");
         }
     }
@@ -191,9 +172,7 @@ fn a_model_has_the_sizes_that_are_asked_for() {
     assert_eq!(shape("model.layers.2.mlp.up_proj.weight"), [66, 24]);
 
     // The run knows its sizes, and is no run of others.
-    fs::remove_dir_all(home.at("small").join("model")).unwrap();
-    let resumed = home.resume("small", &["--strategy", "full"]);
-    assert!(resumed.status.success(), "{}", said(&resumed));
+    home.end_again("small", &["--strategy", "full"]);
     assert!(home.model("small") == file);
     home.is_refused(
         "small",
@@ -308,6 +287,6 @@ fn a_model_that_does_not_fit_trains_in_parts() {
 
     let trained = train_limited(&home, "parts", &["--strategy", "full"]);
     assert!(trained.status.success(), "{}", said(&trained));
-    assert_eq!(losses(&home, "parts").len(), 3);
-    assert!(losses(&home, "parts").iter().all(|loss| loss.is_finite()));
+    assert_eq!(home.losses("parts").len(), 3);
+    assert!(home.losses("parts").iter().all(|loss| loss.is_finite()));
 }

@@ -4,7 +4,7 @@ use std::env;
 
 use crate::support::{as_given, run::said};
 
-#[path = "../../src/train/stories.rs"]
+#[path = "../../../finetune/src/text/stories.rs"]
 mod grammar;
 
 /// Set to the number of seeds to train with, each for about a minute with `--release`.

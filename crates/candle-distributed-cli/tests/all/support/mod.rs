@@ -74,6 +74,11 @@ pub(crate) fn refuses(args: &[&str], words: &[&str]) {
     }
 }
 
+/// Returns the words of a command line.
+pub(crate) fn words(line: &str) -> Vec<&str> {
+    line.split(' ').collect()
+}
+
 /// A file of this content that lives as long as the folder returned with its path.
 pub(crate) fn file(name: &str, content: impl AsRef<[u8]>) -> (tempfile::TempDir, String) {
     let dir = tempfile::tempdir().unwrap();
@@ -84,5 +89,5 @@ pub(crate) fn file(name: &str, content: impl AsRef<[u8]>) -> (tempfile::TempDir,
 
 /// The folder of a small random model, which transformers has made.
 pub(crate) fn golden(model: &str) -> String {
-    format!("{}/../candle-distributed/tests/golden/{model}", env!("CARGO_MANIFEST_DIR"))
+    format!("{}/../finetune/tests/golden/{model}", env!("CARGO_MANIFEST_DIR"))
 }

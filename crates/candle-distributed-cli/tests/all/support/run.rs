@@ -50,6 +50,31 @@ impl Home {
         fs::remove_file(self.at(name).join("loss.svg")).unwrap();
     }
 
+    /// Returns a number of each step of a run.
+    pub(crate) fn numbers(&self, name: &str, field: &str) -> Vec<f64> {
+        let metrics = fs::read_to_string(self.at(name).join("metrics.jsonl")).unwrap();
+        let number = |line: &str| {
+            let step: serde_json::Value = serde_json::from_str(line).unwrap();
+            step[field].as_f64().unwrap()
+        };
+        metrics.lines().map(number).collect()
+    }
+
+    pub(crate) fn losses(&self, name: &str) -> Vec<f64> {
+        self.numbers(name, "loss")
+    }
+
+    pub(crate) fn remove_model(&self, name: &str) {
+        fs::remove_dir_all(self.at(name).join("model")).unwrap();
+    }
+
+    /// Resumes a complete run from its last checkpoint, to the end.
+    pub(crate) fn end_again(&self, name: &str, more: &[&str]) {
+        self.remove_model(name);
+        let resumed = self.resume(name, more);
+        assert!(resumed.status.success(), "{name}: {}", said(&resumed));
+    }
+
     pub(crate) fn resume(&self, name: &str, more: &[&str]) -> Output {
         let out = self.path(name);
         let args = ["train", "--checkpoint-every", "4", "--resume", "--out", &out];
