@@ -231,7 +231,7 @@ impl From<finetune::Error> for ErrorKind {
             Sampler(error) => Self::Sampler(error),
             Batch(error) => Self::Batch(error),
             Plan(error) => Self::Plan(error),
-            Train(error) => error.into(),
+            Train(error) => (*error).into(),
             Tensor(error) => Self::Train(error),
             // In the words of the options.
             Spec(Setting { name, value, expected }) => {

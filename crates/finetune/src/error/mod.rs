@@ -88,15 +88,21 @@ pub enum Error {
     Plan(#[from] fsdp_plan::Error),
     /// Training failed, or a checkpoint is damaged.
     #[error(transparent)]
-    Train(#[from] dist_train::Error),
+    Train(Box<dist_train::Error>),
     /// A tensor operation failed.
     #[error("the computation failed: {}", one_line(.0))]
     Tensor(#[from] candle_core::Error),
 }
 
+impl From<dist_train::Error> for Error {
+    fn from(error: dist_train::Error) -> Self {
+        Self::Train(Box::new(error))
+    }
+}
+
 impl From<dist_checkpoint::Error> for Error {
     fn from(error: dist_checkpoint::Error) -> Self {
-        Self::Train(error.into())
+        dist_train::Error::from(error).into()
     }
 }
 

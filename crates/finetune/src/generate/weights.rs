@@ -1,6 +1,6 @@
 //! The variables of a model that is not trained.
 
-use std::collections::HashMap;
+use std::collections::BTreeMap;
 
 use candle_core::{DType, Device};
 use candle_nn::VarBuilder;
@@ -39,7 +39,7 @@ pub(super) fn load(folder: &Folder, llama: &Llama) -> Result<Units> {
         .check_fits(&infos, AllowedNames { missing, unexpected: &unexpected })
         .map_err(failed)?;
     let adapters = llama.lora().map(Lora::values);
-    let mut tensors = HashMap::new();
+    let mut tensors = BTreeMap::new();
     for (parameter, info) in declared.iter().zip(&infos) {
         let all = 0..parameter.shape.elem_count();
         let found = weights.items(info, all.clone(), &Device::Cpu).map_err(failed)?;
@@ -49,7 +49,7 @@ pub(super) fn load(folder: &Folder, llama: &Llama) -> Result<Units> {
         };
         tensors.insert(info.name.clone(), items.reshape(&parameter.shape)?);
     }
-    let vb = VarBuilder::from_tensors(tensors, DType::F32, &Device::Cpu);
+    let vb = VarBuilder::from_tensors(tensors.into_iter().collect(), DType::F32, &Device::Cpu);
     Ok(Units::by(llama.units(), |vb| llama.declare(&vb))(vb)?)
 }
 

@@ -187,6 +187,7 @@ impl Recipe {
     }
 
     /// Returns the options with the defaults of a run of so many steps in place of `None`.
+    #[must_use]
     pub fn with_defaults(self, steps: u64, is_own_model: bool) -> Self {
         let lr = match (is_own_model, self.lora) {
             (true, _) => PEAK_LEARNING_RATE,
