@@ -23,14 +23,14 @@ use std::{
 use candle_core::{DType, Device, Result, Tensor};
 use candle_distributed::{
     mesh::{DeviceMesh, Replica, init_threads},
-    train::{AdamW, DataParallel, feed},
+    train::{AdamW, DataParallel, DistributedModel, feed},
 };
 use candle_nn::{Linear, Module, Optimizer, ParamsAdamW, linear};
 
 const ROWS: usize = 64;
 const HIDDEN: usize = 512;
 
-type Model = DataParallel<Linear, AdamW>;
+type Model = DistributedModel<Linear, AdamW>;
 
 fn main() -> std::result::Result<(), Box<dyn std::error::Error>> {
     // A share of two for the one slot: on two cores, it leaves the other to the feed.

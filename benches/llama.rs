@@ -70,9 +70,9 @@ fn trained(config: &Config, llama: &Llama, mesh: &DeviceMesh) -> Outcome<Trained
     };
     let keep = match config.form.as_str() {
         "units" => {
-            let units = Units::by(llama.units(), |vb| llama.declare(&vb));
-            let mut model =
-                DataParallel::builder(mesh, units).weights(&config.folder).build(adam)?;
+            let builder = DataParallel::builder(mesh, |vb| llama.declare(&vb));
+            let builder = builder.by_units(llama.units()).weights(&config.folder);
+            let mut model = builder.build(adam)?;
             return Ok(Box::new(move |batch| Ok(model.step(batch, loss.clone())?.loss)));
         }
         "sharded" => Keep::Inputs,
@@ -81,7 +81,7 @@ fn trained(config: &Config, llama: &Llama, mesh: &DeviceMesh) -> Outcome<Trained
         other => return Err(format!("there is no form {other}").into()),
     };
     let mut model = FullyShard::builder(mesh, |vb| llama.declare(&vb))
-        .unit_rules(llama.units())
+        .by_units(llama.units())
         .keep(keep)
         .weights(&config.folder)
         .build(adam)?;

@@ -28,9 +28,7 @@ use candle_distributed::{
         self, Activation, AttentionConfig, CrossEntropyConfig,
         layers::{Embedding, Linear, RmsNorm, embedding, linear_no_bias, rms_norm},
     },
-    train::{
-        AdamW, DataParallel, FullyShard, FullyShardBuilder, Group, Keep, Loss, UnitRules, Units,
-    },
+    train::{AdamW, DataParallel, FullyShard, Group, Keep, Loss, ModelBuilder, UnitRules, Units},
 };
 use candle_nn::{Module, Optimizer, ParamsAdamW, VarBuilder};
 
@@ -295,14 +293,14 @@ fn trained(config: Config, mesh: &DeviceMesh) -> Outcome<Trained> {
         Ok(Loss::sum(by_units(config, model, &ids, weights)?, tokens))
     };
     let layers = move |vb: VarBuilder<'_>| Model::new(config, &vb);
-    let with_options: fn(FullyShardBuilder<'_, _>) -> FullyShardBuilder<'_, _> = match config.form {
+    let with_options: fn(ModelBuilder<'_, Units>) -> ModelBuilder<'_, Units> = match config.form {
         Form::Fused | Form::Composed => {
             let builder = DataParallel::builder(mesh, layers).uneven(Uneven::Pad);
             let mut model = builder.build(adam)?;
             return Ok(Box::new(move |batch| Ok(model.step(batch, loss)?.loss)));
         }
         Form::Units => {
-            let builder = DataParallel::builder(mesh, Units::by(rules(), layers));
+            let builder = DataParallel::builder(mesh, layers).by_units(rules());
             let mut model = builder.uneven(Uneven::Pad).build(adam)?;
             return Ok(Box::new(move |batch| Ok(model.step(batch, of_units)?.loss)));
         }
@@ -311,7 +309,7 @@ fn trained(config: Config, mesh: &DeviceMesh) -> Outcome<Trained> {
         Form::Gathered => |builder| builder.keep(Keep::Gathered),
         Form::InBackward => |builder| builder.optimizer_in_backward(),
     };
-    let builder = FullyShard::builder(mesh, layers).unit_rules(rules()).uneven(Uneven::Pad);
+    let builder = FullyShard::builder(mesh, layers).by_units(rules()).uneven(Uneven::Pad);
     let mut model = with_options(builder).prefetch(config.prefetch).build(adam)?;
     Ok(Box::new(move |batch| Ok(model.step(batch, of_units)?.loss)))
 }

@@ -64,7 +64,7 @@ fn values_can_be_sent_to_and_shared_between_threads() {
         train::Checkpoint,
         train::Checkpoints,
         checkpoint::SkippedCheckpoint,
-        train::FullyShard<train::AdamW>,
+        train::DistributedModel<train::Units, train::AdamW>,
         train::StateDict,
         train::Error,
     );

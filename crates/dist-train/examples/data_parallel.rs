@@ -74,7 +74,7 @@ impl Mlp {
 fn train(slots: usize, data: &Batch) -> Result<Vec<f64>, Box<dyn Error>> {
     let mesh = DeviceMesh::cpu(slots)?;
     let mut model = DataParallel::builder(&mesh, Mlp::new)
-        .variables(&initial()?)
+        .with_variables(&initial()?)
         .uneven(Uneven::Balanced)
         .clip_grad_norm(MAX_NORM)
         .build(|group| adam(group.vars))?;

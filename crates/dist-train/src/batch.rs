@@ -8,7 +8,7 @@ use crate::tree;
 
 /// The shapes of a batch's tensors, before it is cut.
 #[derive(Debug)]
-pub(crate) struct Layout(Vec<Vec<usize>>);
+pub(crate) struct BatchShapes(Vec<Vec<usize>>);
 
 /// What one replica has of a batch.
 struct Shard {
@@ -16,7 +16,7 @@ struct Shard {
     here: Vec<Vec<usize>>,
 }
 
-impl Layout {
+impl BatchShapes {
     pub(crate) fn of(batch: &impl TensorTree) -> Self {
         Self(shapes(batch))
     }

@@ -13,7 +13,7 @@ use pmap_mesh::{ALL, DeviceMesh, Replica, Specs, TensorTree, Uneven};
 
 use crate::{
     agreement,
-    batch::Layout,
+    batch::BatchShapes,
     error::{
         Doing, Result,
         training::{Refusal, TrainingError},
@@ -131,7 +131,7 @@ impl<I: TensorTree> ValueAndGrad<I> {
         let owned = Arc::new(divide(&sizes, self.mesh.devices().len()));
         let outcome: Arc<(Refusal, OnceLock<f64>)> = Arc::default();
         let step = self.mesh.pmap({
-            let layout = Layout::of(&batch);
+            let shapes = BatchShapes::of(&batch);
             let loss = Arc::clone(&self.loss);
             let params = self.params.clone();
             let allow = self.allow_non_finite;
@@ -139,7 +139,7 @@ impl<I: TensorTree> ValueAndGrad<I> {
             let outcome = Arc::clone(&outcome);
             move |ctx, shard: I| {
                 let (refusal, mean) = &*outcome;
-                let here = layout.explain(shard, |shard| loss(ctx, shard))?;
+                let here = shapes.explain(shard, |shard| loss(ctx, shard))?;
                 let (mut here, ()) = here.of_shard(ctx)?;
                 let sums = here.agree(ctx, allow, refusal).and_then(|whole| {
                     let whole = whole.with_weight(refusal)?;

@@ -3,7 +3,7 @@
 use std::fmt;
 
 /// What a check has found of the parameters that begin with the same components: made by
-/// [`DataParallel::check_gradients`](crate::DataParallel::check_gradients).
+/// [`DistributedModel::check_gradients`](crate::DistributedModel::check_gradients).
 #[derive(Clone, Debug, PartialEq)]
 #[non_exhaustive]
 pub struct PrefixCheck {

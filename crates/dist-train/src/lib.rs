@@ -1,6 +1,7 @@
 //! [`AdamW`]: crate::AdamW
 //! [`Checkpoints`]: crate::Checkpoints
 //! [`DataParallel`]: crate::DataParallel
+//! [`DistributedModel`]: crate::DistributedModel
 //! [`FullyShard`]: crate::FullyShard
 //! [`Units`]: crate::Units
 // The README's links go to the registry. The first of two definitions counts: on this page, where
@@ -12,16 +13,15 @@ mod agreement;
 mod batch;
 mod batch_norm;
 mod check;
-mod data_parallel;
 mod device;
 mod error;
 mod feed;
-mod fsdp;
 mod grad;
 mod gradient_report;
 mod lora;
 mod loss;
 mod metrics;
+mod model;
 mod optim;
 mod parameters;
 mod progress;
@@ -38,16 +38,11 @@ pub use dist_checkpoint::{
 
 pub use crate::{
     batch_norm::SyncBatchNorm,
-    data_parallel::{
-        DataParallel,
-        builder::{DataParallelBuilder, Group},
-    },
     error::{
         Error, Result, gradient::GradientError, lora::LoraError, sharding::ShardingError,
         training::TrainingError,
     },
     feed::{Feed, Feeding, feed},
-    fsdp::{FullyShard, builder::FullyShardBuilder},
     grad::{ValueAndGrad, value_and_grad},
     gradient_report::{GradientReport, PrefixCheck, Verdict},
     lora::{Lora, linear::LoraLinear, save::PretrainedFiles},
@@ -56,6 +51,11 @@ pub use crate::{
         MeanLoss, StepMetrics,
         log::{MetricsLog, peak_bytes},
         read::{Metrics, TimedStep},
+    },
+    model::{
+        DistributedModel,
+        builder::{Group, ModelBuilder},
+        doors::{DataParallel, FullyShard},
     },
     optim::{
         StatefulOptimizer,

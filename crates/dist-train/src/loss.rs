@@ -93,26 +93,8 @@ impl<A> Loss<A> {
         &self.value
     }
 
-    /// The loss of the whole batch, and the sums of the rest, the same on every replica.
-    pub(crate) fn evaluate(
-        self,
-        ctx: &Replica,
-        allow_non_finite: bool,
-        refusal: &Refusal,
-    ) -> candle_core::Result<(BatchLoss, A)>
-    where
-        A: TensorTree,
-    {
-        let (mut shard, aux) = self.of_shard(ctx)?;
-        let batch = shard.agree(ctx, allow_non_finite, refusal)?.with_weight(refusal)?;
-        Ok((batch, with_leaves(&aux, summed(ctx, &aux)?)))
-    }
-
     /// The loss as a sum, and the rest.
-    pub(crate) fn of_shard(self, ctx: &Replica) -> candle_core::Result<(ShardLoss, A)>
-    where
-        A: TensorTree,
-    {
+    pub(crate) fn of_shard(self, ctx: &Replica) -> candle_core::Result<(ShardLoss, A)> {
         let Self { value, weight, aux } = self;
         let mut unfit = None;
         let (times, weight) = match weight.0 {
@@ -131,9 +113,34 @@ impl<A> Loss<A> {
         if value.rank() != 0 || !value.dtype().is_float() {
             unfit = Some((LOSS, value.clone()));
         }
-        // Without the graph, which what comes with a loss would keep.
-        let shard = ShardLoss { value, times, times_of_all: 1.0, weight, unfit };
-        Ok((shard, tree::map(&aux, Tensor::detach)))
+        Ok((ShardLoss { value, times, times_of_all: 1.0, weight, unfit }, aux))
+    }
+}
+
+impl<A: TensorTree> Loss<A> {
+    /// Returns the loss with the tensors of its tree in a list, and a tree of the same form for
+    /// [`with_leaves`].
+    pub(crate) fn into_leaves(self) -> (Loss<Vec<Tensor>>, A) {
+        let Self { value, weight, aux } = self;
+        // Without the graph, which what comes with a loss would keep in memory.
+        let leaves = tree::each(&aux, Tensor::detach);
+        // A scalar in the place of each tensor, so that the form keeps none in memory.
+        let form = tree::map(&aux, |_| value.detach());
+        (Loss { value, weight, aux: leaves }, form)
+    }
+}
+
+impl Loss<Vec<Tensor>> {
+    /// Returns the loss of the whole batch, and the sums of the rest: the same on every replica.
+    pub(crate) fn evaluate(
+        self,
+        ctx: &Replica,
+        allow_non_finite: bool,
+        refusal: &Refusal,
+    ) -> candle_core::Result<(BatchLoss, Vec<Tensor>)> {
+        let (mut shard, aux) = self.of_shard(ctx)?;
+        let batch = shard.agree(ctx, allow_non_finite, refusal)?.with_weight(refusal)?;
+        Ok((batch, summed(ctx, aux)?))
     }
 }
 
@@ -307,9 +314,8 @@ impl BatchLoss {
     }
 }
 
-/// The tensors of `aux` summed over all replicas, in the order of the tree.
-pub(crate) fn summed(ctx: &Replica, aux: &impl TensorTree) -> candle_core::Result<Vec<Tensor>> {
-    let leaves = tree::each(aux, Tensor::clone);
+/// Returns tensors summed over all replicas.
+pub(crate) fn summed(ctx: &Replica, leaves: Vec<Tensor>) -> candle_core::Result<Vec<Tensor>> {
     if leaves.is_empty() {
         return Ok(leaves);
     }

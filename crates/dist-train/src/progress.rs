@@ -17,6 +17,19 @@ pub(crate) struct Progress {
     pub(crate) seed: Seed,
 }
 
+impl Progress {
+    /// Returns the seed and position of the random numbers of the next batch.
+    pub(crate) fn stream(&self) -> (Seed, u64) {
+        (self.seed, self.batches)
+    }
+
+    /// Returns those of evaluations before the next update.
+    pub(crate) fn evaluation_stream(&self) -> (Seed, u64) {
+        const EVALUATION: u64 = u64::MAX;
+        (self.seed.derive(EVALUATION), self.steps)
+    }
+}
+
 /// What a checkpoint knows of training besides tensors.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub(crate) struct TrainerState {

@@ -170,7 +170,7 @@ fn a_data_parallel_step_is_a_step_of_the_whole_batch() {
         let home = &mesh.devices()[0];
         let vars = VarMap::new();
         let mut model = DataParallel::builder(&mesh, |vb| linear(3, 1, vb))
-            .variables(&vars)
+            .with_variables(&vars)
             .build(|group| SGD::new(group.vars, 0.1))
             .unwrap();
         let weight = vars.data().lock().unwrap()["weight"].clone();

@@ -42,7 +42,7 @@ fn trained<O: Optimizer + Send + 'static>(
 ) -> Tensor {
     let vars = VarMap::new();
     let mut model = DataParallel::builder(mesh, |vb| linear(6, 5, vb))
-        .variables(&vars)
+        .with_variables(&vars)
         .dtype(dtype)
         .clip_grad_norm(0.5)
         .build(|group| make(group.vars))

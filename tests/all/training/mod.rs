@@ -1,4 +1,3 @@
-//! Models of a user's own: they train on any number of devices as on one, or are refused by name.
+//! Models of a user's own: those that cannot train are refused by name.
 
 mod refused;
-mod same_losses;

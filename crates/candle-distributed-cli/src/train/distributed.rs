@@ -1,6 +1,4 @@
-//! The model on the devices: whole on each of them, or in parts.
-
-use std::path::Path;
+//! The model of a run on the devices.
 
 use candle_core::DType;
 use candle_distributed::{
@@ -11,8 +9,8 @@ use candle_distributed::{
     },
     mesh::{DeviceMesh, Replica, Uneven},
     train::{
-        AdamW, Checkpoint, DataParallel, Evaluation, FullyShard, GradientReport, Group, Lora, Loss,
-        PretrainedFiles, StateDict, Step, Units,
+        AdamW, DataParallel, DistributedModel, Evaluation, GradientReport, Group, Lora,
+        ModelBuilder, Step, Units,
     },
     types::WorldSize,
 };
@@ -23,181 +21,87 @@ use crate::error::Result;
 /// The model of a run, on the devices of its mesh.
 #[derive(Debug)]
 pub(crate) struct Distributed {
-    model: Model,
-    held: Held,
-}
-
-/// What the devices hold of it.
-#[derive(Debug)]
-pub(crate) enum Held {
-    /// Every device has all of it.
-    Whole(DataParallel<Units, AdamW>),
-    /// Every device has its part.
-    Sharded(FullyShard<AdamW>),
-}
-
-/// Tells a builder what a run has set. (Those of both kinds have the same methods, and no trait.)
-macro_rules! with_settings {
-    ($builder:expr, $settings:expr, $model:expr) => {{
-        let mut builder = $builder.uneven(Uneven::Pad);
-        builder = builder.init($settings.init_seed());
-        if $model.lora().is_some() {
-            builder = builder.train_only(Lora::PATTERNS).allow_missing(Lora::PATTERNS);
-        }
-        if let Some(weights) = $settings.pretrained() {
-            builder = builder.weights(weights);
-        }
-        builder = builder.allow_unexpected($model.passed_over());
-        if !$model.undecayed().is_empty() {
-            builder = builder.group(UNDECAYED, $model.undecayed());
-        }
-        if let Some(norm) = $settings.recipe.max_grad_norm {
-            builder = builder.clip_grad_norm(norm);
-        }
-        if $settings.allow_non_finite {
-            builder = builder.allow_non_finite();
-        }
-        builder
-    }};
+    pub(crate) model: Model,
+    pub(crate) trained: DistributedModel<Units, AdamW>,
 }
 
 impl Distributed {
-    /// The model of a run before its first step.
+    /// Returns the model of a run before its first step: every device has all of it, or its part.
     pub(crate) fn new(
         mesh: &DeviceMesh,
         settings: &Spec,
         sharding: Option<&Sharding>,
     ) -> Result<Self> {
         let model = settings.trained_model()?;
-        let held = match sharding {
-            None => Held::whole(mesh, settings, &model)?,
-            Some(sharding) => Held::sharded(mesh, settings, &model, sharding)?,
+        let builder = DataParallel::builder(mesh, build(&model)).by_units(model.units());
+        let builder = with_settings(builder, settings, &model);
+        let precision = settings.recipe.precision().dtype();
+        let builder = match sharding {
+            None => builder.dtype(precision),
+            Some(sharding) => {
+                let world_size = WorldSize::new(mesh.len() as u64)?;
+                let plan = sharding.plan(&model.parameters()?, world_size)?;
+                let builder = builder
+                    .fully_shard()
+                    .plan(plan)
+                    .keep(sharding.keep.into())
+                    .prefetch(sharding.prefetch)
+                    .mixed_precision(precision, DType::F32);
+                if sharding.optimizer_in_backward {
+                    builder.optimizer_in_backward()
+                } else {
+                    builder
+                }
+            }
         };
-        Ok(Self { model, held })
+        Ok(Self { trained: builder.build(adamw(settings))?, model })
     }
 
     /// Trains on a batch.
     pub(crate) fn step(&mut self, batch: BatchTensors) -> Result<Step> {
-        let Self { model, held } = self;
-        let loss = |_: &Replica, units: &Units, batch| model.loss(units, batch);
-        Ok(match held {
-            Held::Whole(model) => model.step(batch, loss)?,
-            Held::Sharded(model) => model.step(batch, loss)?,
-        })
+        let Self { model, trained } = self;
+        Ok(trained.step(batch, |_: &Replica, units, batch| model.loss(units, batch))?)
     }
 
-    /// The loss of a batch, of which nothing is learnt.
+    /// Returns the loss of a batch, of which nothing is learnt.
     pub(crate) fn evaluate(&mut self, batch: BatchTensors) -> Result<Evaluation> {
-        let Self { model, held } = self;
-        let loss = |_: &Replica, units: &Units, batch| model.loss(units, batch);
-        Ok(match held {
-            Held::Whole(model) => model.evaluate(batch, loss)?,
-            Held::Sharded(model) => model.evaluate(batch, loss)?,
-        })
+        let Self { model, trained } = self;
+        Ok(trained.evaluate(batch, |_: &Replica, units, batch| model.loss(units, batch))?)
     }
 
     /// Compares the gradients of a batch with differences of its loss.
     pub(crate) fn check(&mut self, batch: BatchTensors) -> Result<GradientReport> {
-        let model = self.model.clone();
-        self.check_gradients(batch, |_: &Replica, units: &Units, batch| model.loss(units, batch))
-    }
-
-    /// Compares the gradients of a loss with differences of it.
-    pub(crate) fn check_gradients<F>(
-        &mut self,
-        batch: BatchTensors,
-        loss: F,
-    ) -> Result<GradientReport>
-    where
-        F: Fn(&Replica, &Units, BatchTensors) -> candle_core::Result<Loss> + Send + Sync,
-    {
-        Ok(match &mut self.held {
-            Held::Whole(model) => model.check_gradients(batch, loss)?,
-            Held::Sharded(model) => model.check_gradients(batch, loss)?,
-        })
-    }
-
-    pub(crate) fn set_learning_rate(&mut self, learning_rate: f64) -> Result<()> {
-        match &mut self.held {
-            Held::Whole(model) => model.set_learning_rate(learning_rate)?,
-            Held::Sharded(model) => model.set_learning_rate(learning_rate)?,
-        }
-        Ok(())
-    }
-
-    /// Takes up what a checkpoint has, however its model was distributed.
-    pub(crate) fn load(&mut self, checkpoint: &Checkpoint) -> Result<()> {
-        match &mut self.held {
-            Held::Whole(model) => model.load(checkpoint)?,
-            Held::Sharded(model) => model.load(checkpoint)?,
-        }
-        Ok(())
-    }
-
-    pub(crate) fn state_dict(&self) -> Result<StateDict> {
-        Ok(match &self.held {
-            Held::Whole(model) => model.state_dict()?,
-            Held::Sharded(model) => model.state_dict()?,
-        })
-    }
-
-    /// Writes files into a folder. Every process calls it, and the first one writes.
-    pub(crate) fn save_pretrained(&self, folder: &Path, files: PretrainedFiles) -> Result<()> {
-        match &self.held {
-            Held::Whole(model) => model.save_pretrained(folder, files)?,
-            Held::Sharded(model) => model.save_pretrained(folder, files)?,
-        }
-        Ok(())
-    }
-
-    /// The adapters that are trained, if the model itself is not.
-    pub(crate) fn adapters(&self) -> Option<&Lora> {
-        self.model.lora()
+        let Self { model, trained } = self;
+        Ok(trained.check_gradients(batch, |_: &Replica, units, batch| model.loss(units, batch))?)
     }
 }
 
-impl Held {
-    fn whole(mesh: &DeviceMesh, settings: &Spec, model: &Model) -> Result<Self> {
-        let builder = DataParallel::builder(mesh, Units::by(model.units(), build(model)));
-        let builder = with_settings!(builder, settings, model);
-        let builder = builder.dtype(settings.recipe.precision().dtype());
-        Ok(Self::Whole(builder.build(adamw(settings))?))
+/// Sets what a run says of a model, whether it is sharded or not.
+fn with_settings<'a>(
+    builder: ModelBuilder<'a, Units>,
+    settings: &Spec,
+    model: &Model,
+) -> ModelBuilder<'a, Units> {
+    let mut builder =
+        builder.uneven(Uneven::Pad).init(settings.init_seed()).allow_unexpected(model.passed_over());
+    if model.lora().is_some() {
+        builder = builder.train_only(Lora::PATTERNS).allow_missing(Lora::PATTERNS);
     }
-
-    fn sharded(
-        mesh: &DeviceMesh,
-        settings: &Spec,
-        model: &Model,
-        sharding: &Sharding,
-    ) -> Result<Self> {
-        let parameters = model.parameters()?;
-        let world_size = WorldSize::new(mesh.len() as u64)?;
-        let mut builder = FullyShard::builder(mesh, build(model))
-            .unit_rules(model.units())
-            .plan(sharding.plan(&parameters, world_size)?)
-            .keep(sharding.keep.into())
-            .prefetch(sharding.prefetch);
-        if sharding.optimizer_in_backward {
-            builder = builder.optimizer_in_backward();
-        }
-        let builder = with_settings!(builder, settings, model);
-        let precision = settings.recipe.precision().dtype();
-        let builder = builder.mixed_precision(precision, DType::F32);
-        Ok(Self::Sharded(builder.build(adamw(settings))?))
+    if let Some(weights) = settings.pretrained() {
+        builder = builder.weights(weights);
     }
+    if !model.undecayed().is_empty() {
+        builder = builder.group(UNDECAYED, model.undecayed());
+    }
+    if let Some(norm) = settings.recipe.max_grad_norm {
+        builder = builder.clip_grad_norm(norm);
+    }
+    if settings.allow_non_finite { builder.allow_non_finite() } else { builder }
 }
 
 fn build(model: &Model) -> impl Fn(VarBuilder<'_>) -> candle_core::Result<()> + use<> {
     let model = model.clone();
     move |vb| model.declare(&vb)
-}
-
-#[cfg(test)]
-impl Distributed {
-    /// A model that was made in another way.
-    pub(crate) fn of(model: Model, held: Held) -> Self {
-        Self { model, held }
-    }
 }
 
 /// The group of parameters that are not decayed.
@@ -300,7 +204,7 @@ mod tests {
         steps
             .map(|(step, batch)| {
                 let rate = settings.recipe.learning_rate(step, settings.steps);
-                model.set_learning_rate(rate).unwrap();
+                model.trained.set_learning_rate(rate).unwrap();
                 let step = model.step(tensors(batch)).unwrap();
                 (step.loss, step.grad_norm)
             })

@@ -32,7 +32,7 @@ impl Products<'_> {
     /// Writes a folder of the model as it is now, or of its adapters if these alone were asked for.
     pub(crate) fn save(&self, model: &Distributed, to: &Path) -> Result<()> {
         let dtype = self.settings.recipe.precision().dtype();
-        match model.adapters() {
+        match model.model.lora() {
             Some(lora) if !self.merges() => return self.save_adapters(model, lora, to),
             Some(lora) => self.write(model, lora.merged().dtype(dtype), to)?,
             None => self.write(model, PretrainedFiles::default().dtype(dtype), to)?,
@@ -56,7 +56,8 @@ impl Products<'_> {
 
     fn write(&self, model: &Distributed, files: PretrainedFiles, to: &Path) -> Result<()> {
         let is_allowed = self.settings.allow_non_finite;
-        model.save_pretrained(to, if is_allowed { files.allow_non_finite() } else { files })
+        let files = if is_allowed { files.allow_non_finite() } else { files };
+        Ok(model.trained.save_pretrained(to, files)?)
     }
 
     /// Writes what the folder of the model has beside its weights to read texts with.

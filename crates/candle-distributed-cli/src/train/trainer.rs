@@ -73,7 +73,7 @@ impl Job<'_> {
     pub(crate) fn start(&self) -> Result<Distributed> {
         let mut model = Distributed::new(self.mesh, self.settings, self.sharding)?;
         if let Some(from) = self.from {
-            model.load(&from.checkpoint)?;
+            model.trained.load(&from.checkpoint)?;
         }
         Ok(model)
     }
@@ -184,7 +184,7 @@ impl Job<'_> {
     /// Writes the folder of the model, of which each process may have a part.
     fn finish(&self, model: &Distributed, journal: Option<Journal>) -> Result<()> {
         let products = self.products();
-        if let Some(lora) = model.adapters().filter(|_| products.merges()) {
+        if let Some(lora) = model.model.lora().filter(|_| products.merges()) {
             products.save_adapters(model, lora, &run::adapter_in(self.path))?;
         }
         let target = run::product_of(self.path, self.settings);
@@ -215,7 +215,7 @@ impl Job<'_> {
 
     /// Writes a checkpoint after `done` steps, of which `state` is the last.
     fn save(&self, model: &Distributed, done: u64, state: &BatchState) -> Result<()> {
-        Ok(self.checkpoints.save(self.mesh, done, &model.state_dict()?, state)?)
+        Ok(self.checkpoints.save(self.mesh, done, &model.trained.state_dict()?, state)?)
     }
 
     /// The tensors of the batch after `state`.
@@ -276,7 +276,7 @@ impl Job<'_> {
 /// The whole batch goes to the mesh, which splits it: one order and one list of batches, so neither
 /// depends on the number of devices. A sampler per replica would make both depend on it.
 fn train_on(model: &mut Distributed, tensors: BatchTensors, learning_rate: f64) -> Result<Step> {
-    model.set_learning_rate(learning_rate)?;
+    model.trained.set_learning_rate(learning_rate)?;
     model.step(tensors)
 }
 
@@ -356,7 +356,6 @@ mod tests {
     use super::*;
     use crate::train::{
         built_in::tests::{inputs, spec},
-        distributed::Held,
     };
 
     /// What the jobs of these tests have in common.
@@ -421,7 +420,8 @@ mod tests {
                 Ok(Loss::sum((&sum + sum.detach())?, weight))
             };
             let batch = job.next_batch(None).unwrap();
-            let error = model.check_gradients(batch, half_without_backward).unwrap_err();
+            let checked = model.trained.check_gradients(batch, half_without_backward);
+            let error = Error::from(checked.unwrap_err());
             let ErrorKind::Training(train::Error::Gradient(GradientError::Wrong {
                 wrong,
                 prefixes,
@@ -444,11 +444,11 @@ mod tests {
             let value = if declared.name == "model.norm.weight" { f32::NAN } else { 1.0 };
             Tensor::full(value, items.len(), &Device::Cpu)
         };
-        let builder = DataParallel::builder(&fixture.mesh, Units::by(model.units(), build));
+        let builder = DataParallel::builder(&fixture.mesh, build).by_units(model.units());
         let builder = builder.init_with(values).uneven(candle_distributed::mesh::Uneven::Pad);
         let builder = if settings.allow_non_finite { builder.allow_non_finite() } else { builder };
         let adam = |group: train::Group| train::AdamW::new(group.vars, ParamsAdamW::default());
-        Distributed::of(model, Held::Whole(builder.build(adam).unwrap()))
+        Distributed { model, trained: builder.build(adam).unwrap() }
     }
 
     /// Trains a model with a parameter that is no number, until the run ends.

@@ -21,7 +21,7 @@ use candle_distributed::{
     mesh::{BatchKeys, DeviceMesh, Replica, Uneven, init_threads},
     ops::{self, CrossEntropyConfig},
     sampler::{DistributedSampler, SamplerConfig},
-    train::{AdamW, Checkpoints, DataParallel, Loss, Schedule},
+    train::{AdamW, Checkpoints, DataParallel, DistributedModel, Loss, Schedule},
     types::{Epoch, Placement, Seed},
 };
 use candle_nn::{Optimizer, ParamsAdamW};
@@ -30,7 +30,7 @@ use crate::bert::{BertClassifier, Config};
 use crate::task::{Batch, MAX_LENGTH, Texts, VOCABULARY};
 
 type Result<T> = std::result::Result<T, Box<dyn std::error::Error>>;
-type Model = DataParallel<BertClassifier, AdamW>;
+type Model = DistributedModel<BertClassifier, AdamW>;
 const STEPS: u64 = 400;
 
 fn main() -> Result<()> {

@@ -60,5 +60,5 @@ fn bits(model: &Model) -> Result<BTreeMap<String, Vec<u32>>> {
         let values: Vec<f32> = tensor.flatten_all()?.to_vec1()?;
         Ok((name, values.into_iter().map(f32::to_bits).collect()))
     };
-    model.variables().into_iter().map(bits).collect()
+    model.parameters().unwrap().into_iter().map(bits).collect()
 }

@@ -13,7 +13,7 @@ use crate::error::Result;
 ///
 /// All replicas of all processes decide alike, so each process gets the error and may take the next
 /// step; no variable has changed, unless optimizers run [inside the backward
-/// pass](crate::FullyShardBuilder::optimizer_in_backward). What a replica finds out alone, in a unit that it enters
+/// pass](crate::ModelBuilder::optimizer_in_backward). What a replica finds out alone, in a unit that it enters
 /// ([`UnknownUnit`](Self::UnknownUnit), [`Captured`](Self::Captured),
 /// [`ParameterOutsideUnit`](Self::ParameterOutsideUnit), [`NotRepeatable`](Self::NotRepeatable), [`Differentiated`](Self::Differentiated)), is such an error
 /// on a mesh of one process; one of several ends as with any error of a replica.
@@ -128,7 +128,7 @@ pub enum TrainingError {
         /// The option or method.
         option: &'static str,
     },
-    /// A type in which a [`FullyShard`](crate::FullyShard) cannot gather parameters or sum gradients.
+    /// A type in which parameters cannot be computed with, or gradients summed.
     #[error("`mixed_precision` has {dtype} as {option}: {hint}")]
     UnfitDtype {
         /// `param_dtype` or `reduce_dtype`.
@@ -138,8 +138,7 @@ pub enum TrainingError {
         /// What to take instead.
         hint: &'static str,
     },
-    /// A step of a [`FullyShard`](crate::FullyShard) has failed after its optimizers had begun to
-    /// run.
+    /// A step has failed after its optimizers had begun to run, or a load on its way.
     #[error(
         "a step or a load failed after some parameters had been changed and others had not: `load` a \
          checkpoint, or build the model anew"
@@ -177,7 +176,7 @@ pub enum TrainingError {
         unit: String,
     },
     /// Two slots of a shard group have entered other units, or in another order, where units are
-    /// [gathered ahead](crate::FullyShardBuilder::prefetch).
+    /// [gathered ahead](crate::ModelBuilder::prefetch).
     #[error(
         "replica {left} enters the units {}, replica {right} enters {}",
         left_units.join(", "), right_units.join(", ")
@@ -201,6 +200,20 @@ pub enum TrainingError {
         how: &'static str,
     },
 
+    /// An option of sharded models was set, and the model is replicated.
+    #[error(
+        "`{option}` is for a sharded model, and every device has this one whole: call `fully_shard`"
+    )]
+    OnlySharded {
+        /// The option.
+        option: &'static str,
+    },
+    /// An option of replicated models was set, and the model is sharded.
+    #[error("`{option}` is for a model that every device has whole, and this one is sharded")]
+    OnlyReplicated {
+        /// The option.
+        option: &'static str,
+    },
     /// A pattern of an option picks no variable.
     #[error("the pattern {pattern:?} of `{option}` matches none of the model's variables")]
     Unmatched {

@@ -89,8 +89,8 @@ pub struct Lora {
 
 impl Lora {
     /// What adapters are named in every model: patterns for
-    /// [`train_only`](crate::DataParallelBuilder::train_only) and
-    /// [`allow_missing`](crate::DataParallelBuilder::allow_missing).
+    /// [`train_only`](crate::ModelBuilder::train_only) and
+    /// [`allow_missing`](crate::ModelBuilder::allow_missing).
     pub const PATTERNS: [&'static str; 2] = ["lora_A", "lora_B"];
 
     /// Adapters of the layers that `targets` name, with the factor `alpha / rank`.
@@ -151,7 +151,9 @@ impl Lora {
     }
 
     /// The constructor of a model with adapters, of the constructor of the model: for
-    /// [`FullyShard::builder`](crate::FullyShard::builder) and [`Units::of`](crate::Units::of).
+    /// [`FullyShard::builder`](crate::FullyShard::builder), or for
+    /// [`DataParallel::builder`](crate::DataParallel::builder) with
+    /// [`by_units`](crate::ModelBuilder::by_units).
     ///
     /// It makes no model, since the sum in it would not follow what is trained: [`unit`](Self::unit)
     /// makes it anew wherever it is used.
@@ -245,8 +247,8 @@ impl Lora {
     }
 
     /// The values of adapters that were [opened](Self::open), for
-    /// [`init_with`](crate::DataParallelBuilder::init_with); all else is to come from
-    /// [`weights`](crate::DataParallelBuilder::weights).
+    /// [`init_with`](crate::ModelBuilder::init_with); all else is to come from
+    /// [`weights`](crate::ModelBuilder::weights).
     ///
     /// # Errors
     ///
@@ -269,7 +271,7 @@ impl Lora {
     }
 
     /// The files of the adapters alone, which PEFT reads: for
-    /// [`DataParallel::save_pretrained`](crate::DataParallel::save_pretrained) and
+    /// [`DataParallel::save_pretrained`](crate::DistributedModel::save_pretrained) and
     /// [`FullyShard::save_pretrained`](crate::FullyShard::save_pretrained), `adapter_model.safetensors`
     /// and `adapter_config.json`. A model is refused whose adapters are of other layers or another
     /// rank; `alpha` must be the one that it was trained with.

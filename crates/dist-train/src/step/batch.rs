@@ -1,22 +1,22 @@
 //! A batch on its way from its loss to gradients, with those of the batches before it.
 
 use candle_core::{Result, Tensor};
-use pmap_mesh::{Replica, TensorTree};
+use pmap_mesh::Replica;
 
 use crate::{
     loss::{self, BatchLoss, Loss, ShardLoss},
-    step::rules::{Report, Rules, Then},
+    step::rules::{Goal, Report, Rules},
 };
 
 /// One replica's part of a batch, whose loss is known and not yet differentiated.
-pub(crate) struct Batch<A> {
+pub(crate) struct Batch {
     /// What the gradients of the shard's sum are to be divided by.
     pub(crate) scale: f64,
     /// What is known of it and of those before it.
     all: Totals,
     loss: BatchLoss,
     /// What came with its loss, summed over the slots.
-    aux: A,
+    aux: Vec<Tensor>,
 }
 
 /// What is known, beside their gradients, of batches that are not yet trained on.
@@ -31,7 +31,7 @@ pub(crate) struct Totals {
     aux: Vec<Tensor>,
 }
 
-impl<A: TensorTree> Batch<A> {
+impl Batch {
     /// Agrees with all replicas on the loss of a batch that follows on `before`, and on what comes
     /// with it.
     ///
@@ -40,20 +40,19 @@ impl<A: TensorTree> Batch<A> {
     pub(crate) fn agree(
         ctx: &Replica,
         rules: &Rules,
-        loss: Loss<A>,
+        loss: Loss<Vec<Tensor>>,
         before: Option<Totals>,
     ) -> Result<(ShardLoss, Self)> {
         let (mut shard, aux) = loss.of_shard(ctx)?;
         let loss = shard.agree(ctx, rules.allow_non_finite, &rules.refusal)?;
-        if let Then::Update = rules.then {
+        if rules.goal == Goal::Update {
             let all = before.as_ref().map_or(loss, |before| before.loss.plus(loss));
             all.with_weight(&rules.refusal)?;
         }
         let weighed = before.as_ref().map(|before| before.scale).filter(|&scale| scale > 0.0);
         let scale = weighed.unwrap_or(loss.weight());
-        let sums = loss::summed(ctx, &aux)?;
-        let aux = loss::with_leaves(&aux, sums.clone());
-        let this = Totals { scale, loss, aux: sums };
+        let aux = loss::summed(ctx, aux)?;
+        let this = Totals { scale, loss, aux: aux.clone() };
         let all = match before {
             Some(before) => before.plus(&this)?,
             None => this,
@@ -67,14 +66,14 @@ impl<A: TensorTree> Batch<A> {
     }
 
     /// What is kept for the next update, and what all replicas know of this batch.
-    pub(crate) fn kept(self) -> (Totals, Report, A) {
+    pub(crate) fn kept(self) -> (Totals, Report, Vec<Tensor>) {
         (self.all, Report { loss: self.loss, grad_norm: 0.0 }, self.aux)
     }
 
     /// What all replicas know of an update of this norm.
-    pub(crate) fn updated(self, grad_norm: f64) -> (Report, A) {
+    pub(crate) fn updated(self, grad_norm: f64) -> (Report, Vec<Tensor>) {
         let Totals { loss, aux, .. } = self.all;
-        (Report { loss, grad_norm }, loss::with_leaves(&self.aux, aux))
+        (Report { loss, grad_norm }, aux)
     }
 }
 

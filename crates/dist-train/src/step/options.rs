@@ -8,9 +8,6 @@ use crate::{
     schedule::Schedule,
 };
 
-/// The stream of random numbers that evaluations draw from, beside those of the batches.
-pub(crate) const EVALUATION: u64 = u64::MAX;
-
 /// What a builder says of every step.
 #[derive(Clone, Debug)]
 pub(crate) struct Options {

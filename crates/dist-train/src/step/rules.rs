@@ -9,7 +9,7 @@ use crate::{
     step::{inventory::Inventory, options::Options},
 };
 
-/// What a step has done: made by [`DataParallel::step`](crate::DataParallel::step).
+/// What a step has done: made by [`DistributedModel::step`](crate::DistributedModel::step).
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub struct Step<A = ()> {
@@ -25,13 +25,13 @@ pub struct Step<A = ()> {
     pub aux: A,
 }
 
-/// The loss of a batch: made by [`DataParallel::evaluate`](crate::DataParallel::evaluate) and
-/// [`accumulate`](crate::DataParallel::accumulate).
+/// The loss of a batch: made by [`DistributedModel::evaluate`](crate::DistributedModel::evaluate) and
+/// [`accumulate`](crate::DistributedModel::accumulate).
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub struct Evaluation<A = ()> {
     /// The mean loss; NaN of a batch without weight, which only
-    /// [`accumulate`](crate::DataParallel::accumulate) takes.
+    /// [`accumulate`](crate::DistributedModel::accumulate) takes.
     pub loss: f64,
     /// What it is the mean over: the rows of the batch, or what [`Loss::sum`](crate::Loss::sum)
     /// said, added up over the slots. Rows of padding are none.
@@ -40,13 +40,17 @@ pub struct Evaluation<A = ()> {
     pub aux: A,
 }
 
-/// What becomes of a batch's gradients.
-#[derive(Clone, Copy, Debug)]
-pub(crate) enum Then {
-    /// With those accumulated before, they update the variables.
+/// What a batch is computed for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Goal {
+    /// Its loss alone.
+    Evaluate,
+    /// Its gradients, which update nothing.
+    Differentiate,
+    /// Its gradients, which are stored for the next update.
+    Accumulate,
+    /// An update, by its gradients and those that are stored.
     Update,
-    /// They are kept for the next update.
-    Keep,
 }
 
 /// What all replicas of a step go by.
@@ -55,7 +59,7 @@ pub(crate) struct Rules {
     pub(crate) inventory: Arc<Inventory>,
     /// The positions of the buffers among all variables.
     pub(crate) buffers: Vec<usize>,
-    pub(crate) then: Then,
+    pub(crate) goal: Goal,
     /// The largest norm of all gradients taken together.
     pub(crate) max_norm: Option<f64>,
     pub(crate) allow_non_finite: bool,
@@ -77,12 +81,12 @@ impl Rules {
         inventory: &Arc<Inventory>,
         options: &Options,
         progress: &Progress,
-        then: Then,
+        goal: Goal,
     ) -> Self {
         Self {
             inventory: Arc::clone(inventory),
             buffers: inventory.roles.buffers(),
-            then,
+            goal,
             max_norm: options.max_norm,
             allow_non_finite: options.allow_non_finite,
             all_used: progress.steps == 0,

@@ -4,8 +4,8 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use candle_core::{Result, Tensor};
 
-/// When a [`FullyShard`](crate::FullyShard) sums the gradients of [accumulated
-/// batches](crate::FullyShard::accumulate) over the slots.
+/// When a [sharded](crate::FullyShard) model sums the gradients of [accumulated
+/// batches](crate::DistributedModel::accumulate) over the slots.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Accumulation {
@@ -14,8 +14,8 @@ pub enum Accumulation {
     #[default]
     ReduceEach,
     /// In the step, once: until then each slot keeps whole gradients, as many bytes as the whole
-    /// model, and less is sent. The bits are those of
-    /// [`DataParallel::accumulate`](crate::DataParallel::accumulate). (PyTorch's
+    /// model, and less is sent. The bits are those of a
+    /// [replicated](crate::DataParallel) model. (PyTorch's
     /// `set_requires_gradient_sync(False)`.)
     ReduceLast,
 }

@@ -6,7 +6,7 @@ use fsdp_plan::Pattern;
 
 use crate::error::{Result, sharding::ShardingError};
 
-/// What a unit of a [`FullyShard`](crate::FullyShard) keeps between the forward and the backward
+/// What a unit of a [sharded](crate::FullyShard) model keeps between the forward and the backward
 /// pass.
 ///
 /// Values and gradients have the same bits either way.

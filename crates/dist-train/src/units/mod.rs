@@ -24,9 +24,9 @@ use crate::{
     units::{operation::enter, session::Session},
 };
 
-/// The variables of a model whose layers are made where a loss uses them: what a loss is given by a
-/// [`FullyShard`](crate::FullyShard), which puts together those of one unit at a time, and by a
-/// [`DataParallel`](crate::DataParallel) of [`Units::of`], which has all of them.
+/// The variables of a model whose layers are made where a loss uses them: what a loss is lent by a
+/// model [by units](crate::ModelBuilder::by_units). One that is [sharded](crate::FullyShard) gathers
+/// those of one unit at a time, one that is [not](crate::DataParallel) has all of them.
 ///
 /// A *unit* is a part of the model with a name: the variables `blocks.3.*` are those of the unit
 /// `blocks.3`, and [`UnitRules`] say of what others consist. One loss that is written by units runs
@@ -37,7 +37,7 @@ use crate::{
 /// ```
 /// use candle_core::{Device, Tensor};
 /// use candle_nn::{Module, Optimizer, VarBuilder, linear};
-/// use dist_train::{DataParallel, Sgd, Units};
+/// use dist_train::{DataParallel, Sgd, UnitRules, Units};
 /// use pmap_mesh::{DeviceMesh, Replica};
 ///
 /// let layers = |vb: VarBuilder<'_>| {
@@ -54,7 +54,8 @@ use crate::{
 ///     x.sqr()?.mean_all()
 /// };
 /// let mesh = DeviceMesh::cpu(2)?;
-/// let mut model = DataParallel::builder(&mesh, Units::of(layers))
+/// let mut model = DataParallel::builder(&mesh, layers)
+///     .by_units(UnitRules::new())
 ///     .build(|group| Sgd::new(group.vars, Default::default()))?;
 /// let x = Tensor::randn(0_f32, 1., (8, 4), &Device::Cpu)?;
 /// let first = model.step(x.clone(), loss)?.loss;
@@ -80,16 +81,9 @@ struct Whole {
 }
 
 impl Units {
-    /// Returns a constructor for [`DataParallel::builder`](crate::DataParallel::builder), of the
-    /// variables that `build`, a constructor as for plain candle, asks for. A unit has those under
-    /// its own name.
-    pub fn of<M>(
-        build: impl Fn(VarBuilder<'_>) -> Result<M>,
-    ) -> impl Fn(VarBuilder<'_>) -> Result<Self> {
-        Self::by(UnitRules::new(), build)
-    }
-
-    /// [`of`](Self::of), with rules for units that consist of more than one place.
+    /// Returns a constructor of all units, of the variables that `build`, a constructor as for plain
+    /// candle, asks for: for a model that is not trained, and has its variables from a `VarBuilder`
+    /// of its own. A unit has the variables under its own name, or those that the rules say.
     pub fn by<M>(
         rules: UnitRules,
         build: impl Fn(VarBuilder<'_>) -> Result<M>,

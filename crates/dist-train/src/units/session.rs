@@ -17,7 +17,7 @@ use crate::{
     grad::{corrected, is_half, widened},
     loss::{Loss, ShardLoss},
     sharded::units::UnderWay,
-    step::rules::{Rules, Then},
+    step::rules::{Goal, Rules},
     units::{
         accumulation::{Accumulation, UnreducedGrads},
         backward::{BackwardState, ReadyGrads, UpdatesInBackward},
@@ -36,7 +36,10 @@ use crate::{
 pub(crate) struct Session {
     ctx: Replica,
     common: Arc<PassContext>,
-    purpose: PassKind,
+    /// Updates parameters as soon as their gradients are known.
+    updates: Option<Arc<dyn UpdatesInBackward>>,
+    /// Whether a graph is recorded only to find parameters that are used outside their units.
+    is_search: bool,
     /// An input of every operation that has a gradient to leave: candle records nothing of
     /// integers.
     anchor: Var,
@@ -56,21 +59,6 @@ pub(crate) struct PassContext {
     emptied: FreedParams,
 }
 
-/// What becomes of what units compute.
-#[derive(Clone)]
-pub(crate) enum PassKind {
-    /// Nothing is differentiated.
-    Evaluation,
-    /// A graph is recorded, in which to find parameters that are used outside their units.
-    Search,
-    /// The gradients are returned.
-    Gradients,
-    /// The gradients are kept for an update, or returned for one.
-    Training,
-    /// Parameters are updated as soon as their gradients are known.
-    InBackward(Arc<dyn UpdatesInBackward>),
-}
-
 /// What the backward pass of a batch leaves on a slot.
 pub(crate) struct Gradients {
     /// The sums over all slots, for each of this slot's parts whose parameter is not updated yet.
@@ -82,9 +70,8 @@ pub(crate) struct Gradients {
 }
 
 impl PassContext {
-    /// For a batch that is differentiated or not.
-    pub(crate) fn new(model: &Arc<Model>, rules: Rules, is_training: bool) -> Arc<Self> {
-        let order = model.order(is_training);
+    pub(crate) fn new(model: &Arc<Model>, rules: Rules) -> Arc<Self> {
+        let order = model.order(rules.goal != Goal::Evaluate);
         Arc::new(Self { model: Arc::clone(model), rules, order, emptied: FreedParams::default() })
     }
 }
@@ -93,12 +80,22 @@ impl Session {
     pub(crate) fn new(
         ctx: &Replica,
         common: &Arc<PassContext>,
-        purpose: PassKind,
+        updates: Option<Arc<dyn UpdatesInBackward>>,
+    ) -> Result<Arc<Self>> {
+        Self::with_search(ctx, common, updates, false)
+    }
+
+    fn with_search(
+        ctx: &Replica,
+        common: &Arc<PassContext>,
+        updates: Option<Arc<dyn UpdatesInBackward>>,
+        is_search: bool,
     ) -> Result<Arc<Self>> {
         Ok(Arc::new(Self {
             ctx: ctx.clone(),
             common: Arc::clone(common),
-            purpose,
+            updates,
+            is_search,
             anchor: Var::zeros((), DType::F32, ctx.device())?,
             ahead: Mutex::new(Prefetcher::new(common.model.prefetch, Arc::clone(&common.order))),
             backward: Mutex::default(),
@@ -108,11 +105,11 @@ impl Session {
 
     /// Returns a session for another run of this batch's loss, which frees no parameter.
     pub(crate) fn search(&self) -> Result<Arc<Self>> {
-        Self::new(&self.ctx, &self.common, PassKind::Search)
+        Self::with_search(&self.ctx, &self.common, None, true)
     }
 
     pub(crate) fn is_search(&self) -> bool {
-        matches!(self.purpose, PassKind::Search)
+        self.is_search
     }
 
     /// The unit of this name, which is entered.
@@ -143,7 +140,7 @@ impl Session {
     }
 
     pub(crate) fn is_training(&self) -> bool {
-        !matches!(self.purpose, PassKind::Evaluation)
+        self.rules().goal != Goal::Evaluate
     }
 
     /// Whether it is to be seen that a unit has the same result twice. A run that is resumed may have
@@ -379,8 +376,7 @@ impl Session {
 
     /// Whether gradients are not summed yet.
     fn keeps_whole(&self) -> bool {
-        matches!(self.purpose, PassKind::Training)
-            && matches!(self.rules().then, Then::Keep)
+        self.rules().goal == Goal::Accumulate
             && self.model().accumulation == Accumulation::ReduceLast
     }
 
@@ -423,13 +419,13 @@ impl Session {
     /// Does what is to be done with the sums of a unit.
     fn apply_sums(&self, unit: &str, sums: Vec<(usize, Tensor)>) -> Result<()> {
         self.backward().add(sums)?;
-        match &self.purpose {
-            PassKind::InBackward(updates) => {
+        match &self.updates {
+            Some(updates) => {
                 self.backward().leave(unit);
                 let known = self.backward().known(self.model(), unit);
                 self.update(&**updates, &known)
             }
-            _ => Ok(()),
+            None => Ok(()),
         }
     }
 
@@ -466,13 +462,13 @@ impl Session {
             units.iter().try_for_each(|unit| self.reduce(unit, BTreeMap::new()))?;
         }
         self.finish_reducing()?;
-        match &self.purpose {
-            PassKind::InBackward(updates) => {
+        match &self.updates {
+            Some(updates) => {
                 let rest = self.backward().rest_of(self.model());
                 self.update(&**updates, &rest)?;
                 updates.finish()
             }
-            _ => Ok(()),
+            None => Ok(()),
         }
     }
 
@@ -489,16 +485,14 @@ impl Session {
 
     /// Whether parameters are updated during the backward pass.
     pub(crate) fn updates_in_backward(&self) -> bool {
-        matches!(self.purpose, PassKind::InBackward(_))
+        self.updates.is_some()
     }
 
     /// Refuses an update, the first one, by batches that have not entered all units that are
     /// trained: `entered` are the units of all of them.
     pub(crate) fn check_entered(&self, entered: &BTreeSet<String>) -> Result<()> {
-        let refused = match self.rules().then {
-            Then::Update if self.rules().all_used => self.model().not_entered(entered),
-            Then::Update | Then::Keep => None,
-        };
+        let is_first_update = self.rules().goal == Goal::Update && self.rules().all_used;
+        let refused = is_first_update.then(|| self.model().not_entered(entered)).flatten();
         // All slots have entered the same units.
         refused.map_or(Ok(()), |error| Err(self.rules().refusal.agreed(error)))
     }

@@ -6,7 +6,9 @@ use candle_nn::{
     ops::dropout,
 };
 use core_types::Seed;
-use dist_train::{AdamW, DataParallel, Error, GradientError, Group, TrainingError, Verdict};
+use dist_train::{
+    AdamW, DataParallel, DistributedModel, Error, GradientError, Group, TrainingError, Verdict,
+};
 use pmap_mesh::{DeviceMesh, Replica, Uneven};
 
 #[derive(Debug)]
@@ -31,7 +33,7 @@ impl Net {
     }
 }
 
-fn model(slots: usize) -> DataParallel<Net, AdamW> {
+fn model(slots: usize) -> DistributedModel<Net, AdamW> {
     let adam = |group: Group| AdamW::new(group.vars, ParamsAdamW::default());
     DataParallel::builder(&DeviceMesh::cpu(slots).unwrap(), Net::new)
         .init(Seed::new(3))
@@ -74,12 +76,12 @@ fn a_right_model_is_right_and_trains_on_as_if_nothing_had_been() {
                 [&mut checked, &mut plain].map(|model| model.step(batch(10), loss).unwrap().loss);
             assert_eq!(losses[0].to_bits(), losses[1].to_bits());
         }
-        for (name, var) in checked.variables() {
+        for (name, var) in checked.parameters().unwrap() {
             let bits = |var: &Tensor| {
                 let items = var.flatten_all().unwrap().to_dtype(DType::F32).unwrap();
                 items.to_vec1::<f32>().unwrap().into_iter().map(f32::to_bits).collect::<Vec<_>>()
             };
-            assert_eq!(bits(&var), bits(&plain.variables()[&name]), "{name}");
+            assert_eq!(bits(&var), bits(&plain.parameters().unwrap()[&name]), "{name}");
         }
     }
 }

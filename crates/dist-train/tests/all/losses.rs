@@ -9,8 +9,12 @@ use std::{
 use candle_core::{DType, Device, Result, Tensor, Var};
 use candle_nn::{Linear, Module, Optimizer, SGD, VarMap, linear, linear_no_bias, loss::mse};
 use core_types::Seed;
-use dist_train::{DataParallel, Error, Loss, ParamsSgd, Sgd, TrainingError, value_and_grad};
+use dist_train::{
+    DataParallel, DistributedModel, Error, Loss, ParamsSgd, Sgd, TrainingError, value_and_grad,
+};
 use pmap_mesh::{ALL, DeviceMesh, Replica, ReplicaError, Uneven};
+
+use crate::support::refused;
 
 /// After which a call returns without a replica.
 const DEADLINE: Duration = Duration::from_millis(20);
@@ -106,7 +110,7 @@ fn gradients_through_collectives_are_right_in_halves_too() {
     }
 }
 
-fn simple() -> DataParallel<Linear, SGD> {
+fn simple() -> DistributedModel<Linear, SGD> {
     let mesh = DeviceMesh::cpu(2).unwrap();
     let builder = DataParallel::builder(&mesh, |vb| linear(3, 1, vb));
     builder.build(|group| SGD::new(group.vars, RATE)).unwrap()
@@ -115,13 +119,6 @@ fn simple() -> DataParallel<Linear, SGD> {
 fn pair() -> (Tensor, Tensor) {
     let x = Tensor::arange(0_f32, 12., &Device::Cpu).unwrap().reshape((4, 3)).unwrap();
     (x.clone(), x.sum_keepdim(1).unwrap())
-}
-
-fn refused<T: std::fmt::Debug>(outcome: dist_train::Result<T>) -> TrainingError {
-    match outcome {
-        Err(Error::Training(error)) => error,
-        other => panic!("{other:?}"),
-    }
 }
 
 #[test]
@@ -198,7 +195,8 @@ fn an_accumulated_batch_without_weight_adds_nothing() {
             assert_eq!(added.loss.is_nan(), weight == 0.0);
         }
         let step = model.step(pair(), weighing(*last)).unwrap();
-        let items = model.variables()["weight"].flatten_all().unwrap().to_vec1::<f32>().unwrap();
+        let items =
+            model.parameters().unwrap()["weight"].flatten_all().unwrap().to_vec1::<f32>().unwrap();
         let items: Vec<u32> = items.into_iter().map(f32::to_bits).collect();
         (step.loss.to_bits(), step.grad_norm.to_bits(), step.weight.to_bits(), items)
     };
@@ -289,12 +287,14 @@ fn halves_are_summed_in_single_precision() {
         .clip_grad_norm(1.0)
         .build(|group| Sgd::new(group.vars, ParamsSgd { lr: 1.0, ..ParamsSgd::default() }))
         .unwrap();
-    let before = model.variables()["weight"].copy().unwrap().to_dtype(DType::F64).unwrap();
+    let before =
+        model.parameters().unwrap()["weight"].copy().unwrap().to_dtype(DType::F64).unwrap();
     let ones = Tensor::ones((8, 1), DType::BF16, &Device::Cpu).unwrap();
     let sum = |_: &Replica, model: &Linear, x: Tensor| model.forward(&x)?.sum_all();
     let step = model.step(ones, sum).unwrap();
     assert!((step.grad_norm - 64.0).abs() < 1e-9, "{}", step.grad_norm);
-    let moved = (before - model.variables()["weight"].to_dtype(DType::F64).unwrap()).unwrap();
+    let moved =
+        (before - model.parameters().unwrap()["weight"].to_dtype(DType::F64).unwrap()).unwrap();
     let moved: f64 = moved.mean_all().unwrap().to_scalar().unwrap();
     assert!((moved - 1.0 / 64.0).abs() < 1e-3, "{moved}");
 }
@@ -308,7 +308,7 @@ fn descended(dtype: DType, start: f32, grads: &[f32], lr: f64) -> f32 {
     vars.data().lock().unwrap().insert("weight".to_owned(), var.clone());
     let mesh = DeviceMesh::cpu(grads.len()).unwrap();
     let mut model = DataParallel::builder(&mesh, |vb| linear_no_bias(1, 1, vb))
-        .variables(&vars)
+        .with_variables(&vars)
         .build(|group| Sgd::new(group.vars, ParamsSgd { lr, ..ParamsSgd::default() }))
         .unwrap();
     let slots = grads.len() as f64;

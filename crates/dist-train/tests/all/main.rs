@@ -17,6 +17,7 @@ mod random_models;
 mod save_pretrained;
 mod schedule;
 mod steps;
+mod support;
 mod sync_batch_norm;
 mod value_and_grad;
 mod variables;

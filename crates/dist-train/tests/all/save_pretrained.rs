@@ -9,27 +9,24 @@ use std::{
 
 use candle_core::{Device, Result, Tensor};
 use candle_nn::{Linear, Module, Optimizer as _, ParamsAdamW, VarBuilder, linear};
-use dist_train::{AdamW, DataParallel, Error, FullyShard, Group, Keep, PretrainedFiles, Units};
+use dist_train::{
+    AdamW, DataParallel, DistributedModel, Error, FullyShard, Group, Keep, ModelBuilder,
+    PretrainedFiles, UnitRules, Units,
+};
 use fsdp_plan::strategy::{Full, LayerWise, Layout, ShardingStrategy};
 use pmap_mesh::{DeviceMesh, Replica};
 
 const BLOCKS: usize = 12;
 
-struct Model(Vec<Linear>);
-
-fn build(vb: VarBuilder<'_>) -> Result<Model> {
-    Ok(Model((0..BLOCKS).map(|n| linear(4, 4, vb.pp(format!("h.{n}")))).collect::<Result<_>>()?))
+fn build(vb: VarBuilder<'_>) -> Result<Vec<Linear>> {
+    (0..BLOCKS).map(|n| linear(4, 4, vb.pp(format!("h.{n}")))).collect()
 }
 
 fn block(vb: VarBuilder<'_>, x: &Tensor) -> Result<Tensor> {
     linear(4, 4, vb)?.forward(x)?.tanh()
 }
 
-fn by_layers(_: &Replica, model: &Model, x: Tensor) -> Result<Tensor> {
-    model.0.iter().try_fold(x, |x, layer| layer.forward(&x)?.tanh())?.sqr()?.mean_all()
-}
-
-fn by_units(_: &Replica, model: &Units, x: Tensor) -> Result<Tensor> {
+fn loss(_: &Replica, model: &Units, x: Tensor) -> Result<Tensor> {
     (0..BLOCKS).try_fold(x, |x, n| model.unit(&format!("h.{n}"), &x, block))?.sqr()?.mean_all()
 }
 
@@ -41,27 +38,26 @@ fn batch() -> Tensor {
     Tensor::arange(0_f32, 24., &Device::Cpu).unwrap().reshape((6, 4)).unwrap()
 }
 
-fn data_parallel(slots: usize) -> DataParallel<Model, AdamW> {
-    let mesh = DeviceMesh::cpu(slots).unwrap();
-    let mut model = DataParallel::builder(&mesh, build).build(adam).unwrap();
+fn trained(builder: ModelBuilder<'_, Units>) -> DistributedModel<Units, AdamW> {
+    let mut model = builder.build(adam).unwrap();
     for _ in 0..3 {
-        model.step(batch(), by_layers).unwrap();
+        model.step(batch(), loss).unwrap();
     }
     model
+}
+
+fn data_parallel(slots: usize) -> DistributedModel<Units, AdamW> {
+    let mesh = DeviceMesh::cpu(slots).unwrap();
+    trained(DataParallel::builder(&mesh, build).by_units(UnitRules::new()))
 }
 
 fn sharded(
     slots: usize,
     strategy: impl ShardingStrategy + 'static,
     keep: Keep,
-) -> FullyShard<AdamW> {
+) -> DistributedModel<Units, AdamW> {
     let mesh = DeviceMesh::cpu(slots).unwrap();
-    let builder = FullyShard::builder(&mesh, build).strategy(strategy).keep(keep);
-    let mut model = builder.build(adam).unwrap();
-    for _ in 0..3 {
-        model.step(batch(), by_units).unwrap();
-    }
-    model
+    trained(FullyShard::builder(&mesh, build).strategy(strategy).keep(keep))
 }
 
 /// The names and bytes of what is in a folder.
@@ -105,16 +101,16 @@ fn what_is_saved_is_read_by_any_model() {
     for size in sizes() {
         let folder = tempfile::tempdir().unwrap();
         sharded(2, Full::default(), Keep::Inputs).save_pretrained(folder.path(), size).unwrap();
-        let expected = data_parallel(2).variables();
+        let expected = data_parallel(2).parameters().unwrap();
 
         let mesh = DeviceMesh::cpu(3).unwrap();
         let whole = DataParallel::builder(&mesh, build).weights(folder.path());
-        let whole = whole.build(adam).unwrap().variables();
+        let whole = whole.build(adam).unwrap().parameters().unwrap();
         let cut = FullyShard::builder(&mesh, build).weights(folder.path()).build(adam).unwrap();
         for (name, expected) in expected {
             let numbers = |x: &Tensor| x.flatten_all().unwrap().to_vec1::<f32>().unwrap();
             assert_eq!(numbers(&whole[&name]), numbers(&expected));
-            assert_eq!(numbers(&cut.gather(&name).unwrap()), numbers(&expected));
+            assert_eq!(numbers(&cut.parameter(&name).unwrap()), numbers(&expected));
         }
     }
 }

@@ -3,9 +3,12 @@
 use candle_core::{Device, Result, Tensor};
 use candle_nn::{Linear, Module, Optimizer, VarBuilder, linear};
 use dist_train::{
-    Checkpoints, DataParallel, Error, FullyShard, ParamsSgd, Schedule, Sgd, TrainingError, Units,
+    Checkpoints, DataParallel, DistributedModel, Error, ParamsSgd, Schedule, Sgd, TrainingError,
+    UnitRules, Units,
 };
 use pmap_mesh::{DeviceMesh, Replica};
+
+use crate::support::LAYOUTS;
 
 const RATE: f64 = 0.1;
 
@@ -29,27 +32,20 @@ fn sgd(vars: Vec<candle_core::Var>, lr: f64) -> Result<Sgd> {
     Sgd::new(vars, ParamsSgd { lr, momentum: 0.9, ..ParamsSgd::default() })
 }
 
-fn data_parallel(schedule: Schedule) -> DataParallel<Units, Sgd> {
-    let mesh = DeviceMesh::cpu(2).unwrap();
-    let builder = DataParallel::builder(&mesh, Units::of(build)).schedule(schedule);
-    let builder = builder.group("bias", ["**.bias"]);
-    builder
-        .build(|group| sgd(group.vars, if group.name == "bias" { RATE / 2. } else { RATE }))
-        .unwrap()
-}
+type Model = DistributedModel<Units, Sgd>;
 
-fn fully_sharded(schedule: Schedule) -> FullyShard<Sgd> {
+/// A model in one of the layouts.
+fn model(layout: usize, schedule: Schedule) -> Model {
     let mesh = DeviceMesh::cpu(2).unwrap();
-    let builder = FullyShard::builder(&mesh, build).schedule(schedule).unit("head", ["head"]);
-    let builder = builder.group("bias", ["**.bias"]);
-    builder
-        .build(|group| sgd(group.vars, if group.name == "bias" { RATE / 2. } else { RATE }))
-        .unwrap()
+    let builder = DataParallel::builder(&mesh, build).by_units(UnitRules::new());
+    let builder = builder.unit("head", ["head"]).schedule(schedule).group("bias", ["**.bias"]);
+    let rate = |name: &str| if name == "bias" { RATE / 2. } else { RATE };
+    LAYOUTS[layout](builder).build(|group| sgd(group.vars, rate(&group.name))).unwrap()
 }
 
 /// The losses of ten steps whose rates are set by hand.
 fn expected() -> Vec<u64> {
-    let mut model = data_parallel(Schedule::constant());
+    let mut model = model(0, Schedule::constant());
     let step = |step| {
         let factor = schedule().factor(step);
         model.set_learning_rate(RATE * factor).unwrap();
@@ -60,29 +56,32 @@ fn expected() -> Vec<u64> {
 }
 
 #[test]
-fn rates_are_those_of_the_schedule_in_either_kind_of_model() {
-    let mut whole = data_parallel(schedule());
-    let mut sharded = fully_sharded(schedule());
-    for (step, expected) in expected().into_iter().enumerate() {
-        // Batches that are accumulated, and evaluations, are no updates.
-        whole.evaluate(batch(), loss).unwrap();
-        assert_eq!(whole.step(batch(), loss).unwrap().loss.to_bits(), expected, "{step}");
-        assert_eq!(sharded.step(batch(), loss).unwrap().loss.to_bits(), expected, "{step}");
+fn rates_are_those_of_the_schedule_in_either_layout() {
+    let expected = expected();
+    for layout in [0, 1] {
+        let mut model = model(layout, schedule());
+        for (step, expected) in expected.iter().enumerate() {
+            // Evaluations are no updates.
+            model.evaluate(batch(), loss).unwrap();
+            assert_eq!(model.step(batch(), loss).unwrap().loss.to_bits(), *expected, "{step}");
+        }
     }
 }
 
 #[test]
 fn an_accumulated_batch_does_not_advance_it() {
-    let mut model = data_parallel(Schedule::constant().warmup(2));
-    let mut by_hand = data_parallel(Schedule::constant());
-    for rate in [RATE / 2., RATE] {
-        by_hand.set_learning_rate(rate).unwrap();
-        by_hand.set_group_learning_rate("bias", rate / 2.).unwrap();
-        for model in [&mut model, &mut by_hand] {
-            model.accumulate(batch(), loss).unwrap();
+    for layout in [0, 1] {
+        let mut found = model(layout, Schedule::constant().warmup(2));
+        let mut by_hand = model(layout, Schedule::constant());
+        for rate in [RATE / 2., RATE] {
+            by_hand.set_learning_rate(rate).unwrap();
+            by_hand.set_group_learning_rate("bias", rate / 2.).unwrap();
+            for model in [&mut found, &mut by_hand] {
+                model.accumulate(batch(), loss).unwrap();
+            }
+            let expected = by_hand.step(batch(), loss).unwrap().loss.to_bits();
+            assert_eq!(found.step(batch(), loss).unwrap().loss.to_bits(), expected);
         }
-        let expected = by_hand.step(batch(), loss).unwrap().loss.to_bits();
-        assert_eq!(model.step(batch(), loss).unwrap().loss.to_bits(), expected);
     }
 }
 
@@ -90,41 +89,35 @@ fn an_accumulated_batch_does_not_advance_it() {
 fn a_checkpoint_resumes_it() {
     let folder = tempfile::tempdir().unwrap();
     let mesh = DeviceMesh::cpu(2).unwrap();
-    let mut model = data_parallel(schedule());
-    let expected = expected();
+    let mut first = model(0, schedule());
     for _ in 0..4 {
-        model.step(batch(), loss).unwrap();
+        first.step(batch(), loss).unwrap();
     }
     let checkpoints = Checkpoints::new(folder.path());
-    checkpoints.save(&mesh, 4, &model.state_dict().unwrap(), &()).unwrap();
+    checkpoints.save(&mesh, 4, &first.state_dict().unwrap(), &()).unwrap();
     let latest = checkpoints.latest().unwrap().unwrap();
-
-    // Whatever the builder said.
-    let mut sharded = fully_sharded(Schedule::linear(3));
-    sharded.load(&latest).unwrap();
-    let mut whole = data_parallel(Schedule::constant());
-    whole.load(&latest).unwrap();
-    for expected in &expected[4..] {
-        assert_eq!(sharded.step(batch(), loss).unwrap().loss.to_bits(), *expected);
-        assert_eq!(whole.step(batch(), loss).unwrap().loss.to_bits(), *expected);
-    }
-
-    sharded.set_schedule(Schedule::linear(20)).unwrap();
-    whole.set_schedule(Schedule::linear(20)).unwrap();
-    sharded.step(batch(), loss).unwrap();
-    whole.step(batch(), loss).unwrap();
-    let loss_of_sharded = sharded.evaluate(batch(), loss).unwrap().loss;
-    assert_eq!(loss_of_sharded.to_bits(), whole.evaluate(batch(), loss).unwrap().loss.to_bits());
+    let resumed = |layout| {
+        // Whatever the builder said.
+        let mut model = model(layout, Schedule::linear(3));
+        model.load(&latest).unwrap();
+        for expected in &expected()[4..] {
+            assert_eq!(model.step(batch(), loss).unwrap().loss.to_bits(), *expected);
+        }
+        model.set_schedule(Schedule::linear(20)).unwrap();
+        model.step(batch(), loss).unwrap();
+        model.evaluate(batch(), loss).unwrap().loss.to_bits()
+    };
+    assert_eq!(resumed(0), resumed(1));
 }
 
 #[test]
 fn what_cannot_be_followed_is_refused() {
     let mesh = DeviceMesh::cpu(2).unwrap();
-    let builder = DataParallel::builder(&mesh, Units::of(build));
+    let builder = DataParallel::builder(&mesh, build).by_units(UnitRules::new());
     let error =
         builder.schedule(Schedule::linear(5).warmup(5)).build(|group| sgd(group.vars, RATE));
     assert!(matches!(error, Err(Error::Setting { .. })));
-    let mut model = data_parallel(Schedule::constant());
+    let mut model = model(0, Schedule::constant());
     assert!(matches!(
         model.set_schedule(Schedule::constant().floor(2.0)),
         Err(Error::Setting { .. })

@@ -1,14 +1,23 @@
 //! What a step refuses, returns, draws and remembers.
 
-use std::sync::{Arc, Mutex};
+use std::sync::{
+    Arc, Mutex,
+    atomic::{AtomicUsize, Ordering},
+};
 
-use candle_core::{DType, Device, Result, Tensor, Var};
+use candle_core::{DType, Device, Result, Tensor};
 use candle_nn::{Linear, Module, Optimizer, SGD, VarBuilder, VarMap, linear, linear_no_bias};
 use core_types::Seed;
-use dist_train::{Checkpoints, DataParallel, Error, Group, Loss, TrainingError, Units};
+use dist_train::{
+    Checkpoints, DataParallel, DistributedModel, Error, Group, Keep, Loss, ModelBuilder, ParamsSgd,
+    Sgd, TrainingError, UnitRules, Units,
+};
+use fsdp_plan::strategy::{Choice, Hybrid};
 use pmap_mesh::{DeviceMesh, Replica, ReplicaError, Uneven};
 
-type Model = DataParallel<Linear, SGD>;
+use crate::support::refused;
+
+type Model = DistributedModel<Linear, SGD>;
 
 fn model(slots: usize) -> Model {
     seeded(slots, 1)
@@ -28,14 +37,7 @@ fn input(rows: usize) -> Tensor {
 }
 
 fn weight(model: &Model) -> Vec<f32> {
-    model.variables()["weight"].flatten_all().unwrap().to_vec1().unwrap()
-}
-
-fn refused<T: std::fmt::Debug>(outcome: dist_train::Result<T>) -> TrainingError {
-    match outcome {
-        Err(Error::Training(error)) => error,
-        other => panic!("{other:?}"),
-    }
+    model.parameters().unwrap()["weight"].flatten_all().unwrap().to_vec1().unwrap()
 }
 
 #[test]
@@ -165,7 +167,8 @@ fn random_numbers_differ_by_batch_and_slot_and_are_the_same_when_resumed() {
     };
     let mut first = model(2);
     let all = run(&mut first, 6);
-    let mut distinct: Vec<_> = all.iter().map(Bits::map_bits).collect();
+    let to_bits = |noise: &Vec<f32>| noise.iter().map(|x| x.to_bits()).collect::<Vec<u32>>();
+    let mut distinct: Vec<_> = all.iter().map(to_bits).collect();
     distinct.sort();
     distinct.dedup();
     assert_eq!(distinct.len(), 12, "each batch and slot has numbers of its own");
@@ -200,16 +203,6 @@ fn random_numbers_differ_by_batch_and_slot_and_are_the_same_when_resumed() {
     assert_eq!(weight(&resumed), weight(&again));
 }
 
-trait Bits {
-    fn map_bits(&self) -> Vec<u32>;
-}
-
-impl Bits for Vec<f32> {
-    fn map_bits(&self) -> Vec<u32> {
-        self.iter().map(|number| number.to_bits()).collect()
-    }
-}
-
 #[test]
 fn accumulated_batches_draw_numbers_of_their_own() {
     let drawn = Drawn::default();
@@ -235,7 +228,8 @@ fn an_evaluation_counts_rows_once_and_records_nothing() {
             Ok(Loss::mean(y.mean_all()?).with(positive))
         };
         let found = trained.evaluate(x.clone(), loss).unwrap();
-        let expected = trained.model().forward(&x).unwrap().mean_all().unwrap();
+        let [weight, bias] = ["weight", "bias"].map(|name| trained.parameter(name).unwrap());
+        let expected = Linear::new(weight, Some(bias)).forward(&x).unwrap().mean_all().unwrap();
         let expected = f64::from(expected.to_scalar::<f32>().unwrap());
         assert!((found.loss - expected).abs() < 1e-5 * expected.abs().max(1.0), "{slots} slots");
         assert!((found.weight - 5.0).abs() < 1e-12);
@@ -266,24 +260,52 @@ fn aux_of_another_form_than_the_batch_before_is_refused() {
 }
 
 #[test]
-fn variables_that_drift_apart_are_found_every_few_steps_and_at_checkpoints() {
+fn parameters_that_drift_apart_are_found_every_few_steps_and_at_checkpoints() {
     let mesh = DeviceMesh::cpu(2).unwrap();
-    let vars = VarMap::new();
-    let mut trained = DataParallel::builder(&mesh, |vb| linear(3, 1, vb))
-        .variables(&vars)
-        .replicated()
-        .check_in_sync_every(2)
-        .build(|group| SGD::new(group.vars, 0.01))
-        .unwrap();
-    let loss = |_: &Replica, model: &Linear, x: Tensor| model.forward(&x)?.sqr()?.mean_all();
-    trained.step(input(4), loss).unwrap();
-    let bias: Var = vars.data().lock().unwrap()["bias"].clone();
-    bias.set(&(bias.as_tensor() + 1.0).unwrap()).unwrap();
-    trained.step(input(4), loss).unwrap();
-    let diverged =
-        |error: Error| matches!(error, Error::Diverged { name, replica: 1 } if name == "bias");
-    assert!(diverged(trained.step(input(4), loss).unwrap_err()));
-    assert!(diverged(trained.state_dict().unwrap_err()));
+    let copies = Hybrid::default().with_rule("**", Choice::Replicate).unwrap();
+    let builder = || {
+        let builder = DataParallel::builder(&mesh, |vb| linear(3, 1, vb.pp(0)));
+        builder.by_units(UnitRules::new()).check_in_sync_every(2)
+    };
+    for builder in [builder().replicated(), builder().fully_shard().strategy(copies)] {
+        // Decays on the second slot alone.
+        let n_made = AtomicUsize::new(0);
+        let mut model = builder
+            .build(|group| {
+                let weight_decay = 0.1 * n_made.fetch_add(1, Ordering::Relaxed) as f64;
+                Sgd::new(group.vars, ParamsSgd { lr: 0.01, weight_decay, ..ParamsSgd::default() })
+            })
+            .unwrap();
+        let loss = |_: &Replica, model: &Units, x: Tensor| {
+            model.unit("0", &x, |vb, x| linear(3, 1, vb)?.forward(x))?.sqr()?.mean_all()
+        };
+        model.step(input(4), loss).unwrap();
+        model.step(input(4), loss).unwrap();
+        let is_bias = |error: Error| matches!(error, Error::Diverged { name, replica: 1 } if name == "0.bias");
+        assert!(is_bias(model.step(input(4), loss).unwrap_err()));
+        assert!(is_bias(model.state_dict().unwrap_err()));
+        assert_eq!(model.steps(), 2);
+    }
+}
+
+#[test]
+fn options_of_another_layout_are_rejected() {
+    let mesh = DeviceMesh::cpu(2).unwrap();
+    let builder =
+        || DataParallel::builder(&mesh, |vb| linear(3, 1, vb.pp(0))).by_units(UnitRules::new());
+    let rejected = |builder: ModelBuilder<'_, Units>| {
+        refused(builder.build(|group| SGD::new(group.vars, 0.1)))
+    };
+    let only_sharded = |option| TrainingError::OnlySharded { option };
+    assert_eq!(rejected(builder().keep(Keep::Graph)), only_sharded("keep"));
+    assert_eq!(rejected(builder().prefetch(1)), only_sharded("prefetch"));
+    let in_backward = builder().optimizer_in_backward();
+    assert_eq!(rejected(in_backward), only_sharded("optimizer_in_backward"));
+    let only_replicated = |option| TrainingError::OnlyReplicated { option };
+    let sharded = || builder().fully_shard();
+    assert_eq!(rejected(sharded().replicated()), only_replicated("replicated"));
+    let filled = sharded().with_variables(&VarMap::new());
+    assert_eq!(rejected(filled), only_replicated("with_variables"));
 }
 
 #[test]
@@ -294,7 +316,8 @@ fn a_model_of_units_trains_like_the_model_itself() {
     };
     let sgd = |group: Group| SGD::new(group.vars, 0.1);
     let mut whole = DataParallel::builder(&mesh, layers).build(sgd).unwrap();
-    let mut units = DataParallel::builder(&mesh, Units::of(layers)).build(sgd).unwrap();
+    let mut units =
+        DataParallel::builder(&mesh, layers).by_units(UnitRules::new()).build(sgd).unwrap();
     let of_whole = |_: &Replica, model: &Vec<Linear>, x: Tensor| {
         model.iter().try_fold(x, |x, layer| layer.forward(&x)?.tanh())?.sqr()?.mean_all()
     };

@@ -50,7 +50,7 @@ fn run<N: Send>(
         (0..STEPS).map(|step| model.step(batch(step), loss(true)).unwrap().loss).collect();
     assert!(all.windows(2).all(|pair| (pair[0] - pair[1]).abs() > 1e-6), "{all:?}");
     all.push(model.evaluate(batch(STEPS), loss(false)).unwrap().loss);
-    for variable in model.variables().into_values() {
+    for variable in model.parameters().unwrap().into_values() {
         all.extend(variable.flatten_all().unwrap().to_vec1::<f64>().unwrap());
     }
     all

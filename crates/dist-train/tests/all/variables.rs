@@ -6,18 +6,13 @@ use candle_nn::{
     batch_norm, layer_norm, linear, linear_no_bias,
 };
 use core_types::Seed;
-use dist_train::{AdamW, Checkpoints, DataParallel, Error, Group, TrainingError};
+use dist_train::{AdamW, Checkpoints, DataParallel, DistributedModel, Error, Group, TrainingError};
 use pmap_mesh::{DeviceMesh, Replica, Uneven};
+
+use crate::support::refused;
 
 fn adam(group: Group) -> Result<AdamW> {
     AdamW::new(group.vars, ParamsAdamW { lr: 0.1, weight_decay: 0.1, ..ParamsAdamW::default() })
-}
-
-fn refused<T: std::fmt::Debug>(outcome: dist_train::Result<T>) -> TrainingError {
-    match outcome {
-        Err(Error::Training(error)) => error,
-        other => panic!("{other:?}"),
-    }
 }
 
 fn input(rows: usize) -> Tensor {
@@ -31,8 +26,8 @@ fn values(tensor: &Tensor) -> Vec<f32> {
     tensor.flatten_all().unwrap().to_vec1().unwrap()
 }
 
-fn of<M, O>(model: &DataParallel<M, O>, name: &str) -> Vec<f32> {
-    values(&model.variables()[name])
+fn of<M, O>(model: &DistributedModel<M, O>, name: &str) -> Vec<f32> {
+    values(&model.parameters().unwrap()[name])
 }
 
 /// A layer norm of candle-nn, which has no backward, between two layers.
@@ -62,7 +57,7 @@ impl Normed {
 fn variables_without_a_gradient_are_named_in_the_first_step() {
     let mesh = DeviceMesh::cpu(2).unwrap();
     let mut model = DataParallel::builder(&mesh, Normed::new).build(adam).unwrap();
-    let before: Vec<Vec<f32>> = model.variables().values().map(values).collect();
+    let before: Vec<Vec<f32>> = model.parameters().unwrap().values().map(values).collect();
     let error = model.step(input(4), Normed::loss).unwrap_err();
     let text = error.to_string();
     assert!(
@@ -75,7 +70,7 @@ fn variables_without_a_gradient_are_named_in_the_first_step() {
     let missing = ["first.bias", "first.weight", "norm.bias", "norm.weight"].map(String::from);
     let expected = TrainingError::NoGradient { missing: missing.to_vec(), trained: 6 };
     assert_eq!(refused::<()>(Err(error)), expected);
-    let after: Vec<Vec<f32>> = model.variables().values().map(values).collect();
+    let after: Vec<Vec<f32>> = model.parameters().unwrap().values().map(values).collect();
     assert_eq!(after, before, "a step that is refused changes nothing");
     assert_eq!(model.steps(), 0);
     // Nor does the next one pass, until the model says that it is meant.
@@ -89,7 +84,7 @@ fn unused_variables_that_are_allowed_are_left_alone() {
         .allow_unused(["first", "norm.*"])
         .build(adam)
         .unwrap();
-    let before = model.variables().into_iter().map(|(name, var)| (name, values(&var)));
+    let before = model.parameters().unwrap().into_iter().map(|(name, var)| (name, values(&var)));
     let before: Vec<_> = before.collect();
     for _ in 0..5 {
         model.step(input(4), Normed::loss).unwrap();
@@ -255,9 +250,8 @@ fn numbers_that_a_setting_cannot_be_are_refused() {
 fn a_pattern_that_matches_nothing_is_named() {
     let mesh = DeviceMesh::cpu(1).unwrap();
     let builder = || DataParallel::builder(&mesh, two_layers);
-    let unmatched = |builder: dist_train::DataParallelBuilder<'_, _>| {
-        builder.build(adam).unwrap_err().to_string()
-    };
+    let unmatched =
+        |builder: dist_train::ModelBuilder<'_, _>| builder.build(adam).unwrap_err().to_string();
     for (option, error) in [
         ("freeze", unmatched(builder().freeze(["embeddings"]))),
         ("allow_unused", unmatched(builder().allow_unused(["embeddings"]))),
@@ -288,7 +282,7 @@ impl Batched {
     }
 }
 
-fn batched(slots: usize) -> DataParallel<Batched, AdamW> {
+fn batched(slots: usize) -> DistributedModel<Batched, AdamW> {
     let mesh = DeviceMesh::cpu(slots).unwrap();
     DataParallel::builder(&mesh, Batched::new).uneven(Uneven::Pad).build(adam).unwrap()
 }
@@ -310,8 +304,10 @@ fn running_statistics_are_averaged_over_slots_and_not_decayed() {
             assert!((found - expected).abs() < 1e-4, "{slots} slots: {found} for {expected}");
         }
         // The model that evaluates sees what training has found.
-        let found = values(model.model().norm.running_mean());
-        assert_eq!(found, of(&model, "norm.running_mean"));
+        let found = of(&model, "norm.running_mean");
+        let seen = |_: &Replica, model: &Batched, _: Tensor| model.norm.running_mean().sum_all();
+        let seen = model.evaluate(input(8), seen).unwrap().loss;
+        assert!((seen - f64::from(found.iter().sum::<f32>())).abs() < 1e-4);
         let eval = |_: &Replica, model: &Batched, x: Tensor| {
             model.norm.forward_t(&x, false)?.sqr()?.mean_all()
         };
@@ -380,7 +376,7 @@ fn counts_become_the_largest_of_all_slots() {
             layer.forward(&x)?.sqr()?.mean_all()
         };
         model.step(input(6), loss).unwrap();
-        let count = model.variables()["num_batches"].to_scalar::<u32>().unwrap();
+        let count = model.parameters().unwrap()["num_batches"].to_scalar::<u32>().unwrap();
         assert_eq!(count as usize, 9 + slots);
         model.check_in_sync().unwrap();
     }
@@ -390,7 +386,7 @@ fn counts_become_the_largest_of_all_slots() {
 fn variables_of_the_type_that_is_asked_for() {
     let mesh = DeviceMesh::cpu(2).unwrap();
     let model = DataParallel::builder(&mesh, two_layers).dtype(DType::F64).build(adam).unwrap();
-    assert!(model.variables().values().all(|var| var.dtype() == DType::F64));
+    assert!(model.parameters().unwrap().values().all(|var| var.dtype() == DType::F64));
 }
 
 #[test]
@@ -414,7 +410,8 @@ fn pretrained_weights_are_matched_by_name() {
     let path = folder.path().join("model.safetensors");
     let mesh = DeviceMesh::cpu(2).unwrap();
     let trained = DataParallel::builder(&mesh, two_layers).init(Seed::new(5)).build(adam).unwrap();
-    candle_core::safetensors::save(&trained.variables().into_iter().collect(), &path).unwrap();
+    candle_core::safetensors::save(&trained.parameters().unwrap().into_iter().collect(), &path)
+        .unwrap();
 
     let again = DataParallel::builder(&mesh, two_layers).weights(&path).build(adam).unwrap();
     for name in ["body.weight", "body.bias", "head.weight", "head.bias"] {
@@ -434,8 +431,8 @@ fn pretrained_weights_are_matched_by_name() {
     assert_eq!(of(&model, "tail.weight").len(), 8);
 
     let vars = candle_nn::VarMap::new();
-    DataParallel::builder(&mesh, two_layers).variables(&vars).build(adam).unwrap();
-    let twice = DataParallel::builder(&mesh, two_layers).variables(&vars).weights(&path);
+    DataParallel::builder(&mesh, two_layers).with_variables(&vars).build(adam).unwrap();
+    let twice = DataParallel::builder(&mesh, two_layers).with_variables(&vars).weights(&path);
     let expected = TrainingError::TwoValues { name: "body.bias".to_owned() };
     assert_eq!(refused(twice.build(adam)), expected);
 
@@ -443,13 +440,13 @@ fn pretrained_weights_are_matched_by_name() {
     let vars = candle_nn::VarMap::new();
     let tail = Var::ones(2, DType::F32, &Device::Cpu).unwrap();
     vars.data().lock().unwrap().insert("tail.bias".to_owned(), tail);
-    let filled = || builder().variables(&vars).allow_unexpected(["head"]);
+    let filled = || builder().with_variables(&vars).allow_unexpected(["head"]);
     let error = filled().build(adam).unwrap_err().to_string();
     assert!(error.contains("1 of 3 parameters are missing (tail.weight)"), "{error}");
     let model = filled().allow_missing(["tail"]).build(adam).unwrap();
     assert_eq!(of(&model, "tail.bias"), [1.0, 1.0]);
     assert_eq!(vars.all_vars().len(), 4);
-    let model = builder().variables(&vars).allow_unexpected(["head"]).build(adam);
+    let model = builder().with_variables(&vars).allow_unexpected(["head"]).build(adam);
     assert_eq!(refused(model), TrainingError::TwoValues { name: "body.bias".to_owned() });
 }
 
@@ -457,7 +454,7 @@ fn pretrained_weights_are_matched_by_name() {
 fn a_builder_that_fails_adds_no_variable() {
     let mesh = DeviceMesh::cpu(2).unwrap();
     let vars = candle_nn::VarMap::new();
-    let builder = || DataParallel::builder(&mesh, two_layers).variables(&vars);
+    let builder = || DataParallel::builder(&mesh, two_layers).with_variables(&vars);
     builder().freeze(["haed"]).build(adam).unwrap_err();
     builder().group("all", ["["]).build(adam).unwrap_err();
     builder().allow_missing(["haed"]).build(adam).unwrap_err();
@@ -481,7 +478,7 @@ fn a_variable_under_two_names_is_refused() {
         }
     };
     let build = |names| {
-        DataParallel::builder(&mesh, layers(names)).variables(&vars).freeze(["a"]).build(adam)
+        DataParallel::builder(&mesh, layers(names)).with_variables(&vars).freeze(["a"]).build(adam)
     };
     let [first, second] = names;
     let error = build(["b", "a"]).unwrap_err();
@@ -490,8 +487,8 @@ fn a_variable_under_two_names_is_refused() {
     assert_eq!(error.to_string(), text);
     assert_eq!(refused::<()>(Err(error)), TrainingError::SameVariable { first, second });
 
-    let tied = DataParallel::builder(&mesh, layers(["a", "a"])).variables(&vars).build(adam);
-    assert_eq!(tied.unwrap().variables().len(), 1);
+    let tied = DataParallel::builder(&mesh, layers(["a", "a"])).with_variables(&vars).build(adam);
+    assert_eq!(tied.unwrap().parameters().unwrap().len(), 1);
 }
 
 #[test]

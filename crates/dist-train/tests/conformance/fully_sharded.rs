@@ -3,10 +3,7 @@
 use candle_core::{DType, Device, Result, Tensor};
 use candle_nn::{Module, Optimizer, ParamsAdamW, VarBuilder, embedding, linear, linear_no_bias};
 use core_types::{Placement, Seed};
-use dist_train::{
-    Accumulation, AdamW, Checkpoints, DataParallel, Error, FullyShard, Group, Keep, ShardingError,
-    TrainingError, UnitRules, Units,
-};
+use dist_train::{Accumulation, AdamW, Checkpoints, DataParallel, DistributedModel, Error, FullyShard, Group, Keep, ShardingError, TrainingError, UnitRules, Units};
 use fsdp_plan::{
     cost::{CostModel, Runtime},
     strategy::{Choice, Full, Hsdp, Hybrid, LayerWise, Layout, ShardingStrategy},
@@ -57,9 +54,9 @@ fn trained(
     mesh: &DeviceMesh,
     strategy: impl ShardingStrategy + 'static,
     keep: Keep,
-) -> (Vec<Tensor>, FullyShard<AdamW>) {
+) -> (Vec<Tensor>, DistributedModel<Units, AdamW>) {
     let mut model = FullyShard::builder(mesh, build)
-        .unit_rules(rules())
+        .by_units(rules())
         .strategy(strategy)
         .keep(keep)
         .build(adam)
@@ -67,18 +64,18 @@ fn trained(
     let mut all: Vec<Tensor> =
         (0..5).map(|step| number(model.step(batch(mesh, step), loss).unwrap().loss)).collect();
     all.push(number(model.evaluate(batch(mesh, 9), loss).unwrap().loss));
-    all.extend(names().iter().map(|name| model.gather(name).unwrap()));
+    all.extend(names().iter().map(|name| model.parameter(name).unwrap()));
     (all, model)
 }
 
 pub(super) fn run(engine: &impl Engine, ranks: usize) {
     let (tested, threads) =
         (mesh(engine, &[], None), threads(&[(DeviceMesh::AXIS, ranks)], &engine.device()));
-    let mut whole = DataParallel::builder(&threads, Units::by(rules(), build)).build(adam).unwrap();
+    let mut whole = DataParallel::builder(&threads, build).by_units(rules()).build(adam).unwrap();
     let step = |step| number(whole.step(batch(&threads, step), loss).unwrap().loss);
     let mut expected: Vec<Tensor> = (0..5).map(step).collect();
     expected.push(number(whole.evaluate(batch(&threads, 9), loss).unwrap().loss));
-    expected.extend(whole.variables().into_values());
+    expected.extend(whole.parameters().unwrap().into_values());
     for keep in [Keep::Inputs, Keep::Graph, Keep::Gathered] {
         for layout in [Layout::Dim0, Layout::Flat, Layout::BlockRagged { block: 4 }] {
             assert_same(&trained(&tested, Full::new(layout), keep).0, &expected);
@@ -103,41 +100,41 @@ pub(super) fn run(engine: &impl Engine, ranks: usize) {
 
 /// The losses of some steps with units gathered ahead, and the parameters.
 fn ahead(mesh: &DeviceMesh, keep: Keep, prefetch: usize) -> Vec<Tensor> {
-    let builder = FullyShard::builder(mesh, build).unit_rules(rules()).keep(keep);
+    let builder = FullyShard::builder(mesh, build).by_units(rules()).keep(keep);
     let mut model = builder.prefetch(prefetch).build(adam).unwrap();
     let step = |step| number(model.step(batch(mesh, step), loss).unwrap().loss);
     let mut all: Vec<Tensor> = (0..5).map(step).collect();
     all.push(number(model.evaluate(batch(mesh, 9), loss).unwrap().loss));
-    all.extend(names().iter().map(|name| model.gather(name).unwrap()));
+    all.extend(names().iter().map(|name| model.parameter(name).unwrap()));
     all
 }
 
 /// Parameters that are gathered in half precision, with one unit ahead.
 fn mixed(mesh: &DeviceMesh) -> Vec<Tensor> {
-    let builder = FullyShard::builder(mesh, build).unit_rules(rules()).keep(Keep::Graph);
+    let builder = FullyShard::builder(mesh, build).by_units(rules()).keep(Keep::Graph);
     let builder = builder.mixed_precision(DType::BF16, DType::F32).prefetch(1);
     let mut model = builder.build(adam).unwrap();
     let step = |step| number(model.step(batch(mesh, step), loss).unwrap().loss);
     let mut all: Vec<Tensor> = (0..5).map(step).collect();
-    all.extend(names().iter().map(|name| model.gather(name).unwrap()));
+    all.extend(names().iter().map(|name| model.parameter(name).unwrap()));
     all
 }
 
 /// Optimizers that run inside the backward pass leave the bits of those that run after it.
 fn in_backward(tested: &DeviceMesh, expected: &[Tensor]) {
-    let builder = FullyShard::builder(tested, build).unit_rules(rules());
+    let builder = FullyShard::builder(tested, build).by_units(rules());
     let mut model = builder.optimizer_in_backward().build(adam).unwrap();
     let step = |step| number(model.step(batch(tested, step), loss).unwrap().loss);
     let mut found: Vec<Tensor> = (0..5).map(step).collect();
     found.push(number(model.evaluate(batch(tested, 9), loss).unwrap().loss));
-    found.extend(names().iter().map(|name| model.gather(name).unwrap()));
+    found.extend(names().iter().map(|name| model.parameter(name).unwrap()));
     assert_same(&found, expected);
 }
 
 /// What is summed in the step alone has the bits of data parallel.
 fn accumulated(tested: &DeviceMesh, threads: &DeviceMesh) {
-    let mut whole = DataParallel::builder(threads, Units::by(rules(), build)).build(adam).unwrap();
-    let builder = FullyShard::builder(tested, build).unit_rules(rules());
+    let mut whole = DataParallel::builder(threads, build).by_units(rules()).build(adam).unwrap();
+    let builder = FullyShard::builder(tested, build).by_units(rules());
     let mut model = builder.accumulation(Accumulation::ReduceLast).build(adam).unwrap();
     for step in 0..3 {
         let expected = whole.accumulate(batch(threads, step), loss).unwrap().loss;
@@ -146,8 +143,8 @@ fn accumulated(tested: &DeviceMesh, threads: &DeviceMesh) {
         whole.step(batch(threads, 10 + step), loss).unwrap();
         model.step(batch(tested, 10 + step), loss).unwrap();
     }
-    for (name, expected) in whole.variables() {
-        assert_same(&[model.gather(&name).unwrap()], &[expected]);
+    for (name, expected) in whole.parameters().unwrap() {
+        assert_same(&[model.parameter(&name).unwrap()], &[expected]);
     }
 }
 
@@ -164,7 +161,7 @@ pub(super) fn groups(engine: &impl Engine, ranks: usize) {
 
     // One device, with the whole batch.
     let alone = DeviceMesh::cpu(1).unwrap();
-    let mut whole = DataParallel::builder(&alone, Units::by(rules(), build)).build(adam).unwrap();
+    let mut whole = DataParallel::builder(&alone, build).by_units(rules()).build(adam).unwrap();
     for (step, found) in expected.iter().take(5).enumerate() {
         let expected = whole.step(batch(&tested, step), loss).unwrap().loss;
         let found = found.to_scalar::<f64>().unwrap();
@@ -193,12 +190,13 @@ pub(super) fn groups(engine: &impl Engine, ranks: usize) {
 
 /// A step hands over what the plan's schedule says.
 fn traffic(mesh: &DeviceMesh, strategy: Box<dyn ShardingStrategy>) {
-    let builder = FullyShard::builder(mesh, build).unit_rules(rules()).strategy(strategy);
+    let builder = FullyShard::builder(mesh, build).by_units(rules()).strategy(strategy);
     let mut model = builder.build(adam).unwrap();
     let before = mesh.traffic();
     model.step(batch(mesh, 0), loss).unwrap();
     let step = mesh.traffic().into_iter().zip(before).map(|(after, before)| after - before);
-    let schedule = model.plan().schedule(&CostModel::default().with_runtime(Runtime::Candle));
+    let schedule =
+        model.plan().unwrap().schedule(&CostModel::default().with_runtime(Runtime::Candle));
     let schedule = schedule.unwrap();
     // The loss with its weight, which parameters have a gradient, and their squares.
     let scalars = (3, 4 * 8 + 4 + 8 * names().len() as u64);
@@ -222,7 +220,7 @@ fn checkpoints(tested: &DeviceMesh, threads: &DeviceMesh) {
     let folder = folder();
     let rank = tested.local_slots().start;
     let resumed = |mesh: &DeviceMesh, from: &Checkpoints| {
-        let mut model = FullyShard::builder(mesh, build).unit_rules(rules()).build(adam).unwrap();
+        let mut model = FullyShard::builder(mesh, build).by_units(rules()).build(adam).unwrap();
         model.load(&from.latest().unwrap().unwrap()).unwrap();
         let losses: Vec<Tensor> =
             (5..8).map(|step| number(model.step(batch(mesh, step), loss).unwrap().loss)).collect();
@@ -257,7 +255,7 @@ fn refusals(tested: &DeviceMesh) {
         let x = ids.to_dtype(DType::F32)?.unsqueeze(2)?.broadcast_as((2, 2, 6))?.contiguous()?;
         model.unit("head", &x, |vb, x| linear(6, 1, vb)?.forward(x))?.sqr()?.mean_all()
     };
-    let build_one = || FullyShard::builder(tested, build).unit_rules(rules()).build(adam).unwrap();
+    let build_one = || FullyShard::builder(tested, build).by_units(rules()).build(adam).unwrap();
     let error = build_one().step(batch(tested, 0), only_head).unwrap_err();
     let is_refused = matches!(
         &error,
@@ -267,8 +265,8 @@ fn refusals(tested: &DeviceMesh) {
     assert!(is_refused, "{error}");
 
     // The processes cut another way, keep something else, or freeze something else.
-    let built = |builder: dist_train::FullyShardBuilder<'_, _>| builder.build(adam).map(drop);
-    let builder = || FullyShard::builder(tested, build).unit_rules(rules());
+    let built = |builder: dist_train::ModelBuilder<'_, Units>| builder.build(adam).map(drop);
+    let builder = || FullyShard::builder(tested, build).by_units(rules());
     let layout = if rank == 1 { Layout::Flat } else { Layout::Dim0 };
     let keep = if rank == 1 { Keep::Gathered } else { Keep::Inputs };
     let frozen = ["embed"].into_iter().filter(|_| rank == 1);
@@ -299,7 +297,8 @@ fn weights(tested: &DeviceMesh) {
         let path = folder.join(format!("weights-{name}-{rank}.safetensors"));
         let model = DataParallel::builder(&alone, build).init(Seed::new(seed)).build(adam).unwrap();
         #[expect(clippy::disallowed_types, reason = "what candle writes")]
-        let tensors: std::collections::HashMap<_, _> = model.variables().into_iter().collect();
+        let tensors: std::collections::HashMap<_, _> =
+            model.parameters().unwrap().into_iter().collect();
         candle_core::safetensors::save(&tensors, &path).unwrap();
         path
     };
@@ -307,8 +306,8 @@ fn weights(tested: &DeviceMesh) {
     let builder = || FullyShard::builder(tested, build).unit("layer", ["layer"]);
     let model = builder().weights(&same).build(adam).unwrap();
     let whole = DataParallel::builder(&alone, build).init(Seed::new(7)).build(adam).unwrap();
-    for (name, expected) in whole.variables() {
-        assert_same(&[model.gather(&name).unwrap()], &[expected]);
+    for (name, expected) in whole.parameters().unwrap() {
+        assert_same(&[model.parameter(&name).unwrap()], &[expected]);
     }
     let absent = if rank == 1 { builder() } else { builder().weights(&same) };
     for builder in [absent, builder().weights(other)] {

@@ -10,15 +10,9 @@ mod pretrained;
 use std::collections::BTreeMap;
 
 use candle_core::{DType, Device, Result, Tensor, Var};
-use candle_nn::{
-    BatchNorm, Linear, Module, ModuleT, Optimizer, ParamsAdamW, SGD, VarBuilder, VarMap,
-    batch_norm, linear, linear_no_bias,
-};
+use candle_nn::{BatchNorm, Linear, Module, ModuleT, Optimizer, ParamsAdamW, SGD, VarBuilder, VarMap, batch_norm, linear, linear_no_bias};
 use core_types::Seed;
-use dist_train::{
-    AdamW, Checkpoint, CheckpointError, Checkpoints, DataParallel, DataParallelBuilder, Error,
-    Group, Loss, StateDict, TrainingError, value_and_grad,
-};
+use dist_train::{AdamW, Checkpoint, CheckpointError, Checkpoints, DataParallel, DistributedModel, Error, Group, Loss, ModelBuilder, StateDict, TrainingError, UnitRules, value_and_grad};
 use pmap_mesh::{DeviceMesh, P, Replica, Uneven};
 use process_tests::{Engine, assert_same, folder, mesh, threads};
 
@@ -63,8 +57,7 @@ fn training(engine: &impl Engine, ranks: usize) {
 }
 
 type Constructor = fn(VarBuilder<'_>) -> Result<[Linear; 2]>;
-type SetOption =
-    for<'a> fn(DataParallelBuilder<'a, Constructor>) -> DataParallelBuilder<'a, Constructor>;
+type SetOption = for<'a> fn(ModelBuilder<'a, [Linear; 2]>) -> ModelBuilder<'a, [Linear; 2]>;
 
 /// Processes whose variables differ begin with those of the first; other models are refused.
 fn beginnings(engine: &impl Engine, ranks: usize) {
@@ -77,7 +70,7 @@ fn beginnings(engine: &impl Engine, ranks: usize) {
     vars.data().lock().unwrap().insert("weight".to_owned(), var);
     let sgd = |group: Group| SGD::new(group.vars, 0.1);
     let model = DataParallel::builder(&tested, |vb| linear_no_bias(3, 2, vb))
-        .variables(&vars)
+        .with_variables(&vars)
         .build(sgd)
         .unwrap();
     assert_same(&values(&vars), &[start(0)]);
@@ -118,6 +111,13 @@ fn beginnings(engine: &impl Engine, ranks: usize) {
         );
         assert_eq!(is_refused, ranks > 1, "{name}");
     }
+    let builder = DataParallel::builder(&tested, layers).by_units(UnitRules::new());
+    let other = if rank == 1 { builder.fully_shard() } else { builder }.build(sgd);
+    let is_rejected = matches!(
+        other,
+        Err(Error::Training(TrainingError::OtherOption { option: "fully_shard", replica: 1 }))
+    );
+    assert_eq!(is_rejected, ranks > 1);
     let rate = 0.1 + f64::from(u8::from(rank == 1));
     let other =
         DataParallel::builder(&tested, layers).build(|group: Group| SGD::new(group.vars, rate));
@@ -145,9 +145,9 @@ fn fail_together(mesh: &DeviceMesh) {
     };
     let vars = VarMap::new();
     let by_constructor = DataParallel::builder(mesh, constructor)
-        .variables(&vars)
+        .with_variables(&vars)
         .build(|group| SGD::new(group.vars, 0.1));
-    let by_optimizer = DataParallel::builder(mesh, linear).variables(&vars).build(optimizer);
+    let by_optimizer = DataParallel::builder(mesh, linear).with_variables(&vars).build(optimizer);
     for error in [by_constructor.unwrap_err(), by_optimizer.unwrap_err()] {
         let is_told = match &error {
             Error::Model { .. } => rank == last,
@@ -285,7 +285,7 @@ fn weighted_steps(mesh: &DeviceMesh) -> Vec<Tensor> {
     model.check_in_sync().unwrap();
     let evaluated = model.evaluate(batch(mesh.len() * 2 - 1), loss).unwrap();
     all.extend([number(evaluated.loss), evaluated.aux]);
-    all.extend(model.variables().into_values());
+    all.extend(model.parameters().unwrap().into_values());
     all
 }
 
@@ -417,7 +417,7 @@ fn losses(mesh: &DeviceMesh, x: &Tensor) -> Vec<Tensor> {
     all
 }
 
-type Model = DataParallel<Vec<Linear>, AdamW>;
+type Model = DistributedModel<Vec<Linear>, AdamW>;
 
 fn train(model: &mut Model, x: &Tensor, steps: usize) -> Vec<Tensor> {
     let loss = |_: &Replica, layers: &Vec<Linear>, x: Tensor| {
@@ -451,7 +451,7 @@ fn model(mesh: &DeviceMesh) -> (VarMap, Model) {
         var.set(&(values * 0.01).unwrap().reshape(var.shape()).unwrap()).unwrap();
     }
     let model = DataParallel::builder(mesh, layers)
-        .variables(&vars)
+        .with_variables(&vars)
         .clip_grad_norm(1.0)
         .build(|group| AdamW::new(group.vars, ParamsAdamW::default()));
     (vars, model.unwrap())

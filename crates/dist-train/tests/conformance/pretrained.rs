@@ -5,9 +5,7 @@ use std::{collections::BTreeMap, fs, path::Path};
 
 use candle_core::{Result, Tensor};
 use candle_nn::{Module, Optimizer, ParamsAdamW, VarBuilder, linear};
-use dist_train::{
-    AdamW, CheckpointError, DataParallel, Error, FullyShard, Group, PretrainedFiles, Units,
-};
+use dist_train::{AdamW, CheckpointError, DataParallel, DistributedModel, Error, FullyShard, Group, PretrainedFiles, Units};
 use pmap_mesh::{DeviceMesh, Replica};
 use process_tests::{Engine, folder, mesh, threads};
 
@@ -61,7 +59,7 @@ fn batch(mesh: &DeviceMesh) -> Tensor {
     x.and_then(|x| x.reshape((mesh.len() * 2, 5))).unwrap()
 }
 
-fn data_parallel(mesh: &DeviceMesh) -> DataParallel<candle_nn::Linear, AdamW> {
+fn data_parallel(mesh: &DeviceMesh) -> DistributedModel<candle_nn::Linear, AdamW> {
     let mut model = DataParallel::builder(mesh, build).build(adam).unwrap();
     let loss =
         |_: &Replica, model: &candle_nn::Linear, x: Tensor| model.forward(&x)?.sqr()?.mean_all();
@@ -69,7 +67,7 @@ fn data_parallel(mesh: &DeviceMesh) -> DataParallel<candle_nn::Linear, AdamW> {
     model
 }
 
-fn sharded(mesh: &DeviceMesh) -> FullyShard<AdamW> {
+fn sharded(mesh: &DeviceMesh) -> DistributedModel<Units, AdamW> {
     let mut model = FullyShard::builder(mesh, build).unit("head", ["head"]).build(adam).unwrap();
     let loss = |_: &Replica, model: &Units, x: Tensor| {
         model.unit("head", &x, |vb, x| linear(5, 3, vb)?.forward(x))?.sqr()?.mean_all()

@@ -2,7 +2,7 @@
 
 use candle_core::{DType, Device, Result, Tensor};
 use candle_nn::{Linear, Module, VarBuilder, linear_no_bias};
-use dist_train::{AdamW, FullyShard, Keep, Units};
+use dist_train::{AdamW, DistributedModel, FullyShard, Keep, Units};
 use pmap_mesh::{DeviceMesh, Replica};
 
 use crate::{Held, adam, alone, held, planned};
@@ -54,7 +54,11 @@ enum Optimizers {
     InBackward,
 }
 
-fn model(mesh: &DeviceMesh, blocks: usize, optimizers: Optimizers) -> FullyShard<AdamW> {
+fn model(
+    mesh: &DeviceMesh,
+    blocks: usize,
+    optimizers: Optimizers,
+) -> DistributedModel<Units, AdamW> {
     let builder = FullyShard::builder(mesh, build(blocks));
     match optimizers {
         Optimizers::AtTheEnd => builder.build(adam).unwrap(),
@@ -66,7 +70,7 @@ fn model(mesh: &DeviceMesh, blocks: usize, optimizers: Optimizers) -> FullyShard
 fn at_most(slots: usize, blocks: usize, optimizers: Optimizers) -> usize {
     let mesh = DeviceMesh::cpu(slots).unwrap();
     let x = batch(slots);
-    let step = |model: &mut FullyShard<AdamW>| {
+    let step = |model: &mut DistributedModel<Units, AdamW>| {
         model.step(x.clone(), loss(blocks)).unwrap();
     };
     held(|| model(&mesh, blocks, optimizers), step).peaks[0]
@@ -143,7 +147,7 @@ fn gathered_at_once(slots: usize, keep: Keep, prefetch: usize, dtype: DType) -> 
         x.sqr()?.mean_all()
     };
     let x = Tensor::ones((slots, 512), DType::F32, &Device::Cpu).unwrap();
-    let step = |model: &mut FullyShard<AdamW>| {
+    let step = |model: &mut DistributedModel<Units, AdamW>| {
         model.step(x.clone(), loss).unwrap();
     };
     let Held { at_rest, peaks: [at_most, ..] } = held(make, step);

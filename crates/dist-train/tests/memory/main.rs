@@ -13,7 +13,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use candle_core::Result;
 use candle_nn::{Optimizer as _, ParamsAdamW};
-use dist_train::{AdamW, FullyShard, Group};
+use dist_train::{AdamW, DistributedModel, Group, Units};
 use fsdp_plan::cost::CostModel;
 use peak_alloc::PeakAlloc;
 
@@ -60,7 +60,7 @@ fn held<M>(make: impl Fn() -> M, step: impl Fn(&mut M)) -> Held {
 }
 
 /// What the plan says that all ranks hold together, at the worst moment of each.
-fn planned(model: &FullyShard<AdamW>) -> usize {
-    let cost = model.plan().cost(&CostModel::default().with_prefetch(0)).unwrap();
+fn planned(model: &DistributedModel<Units, AdamW>) -> usize {
+    let cost = model.plan().unwrap().cost(&CostModel::default().with_prefetch(0)).unwrap();
     cost.ranks.iter().map(|rank| usize::try_from(rank.peak_bytes()).unwrap()).sum()
 }

@@ -2,9 +2,7 @@
 //! most.
 
 use candle_core::{DType, Device, Tensor, Var, backprop::GradStore};
-use candle_nn::{
-    AdamW, Linear, Module, Optimizer, ParamsAdamW, VarBuilder, VarMap, linear, linear_no_bias,
-};
+use candle_nn::{AdamW, Linear, Module, Optimizer, ParamsAdamW, VarBuilder, VarMap, linear, linear_no_bias};
 use dist_train::{Checkpoints, DataParallel, ParamsSgd, Sgd, declare};
 use pmap_mesh::DeviceMesh;
 
@@ -48,7 +46,7 @@ fn a_step_holds_no_more_than_plain_candle_s_and_the_gradients_of_the_other_slots
     for slots in [1, 2, 4] {
         let mesh = DeviceMesh::cpu(slots).unwrap();
         let mut trained = DataParallel::builder(&mesh, model)
-            .variables(&vars)
+            .with_variables(&vars)
             .build(|group| adam(group.vars))
             .unwrap();
         let peak = peak_of(|| {

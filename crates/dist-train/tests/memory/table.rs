@@ -8,7 +8,7 @@ use candle_nn::{
     ops::{log_softmax, softmax},
     rms_norm,
 };
-use dist_train::{AdamW, FullyShard, FullyShardBuilder, Keep, UnitRules, Units};
+use dist_train::{AdamW, DistributedModel, FullyShard, Keep, ModelBuilder, UnitRules, Units};
 use fsdp_plan::{
     ElemType,
     cost::{Activations, Runtime},
@@ -100,7 +100,7 @@ fn loss(_: &Replica, model: &Units, ids: Tensor) -> Result<Tensor> {
 
 const MIB: usize = 1 << 20;
 
-type Builder<'a> = FullyShardBuilder<'a, fn(VarBuilder<'_>) -> Result<()>>;
+type Builder<'a> = ModelBuilder<'a, Units>;
 
 /// What steps hold at most and what the plan says, in MiB.
 fn measured(slots: usize, options: fn(Builder<'_>) -> Builder<'_>) -> (usize, usize) {
@@ -108,21 +108,21 @@ fn measured(slots: usize, options: fn(Builder<'_>) -> Builder<'_>) -> (usize, us
     let make = || {
         let build: fn(VarBuilder<'_>) -> Result<()> = build;
         let rules = UnitRules::new().unit("embed", ["tokens"]).unit("head", ["norm", "head"]);
-        options(FullyShard::builder(&mesh, build).unit_rules(rules)).build(adam).unwrap()
+        options(FullyShard::builder(&mesh, build).by_units(rules)).build(adam).unwrap()
     };
     let rows = slots.max(4);
     let token = |n: usize| u32::try_from(n * 37 % VOCABULARY).unwrap();
     let ids: Vec<u32> = (0..rows * (LENGTH + 1)).map(token).collect();
     let ids = Tensor::from_vec(ids, (rows, LENGTH + 1), &Device::Cpu).unwrap();
-    let step = |model: &mut FullyShard<AdamW>| {
+    let step = |model: &mut DistributedModel<Units, AdamW>| {
         model.step(ids.clone(), loss).unwrap();
     };
     let tokens = (rows / slots * LENGTH) as u64;
     let activations =
         Activations::of_transformer(tokens, WIDTH as u64, ElemType::F32, Runtime::Candle);
     let model = make();
-    let cost = model.cost_model().with_activations(activations.unwrap());
-    let cost = model.plan().cost(&cost).unwrap();
+    let cost = model.cost_model().unwrap().with_activations(activations.unwrap());
+    let cost = model.plan().unwrap().cost(&cost).unwrap();
     drop(model);
     let planned = cost.process_peak_bytes(NonZeroUsize::new(slots).unwrap());
     (held(make, step).peaks[1] / MIB, usize::try_from(planned).unwrap() / MIB)

@@ -143,7 +143,7 @@ impl Case {
             all.extend([step.loss, step.grad_norm, step.weight]);
         }
         model.check_in_sync().unwrap();
-        model.variables().values().for_each(|variable| all.extend(items(variable)));
+        model.parameters().unwrap().values().for_each(|variable| all.extend(items(variable)));
         all
     }
 
@@ -154,7 +154,8 @@ impl Case {
             .dtype(self.dtype)
             .build(|group| Sgd::new(group.vars, ParamsSgd::default()))
             .unwrap()
-            .variables();
+            .parameters()
+            .unwrap();
         let map = VarMap::new();
         for (name, value) in &initial {
             let var = Var::from_tensor(&value.to_dtype(DType::F64).unwrap()).unwrap();

@@ -84,7 +84,8 @@ impl Llama {
     }
 
     /// Asks for all variables, by their names in a folder of Hugging Face: the constructor that
-    /// [`Units::by`] and [`FullyShard::builder`](dist_train::FullyShard::builder) take.
+    /// [`DataParallel::builder`](dist_train::DataParallel::builder) and
+    /// [`FullyShard::builder`](dist_train::FullyShard::builder) take.
     ///
     /// Random values are as in transformers: matrices are normal with the standard deviation
     /// [`initializer_range`](LlamaConfig::initializer_range), norms 1, biases 0. Folders of the first

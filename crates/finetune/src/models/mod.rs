@@ -24,7 +24,7 @@
 //! }"#;
 //! let llama = Llama::from_config(LlamaConfig::from_json(config)?)?;
 //! let mesh = DeviceMesh::cpu(2)?;
-//! let builder = DataParallel::builder(&mesh, Units::by(llama.units(), |vb| llama.declare(&vb)));
+//! let builder = DataParallel::builder(&mesh, |vb| llama.declare(&vb)).by_units(llama.units());
 //! let mut model = builder
 //!     .init(Seed::new(1))
 //!     .build(|group| AdamW::new(group.vars, ParamsAdamW::default()))?;

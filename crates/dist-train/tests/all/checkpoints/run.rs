@@ -4,14 +4,14 @@ use std::path::Path;
 
 use candle_core::{Device, Tensor};
 use candle_nn::{Linear, Module, Optimizer, ParamsAdamW, VarMap, linear, loss::mse};
-use dist_train::{AdamW, Checkpoint, Checkpoints, DataParallel};
+use dist_train::{AdamW, Checkpoint, Checkpoints, DataParallel, DistributedModel};
 use pmap_mesh::{DeviceMesh, Uneven};
 
 /// A model in training, and its variables.
 pub(crate) struct Run {
     pub(crate) mesh: DeviceMesh,
     pub(crate) vars: VarMap,
-    pub(crate) model: DataParallel<Linear, AdamW>,
+    pub(crate) model: DistributedModel<Linear, AdamW>,
 }
 
 impl Run {
@@ -32,7 +32,8 @@ impl Run {
         }
         let build = |vb: candle_nn::VarBuilder<'_>| linear(3, 2, vb);
         let params = ParamsAdamW { lr: 0.05, ..ParamsAdamW::default() };
-        let builder = DataParallel::builder(&mesh, build).variables(&vars).uneven(Uneven::Balanced);
+        let builder =
+            DataParallel::builder(&mesh, build).with_variables(&vars).uneven(Uneven::Balanced);
         let builder = if share { builder } else { builder.replicated() };
         let model = builder.build(|group| AdamW::new(group.vars, params.clone())).unwrap();
         Self { mesh, vars, model }

@@ -1,27 +1,26 @@
 //! Gradients of accumulated batches, summed in each or at the end.
 
-use candle_core::{Device, Result, Tensor};
+use candle_core::{Result, Tensor};
 use candle_nn::{Module, VarBuilder, linear};
-use dist_train::{Accumulation, Checkpoints, DataParallel, FullyShard, Loss, Units};
+use dist_train::{Accumulation, Checkpoints, FullyShard, Loss, ModelBuilder, Units};
 use fsdp_plan::strategy::{Full, LayerWise, Layout, ShardingStrategy};
 use pmap_mesh::{DeviceMesh, Replica};
 
-use super::model::{KEEPS, Trained, adam, batch, bits, data_parallel, loss, parameters, sharded};
+use super::model::{KEEPS, Trained, adam, batch, data_parallel, loss, parameters, sharded};
+use crate::support::{assert_same, bits, input, layer, layers, replicated, through};
 
 /// Losses and parameters after steps of three batches each; the last has half as many rows.
-macro_rules! trained {
-    ($model:expr, $slots:expr, $parameters:expr) => {{
-        let mut model = $model;
-        let mut losses = Vec::new();
-        for step in 0..6 {
-            for part in 0..2 {
-                let ids = batch(2 * $slots, 10 * step + part);
-                losses.push(model.accumulate(ids, loss).unwrap().loss.to_bits());
-            }
-            losses.push(model.step(batch($slots, 10 * step + 2), loss).unwrap().loss.to_bits());
+fn trained(builder: ModelBuilder<'_, Units>, slots: usize) -> Trained {
+    let mut model = builder.build(adam).unwrap();
+    let mut losses = Vec::new();
+    for step in 0..6 {
+        for part in 0..2 {
+            let ids = batch(2 * slots, 10 * step + part);
+            losses.push(model.accumulate(ids, loss).unwrap().loss.to_bits());
         }
-        Trained { losses, parameters: $parameters(&model) }
-    }};
+        losses.push(model.step(batch(slots, 10 * step + 2), loss).unwrap().loss.to_bits());
+    }
+    Trained { losses, parameters: parameters(&model) }
 }
 
 fn strategies() -> Vec<Box<dyn ShardingStrategy>> {
@@ -37,16 +36,11 @@ fn strategies() -> Vec<Box<dyn ShardingStrategy>> {
 fn what_is_summed_last_has_the_bits_of_data_parallel() {
     for slots in 1..5 {
         let mesh = DeviceMesh::cpu(slots).unwrap();
-        let whole = |model: &DataParallel<Units, _>| {
-            let variables = model.variables().into_iter();
-            variables.map(|(name, value)| (name, bits(&value))).collect()
-        };
-        let expected = trained!(data_parallel(&mesh).build(adam).unwrap(), slots, whole);
+        let expected = trained(data_parallel(&mesh), slots);
         for keep in KEEPS {
             for strategy in strategies() {
                 let builder = sharded(&mesh).keep(keep).strategy(strategy);
-                let model = builder.accumulation(Accumulation::ReduceLast).build(adam).unwrap();
-                let found = trained!(model, slots, parameters);
+                let found = trained(builder.accumulation(Accumulation::ReduceLast), slots);
                 assert_eq!(found, expected, "{keep:?}, {slots} slots");
             }
         }
@@ -70,34 +64,12 @@ fn less_is_sent_where_it_is_summed_last() {
     assert_eq!(reductions(Accumulation::ReduceLast), (0, 5));
 }
 
-fn layers(vb: VarBuilder<'_>) -> Result<()> {
-    (0..3).try_for_each(|layer| linear(3, 3, vb.pp(layer)).map(drop))
-}
-
-fn input(rows: usize) -> Tensor {
-    let items = Tensor::arange(0_f32, (rows * 3) as f32, &Device::Cpu).unwrap();
-    items.sin().unwrap().reshape((rows, 3)).unwrap()
-}
-
-/// Enters these units in turn.
-fn through(
-    units: &'static [&'static str],
-) -> impl Fn(&Replica, &Units, Tensor) -> Result<Tensor> + Send + Sync {
-    move |_, model, x| {
-        units.iter().try_fold(x, |x, unit| through_unit(model, unit, &x))?.sqr()?.mean_all()
-    }
-}
-
-fn through_unit(model: &Units, unit: &str, x: &Tensor) -> Result<Tensor> {
-    model.unit(unit, x, |vb, x| linear(3, 3, vb)?.forward(x)?.tanh())
-}
-
 /// A unit that no batch but the first enters, and one that only the last enters.
 #[test]
 fn units_of_some_batches_count_in_the_update() {
     let mesh = DeviceMesh::cpu(3).unwrap();
     let batches: [&[&str]; 3] = [&["0", "1"], &["0"], &["0", "2"]];
-    let mut expected = DataParallel::builder(&mesh, Units::of(layers)).build(adam).unwrap();
+    let mut expected = replicated(&mesh).build(adam).unwrap();
     for _ in 0..3 {
         expected.accumulate(input(3), through(batches[0])).unwrap();
         expected.accumulate(input(6), through(batches[1])).unwrap();
@@ -105,15 +77,15 @@ fn units_of_some_batches_count_in_the_update() {
     }
     for keep in KEEPS {
         for accumulation in [Accumulation::ReduceEach, Accumulation::ReduceLast] {
-            let builder = FullyShard::builder(&mesh, layers).keep(keep);
+            let builder = FullyShard::builder(&mesh, layers::<3>).keep(keep);
             let mut model = builder.accumulation(accumulation).build(adam).unwrap();
             for _ in 0..3 {
                 model.accumulate(input(3), through(batches[0])).unwrap();
                 model.accumulate(input(6), through(batches[1])).unwrap();
                 model.step(input(3), through(batches[2])).unwrap();
             }
-            for (name, value) in expected.variables() {
-                let found = model.gather(&name).unwrap();
+            for (name, value) in expected.parameters().unwrap() {
+                let found = model.parameter(&name).unwrap();
                 if accumulation == Accumulation::ReduceLast {
                     assert_eq!(bits(&found), bits(&value), "{name}, {keep:?}");
                 }
@@ -129,24 +101,31 @@ fn units_of_some_batches_count_in_the_update() {
 fn unit_without_a_gradient_on_one_slot_is_summed() {
     let mesh = DeviceMesh::cpu(2).unwrap();
     let partly = |ctx: &Replica, model: &Units, x: Tensor| {
-        let x = through_unit(model, "0", &x)?;
+        let x = model.unit("0", &x, layer)?;
         let uses_it = ctx.slot() == 0;
         let second = move |vb: VarBuilder<'_>, x: &Tensor| {
             if uses_it { linear(3, 3, vb)?.forward(x) } else { x.tanh() }
         };
         let x = model.unit("1", &x, second)?;
-        through_unit(model, "2", &x)?.sqr()?.mean_all()
+        model.unit("2", &x, layer)?.sqr()?.mean_all()
     };
-    let mut expected = DataParallel::builder(&mesh, Units::of(layers)).build(adam).unwrap();
-    expected.accumulate(input(4), partly).unwrap();
-    expected.step(input(2), through(&["0", "2"])).unwrap();
-    let builder = FullyShard::builder(&mesh, layers).accumulation(Accumulation::ReduceLast);
-    let mut model = builder.build(adam).unwrap();
-    model.accumulate(input(4), partly).unwrap();
-    model.step(input(2), through(&["0", "2"])).unwrap();
-    for (name, value) in expected.variables() {
-        assert_eq!(bits(&model.gather(&name).unwrap()), bits(&value), "{name}");
-    }
+    check_accumulated(&mesh, partly, &["0", "2"]);
+}
+
+/// Trains on a batch of a loss and one of another, whole and with sums at the end.
+fn check_accumulated<L: Into<Loss>>(
+    mesh: &DeviceMesh,
+    loss: impl Fn(&Replica, &Units, Tensor) -> Result<L> + Send + Sync,
+    last: &'static [&'static str],
+) {
+    let last_sums = FullyShard::builder(mesh, layers::<3>).accumulation(Accumulation::ReduceLast);
+    let [found, expected] = [last_sums, replicated(mesh)].map(|builder| {
+        let mut model = builder.build(adam).unwrap();
+        model.accumulate(input(4), &loss).unwrap();
+        model.step(input(2), through(last)).unwrap();
+        model
+    });
+    assert_same(&found, &expected);
 }
 
 #[test]
@@ -154,7 +133,7 @@ fn loaded_model_forgets_accumulated_batches() {
     let (mesh, folder) = (DeviceMesh::cpu(2).unwrap(), tempfile::tempdir().unwrap());
     for accumulation in [Accumulation::ReduceEach, Accumulation::ReduceLast] {
         let build = || {
-            let builder = FullyShard::builder(&mesh, layers).accumulation(accumulation);
+            let builder = FullyShard::builder(&mesh, layers::<3>).accumulation(accumulation);
             builder.build(adam).unwrap()
         };
         let checkpoints = Checkpoints::new(folder.path().join(format!("{accumulation:?}")));
@@ -180,23 +159,14 @@ fn slots_without_weight_add_nothing() {
         let factor = if weight == 0.0 { f64::NAN } else { 1.0 };
         Ok(Loss::sum((sum * factor)?, weight))
     };
-    let mut expected = DataParallel::builder(&mesh, Units::of(layers)).build(adam).unwrap();
-    expected.accumulate(input(4), weighted).unwrap();
-    expected.step(input(2), through(&["0", "1", "2"])).unwrap();
-    let builder = FullyShard::builder(&mesh, layers).accumulation(Accumulation::ReduceLast);
-    let mut model = builder.build(adam).unwrap();
-    model.accumulate(input(4), weighted).unwrap();
-    model.step(input(2), through(&["0", "1", "2"])).unwrap();
-    for (name, value) in expected.variables() {
-        assert_eq!(bits(&model.gather(&name).unwrap()), bits(&value), "{name}");
-    }
+    check_accumulated(&mesh, weighted, &["0", "1", "2"]);
 }
 
 #[test]
 fn a_step_that_fails_drops_what_was_kept_whole() {
     let mesh = DeviceMesh::cpu(2).unwrap();
     let build = || {
-        let builder = FullyShard::builder(&mesh, layers);
+        let builder = FullyShard::builder(&mesh, layers::<3>);
         builder.accumulation(Accumulation::ReduceLast).build(adam).unwrap()
     };
     let (mut expected, mut found) = (build(), build());

@@ -2,9 +2,7 @@
 
 use pmap_mesh::DeviceMesh;
 
-use super::model::{
-    KEEPS, adam, data_parallel, sharded, train_data_parallel, train_plain, train_sharded,
-};
+use super::model::{KEEPS, adam, data_parallel, sharded, train, train_plain};
 
 const STEPS: usize = 20;
 
@@ -14,11 +12,11 @@ fn twenty_steps_have_the_bits_of_data_parallel_and_of_plain_candle() {
         let rows = 2 * slots;
         let mesh = DeviceMesh::cpu(slots).unwrap();
         let expected = train_plain(slots, rows, STEPS);
-        let found = train_data_parallel(data_parallel(&mesh).build(adam).unwrap(), rows, STEPS);
+        let found = train(data_parallel(&mesh).build(adam).unwrap(), rows, STEPS);
         assert_eq!(found, expected, "data parallel, {slots} slots");
         for keep in KEEPS {
             let model = sharded(&mesh).keep(keep).build(adam).unwrap();
-            assert_eq!(train_sharded(model, rows, STEPS), expected, "{keep:?}, {slots} slots");
+            assert_eq!(train(model, rows, STEPS), expected, "{keep:?}, {slots} slots");
         }
     }
 }

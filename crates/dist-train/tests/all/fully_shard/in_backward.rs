@@ -1,18 +1,18 @@
 //! Optimizers that run inside the backward pass: the same bits, and what holds when a step fails.
 
-use candle_core::{Device, Result, Tensor, bail};
+use candle_core::{Result, Tensor, bail};
 use candle_nn::{Module, Optimizer, ParamsAdamW, VarBuilder, linear};
 use dist_train::{
-    Accumulation, AdamW, Checkpoints, Error, FullyShard, FullyShardBuilder, Group, TrainingError,
-    UnitRules, Units,
+    Accumulation, AdamW, Checkpoints, DistributedModel, FullyShard, Group, ModelBuilder,
+    TrainingError, UnitRules, Units,
 };
 use fsdp_plan::strategy::{Full, Hsdp, LayerWise, Layout};
 use pmap_mesh::{DeviceMesh, Replica};
 
 use super::model::{
-    KEEPS, adam, batch, data_parallel, loss, parameters, sharded, train_data_parallel, train_plain,
-    train_sharded,
+    KEEPS, adam, batch, data_parallel, loss, parameters, sharded, train, train_plain,
 };
+use crate::support::{assert_same, bits, input, layer, layers, refused, replicated};
 
 #[test]
 fn the_bits_are_those_of_a_step_whose_optimizers_run_at_its_end() {
@@ -21,22 +21,22 @@ fn the_bits_are_those_of_a_step_whose_optimizers_run_at_its_end() {
         let expected = train_plain(slots, 2 * slots, 20);
         for keep in KEEPS {
             let model = sharded(&mesh).keep(keep).optimizer_in_backward().build(adam).unwrap();
-            let found = train_sharded(model, 2 * slots, 20);
+            let found = train(model, 2 * slots, 20);
             assert_eq!(found, expected, "{keep:?}, {slots} slots");
         }
         let layer_wise = sharded(&mesh).strategy(LayerWise::default()).optimizer_in_backward();
-        let found = train_sharded(layer_wise.build(adam).unwrap(), 2 * slots, 20);
-        assert_eq!(found, expected, "layers, {slots} slots");
+        let found = train(layer_wise.build(adam).unwrap(), 2 * slots, 20);
+        assert_eq!(found, expected, "layers::<3>, {slots} slots");
         let blocks = Full::new(Layout::BlockRagged { block: 4 });
         let ragged = sharded(&mesh).strategy(blocks).optimizer_in_backward();
-        let found = train_sharded(ragged.build(adam).unwrap(), 2 * slots, 20);
+        let found = train(ragged.build(adam).unwrap(), 2 * slots, 20);
         assert_eq!(found, expected, "blocks, {slots} slots");
     }
     let mesh = DeviceMesh::builder().axis("replicas", 2).axis("shards", 2).cpu().unwrap();
     let replicated = || sharded(&mesh).strategy(Hsdp::new(Full::default(), 2));
-    let expected = train_sharded(replicated().build(adam).unwrap(), 8, 6);
+    let expected = train(replicated().build(adam).unwrap(), 8, 6);
     let model = replicated().optimizer_in_backward().build(adam).unwrap();
-    assert!(train_sharded(model, 8, 6) == expected, "of replicas");
+    assert!(train(model, 8, 6) == expected, "of replicas");
 }
 
 #[test]
@@ -59,29 +59,16 @@ fn candles_adam(group: Group) -> Result<candle_nn::AdamW> {
     candle_nn::AdamW::new(group.vars, params)
 }
 
-fn layers(vb: VarBuilder<'_>) -> Result<()> {
-    (0..3).try_for_each(|layer| linear(3, 3, vb.pp(layer)).map(drop))
-}
-
-fn input() -> Tensor {
-    let items = Tensor::arange(0_f32, 18., &Device::Cpu).unwrap().sin().unwrap();
-    items.reshape((6, 3)).unwrap()
-}
-
-fn values<O: Optimizer>(model: &FullyShard<O>) -> Vec<Vec<f32>> {
-    let value = |name: String| model.gather(&name).unwrap().flatten_all().unwrap().to_vec1();
+fn values<O: Optimizer>(model: &DistributedModel<Units, O>) -> Vec<Vec<f32>> {
+    let value = |name: String| model.parameter(&name).unwrap().flatten_all().unwrap().to_vec1();
     (0..3).map(|layer| value(format!("{layer}.weight")).unwrap()).collect()
-}
-
-fn enter(model: &Units, unit: &str, x: &Tensor) -> Result<Tensor> {
-    model.unit(unit, x, |vb, x| linear(3, 3, vb)?.forward(x)?.tanh())
 }
 
 /// The layers one after the other, with the second left out if `step` is odd.
 fn alternating(step: usize) -> impl Fn(&Replica, &Units, Tensor) -> Result<Tensor> + Send + Sync {
     move |_, model, x| {
         let units = if step.is_multiple_of(2) { &["0", "1", "2"][..] } else { &["0", "2"] };
-        units.iter().try_fold(x, |x, unit| enter(model, unit, &x))?.sqr()?.mean_all()
+        units.iter().try_fold(x, |x, unit| model.unit(unit, &x, layer))?.sqr()?.mean_all()
     }
 }
 
@@ -90,26 +77,23 @@ fn every_optimizer_counts_every_step() {
     let mesh = DeviceMesh::cpu(2).unwrap();
     for is_in_backward in [false, true] {
         // The group of the second layer has no gradient in odd steps.
-        let mut whole = dist_train::DataParallel::builder(&mesh, Units::of(layers))
+        let mut whole = replicated(&mesh)
             .group("bias", ["**.bias"])
             .group("second", ["1.weight"])
             .build(candles_adam)
             .unwrap();
         whole.set_group_learning_rate("bias", 0.1).unwrap();
-        let builder = FullyShard::builder(&mesh, layers).group("bias", ["**.bias"]);
+        let builder = FullyShard::builder(&mesh, layers::<3>).group("bias", ["**.bias"]);
         let builder = builder.group("second", ["1.weight"]);
         let builder = if is_in_backward { builder.optimizer_in_backward() } else { builder };
         let mut model = builder.build(candles_adam).unwrap();
         model.set_group_learning_rate("bias", 0.1).unwrap();
         for step in 0..7 {
-            let expected = whole.step(input(), alternating(step)).unwrap().loss;
-            let found = model.step(input(), alternating(step)).unwrap().loss;
+            let expected = whole.step(input(6), alternating(step)).unwrap().loss;
+            let found = model.step(input(6), alternating(step)).unwrap().loss;
             assert_eq!(found.to_bits(), expected.to_bits(), "step {step}, {is_in_backward}");
         }
-        for (name, expected) in whole.variables() {
-            let found = model.gather(&name).unwrap();
-            assert_eq!(super::model::bits(&found), super::model::bits(&expected), "{name}");
-        }
+        assert_same(&model, &whole);
     }
 }
 
@@ -130,37 +114,30 @@ fn what_several_passes_add_to_is_updated_after_the_last() {
         model.unit("2", &x, |vb, x| linear(3, 3, vb)?.forward(x))?;
         model.unit("first", &x, first)?.sqr()?.mean_all()
     };
-    let trained = |builder: FullyShardBuilder<'_, _>| {
+    let trained = |builder: ModelBuilder<'_, Units>| {
         let mut model = builder.build(adam).unwrap();
         let losses: Vec<u64> =
-            (0..5).map(|_| model.step(input(), shared).unwrap().loss.to_bits()).collect();
+            (0..5).map(|_| model.step(input(6), shared).unwrap().loss.to_bits()).collect();
         (losses, values(&model))
     };
     for keep in KEEPS {
-        let builder = || FullyShard::builder(&mesh, layers).unit_rules(rules()).keep(keep);
+        let builder = || FullyShard::builder(&mesh, layers::<3>).by_units(rules()).keep(keep);
         let expected = trained(builder());
         assert_eq!(trained(builder().optimizer_in_backward()), expected, "{keep:?}");
-    }
-}
-
-fn refused<T: std::fmt::Debug>(outcome: dist_train::Result<T>) -> TrainingError {
-    match outcome {
-        Err(Error::Training(error)) => error,
-        other => panic!("{other:?}"),
     }
 }
 
 #[test]
 fn clipping_and_accumulating_are_refused() {
     let mesh = DeviceMesh::cpu(2).unwrap();
-    let builder = || FullyShard::builder(&mesh, layers).optimizer_in_backward();
+    let builder = || FullyShard::builder(&mesh, layers::<3>).optimizer_in_backward();
     let needs = |option| TrainingError::NeedsAllGradients { option };
     assert_eq!(refused(builder().clip_grad_norm(1.0).build(adam)), needs("clip_grad_norm"));
     let last = builder().accumulation(Accumulation::ReduceLast).build(adam);
     assert_eq!(refused(last), needs("accumulation"));
     let mut model = builder().build(adam).unwrap();
-    assert_eq!(refused(model.accumulate(input(), alternating(0))), needs("accumulate"));
-    model.step(input(), alternating(0)).unwrap();
+    assert_eq!(refused(model.accumulate(input(6), alternating(0))), needs("accumulate"));
+    model.step(input(6), alternating(0)).unwrap();
 }
 
 /// Fails in the backward pass of a unit, on the second slot.
@@ -186,56 +163,58 @@ fn after_a_failure_on_the_way_the_model_must_be_loaded() {
     let mesh = DeviceMesh::cpu(2).unwrap();
     let folder = tempfile::tempdir().unwrap();
     let checkpoints = Checkpoints::new(folder.path());
-    let mut model = FullyShard::builder(&mesh, layers).optimizer_in_backward().build(adam).unwrap();
-    model.step(input(), alternating(0)).unwrap();
+    let mut model =
+        FullyShard::builder(&mesh, layers::<3>).optimizer_in_backward().build(adam).unwrap();
+    model.step(input(6), alternating(0)).unwrap();
     checkpoints.save(&mesh, 1, &model.state_dict().unwrap(), &()).unwrap();
     let before = values(&model);
 
     // The last unit is the first of the backward pass: nothing is updated yet.
-    let error = model.step(input(), failing("2")).unwrap_err().to_string();
+    let error = model.step(input(6), failing("2")).unwrap_err().to_string();
     assert!(error.contains("unit 2, backward pass"), "{error}");
     assert_eq!(values(&model), before);
     let infinite =
         |ctx: &Replica, model: &Units, x: Tensor| alternating(0)(ctx, model, x)? * f64::INFINITY;
-    assert!(matches!(refused(model.step(input(), infinite)), TrainingError::NonFiniteLoss { .. }));
+    assert!(matches!(refused(model.step(input(6), infinite)), TrainingError::NonFiniteLoss { .. }));
     assert_eq!(values(&model), before);
 
-    let error = model.step(input(), failing("0")).unwrap_err().to_string();
+    let error = model.step(input(6), failing("0")).unwrap_err().to_string();
     assert!(error.contains("unit 0, backward pass"), "{error}");
     let half = TrainingError::HalfUpdated;
-    assert_eq!(refused(model.step(input(), alternating(0))), half);
-    assert_eq!(refused(model.evaluate(input(), alternating(0))), half);
-    assert_eq!(refused(model.check_gradients(input(), alternating(0))), half);
-    assert_eq!(refused(model.gather("0.weight")), half);
-    assert_eq!(refused(model.for_each_whole(|_, _| Ok(()))), half);
+    assert_eq!(refused(model.step(input(6), alternating(0))), half);
+    assert_eq!(refused(model.evaluate(input(6), alternating(0))), half);
+    assert_eq!(refused(model.check_gradients(input(6), alternating(0))), half);
+    assert_eq!(refused(model.parameter("0.weight")), half);
+    assert_eq!(refused(model.for_each_parameter(|_, _| Ok(()))), half);
     assert_eq!(refused(model.state_dict()), half);
     model.load(&checkpoints.latest().unwrap().unwrap()).unwrap();
     assert_eq!(values(&model), before);
-    model.step(input(), alternating(0)).unwrap();
+    model.step(input(6), alternating(0)).unwrap();
     assert_eq!(model.steps(), 2);
 }
 
 #[test]
 fn gradients_that_are_missing_or_not_finite_are_named_before_their_unit_is_updated() {
     let mesh = DeviceMesh::cpu(2).unwrap();
-    let build = || FullyShard::builder(&mesh, layers).optimizer_in_backward().build(adam).unwrap();
+    let build =
+        || FullyShard::builder(&mesh, layers::<3>).optimizer_in_backward().build(adam).unwrap();
     let of_second = |f: fn(VarBuilder<'_>, &Tensor) -> Result<Tensor>| {
         move |_: &Replica, model: &Units, x: Tensor| {
-            let x = model.unit("1", &enter(model, "0", &x)?, f)?;
-            enter(model, "2", &x)?.sqr()?.mean_all()
+            let x = model.unit("1", &model.unit("0", &x, layer)?, f)?;
+            model.unit("2", &x, layer)?.sqr()?.mean_all()
         }
     };
     let without_bias = of_second(|vb, x| candle_nn::linear_no_bias(3, 3, vb)?.forward(x));
     let missing = vec!["1.bias".to_owned()];
     let expected = TrainingError::NoGradient { missing, trained: 6 };
-    assert_eq!(refused(build().step(input(), without_bias)), expected);
+    assert_eq!(refused(build().step(input(6), without_bias)), expected);
 
     // The root of 0 is 0 and has no slope.
     let infinite = of_second(|vb, x| {
         let y = linear(3, 3, vb)?.forward(x)?;
         &y + (&y - &y)?.sqrt()?
     });
-    let error = refused(build().step(input(), infinite));
+    let error = refused(build().step(input(6), infinite));
     let TrainingError::NonFiniteNorm { variable, .. } = &error else { panic!("{error}") };
     assert_eq!(variable.as_deref(), Some("1.bias"));
 
@@ -245,26 +224,26 @@ fn gradients_that_are_missing_or_not_finite_are_named_before_their_unit_is_updat
         unit: "1".to_owned(),
         parameters: ["1.bias", "1.weight"].map(str::to_owned).to_vec(),
     };
-    assert_eq!(refused(model.step(input(), alternating(1))), expected);
-    model.step(input(), alternating(0)).unwrap();
+    assert_eq!(refused(model.step(input(6), alternating(1))), expected);
+    model.step(input(6), alternating(0)).unwrap();
 }
 
 #[test]
 fn a_parameter_that_may_be_unused_stays_as_it_is() {
     let mesh = DeviceMesh::cpu(2).unwrap();
-    let builder = FullyShard::builder(&mesh, layers).allow_unused(["1.bias"]);
+    let builder = FullyShard::builder(&mesh, layers::<3>).allow_unused(["1.bias"]);
     let mut model = builder.optimizer_in_backward().build(adam).unwrap();
-    let bias = |model: &FullyShard<AdamW>| super::model::bits(&model.gather("1.bias").unwrap());
+    let bias = |model: &DistributedModel<Units, AdamW>| bits(&model.parameter("1.bias").unwrap());
     let before = bias(&model);
     let without_bias = |_: &Replica, model: &Units, x: Tensor| {
-        let x = enter(model, "0", &x)?;
+        let x = model.unit("0", &x, layer)?;
         let x = model.unit("1", &x, |vb, x| candle_nn::linear_no_bias(3, 3, vb)?.forward(x))?;
-        enter(model, "2", &x)?.sqr()?.mean_all()
+        model.unit("2", &x, layer)?.sqr()?.mean_all()
     };
-    model.step(input(), without_bias).unwrap();
+    model.step(input(6), without_bias).unwrap();
     // Not even decayed.
     assert_eq!(bias(&model), before);
-    model.step(input(), alternating(0)).unwrap();
+    model.step(input(6), alternating(0)).unwrap();
     assert_ne!(bias(&model), before);
 }
 
@@ -285,8 +264,8 @@ fn checkpoints_are_those_of_any_other_model() {
     again.load(&checkpoint).unwrap();
     let mut whole = data_parallel(&mesh).build(adam).unwrap();
     whole.load(&checkpoint).unwrap();
-    let expected = train_data_parallel(whole, 4, 3);
-    let finished = |model: FullyShard<AdamW>| train_sharded(model, 4, 3);
+    let expected = train(whole, 4, 3);
+    let finished = |model: DistributedModel<Units, AdamW>| train(model, 4, 3);
     assert_eq!(finished(at_the_end), expected);
     assert_eq!(finished(again), expected);
     first.step(batch(4, 0), loss).unwrap();

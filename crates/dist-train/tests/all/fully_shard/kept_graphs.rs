@@ -2,26 +2,14 @@
 
 use std::sync::{Arc, Mutex, PoisonError};
 
-use candle_core::{Device, Result, Tensor};
-use candle_nn::{Module, VarBuilder, linear};
+use candle_core::{Result, Tensor};
+use candle_nn::VarBuilder;
 use dist_train::{Error, FullyShard, Keep, Units};
 use fsdp_plan::strategy::{Full, Hsdp};
 use pmap_mesh::{DeviceMesh, Replica};
 
-use super::model::{KEEPS, adam, bits, sharded, train_sharded};
-
-fn layers(vb: VarBuilder<'_>) -> Result<()> {
-    (0..3).try_for_each(|layer| linear(3, 3, vb.pp(layer)).map(drop))
-}
-
-fn input() -> Tensor {
-    let items = Tensor::arange(0_f32, 36., &Device::Cpu).unwrap().sin().unwrap();
-    items.reshape((12, 3)).unwrap()
-}
-
-fn layer(vb: VarBuilder<'_>, x: &Tensor) -> Result<Tensor> {
-    linear(3, 3, vb)?.forward(x)?.tanh()
-}
+use super::model::{KEEPS, adam, sharded, train};
+use crate::support::{bits, input, layer, layers};
 
 /// The first unit hands its weight, as it is and as a view, to the last: tied layers.
 fn tied(_: &Replica, model: &Units, x: Tensor) -> Result<Tensor> {
@@ -41,10 +29,10 @@ fn parameters_that_a_unit_returns_are_right_in_other_units() {
     for slots in 1..4 {
         let mesh = DeviceMesh::cpu(slots).unwrap();
         let trained = |keep| {
-            let mut model = FullyShard::builder(&mesh, layers).keep(keep).build(adam).unwrap();
-            let step = |_| model.step(input(), tied).unwrap().loss.to_bits();
+            let mut model = FullyShard::builder(&mesh, layers::<3>).keep(keep).build(adam).unwrap();
+            let step = |_| model.step(input(12), tied).unwrap().loss.to_bits();
             let losses: Vec<u64> = (0..5).map(step).collect();
-            (losses, bits(&model.gather("0.weight").unwrap()))
+            (losses, bits(&model.parameter("0.weight").unwrap()))
         };
         let [expected, graph, gathered] = KEEPS.map(trained);
         assert_eq!(graph, expected, "{slots} slots");
@@ -78,15 +66,16 @@ fn detached_parameter_cannot_be_read_when_it_is_freed() {
         }
     };
     for n_before in [1, 2] {
-        let build = || FullyShard::builder(&mesh, layers).keep(Keep::Graph).build(adam).unwrap();
+        let build =
+            || FullyShard::builder(&mesh, layers::<3>).keep(Keep::Graph).build(adam).unwrap();
         let mut model = build();
-        let Error::Mesh(error) = model.step(input(), smuggling(n_before)).unwrap_err() else {
+        let Error::Mesh(error) = model.step(input(12), smuggling(n_before)).unwrap_err() else {
             panic!("another error")
         };
         assert!(error.to_string().contains("F4"), "{error}");
         assert_eq!(
-            model.step(input(), tied).unwrap().loss.to_bits(),
-            build().step(input(), tied).unwrap().loss.to_bits(),
+            model.step(input(12), tied).unwrap().loss.to_bits(),
+            build().step(input(12), tied).unwrap().loss.to_bits(),
             "the model trains on"
         );
     }
@@ -98,7 +87,7 @@ fn groups_share_what_is_gathered_among_themselves_alone() {
     let trained = |keep| {
         let strategy = Hsdp::new(Full::default(), 2);
         let model = sharded(&mesh).strategy(strategy).keep(keep).build(adam).unwrap();
-        train_sharded(model, 8, 6)
+        train(model, 8, 6)
     };
     let [expected, graph, gathered] = KEEPS.map(trained);
     assert_eq!(graph, expected);
@@ -108,8 +97,8 @@ fn groups_share_what_is_gathered_among_themselves_alone() {
 #[test]
 fn some_units_keep_their_graphs_and_others_do_not() {
     let mesh = DeviceMesh::cpu(3).unwrap();
-    let expected = train_sharded(sharded(&mesh).build(adam).unwrap(), 6, 6);
+    let expected = train(sharded(&mesh).build(adam).unwrap(), 6, 6);
     let builder = sharded(&mesh).keep_unit("blocks.*", Keep::Graph);
     let builder = builder.keep_unit("head", Keep::Gathered);
-    assert_eq!(train_sharded(builder.build(adam).unwrap(), 6, 6), expected);
+    assert_eq!(train(builder.build(adam).unwrap(), 6, 6), expected);
 }

@@ -9,10 +9,11 @@ use candle_nn::{
 };
 use core_types::Seed;
 use dist_train::{
-    AdamW, DataParallel, DataParallelBuilder, FullyShard, FullyShardBuilder, Group, Keep,
-    UnitRules, Units,
+    AdamW, DataParallel, DistributedModel, FullyShard, Group, Keep, ModelBuilder, UnitRules, Units,
 };
 use pmap_mesh::{DeviceMesh, Replica};
+
+use crate::support::bits;
 
 /// Everything that units may keep.
 pub(crate) const KEEPS: [Keep; 3] = [Keep::Inputs, Keep::Graph, Keep::Gathered];
@@ -127,16 +128,12 @@ fn adam_of(vars: Vec<Var>) -> Result<AdamW> {
     AdamW::new(vars, params)
 }
 
-pub(crate) fn sharded(
-    mesh: &DeviceMesh,
-) -> FullyShardBuilder<'_, impl Fn(VarBuilder<'_>) -> Result<()>> {
-    FullyShard::builder(mesh, build).unit_rules(rules()).init(Seed::new(3))
+pub(crate) fn sharded(mesh: &DeviceMesh) -> ModelBuilder<'_, Units> {
+    FullyShard::builder(mesh, build).by_units(rules()).init(Seed::new(3))
 }
 
-pub(crate) fn data_parallel(
-    mesh: &DeviceMesh,
-) -> DataParallelBuilder<'_, impl Fn(VarBuilder<'_>) -> Result<Units>> {
-    DataParallel::builder(mesh, Units::by(rules(), build)).init(Seed::new(3))
+pub(crate) fn data_parallel(mesh: &DeviceMesh) -> ModelBuilder<'_, Units> {
+    DataParallel::builder(mesh, build).by_units(rules()).init(Seed::new(3))
 }
 
 /// What training leaves: the losses of all steps, and the parameters, to the bit.
@@ -146,45 +143,32 @@ pub(crate) struct Trained {
     pub(crate) parameters: BTreeMap<String, Vec<u32>>,
 }
 
-pub(crate) fn bits(tensor: &Tensor) -> Vec<u32> {
-    let items: Vec<f32> = tensor.flatten_all().unwrap().to_vec1().unwrap();
-    items.into_iter().map(f32::to_bits).collect()
-}
-
 /// The names of the model's parameters.
 pub(crate) fn names() -> Vec<String> {
     let declared = dist_train::declare(build, DType::F32, &Device::Cpu).unwrap();
     declared.into_iter().map(|declared| declared.name).collect()
 }
 
-pub(crate) fn parameters(model: &FullyShard<AdamW>) -> BTreeMap<String, Vec<u32>> {
+pub(crate) fn parameters(model: &DistributedModel<Units, AdamW>) -> BTreeMap<String, Vec<u32>> {
     let mut parameters = BTreeMap::new();
     let insert = |name: &str, whole: Tensor| {
         parameters.insert(name.to_owned(), bits(&whole));
         Ok::<_, dist_train::Error>(())
     };
-    model.for_each_whole(insert).unwrap();
+    model.for_each_parameter(insert).unwrap();
     assert_eq!(parameters.len(), names().len());
     parameters
 }
 
-/// Some steps of a sharded model.
-pub(crate) fn train_sharded(mut model: FullyShard<AdamW>, rows: usize, steps: usize) -> Trained {
-    let step = |step| model.step(batch(rows, step), loss).unwrap().loss.to_bits();
-    let losses = (0..steps).map(step).collect();
-    Trained { losses, parameters: parameters(&model) }
-}
-
-/// Some steps of a data-parallel model.
-pub(crate) fn train_data_parallel(
-    mut model: DataParallel<Units, AdamW>,
+/// Some steps of a model.
+pub(crate) fn train(
+    mut model: DistributedModel<Units, AdamW>,
     rows: usize,
     steps: usize,
 ) -> Trained {
     let step = |step| model.step(batch(rows, step), loss).unwrap().loss.to_bits();
     let losses = (0..steps).map(step).collect();
-    let parameters = model.variables().into_iter().map(|(name, value)| (name, bits(&value)));
-    Trained { losses, parameters: parameters.collect() }
+    Trained { losses, parameters: parameters(&model) }
 }
 
 /// Some steps of plain candle: of each batch, `parts` micro-batches one after the other.
@@ -226,6 +210,6 @@ pub(crate) fn train_plain(parts: usize, rows: usize, steps: usize) -> Trained {
 fn initial_variables() -> VarMap {
     let vars = VarMap::new();
     let mesh = DeviceMesh::cpu(1).unwrap();
-    data_parallel(&mesh).variables(&vars).build(adam).unwrap();
+    data_parallel(&mesh).with_variables(&vars).build(adam).unwrap();
     vars
 }

@@ -2,23 +2,15 @@
 
 use std::collections::BTreeMap;
 
-use candle_core::{D, DType, Device, Result, Tensor};
+use candle_core::{D, DType, Result, Tensor};
 use candle_nn::{Module, VarBuilder, linear};
-use dist_train::{DataParallel, FullyShard, Keep, TrainingError, Units};
+use dist_train::{FullyShard, Keep, TrainingError, Units};
 use pmap_mesh::{DeviceMesh, Replica};
 
-use super::model::{adam, bits};
+use super::model::adam;
+use crate::support::{bits, input, layers, replicated};
 
 const UNITS: usize = 3;
-
-fn layers(vb: VarBuilder<'_>) -> Result<()> {
-    (0..UNITS).try_for_each(|layer| linear(3, 3, vb.pp(layer)).map(drop))
-}
-
-fn input() -> Tensor {
-    let items = Tensor::arange(0_f32, 18., &Device::Cpu).unwrap().sin().unwrap();
-    items.reshape((6, 3)).unwrap()
-}
 
 /// Value and residual go from unit to unit beside each other.
 fn pairs(_: &Replica, model: &Units, x: Tensor) -> Result<Tensor> {
@@ -58,19 +50,19 @@ type Of = fn(&Replica, &Units, Tensor) -> Result<Tensor>;
 fn several_outputs_train_like_the_whole_model() {
     let mesh = DeviceMesh::cpu(2).unwrap();
     for (name, loss) in [("pairs", pairs as Of), ("mixed", mixed as Of)] {
-        let mut expected = DataParallel::builder(&mesh, Units::of(layers)).build(adam).unwrap();
+        let mut expected = replicated(&mesh).build(adam).unwrap();
         let expected: Vec<f64> =
-            (0..8).map(|_| expected.step(input(), loss).unwrap().loss).collect();
+            (0..8).map(|_| expected.step(input(6), loss).unwrap().loss).collect();
         assert!(expected[7] < expected[0], "{name} learns");
         let of_keep = |keep, is_in_backward: bool| {
-            let builder = FullyShard::builder(&mesh, layers).keep(keep);
+            let builder = FullyShard::builder(&mesh, layers::<3>).keep(keep);
             let builder = if is_in_backward { builder.optimizer_in_backward() } else { builder };
             let mut model = builder.build(adam).unwrap();
             let losses: Vec<f64> =
-                (0..8).map(|_| model.step(input(), loss).unwrap().loss).collect();
-            let evaluated = model.evaluate(input(), loss).unwrap().loss;
+                (0..8).map(|_| model.step(input(6), loss).unwrap().loss).collect();
+            let evaluated = model.evaluate(input(6), loss).unwrap().loss;
             assert!(evaluated < losses[0]);
-            (losses, bits(&model.gather("0.weight").unwrap()))
+            (losses, bits(&model.parameter("0.weight").unwrap()))
         };
         let found = of_keep(Keep::Inputs, false);
         assert_eq!(found, of_keep(Keep::Graph, false), "{name}, to the bit");
@@ -85,8 +77,8 @@ fn several_outputs_train_like_the_whole_model() {
 #[test]
 fn gradients_of_several_outputs_are_those_of_differences() {
     let mesh = DeviceMesh::cpu(2).unwrap();
-    let mut model = FullyShard::builder(&mesh, layers).build(adam).unwrap();
-    let report = model.check_gradients(input(), pairs).unwrap();
+    let mut model = FullyShard::builder(&mesh, layers::<3>).build(adam).unwrap();
+    let report = model.check_gradients(input(6), pairs).unwrap();
     assert_eq!(report.prefixes.len(), UNITS);
 }
 
@@ -94,7 +86,7 @@ fn gradients_of_several_outputs_are_those_of_differences() {
 fn an_output_that_is_not_repeated_is_found_whichever_it_is() {
     let mesh = DeviceMesh::cpu(2).unwrap();
     let mut model =
-        FullyShard::builder(&mesh, layers).allow_unused(["1", "2"]).build(adam).unwrap();
+        FullyShard::builder(&mesh, layers::<3>).allow_unused(["1", "2"]).build(adam).unwrap();
     let random = |_: &Replica, model: &Units, x: Tensor| {
         let (y, _noise) = model.unit("0", &x, |vb, x| {
             let y = linear(3, 3, vb)?.forward(x)?;
@@ -103,7 +95,7 @@ fn an_output_that_is_not_repeated_is_found_whichever_it_is() {
         })?;
         y.sqr()?.mean_all()
     };
-    let error = model.step(input(), random).unwrap_err();
+    let error = model.step(input(6), random).unwrap_err();
     let expected = TrainingError::NotRepeatable { unit: "0".to_owned() };
     assert!(matches!(&error, dist_train::Error::Training(found) if *found == expected), "{error}");
 }

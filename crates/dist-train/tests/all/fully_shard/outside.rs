@@ -2,25 +2,13 @@
 
 use std::sync::{Arc, Mutex};
 
-use candle_core::{Device, Result, Tensor};
+use candle_core::{Result, Tensor};
 use candle_nn::{Module, VarBuilder, linear};
-use dist_train::{AdamW, DataParallel, Error, FullyShard, Keep, TrainingError, Units};
+use dist_train::{AdamW, DistributedModel, Error, FullyShard, Keep, TrainingError, Units};
 use pmap_mesh::{DeviceMesh, Replica};
 
 use super::model::{KEEPS, adam};
-
-fn layers(vb: VarBuilder<'_>) -> Result<()> {
-    (0..3).try_for_each(|layer| linear(3, 3, vb.pp(layer)).map(drop))
-}
-
-fn layer(vb: VarBuilder<'_>, x: &Tensor) -> Result<Tensor> {
-    linear(3, 3, vb)?.forward(x)?.tanh()
-}
-
-fn input() -> Tensor {
-    let items = Tensor::arange(0_f32, 18., &Device::Cpu).unwrap().sin().unwrap();
-    items.reshape((6, 3)).unwrap()
-}
+use crate::support::{input, layer, layers, replicated};
 
 /// What the function of unit `0` hands out by a lock.
 #[derive(Clone, Copy, Debug)]
@@ -76,8 +64,8 @@ fn leaking(
     }
 }
 
-fn build(mesh: &DeviceMesh, keep: Keep) -> FullyShard<AdamW> {
-    FullyShard::builder(mesh, layers).keep(keep).build(adam).unwrap()
+fn build(mesh: &DeviceMesh, keep: Keep) -> DistributedModel<Units, AdamW> {
+    FullyShard::builder(mesh, layers::<3>).keep(keep).build(adam).unwrap()
 }
 
 #[test]
@@ -90,13 +78,13 @@ fn parameter_outside_its_unit_is_refused() {
             for used_in in [UsedIn::Loss, UsedIn::Input, UsedIn::Capture] {
                 let mut model = build(&mesh, keep);
                 let case = format!("{keep:?} {handed_out:?} {used_in:?}");
-                let outcome = model.step(input(), leaking(handed_out, used_in));
+                let outcome = model.step(input(6), leaking(handed_out, used_in));
                 let Err(Error::Training(found)) = outcome else { panic!("{case}: {outcome:?}") };
                 assert_eq!(found, expected, "{case}");
                 // Nothing was trained, and the model trains on.
                 let right = leaking(handed_out, UsedIn::Nothing);
-                let trained = model.step(input(), &right).unwrap().loss;
-                let afresh = build(&mesh, keep).step(input(), &right).unwrap().loss;
+                let trained = model.step(input(6), &right).unwrap().loss;
+                let afresh = build(&mesh, keep).step(input(6), &right).unwrap().loss;
                 assert_eq!(trained.to_bits(), afresh.to_bits(), "{case}");
             }
         }
@@ -108,7 +96,7 @@ fn accumulated_batch_with_a_parameter_outside_its_unit_is_refused() {
     let mesh = DeviceMesh::cpu(2).unwrap();
     for keep in KEEPS {
         let outcome =
-            build(&mesh, keep).accumulate(input(), leaking(HandedOut::Weight, UsedIn::Loss));
+            build(&mesh, keep).accumulate(input(6), leaking(HandedOut::Weight, UsedIn::Loss));
         let is_refused =
             matches!(outcome, Err(Error::Training(TrainingError::ParameterOutsideUnit { .. })));
         assert!(is_refused, "{keep:?}: {outcome:?}");
@@ -120,12 +108,12 @@ fn accumulated_batch_with_a_parameter_outside_its_unit_is_refused() {
 fn detached_parameter_may_leave_its_unit() {
     let mesh = DeviceMesh::cpu(2).unwrap();
     let detached = leaking(HandedOut::Detached, UsedIn::Loss);
-    let mut whole = DataParallel::builder(&mesh, Units::of(layers)).build(adam).unwrap();
-    let expected = [0, 1, 2].map(|_| whole.step(input(), &detached).unwrap().loss.to_bits());
+    let mut whole = replicated(&mesh).build(adam).unwrap();
+    let expected = [0, 1, 2].map(|_| whole.step(input(6), &detached).unwrap().loss.to_bits());
     // One that keeps its graph has freed the memory.
     for keep in [Keep::Inputs, Keep::Gathered] {
         let mut model = build(&mesh, keep);
-        let found = [0, 1, 2].map(|_| model.step(input(), &detached).unwrap().loss.to_bits());
+        let found = [0, 1, 2].map(|_| model.step(input(6), &detached).unwrap().loss.to_bits());
         assert_eq!(found, expected, "{keep:?}");
     }
 }
@@ -151,7 +139,7 @@ fn layer_that_is_made_once_is_refused() {
         model.unit("2", &x, layer)?.sqr()?.mean_all()
     };
     for keep in KEEPS {
-        let outcome = build(&mesh, keep).step(input(), cached);
+        let outcome = build(&mesh, keep).step(input(6), cached);
         let Err(Error::Training(TrainingError::ParameterOutsideUnit { unit, .. })) = outcome else {
             panic!("{keep:?}: {outcome:?}")
         };

@@ -14,9 +14,8 @@ use fsdp_plan::strategy::{
 };
 use pmap_mesh::DeviceMesh;
 
-use super::model::{
-    adam, batch, bits, data_parallel, loss, parameters, sharded, train_plain, train_sharded,
-};
+use super::model::{adam, batch, data_parallel, loss, parameters, sharded, train, train_plain};
+use crate::support::bits;
 
 const STEPS: usize = 6;
 
@@ -45,14 +44,14 @@ fn however_parameters_are_cut_the_bits_are_the_same() {
         let expected = train_plain(slots, 2 * slots, STEPS);
         for (name, strategy) in strategies() {
             let model = sharded(&mesh).strategy(strategy).build(adam).unwrap();
-            let found = train_sharded(model, 2 * slots, STEPS);
+            let found = train(model, 2 * slots, STEPS);
             assert_eq!(found, expected, "{name} on {slots} slots");
         }
         for keep in [Keep::Graph, Keep::Gathered] {
             for (name, strategy) in strategies() {
                 let builder = sharded(&mesh).keep(keep);
                 let model = builder.strategy(strategy).build(adam).unwrap();
-                let found = train_sharded(model, 2 * slots, STEPS);
+                let found = train(model, 2 * slots, STEPS);
                 assert_eq!(found, expected, "{name} on {slots} slots, {keep:?}");
             }
         }
@@ -68,8 +67,8 @@ fn groups_that_repeat_the_parts_agree_to_rounding_and_groups_of_one_to_the_bit()
         let mesh = builder.cpu().unwrap();
         let strategy = Hsdp::new(Full::default(), replicas as u64);
         let model = sharded(&mesh).strategy(strategy).build(adam).unwrap();
-        assert_eq!(model.plan().shard_group(), WorldSize::new(shards as u64).unwrap());
-        train_sharded(model, 8, STEPS)
+        assert_eq!(model.plan().unwrap().shard_group(), WorldSize::new(shards as u64).unwrap());
+        train(model, 8, STEPS)
     };
     assert_eq!(trained(4, 1), expected);
     assert_eq!(trained(1, 4), expected);
@@ -132,7 +131,7 @@ fn given_values_are_the_same_in_parts() {
     for slots in [1, 3] {
         let mesh = DeviceMesh::cpu(slots).unwrap();
         let whole = data_parallel(&mesh).init_with(numbered).build(adam).unwrap();
-        let whole = whole.variables().into_iter();
+        let whole = whole.parameters().unwrap().into_iter();
         let expected = whole.map(|(name, value)| (name, bits(&value))).collect();
         for (name, strategy) in strategies() {
             let builder = sharded(&mesh).strategy(strategy).init_with(numbered);

@@ -4,13 +4,12 @@ use std::ops::Range;
 
 use candle_core::{DType, Device, Result, Tensor};
 use core_types::{Placement, Seed};
-use dist_train::{AdamW, Declared, Error, FullyShard, Keep, TrainingError};
+use dist_train::{AdamW, Declared, DistributedModel, Error, Keep, TrainingError, Units};
 use fsdp_plan::strategy::{Choice, Full, Hsdp, Hybrid};
 use pmap_mesh::DeviceMesh;
 
-use super::model::{
-    KEEPS, adam, batch, bits, data_parallel, loss, parameters, sharded, train_sharded,
-};
+use super::model::{KEEPS, adam, batch, data_parallel, loss, parameters, sharded, train};
+use crate::support::bits;
 
 /// Numbers that a half holds, in whatever type they are asked for.
 fn halves(declared: &Declared, items: Range<usize>) -> Result<Tensor> {
@@ -20,7 +19,7 @@ fn halves(declared: &Declared, items: Range<usize>) -> Result<Tensor> {
 }
 
 /// Losses of some steps, and of what follows them.
-fn losses(model: &mut FullyShard<AdamW>, rows: usize) -> Vec<u64> {
+fn losses(model: &mut DistributedModel<Units, AdamW>, rows: usize) -> Vec<u64> {
     let mut losses: Vec<u64> =
         (0..8).map(|step| model.step(batch(rows, step), loss).unwrap().loss.to_bits()).collect();
     losses.push(model.evaluate(batch(rows, 9), loss).unwrap().loss.to_bits());
@@ -44,8 +43,8 @@ fn the_bits_are_those_of_data_parallel_with_variables_of_halves() {
                 let builder = builder.mixed_precision(DType::BF16, DType::F32);
                 let mut model = builder.build(adam).unwrap();
                 assert_eq!(losses(&mut model, rows), expected, "{keep:?}, {slots} slots");
-                for (name, expected) in whole.variables() {
-                    let found = model.gather(&name).unwrap();
+                for (name, expected) in whole.parameters().unwrap() {
+                    let found = model.parameter(&name).unwrap();
                     assert_eq!(found.dtype(), DType::F32, "{name}");
                     let rounded = found.to_dtype(DType::BF16).unwrap();
                     let single = |x: Tensor| bits(&x.to_dtype(DType::F32).unwrap());
@@ -59,9 +58,9 @@ fn the_bits_are_those_of_data_parallel_with_variables_of_halves() {
 #[test]
 fn types_that_parameters_have_already_change_nothing() {
     let mesh = DeviceMesh::cpu(2).unwrap();
-    let expected = train_sharded(sharded(&mesh).build(adam).unwrap(), 4, 5);
+    let expected = train(sharded(&mesh).build(adam).unwrap(), 4, 5);
     let builder = sharded(&mesh).mixed_precision(DType::F32, DType::F32);
-    assert_eq!(train_sharded(builder.build(adam).unwrap(), 4, 5), expected);
+    assert_eq!(train(builder.build(adam).unwrap(), 4, 5), expected);
 }
 
 /// The bytes that are sent are those of the types.
@@ -83,8 +82,8 @@ fn a_step_sends_what_the_schedule_says_in_these_types() {
         for (mesh, mut model) in models {
             let before = mesh.traffic();
             let first = model.step(batch(12, 0), loss).unwrap().loss;
-            let plan = model.plan().clone();
-            let schedule = plan.schedule(&model.cost_model()).unwrap();
+            let plan = model.plan().unwrap().clone();
+            let schedule = plan.schedule(&model.cost_model().unwrap()).unwrap();
             let step = mesh.traffic().into_iter().zip(before);
             for (slot, (after, before)) in step.enumerate() {
                 let rank = Placement::new(slot as u64, mesh.len() as u64).unwrap().rank();
@@ -138,5 +137,5 @@ fn half_precision_of_a_small_range_needs_a_scaler() {
     let scaled = sharded(&mesh).mixed_precision(DType::F16, DType::F32).allow_non_finite();
     let mut model = scaled.keep(Keep::Graph).strategy(Full::default()).build(adam).unwrap();
     model.step(batch(4, 0), loss).unwrap();
-    assert_eq!(parameters(&model).len(), model.plan().parameters().len());
+    assert_eq!(parameters(&model).len(), model.plan().unwrap().parameters().len());
 }

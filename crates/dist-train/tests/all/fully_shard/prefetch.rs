@@ -1,6 +1,6 @@
 //! Units that are gathered ahead of their use.
 
-use candle_core::{Device, Result, Tensor, bail};
+use candle_core::{Result, Tensor, bail};
 use candle_nn::{Module, VarBuilder, linear};
 use core_types::Placement;
 use dist_train::{
@@ -9,7 +9,8 @@ use dist_train::{
 use fsdp_plan::strategy::{Choice, Hsdp, Hybrid};
 use pmap_mesh::{DeviceMesh, Replica};
 
-use super::model::{KEEPS, Trained, adam, batch, bits, loss, sharded, train_plain, train_sharded};
+use super::model::{KEEPS, Trained, adam, batch, loss, sharded, train, train_plain};
+use crate::support::{assert_same, bits, input, layers, through};
 
 #[test]
 fn however_many_units_are_ahead_the_bits_are_the_same() {
@@ -19,10 +20,10 @@ fn however_many_units_are_ahead_the_bits_are_the_same() {
         for prefetch in [1, 2, usize::MAX] {
             for keep in KEEPS {
                 let builder = || sharded(&mesh).keep(keep).prefetch(prefetch);
-                let found = train_sharded(builder().build(adam).unwrap(), 2 * slots, 6);
+                let found = train(builder().build(adam).unwrap(), 2 * slots, 6);
                 assert_eq!(found, expected, "{keep:?}, {prefetch} ahead on {slots} slots");
                 let in_backward = builder().optimizer_in_backward().build(adam).unwrap();
-                let found = train_sharded(in_backward, 2 * slots, 6);
+                let found = train(in_backward, 2 * slots, 6);
                 assert_eq!(found, expected, "{keep:?}, {prefetch} ahead, in backward");
             }
         }
@@ -36,7 +37,7 @@ fn replicated_parameters_and_groups_of_slots_have_the_same_bits() {
         let hybrid = Hybrid::default().with_rule("norm", Choice::Replicate).unwrap();
         let hybrid = hybrid.with_rule("mix", Choice::Replicate).unwrap();
         let builder = sharded(&mesh).strategy(Hsdp::new(hybrid, 2)).prefetch(prefetch);
-        train_sharded(builder.build(adam).unwrap(), 8, 6)
+        train(builder.build(adam).unwrap(), 8, 6)
     };
     let expected = trained(0);
     assert_eq!(trained(1), expected);
@@ -49,8 +50,8 @@ fn nothing_more_is_sent_than_the_schedule_says() {
     for keep in KEEPS {
         for prefetch in [1, 2] {
             let mut model = sharded(&mesh).keep(keep).prefetch(prefetch).build(adam).unwrap();
-            let schedule = model.plan().clone();
-            let schedule = schedule.schedule(&model.cost_model()).unwrap();
+            let schedule = model.plan().unwrap().clone();
+            let schedule = schedule.schedule(&model.cost_model().unwrap()).unwrap();
             for step in 0..3 {
                 let before = mesh.traffic();
                 model.step(batch(6, step), loss).unwrap();
@@ -65,27 +66,6 @@ fn nothing_more_is_sent_than_the_schedule_says() {
                 }
             }
         }
-    }
-}
-
-fn layers(vb: VarBuilder<'_>) -> Result<()> {
-    (0..4).try_for_each(|layer| linear(3, 3, vb.pp(layer)).map(drop))
-}
-
-fn input() -> Tensor {
-    let items = Tensor::arange(0_f32, 36., &Device::Cpu).unwrap().sin().unwrap();
-    items.reshape((12, 3)).unwrap()
-}
-
-/// Goes through units in this order.
-fn through(
-    units: &'static [&'static str],
-) -> impl Fn(&Replica, &Units, Tensor) -> Result<Tensor> + Send + Sync {
-    move |_: &Replica, model: &Units, mut x: Tensor| {
-        for unit in units {
-            x = model.unit(unit, &x, |vb, x| linear(3, 3, vb)?.forward(x)?.tanh())?;
-        }
-        x.sqr()?.mean_all()
     }
 }
 
@@ -122,14 +102,14 @@ fn apart(
 fn units_are_gathered_ahead_of_their_use() {
     let mesh = DeviceMesh::cpu(2).unwrap();
     for (prefetch, called) in [(0, "(1, layout"), (1, "(2, layout"), (2, "(3, layout")] {
-        let builder = FullyShard::builder(&mesh, layers).prefetch(prefetch);
+        let builder = FullyShard::builder(&mesh, layers::<4>).prefetch(prefetch);
         let mut model = builder.build(adam).unwrap();
-        model.step(input(), through(ROUTES[0])).unwrap();
-        model.evaluate(input(), through(ROUTES[0])).unwrap();
+        model.step(input(12), through(ROUTES[0])).unwrap();
+        model.evaluate(input(12), through(ROUTES[0])).unwrap();
         let ended = apart(&["0"], ROUTES[0]);
-        let evaluated = model.evaluate(input(), &ended).unwrap_err().to_string();
+        let evaluated = model.evaluate(input(12), &ended).unwrap_err().to_string();
         assert!(evaluated.contains(called), "{prefetch} ahead: {evaluated}");
-        let trained = model.step(input(), &ended).unwrap_err().to_string();
+        let trained = model.step(input(12), &ended).unwrap_err().to_string();
         assert!(trained.contains(called), "{prefetch} ahead: {trained}");
     }
 }
@@ -149,18 +129,18 @@ fn slots_that_enter_other_units_are_refused_though_their_collectives_are_the_sam
     };
     // What stays gathered has no collectives in the backward pass, in which they would differ.
     let build = || {
-        let builder = FullyShard::builder(&mesh, layers).prefetch(1).keep(Keep::Gathered);
+        let builder = FullyShard::builder(&mesh, layers::<4>).prefetch(1).keep(Keep::Gathered);
         let mut model = builder.freeze(["1.*"]).build(adam).unwrap();
-        model.step(input(), through(ROUTES[0])).unwrap();
-        model.evaluate(input(), through(ROUTES[0])).unwrap();
+        model.step(input(12), through(ROUTES[0])).unwrap();
+        model.evaluate(input(12), through(ROUTES[0])).unwrap();
         model
     };
     let mut model = build();
-    check(model.evaluate(input(), apart(&LEFT_OUT, ROUTES[0])).unwrap_err());
-    check(model.step(input(), apart(&LEFT_OUT, ROUTES[0])).unwrap_err());
+    check(model.evaluate(input(12), apart(&LEFT_OUT, ROUTES[0])).unwrap_err());
+    check(model.step(input(12), apart(&LEFT_OUT, ROUTES[0])).unwrap_err());
     // Nothing has changed, and it trains on.
     let [found, expected] = [model, build()]
-        .map(|mut model| model.step(input(), through(ROUTES[0])).unwrap().loss.to_bits());
+        .map(|mut model| model.step(input(12), through(ROUTES[0])).unwrap().loss.to_bits());
     assert_eq!(found, expected);
 }
 
@@ -170,20 +150,20 @@ fn a_batch_that_goes_another_way_is_trained_all_the_same() {
         let mesh = DeviceMesh::cpu(slots).unwrap();
         for keep in KEEPS {
             let trained = |prefetch| {
-                let builder = FullyShard::builder(&mesh, layers).keep(keep).prefetch(prefetch);
+                let builder = FullyShard::builder(&mesh, layers::<4>).keep(keep).prefetch(prefetch);
                 let mut model = builder.allow_unused(["**"]).build(adam).unwrap();
                 let mut losses = Vec::new();
                 for route in ROUTES.into_iter().chain(ROUTES) {
-                    losses.push(model.step(input(), through(route)).unwrap().loss.to_bits());
-                    let evaluated = model.evaluate(input(), through(route)).unwrap();
+                    losses.push(model.step(input(12), through(route)).unwrap().loss.to_bits());
+                    let evaluated = model.evaluate(input(12), through(route)).unwrap();
                     losses.push(evaluated.loss.to_bits());
                 }
                 // After a step that fails when it has begun to gather, too.
                 for route in ROUTES {
-                    model.step(input(), failing).unwrap_err();
-                    losses.push(model.step(input(), through(route)).unwrap().loss.to_bits());
+                    model.step(input(12), failing).unwrap_err();
+                    losses.push(model.step(input(12), through(route)).unwrap().loss.to_bits());
                 }
-                (losses, bits(&model.gather("0.weight").unwrap()))
+                (losses, bits(&model.parameter("0.weight").unwrap()))
             };
             let expected = trained(0);
             for prefetch in [1, 3] {
@@ -213,12 +193,12 @@ fn a_step_that_all_refuse_says_why() {
     };
     for is_late in [false, true] {
         for is_in_backward in [false, true] {
-            let builder = FullyShard::builder(&mesh, layers).prefetch(2);
+            let builder = FullyShard::builder(&mesh, layers::<4>).prefetch(2);
             let builder = if is_in_backward { builder.optimizer_in_backward() } else { builder };
             let mut model = builder.build(adam).unwrap();
-            model.step(input(), scaled(1.0, 1.0)).unwrap();
+            model.step(input(12), scaled(1.0, 1.0)).unwrap();
             let failing = if is_late { scaled(1e38, 1.0) } else { scaled(1.0, f64::INFINITY) };
-            let error = model.step(input(), failing).unwrap_err();
+            let error = model.step(input(12), failing).unwrap_err();
             let is_said = match &error {
                 Error::Training(TrainingError::NonFiniteLoss { .. }) => !is_late,
                 Error::Training(TrainingError::NonFiniteNorm { .. }) => is_late,
@@ -243,12 +223,12 @@ fn a_parameter_of_two_units_is_updated_when_both_are_summed() {
         model.unit("first", &x, first)?.sqr()?.mean_all()
     };
     let trained = |prefetch, is_in_backward: bool| {
-        let builder = FullyShard::builder(&mesh, layers).unit_rules(rules()).prefetch(prefetch);
+        let builder = FullyShard::builder(&mesh, layers::<4>).by_units(rules()).prefetch(prefetch);
         let builder = if is_in_backward { builder.optimizer_in_backward() } else { builder };
         let mut model = builder.build(adam).unwrap();
         let losses: Vec<u64> =
-            (0..5).map(|_| model.step(input(), tied).unwrap().loss.to_bits()).collect();
-        (losses, bits(&model.gather("0.weight").unwrap()))
+            (0..5).map(|_| model.step(input(12), tied).unwrap().loss.to_bits()).collect();
+        (losses, bits(&model.parameter("0.weight").unwrap()))
     };
     let expected = trained(0, false);
     for prefetch in [0, 1, 2] {
@@ -260,19 +240,18 @@ fn a_parameter_of_two_units_is_updated_when_both_are_summed() {
 #[test]
 fn sums_at_the_end_of_accumulation_have_the_bits_of_data_parallel() {
     let mesh = DeviceMesh::cpu(3).unwrap();
-    let mut whole = DataParallel::builder(&mesh, Units::of(layers)).build(adam).unwrap();
-    let builder = FullyShard::builder(&mesh, layers).keep(Keep::Graph).prefetch(1);
+    let mut whole =
+        DataParallel::builder(&mesh, layers::<4>).by_units(UnitRules::new()).build(adam).unwrap();
+    let builder = FullyShard::builder(&mesh, layers::<4>).keep(Keep::Graph).prefetch(1);
     let mut model = builder.accumulation(Accumulation::ReduceLast).build(adam).unwrap();
     for _ in 0..3 {
         for route in [ROUTES[0], ROUTES[1]] {
-            let expected = whole.accumulate(input(), through(route)).unwrap().loss;
-            let found = model.accumulate(input(), through(route)).unwrap().loss;
+            let expected = whole.accumulate(input(12), through(route)).unwrap().loss;
+            let found = model.accumulate(input(12), through(route)).unwrap().loss;
             assert_eq!(found.to_bits(), expected.to_bits());
         }
-        whole.step(input(), through(ROUTES[0])).unwrap();
-        model.step(input(), through(ROUTES[0])).unwrap();
+        whole.step(input(12), through(ROUTES[0])).unwrap();
+        model.step(input(12), through(ROUTES[0])).unwrap();
     }
-    for (name, expected) in whole.variables() {
-        assert_eq!(bits(&model.gather(&name).unwrap()), bits(&expected), "{name}");
-    }
+    assert_same(&model, &whole);
 }

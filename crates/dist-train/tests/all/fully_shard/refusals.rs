@@ -2,29 +2,17 @@
 
 use candle_core::{Device, Result, Tensor, Var};
 use candle_nn::{
-    Linear, Module, RmsNorm, VarBuilder, batch_norm, linear, linear_no_bias, ops::dropout, rms_norm,
+    Module, RmsNorm, VarBuilder, batch_norm, linear, linear_no_bias, ops::dropout, rms_norm,
 };
 use core_types::Seed;
-use dist_train::{Checkpoints, Error, FullyShard, Keep, ShardingError, TrainingError, Units};
+use dist_train::{
+    Checkpoints, DistributedModel, Error, FullyShard, Keep, ShardingError, TrainingError, Units,
+};
 use fsdp_plan::strategy::{Choice, Full, Hybrid, Layout, ShardingStrategy};
 use pmap_mesh::{CollectiveError, DeviceMesh, Replica};
 
 use super::model::{KEEPS, adam, batch, loss, sharded};
-
-fn layers(vb: VarBuilder<'_>) -> Result<Vec<Linear>> {
-    (0..2).map(|layer| linear(3, 3, vb.pp(layer))).collect()
-}
-
-fn input() -> Tensor {
-    Tensor::arange(0_f32, 12., &Device::Cpu).unwrap().reshape((4, 3)).unwrap()
-}
-
-fn refused<T: std::fmt::Debug>(outcome: dist_train::Result<T>) -> TrainingError {
-    match outcome {
-        Err(Error::Training(error)) => error,
-        other => panic!("{other:?}"),
-    }
-}
+use crate::support::{input, layers, refused};
 
 fn cannot_build(build: impl Fn(VarBuilder<'_>) -> Result<()>) -> ShardingError {
     let mesh = DeviceMesh::cpu(2).unwrap();
@@ -49,16 +37,16 @@ fn parameters_without_a_unit_and_buffers_are_refused() {
 #[test]
 fn a_plan_of_another_model_or_mesh_is_refused() {
     let two = DeviceMesh::cpu(2).unwrap();
-    let plan = sharded(&two).build(adam).unwrap().plan().clone();
+    let plan = sharded(&two).build(adam).unwrap().plan().unwrap().clone();
     let with = |mesh: &DeviceMesh| match sharded(mesh).plan(plan.clone()).build(adam) {
-        Ok(model) => Ok(model.plan().clone()),
+        Ok(model) => Ok(model.plan().unwrap().clone()),
         Err(Error::Sharding(error)) => Err(error),
         other => panic!("{other:?}"),
     };
     assert_eq!(with(&two).unwrap(), plan);
     let three = with(&DeviceMesh::cpu(3).unwrap());
     assert_eq!(three.unwrap_err(), ShardingError::World { ranks: 2, slots: 3 });
-    let whole = FullyShard::builder(&two, layers).plan(plan.clone()).build(adam);
+    let whole = FullyShard::builder(&two, layers::<2>).plan(plan.clone()).build(adam);
     let Err(Error::Sharding(ShardingError::OtherPlan { reason })) = whole else { panic!() };
     assert_eq!(reason, "it has no parameter 0.bias");
     let infos: Vec<_> = plan.parameters().iter().map(|planned| planned.info().clone()).collect();
@@ -71,20 +59,20 @@ fn a_plan_of_another_model_or_mesh_is_refused() {
 #[test]
 fn units_that_do_not_exist_are_named() {
     let mesh = DeviceMesh::cpu(2).unwrap();
-    let mut model = FullyShard::builder(&mesh, layers).build(adam).unwrap();
+    let mut model = FullyShard::builder(&mesh, layers::<2>).build(adam).unwrap();
     let missing = |_: &Replica, model: &Units, x: Tensor| {
         model.unit("2", &x, |vb, x| linear(3, 3, vb)?.forward(x))?.mean_all()
     };
     let units = vec!["0".to_owned(), "1".to_owned()];
     let expected = TrainingError::UnknownUnit { unit: "2".to_owned(), units };
-    assert_eq!(refused(model.step(input(), missing)), expected);
-    assert_eq!(refused(model.evaluate(input(), missing)), expected);
+    assert_eq!(refused(model.step(input(4), missing)), expected);
+    assert_eq!(refused(model.evaluate(input(4), missing)), expected);
 }
 
 #[test]
 fn an_error_of_a_unit_that_the_loss_passes_over_ends_nothing() {
     let mesh = DeviceMesh::cpu(2).unwrap();
-    let build = || FullyShard::builder(&mesh, layers).build(adam).unwrap();
+    let build = || FullyShard::builder(&mesh, layers::<2>).build(adam).unwrap();
     let whole = second(|vb, x| linear(3, 3, vb)?.forward(x));
     let trying = |ctx: &Replica, model: &Units, x: Tensor| {
         let missing = model.unit("2", &x, |vb, x| linear(3, 3, vb)?.forward(x));
@@ -92,25 +80,25 @@ fn an_error_of_a_unit_that_the_loss_passes_over_ends_nothing() {
     };
     let (mut expected, mut found) = (build(), build());
     for _ in 0..2 {
-        let expected = expected.step(input(), &whole).unwrap().loss;
-        assert_eq!(found.step(input(), trying).unwrap().loss.to_bits(), expected.to_bits());
+        let expected = expected.step(input(4), &whole).unwrap().loss;
+        assert_eq!(found.step(input(4), trying).unwrap().loss.to_bits(), expected.to_bits());
     }
     assert_eq!(found.steps(), 2);
-    let evaluated = expected.evaluate(input(), &whole).unwrap().loss;
-    assert_eq!(found.evaluate(input(), trying).unwrap().loss.to_bits(), evaluated.to_bits());
+    let evaluated = expected.evaluate(input(4), &whole).unwrap().loss;
+    assert_eq!(found.evaluate(input(4), trying).unwrap().loss.to_bits(), evaluated.to_bits());
     // What does end a step is told, not what was passed over before.
     let infinite = |ctx: &Replica, model: &Units, x: Tensor| trying(ctx, model, x)? * f64::INFINITY;
-    let error = refused(found.step(input(), infinite));
+    let error = refused(found.step(input(4), infinite));
     assert!(matches!(error, TrainingError::NonFiniteLoss { slot: 0, .. }), "{error}");
     let failing = |ctx: &Replica, model: &Units, x: Tensor| {
         trying(ctx, model, x)?;
         Err::<Tensor, _>(candle_core::Error::msg("no such file"))
     };
-    let error = found.step(input(), failing).unwrap_err();
+    let error = found.step(input(4), failing).unwrap_err();
     assert!(error.to_string().contains("no such file"), "{error}");
 }
 
-/// Two layers, of which the second is what a test is about.
+/// Two layers::<2>, of which the second is what a test is about.
 fn second(
     f: impl Fn(VarBuilder<'_>, &Tensor) -> Result<Tensor> + Send + Sync + Clone + 'static,
 ) -> impl Fn(&Replica, &Units, Tensor) -> Result<Tensor> + Send + Sync {
@@ -127,27 +115,27 @@ fn parameters_without_a_gradient_are_named_and_may_be_allowed() {
     let not_entered = |_: &Replica, model: &Units, x: Tensor| {
         model.unit("0", &x, |vb, x| linear(3, 3, vb)?.forward(x))?.sqr()?.mean_all()
     };
-    let build = || FullyShard::builder(&mesh, layers);
-    let error = refused(build().build(adam).unwrap().step(input(), &unused));
+    let build = || FullyShard::builder(&mesh, layers::<2>);
+    let error = refused(build().build(adam).unwrap().step(input(4), &unused));
     let missing = vec!["1.bias".to_owned()];
     assert_eq!(error, TrainingError::NoGradient { missing, trained: 4 });
-    let error = refused(build().build(adam).unwrap().step(input(), not_entered));
+    let error = refused(build().build(adam).unwrap().step(input(4), not_entered));
     let parameters = vec!["1.bias".to_owned(), "1.weight".to_owned()];
     assert_eq!(error, TrainingError::NotEntered { unit: "1".to_owned(), parameters });
 
     let mut model = build().allow_unused(["1"]).build(adam).unwrap();
-    let values = |model: &FullyShard<_>| {
+    let values = |model: &DistributedModel<Units, _>| {
         ["0.bias", "1.bias", "1.weight"].map(|name| {
-            model.gather(name).unwrap().flatten_all().unwrap().to_vec1::<f32>().unwrap()
+            model.parameter(name).unwrap().flatten_all().unwrap().to_vec1::<f32>().unwrap()
         })
     };
     let before = values(&model);
-    model.step(input(), not_entered).unwrap();
+    model.step(input(4), not_entered).unwrap();
     let after = values(&model);
     assert_ne!(after[0], before[0]);
     // Not even decayed.
     assert_eq!(after[1..], before[1..]);
-    model.step(input(), unused).unwrap();
+    model.step(input(4), unused).unwrap();
     assert_ne!(values(&model)[2], before[2]);
     assert_eq!(values(&model)[1], before[1]);
 }
@@ -175,10 +163,10 @@ fn an_operation_without_a_backward_is_seen_by_its_parameters() {
     };
     for keep in KEEPS {
         let model = || FullyShard::builder(&mesh, build).keep(keep).build(adam).unwrap();
-        let error = refused(model().step(input(), by(Module::forward)));
+        let error = refused(model().step(input(4), by(Module::forward)));
         let missing = vec!["0.norm.weight".to_owned(), "1.norm.weight".to_owned()];
         assert_eq!(error, TrainingError::NoGradient { missing, trained: 6 });
-        model().step(input(), by(RmsNorm::forward_diff)).unwrap();
+        model().step(input(4), by(RmsNorm::forward_diff)).unwrap();
     }
 }
 
@@ -186,15 +174,15 @@ fn an_operation_without_a_backward_is_seen_by_its_parameters() {
 fn a_unit_that_cannot_be_repeated_is_named() {
     let mesh = DeviceMesh::cpu(2).unwrap();
     let dropping = second(|vb, x| dropout(&linear(3, 3, vb)?.forward(x)?, 0.5));
-    let mut model = FullyShard::builder(&mesh, layers).build(adam).unwrap();
+    let mut model = FullyShard::builder(&mesh, layers::<2>).build(adam).unwrap();
     // Two masks of six items are the same once in 64 steps on both slots.
-    let outcomes: Vec<_> = (0..8).map(|_| model.step(input(), &dropping)).collect();
+    let outcomes: Vec<_> = (0..8).map(|_| model.step(input(4), &dropping)).collect();
     let expected = TrainingError::NotRepeatable { unit: "1".to_owned() };
     assert!(outcomes.into_iter().any(|outcome| refused(outcome) == expected));
     // With what it has drawn it is differentiated.
     for keep in [Keep::Graph, Keep::Gathered] {
-        let keeping = FullyShard::builder(&mesh, layers).keep_unit("1", keep);
-        keeping.build(adam).unwrap().step(input(), &dropping).unwrap();
+        let keeping = FullyShard::builder(&mesh, layers::<2>).keep_unit("1", keep);
+        keeping.build(adam).unwrap().step(input(4), &dropping).unwrap();
     }
 
     let with_keys = |ctx: &Replica, model: &Units, x: Tensor| {
@@ -209,8 +197,8 @@ fn a_unit_that_cannot_be_repeated_is_named() {
         model.unit("1", &x, drop)?.sqr()?.mean_all()
     };
     let losses = |keep| {
-        let mut model = FullyShard::builder(&mesh, layers).keep(keep).build(adam).unwrap();
-        [0, 1, 2].map(|_| model.step(input(), with_keys).unwrap().loss.to_bits())
+        let mut model = FullyShard::builder(&mesh, layers::<2>).keep(keep).build(adam).unwrap();
+        [0, 1, 2].map(|_| model.step(input(4), with_keys).unwrap().loss.to_bits())
     };
     assert_eq!(losses(Keep::Inputs), losses(Keep::Graph));
     assert_eq!(losses(Keep::Inputs), losses(Keep::Gathered));
@@ -221,28 +209,28 @@ fn a_unit_that_cannot_be_repeated_is_named() {
 fn a_unit_that_cannot_be_repeated_is_named_after_loading_too() {
     let (mesh, folder) = (DeviceMesh::cpu(2).unwrap(), tempfile::tempdir().unwrap());
     let dropping = second(|vb, x| dropout(&linear(3, 3, vb)?.forward(x)?, 0.5));
-    let build = |keep| FullyShard::builder(&mesh, layers).keep(keep).build(adam).unwrap();
+    let build = |keep| FullyShard::builder(&mesh, layers::<2>).keep(keep).build(adam).unwrap();
     let mut once = build(Keep::Gathered);
-    once.step(input(), &dropping).unwrap();
+    once.step(input(4), &dropping).unwrap();
     let checkpoints = Checkpoints::new(folder.path());
     checkpoints.save(&mesh, 1, &once.state_dict().unwrap(), &()).unwrap();
 
     let mut model = build(Keep::Inputs);
     model.load(&checkpoints.latest().unwrap().unwrap()).unwrap();
     let expected = TrainingError::NotRepeatable { unit: "1".to_owned() };
-    assert!((0..8).any(|_| refused(model.step(input(), &dropping)) == expected));
+    assert!((0..8).any(|_| refused(model.step(input(4), &dropping)) == expected));
 }
 
 #[test]
 fn what_a_plan_keeps_gathered_stays_so_unless_the_builder_says_otherwise() {
     let mesh = DeviceMesh::cpu(2).unwrap();
-    let plan = sharded(&mesh).build(adam).unwrap().plan().clone();
+    let plan = sharded(&mesh).build(adam).unwrap().plan().unwrap().clone();
     let kept = plan.units()[1].to_owned();
     let keeping = plan.clone().with_kept_units([&*kept]).unwrap();
     let silent = sharded(&mesh).plan(keeping.clone()).build(adam).unwrap();
-    assert_eq!(silent.plan(), &keeping);
+    assert_eq!(silent.plan().unwrap(), &keeping);
     let said = sharded(&mesh).plan(keeping).keep(Keep::Inputs).build(adam).unwrap();
-    assert_eq!(said.plan(), &plan);
+    assert_eq!(said.plan().unwrap(), &plan);
 }
 
 #[test]
@@ -262,21 +250,21 @@ fn a_tensor_that_is_differentiated_must_be_an_input() {
         }
     };
     for keep in KEEPS {
-        let mut model = FullyShard::builder(&mesh, layers).keep(keep).build(adam).unwrap();
+        let mut model = FullyShard::builder(&mesh, layers::<2>).keep(keep).build(adam).unwrap();
         let expected = TrainingError::Captured { unit: "1".to_owned() };
-        assert_eq!(refused(model.step(input(), skipping(true))), expected, "{keep:?}");
-        model.step(input(), skipping(false)).unwrap();
+        assert_eq!(refused(model.step(input(4), skipping(true))), expected, "{keep:?}");
+        model.step(input(4), skipping(false)).unwrap();
         let outside = Var::ones((2, 3), candle_core::DType::F32, &Device::Cpu).unwrap();
         let with_variable =
             second(move |vb, x| linear(3, 3, vb)?.forward(x)? + outside.as_tensor());
-        assert_eq!(refused(model.step(input(), with_variable)), expected, "{keep:?}");
+        assert_eq!(refused(model.step(input(4), with_variable)), expected, "{keep:?}");
     }
 }
 
 #[test]
 fn only_the_step_differentiates() {
     let mesh = DeviceMesh::cpu(2).unwrap();
-    let mut model = FullyShard::builder(&mesh, layers).build(adam).unwrap();
+    let mut model = FullyShard::builder(&mesh, layers::<2>).build(adam).unwrap();
     let penalized = |ctx: &Replica, model: &Units, x: Tensor| {
         let loss = second(|vb, x| linear(3, 3, vb)?.forward(x))(ctx, model, x)?;
         loss.backward()?;
@@ -284,8 +272,8 @@ fn only_the_step_differentiates() {
     };
     let how = "by the loss itself";
     let expected = TrainingError::Differentiated { unit: "1".to_owned(), how };
-    assert_eq!(refused(model.step(input(), penalized)), expected);
-    model.step(input(), second(|vb, x| linear(3, 3, vb)?.forward(x))).unwrap();
+    assert_eq!(refused(model.step(input(4), penalized)), expected);
+    model.step(input(4), second(|vb, x| linear(3, 3, vb)?.forward(x))).unwrap();
 }
 
 /// Nothing of them is gathered, and their gradients have the same shapes.
@@ -293,13 +281,13 @@ fn only_the_step_differentiates() {
 fn another_order_of_units_that_are_not_cut_is_refused_too() {
     let mesh = DeviceMesh::cpu(2).unwrap();
     let replicated = Hybrid::default().with_rule("**", Choice::Replicate).unwrap();
-    let builder = FullyShard::builder(&mesh, layers).strategy(replicated);
+    let builder = FullyShard::builder(&mesh, layers::<2>).strategy(replicated);
     let mut model = builder.allow_unused(["**"]).build(adam).unwrap();
     let experts = |ctx: &Replica, model: &Units, x: Tensor| {
         let expert = ["0", "1"][ctx.slot()];
         model.unit(expert, &x, |vb, x| linear(3, 3, vb)?.forward(x))?.sqr()?.mean_all()
     };
-    let error = model.step(input(), experts).unwrap_err();
+    let error = model.step(input(4), experts).unwrap_err();
     let is_mismatch = matches!(
         &error,
         Error::Mesh(pmap_mesh::Error::Collective(CollectiveError::Mismatch { .. }))
@@ -308,13 +296,13 @@ fn another_order_of_units_that_are_not_cut_is_refused_too() {
     let alike = |_: &Replica, model: &Units, x: Tensor| {
         model.unit("0", &x, |vb, x| linear(3, 3, vb)?.forward(x))?.sqr()?.mean_all()
     };
-    model.step(input(), alike).unwrap();
+    model.step(input(4), alike).unwrap();
 }
 
 #[test]
 fn another_order_of_units_names_both_sides() {
     let mesh = DeviceMesh::cpu(3).unwrap();
-    let mut model = FullyShard::builder(&mesh, layers).build(adam).unwrap();
+    let mut model = FullyShard::builder(&mesh, layers::<2>).build(adam).unwrap();
     let in_order = |ctx: &Replica, model: &Units, x: Tensor| {
         let order = if ctx.slot() == 1 { ["1", "0"] } else { ["0", "1"] };
         let enter = |x, unit| model.unit(unit, &x, |vb, x| linear(3, 3, vb)?.forward(x));
@@ -349,29 +337,13 @@ fn gradients_are_checked_and_parameters_stay() {
     assert_eq!(super::model::parameters(&model), before);
 
     // A softmax without backward beside a residual.
-    let mut model = FullyShard::builder(&mesh, layers).build(adam).unwrap();
+    let mut model = FullyShard::builder(&mesh, layers::<2>).build(adam).unwrap();
     let fused = second(|vb, x| {
         let y = candle_nn::ops::softmax_last_dim(&x.contiguous()?)?;
         linear(3, 3, vb)?.forward(&(y * 3.)?)? + x
     });
-    let error = model.check_gradients(input(), fused).unwrap_err();
+    let error = model.check_gradients(input(4), fused).unwrap_err();
     assert!(matches!(error, Error::Gradient(_)), "{error}");
     assert!(error.to_string().contains("0 ("), "{error}");
-    model.step(input(), second(|vb, x| linear(3, 3, vb)?.forward(x))).unwrap();
-}
-
-#[test]
-fn losses_that_are_refused_change_nothing() {
-    let mesh = DeviceMesh::cpu(2).unwrap();
-    let mut model = sharded(&mesh).build(adam).unwrap();
-    let before = super::model::parameters(&model);
-    let infinite = |ctx: &Replica, model: &Units, ids: Tensor| {
-        let scale = if ctx.slot() == 1 { f64::INFINITY } else { 1.0 };
-        loss(ctx, model, ids)? * scale
-    };
-    let error = refused(model.step(batch(4, 0), infinite));
-    assert!(matches!(error, TrainingError::NonFiniteLoss { slot: 1, .. }), "{error}");
-    assert_eq!(super::model::parameters(&model), before);
-    assert_eq!(model.steps(), 0);
-    model.step(batch(4, 0), loss).unwrap();
+    model.step(input(4), second(|vb, x| linear(3, 3, vb)?.forward(x))).unwrap();
 }

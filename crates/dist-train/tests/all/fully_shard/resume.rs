@@ -2,15 +2,13 @@
 
 use candle_nn::{VarBuilder, linear};
 use dist_train::{
-    AdamW, Checkpoint, Checkpoints, Error, FullyShard, ParameterError, StateDict, UnitRules,
+    AdamW, Checkpoint, Checkpoints, DistributedModel, Error, FullyShard, ParameterError, StateDict,
+    UnitRules, Units,
 };
 use fsdp_plan::strategy::{Full, Layout};
 use pmap_mesh::DeviceMesh;
 
-use super::model::{
-    N_BLOCKS, adam, batch, build, data_parallel, loss, parameters, sharded, train_data_parallel,
-    train_sharded,
-};
+use super::model::{N_BLOCKS, adam, batch, build, data_parallel, loss, parameters, sharded};
 
 /// Six rows: for two slots and for three.
 const ROWS: usize = 6;
@@ -21,7 +19,7 @@ fn saved(mesh: &DeviceMesh, state: &StateDict, folder: &std::path::Path) -> Chec
     checkpoints.latest().unwrap().unwrap()
 }
 
-fn stepped(model: &mut FullyShard<AdamW>, steps: std::ops::Range<usize>) -> Vec<u64> {
+fn stepped(model: &mut DistributedModel<Units, AdamW>, steps: std::ops::Range<usize>) -> Vec<u64> {
     steps.map(|step| model.step(batch(ROWS, step), loss).unwrap().loss.to_bits()).collect()
 }
 
@@ -72,7 +70,7 @@ fn a_checkpoint_is_loaded_into_other_units_and_not_into_other_parameters() {
     stepped(&mut model, 0..2);
     let checkpoint = saved(&mesh, &model.state_dict().unwrap(), folder.path());
     let rules = UnitRules::new().unit("ends", ["tokens", "positions", "norm", "out"]);
-    let mut other = FullyShard::builder(&mesh, build).unit_rules(rules).build(adam).unwrap();
+    let mut other = FullyShard::builder(&mesh, build).by_units(rules).build(adam).unwrap();
     assert_eq!(other.units().count(), N_BLOCKS + 1);
     other.load(&checkpoint).unwrap();
     assert_eq!(parameters(&other), parameters(&model));
@@ -81,20 +79,4 @@ fn a_checkpoint_is_loaded_into_other_units_and_not_into_other_parameters() {
     let mut small = FullyShard::builder(&mesh, small).build(adam).unwrap();
     let refused = small.load(&checkpoint);
     assert!(matches!(refused, Err(Error::Parameter(ParameterError::Unknown { .. }))));
-}
-
-#[test]
-fn pretrained_weights_are_read_part_by_part() {
-    let mesh = DeviceMesh::cpu(3).unwrap();
-    let folder = tempfile::tempdir().unwrap();
-    let path = folder.path().join("model.safetensors");
-    let seed = core_types::Seed::new(99);
-    let trained = data_parallel(&mesh).init(seed).build(adam).unwrap();
-    #[expect(clippy::disallowed_types, reason = "what candle writes")]
-    let tensors: std::collections::HashMap<_, _> = trained.variables().into_iter().collect();
-    candle_core::safetensors::save(&tensors, &path).unwrap();
-
-    let expected = train_data_parallel(trained, 3, 2);
-    let model = sharded(&mesh).weights(&path).build(adam).unwrap();
-    assert_eq!(train_sharded(model, 3, 2), expected);
 }

@@ -2,7 +2,7 @@
 
 use std::iter;
 
-use candle_core::{DType, Device, Result, Tensor};
+use candle_core::{DType, Device, Tensor};
 use candle_nn::{Module, VarBuilder, linear};
 use core_types::{Placement, Rank, WorldSize};
 use dist_train::{FullyShard, UnitRules, Units};
@@ -17,6 +17,7 @@ use pmap_mesh::{
 };
 
 use super::model::{KEEPS, adam, batch, loss, sharded};
+use crate::support::layers;
 
 /// Every way to cut parameters, by names that say what fails.
 fn strategies() -> Vec<(&'static str, Box<dyn ShardingStrategy>)> {
@@ -101,7 +102,7 @@ fn a_step_sends_what_the_schedule_says_however_parameters_are_cut() {
 
 /// A step where no unit stays gathered, and one where two of five do.
 fn check_every_keep(mesh: &DeviceMesh, strategy: Box<dyn ShardingStrategy>, name: &str) {
-    let infos = sharded(mesh).build(adam).unwrap().plan().parameters().to_vec();
+    let infos = sharded(mesh).build(adam).unwrap().plan().unwrap().parameters().to_vec();
     let infos: Vec<_> = infos.iter().map(|parameter| parameter.info().clone()).collect();
     let world = WorldSize::new(mesh.len() as u64).unwrap();
     let plan = strategy.plan(&infos, world).unwrap();
@@ -112,7 +113,7 @@ fn check_every_keep(mesh: &DeviceMesh, strategy: Box<dyn ShardingStrategy>, name
         let before = mesh.traffic();
         model.step(batch.clone(), loss).unwrap();
         let step = difference(mesh.traffic(), before);
-        let plan = model.plan().clone();
+        let plan = model.plan().unwrap().clone();
         let schedule = plan.schedule(&candle()).unwrap();
         check(&step, &schedule, infos.len(), &format!("{name}, {keep:?}"));
 
@@ -137,8 +138,9 @@ fn frozen_parameters_are_gathered_and_not_reduced() {
     let before = mesh.traffic();
     model.step(batch(6, 0), loss).unwrap();
     let step = difference(mesh.traffic(), before);
-    let trained = model.plan().parameters().iter().filter(|planned| planned.info().requires_grad());
-    let schedule = model.plan().schedule(&candle()).unwrap();
+    let trained =
+        model.plan().unwrap().parameters().iter().filter(|planned| planned.info().requires_grad());
+    let schedule = model.plan().unwrap().schedule(&candle()).unwrap();
     check(&step, &schedule, trained.count(), "frozen");
     assert_eq!(step[0].reduce_scatter.calls, 3, "of five units, two of which are frozen");
 }
@@ -151,14 +153,10 @@ fn frozen_units_before_all_others_are_gathered_once() {
     let before = mesh.traffic();
     model.step(batch(6, 0), loss).unwrap();
     let found = difference(mesh.traffic(), before)[0].all_gather.calls;
-    let schedule = model.plan().schedule(&candle()).unwrap();
+    let schedule = model.plan().unwrap().schedule(&candle()).unwrap();
     let planned = schedule.handed_over(rank(0, 3)).unwrap().all_gather.count;
     // A plan does not know which units come first.
     assert_eq!(found, planned - 2 + scalars(3, 0).calls);
-}
-
-fn layers(vb: VarBuilder<'_>) -> Result<()> {
-    (0..2).try_for_each(|layer| linear(3, 3, vb.pp(layer)).map(drop))
 }
 
 /// In halves, whose gradients are summed in single precision.
@@ -166,7 +164,7 @@ fn layers(vb: VarBuilder<'_>) -> Result<()> {
 fn a_parameter_in_two_units_is_sent_for_each() {
     let mesh = DeviceMesh::cpu(3).unwrap();
     let rules = UnitRules::new().unit("first", ["0"]).unit("both", ["0", "1"]);
-    let builder = FullyShard::builder(&mesh, layers).unit_rules(rules).dtype(DType::BF16);
+    let builder = FullyShard::builder(&mesh, layers::<2>).by_units(rules).dtype(DType::BF16);
     let mut model = builder.build(adam).unwrap();
     let x = Tensor::ones((6, 3), DType::BF16, &Device::Cpu).unwrap();
     let loss = |_: &Replica, model: &Units, x: Tensor| {
@@ -181,7 +179,7 @@ fn a_parameter_in_two_units_is_sent_for_each() {
     model.step(x, loss).unwrap();
     let step = difference(mesh.traffic(), before);
 
-    let plan = model.plan();
+    let plan = model.plan().unwrap();
     let names = plan.parameters().iter().map(|planned| planned.info().name());
     let positions = |is_of: fn(&str) -> bool| -> Vec<usize> {
         names.clone().enumerate().filter(|(_, name)| is_of(name)).map(|(n, _)| n).collect()

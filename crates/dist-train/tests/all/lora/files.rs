@@ -4,7 +4,7 @@ use std::{collections::BTreeMap, fs, path::Path};
 
 use candle_core::{DType, Device, Tensor, safetensors};
 use candle_nn::{Module, VarBuilder, linear_no_bias};
-use dist_train::{Checkpoints, DataParallel, FullyShard, Lora, PretrainedFiles, Units};
+use dist_train::{Checkpoints, DataParallel, FullyShard, Lora, PretrainedFiles, UnitRules, Units};
 use pmap_mesh::{DeviceMesh, Replica};
 use serde_json::Value;
 
@@ -29,7 +29,7 @@ fn numbers(x: &Tensor) -> Vec<f64> {
 /// The loss of a model without adapters.
 fn plain_loss(folder: &Path, x: Tensor) -> f64 {
     let mesh = DeviceMesh::cpu(1).unwrap();
-    let builder = DataParallel::builder(&mesh, Units::of(model));
+    let builder = DataParallel::builder(&mesh, model).by_units(UnitRules::new());
     let mut model = builder.dtype(DType::F64).weights(folder).build(sgd).unwrap();
     let by_units = |_: &Replica, model: &Units, x: Tensor| {
         loss(&(0..BLOCKS).try_fold(x, |x, n| model.unit(&format!("h.{n}"), &x, block))?)

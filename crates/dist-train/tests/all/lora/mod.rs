@@ -6,7 +6,9 @@ mod refusals;
 
 use candle_core::{DType, Device, Result, Tensor};
 use candle_nn::{Linear, Module, Optimizer, VarBuilder, linear, linear_no_bias};
-use dist_train::{DataParallel, FullyShard, Group, Lora, ParamsSgd, Sgd, Units};
+use dist_train::{
+    DataParallel, DistributedModel, FullyShard, Group, Lora, ParamsSgd, Sgd, UnitRules, Units,
+};
 use pmap_mesh::{DeviceMesh, Replica};
 
 pub(crate) const BLOCKS: usize = 2;
@@ -56,13 +58,13 @@ pub(crate) fn batch(step: usize) -> Tensor {
 }
 
 /// A sharded model with adapters that are trained alone, in double precision.
-pub(crate) fn sharded(mesh: &DeviceMesh, lora: &Lora) -> FullyShard<Sgd> {
+pub(crate) fn sharded(mesh: &DeviceMesh, lora: &Lora) -> DistributedModel<Units, Sgd> {
     let builder = FullyShard::builder(mesh, lora.adapt(model));
     builder.dtype(DType::F64).train_only(Lora::PATTERNS).build(sgd).unwrap()
 }
 
 /// The same, with whole variables on every device.
-pub(crate) fn whole(mesh: &DeviceMesh, lora: &Lora) -> DataParallel<Units, Sgd> {
-    let builder = DataParallel::builder(mesh, Units::of(lora.adapt(model)));
+pub(crate) fn whole(mesh: &DeviceMesh, lora: &Lora) -> DistributedModel<Units, Sgd> {
+    let builder = DataParallel::builder(mesh, lora.adapt(model)).by_units(UnitRules::new());
     builder.dtype(DType::F64).train_only(Lora::PATTERNS).build(sgd).unwrap()
 }

@@ -77,17 +77,17 @@ fn whole_and_sharded_models_train_as_the_formula_says() {
     for slots in [1, 2, 4] {
         let mesh = DeviceMesh::cpu(slots).unwrap();
         let mut model = whole(&mesh, &lora);
-        let start = copied(model.variables());
+        let start = copied(model.parameters().unwrap());
         let expected = naive(&start, 1.5).unwrap();
         let moved = expected.1["h.0.mlp.up.lora_B.weight"].abs().unwrap().max_all().unwrap();
         assert!(moved.to_scalar::<f64>().unwrap() > 0.01, "{moved}");
         let step = |step| model.step(batch(step), &loss).unwrap().loss;
         let losses: Vec<f64> = (0..STEPS).map(step).collect();
-        check_close(&(losses, model.variables()), &expected);
+        check_close(&(losses, model.parameters().unwrap()), &expected);
 
         let mut model = sharded(&mesh, &lora);
-        let gathered = |model: &dist_train::FullyShard<_>| {
-            let gather = |name: &String| (name.clone(), model.gather(name).unwrap());
+        let gathered = |model: &dist_train::DistributedModel<dist_train::Units, _>| {
+            let gather = |name: &String| (name.clone(), model.parameter(name).unwrap());
             start.keys().map(gather).collect()
         };
         let step = |step| model.step(batch(step), &loss).unwrap().loss;
@@ -117,7 +117,7 @@ fn a_layer_with_an_adapter_trains_as_the_formula_says() {
     let builder = DataParallel::builder(&mesh, |vb| blocks(&lora, vb));
     let builder = builder.dtype(DType::F64).train_only(Lora::PATTERNS);
     let mut model = builder.build(sgd).unwrap();
-    let start = copied(model.variables());
+    let start = copied(model.parameters().unwrap());
     let expected = naive(&start, 1.5).unwrap();
     let of_blocks = |_: &Replica, model: &Vec<Block>, x: Tensor| {
         let pass = |x: Tensor, block: &Block| block.down.forward(&block.up.forward(&x)?.tanh()?);
@@ -125,7 +125,7 @@ fn a_layer_with_an_adapter_trains_as_the_formula_says() {
     };
     let step = |step| model.step(batch(step), of_blocks).unwrap().loss;
     let losses = (0..STEPS).map(step).collect();
-    check_close(&(losses, model.variables()), &expected);
+    check_close(&(losses, model.parameters().unwrap()), &expected);
 }
 
 #[test]
@@ -145,7 +145,7 @@ fn beside_halves_an_adapter_of_single_precision_is_trained() {
     let builder = DataParallel::builder(&mesh, |vb| lora.linear_no_bias(64, 2, vb.pp("up")));
     let builder = builder.dtype(DType::BF16).init_with(value).train_only(Lora::PATTERNS);
     let mut model = builder.build(|group| candle_nn::SGD::new(group.vars, 0.05)).unwrap();
-    let types = |name: &str| model.variables()[name].dtype();
+    let types = |name: &str| model.parameters().unwrap()[name].dtype();
     assert_eq!(
         ["up.weight", "up.lora_A.weight", "up.lora_B.weight"].map(types),
         [DType::BF16, DType::F32, DType::F32]
@@ -157,7 +157,7 @@ fn beside_halves_an_adapter_of_single_precision_is_trained() {
         y.to_dtype(DType::F32)?.mean_all()
     };
     assert_eq!(model.step(x, of_layer).unwrap().loss.to_bits(), 0.125_f64.to_bits());
-    let a = model.variables()["up.lora_A.weight"].to_vec2::<f32>().unwrap()[0][0];
+    let a = model.parameters().unwrap()["up.lora_A.weight"].to_vec2::<f32>().unwrap()[0][0];
     assert!(0.999_9 < a && a < 1.0, "{a}");
 }
 
@@ -165,7 +165,7 @@ fn beside_halves_an_adapter_of_single_precision_is_trained() {
 fn adapters_begin_as_those_of_peft() {
     let model = whole(&DeviceMesh::cpu(1).unwrap(), &Lora::new(["up"], 64, 1.0).unwrap());
     let numbers = |name: &str| -> Vec<f64> {
-        model.variables()[name].flatten_all().unwrap().to_vec1().unwrap()
+        model.parameters().unwrap()[name].flatten_all().unwrap().to_vec1().unwrap()
     };
     assert!(numbers("h.0.mlp.up.lora_B.weight").iter().all(|&number| number == 0.0));
     let bound = 0.5; // one over the root of four inputs

@@ -4,7 +4,9 @@ use std::fs;
 
 use candle_core::DType;
 use candle_nn::{VarBuilder, linear};
-use dist_train::{DataParallel, Error, FullyShard, Lora, LoraError, PretrainedFiles, Units};
+use dist_train::{
+    DataParallel, Error, FullyShard, Lora, LoraError, PretrainedFiles, UnitRules, Units,
+};
 use pmap_mesh::DeviceMesh;
 
 use super::{lora, model, sgd, whole};
@@ -13,7 +15,8 @@ use super::{lora, model, sgd, whole};
 #[track_caller]
 fn refused(lora: &Lora) -> String {
     let mesh = DeviceMesh::cpu(1).unwrap();
-    let built = DataParallel::builder(&mesh, Units::of(lora.adapt(model))).build(sgd);
+    let built =
+        DataParallel::builder(&mesh, lora.adapt(model)).by_units(UnitRules::new()).build(sgd);
     let whole = built.map(drop).unwrap_err().to_string();
     let built = FullyShard::builder(&mesh, lora.adapt(model)).build(sgd);
     assert_eq!(built.map(drop).unwrap_err().to_string(), whole);
@@ -27,7 +30,10 @@ fn targets_that_mean_no_matrix_are_refused_by_name() {
     assert!(text.ends_with("no linear layer of the model is named p, h.0.down, mlp"), "{text}");
     let built = |lora: Lora, build: fn(VarBuilder<'_>) -> candle_core::Result<()>| {
         let mesh = DeviceMesh::cpu(1).unwrap();
-        DataParallel::builder(&mesh, Units::of(lora.adapt(build))).build(sgd).map(drop)
+        DataParallel::builder(&mesh, lora.adapt(build))
+            .by_units(UnitRules::new())
+            .build(sgd)
+            .map(drop)
     };
     let norm = |vb: VarBuilder<'_>| vb.get(4, "norm.weight").map(drop);
     let text = built(lora(&["norm"]), norm).unwrap_err().to_string();
@@ -146,7 +152,7 @@ fn adapters_of_other_layers_or_another_rank_are_not_saved() {
 fn sums_that_would_be_rounded_to_halves_are_refused() {
     let (mesh, lora) = (DeviceMesh::cpu(1).unwrap(), lora());
     for (dtype, name) in [(DType::BF16, "bf16"), (DType::F16, "f16")] {
-        let builder = DataParallel::builder(&mesh, Units::of(lora.adapt(model)));
+        let builder = DataParallel::builder(&mesh, lora.adapt(model)).by_units(UnitRules::new());
         let text = builder.dtype(dtype).build(sgd).map(drop).unwrap_err().to_string();
         assert!(text.contains(&format!("h.0.mlp.up is of {name}, in which the effect")), "{text}");
     }

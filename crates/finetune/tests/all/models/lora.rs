@@ -3,7 +3,7 @@
 use std::{collections::BTreeMap, path::Path};
 
 use candle_core::{Device, IndexOp, Tensor, Var, safetensors};
-use dist_train::{DataParallel, FullyShard, Lora, Units};
+use dist_train::{DataParallel, FullyShard, Lora};
 use finetune::models::{Llama, Tokens};
 use fsdp_plan::strategy::{Full, Layout};
 use pmap_mesh::{DeviceMesh, Uneven};
@@ -33,9 +33,8 @@ fn layers_that_are_not_there_have_no_adapters() {
     let mesh = DeviceMesh::cpu(1).unwrap();
     let lora = Lora::new(["q_proj", "query"], 4, 8.).unwrap();
     let llama = golden.llama.clone().with_lora(lora);
-    let model = Units::by(llama.units(), |vb| llama.declare(&vb));
-    let builder = DataParallel::builder(&mesh, model).weights(&golden.folder);
-    let refused = builder.build(optimizer).unwrap_err().to_string();
+    let builder = DataParallel::builder(&mesh, |vb| llama.declare(&vb)).by_units(llama.units());
+    let refused = builder.weights(&golden.folder).build(optimizer).unwrap_err().to_string();
     assert!(refused.contains("query"), "{refused}");
 }
 
@@ -108,15 +107,15 @@ macro_rules! trained {
 fn data_parallel(golden: &Golden, slots: usize) -> (Vec<(f64, f64)>, TempDir) {
     let mesh = DeviceMesh::cpu(slots).unwrap();
     let (llama, lora) = with_adapters(golden);
-    let units = Units::by(llama.units(), |vb| llama.declare(&vb));
-    trained!(golden, llama, lora, DataParallel::builder(&mesh, units))
+    let builder = DataParallel::builder(&mesh, |vb| llama.declare(&vb)).by_units(llama.units());
+    trained!(golden, llama, lora, builder)
 }
 
 fn sharded(golden: &Golden) -> (Vec<(f64, f64)>, TempDir) {
     let mesh = DeviceMesh::cpu(2).unwrap();
     let (llama, lora) = with_adapters(golden);
     let builder = FullyShard::builder(&mesh, |vb| llama.declare(&vb))
-        .unit_rules(llama.units())
+        .by_units(llama.units())
         .strategy(Full::new(Layout::Dim0));
     trained!(golden, llama, lora, builder)
 }

@@ -59,11 +59,12 @@ fn a_sharded_model_has_the_losses_of_data_parallel() {
 fn random_weights_are_spread_as_those_of_transformers() {
     let mesh = DeviceMesh::cpu(1).unwrap();
     let llama = Golden::open("qwen2").llama;
-    let model = DataParallel::builder(&mesh, Units::by(llama.units(), |vb| llama.declare(&vb)))
+    let model = DataParallel::builder(&mesh, |vb| llama.declare(&vb))
+        .by_units(llama.units())
         .init(Seed::new(1))
         .build(optimizer)
         .unwrap();
-    for (name, tensor) in model.variables() {
+    for (name, tensor) in model.parameters().unwrap() {
         let mean = tensor.mean_all().unwrap().to_scalar::<f32>().unwrap();
         let square = tensor.sqr().unwrap().mean_all().unwrap().to_scalar::<f32>().unwrap();
         match name.rsplit_once('.').unwrap() {
@@ -125,7 +126,8 @@ fn data_parallel(
     let mesh = DeviceMesh::cpu(slots).unwrap();
     let llama = golden.llama.clone();
     let course = if dtype == DType::F32 { STEPS } else { steps };
-    let mut model = DataParallel::builder(&mesh, Units::by(llama.units(), |vb| llama.declare(&vb)))
+    let mut model = DataParallel::builder(&mesh, |vb| llama.declare(&vb))
+        .by_units(llama.units())
         .weights(&golden.folder)
         .dtype(dtype)
         .group("no_decay", no_decay(&llama))
@@ -147,7 +149,7 @@ fn sharded(golden: &Golden, slots: usize, keep: Keep) -> Vec<(f64, f64)> {
     let mesh = DeviceMesh::cpu(slots).unwrap();
     let llama = golden.llama.clone();
     let mut model = FullyShard::builder(&mesh, |vb| llama.declare(&vb))
-        .unit_rules(llama.units())
+        .by_units(llama.units())
         .strategy(Full::new(Layout::Dim0))
         .keep(keep)
         .weights(&golden.folder)

@@ -1,10 +1,10 @@
-//! Trains a small language model data parallel: every device has all of it, and a part of each
-//! batch. `train_fully_sharded` is the same program with a model that is divided, too.
+//! Trains a small language model on two devices, each of which has all of it and a part of each
+//! batch; with `--sharded` each has a part of the model, too.
 //!
 //! Interrupt it and start it again: it resumes in the middle of the epoch.
 //!
 //! ```sh
-//! cargo run -p candle-distributed --features candle,ops,serde --example train_data_parallel -- run
+//! cargo run -p candle-distributed --features candle,ops,serde --example train_language_model -- run --sharded
 //! ```
 
 #![allow(clippy::print_stdout, reason = "an example shows what it does")]
@@ -23,15 +23,15 @@ use candle_distributed::{
     ops::{self, CrossEntropyConfig},
     sampler::{DistributedSampler, SamplerConfig},
     train::{
-        AdamW, Checkpoints, DataParallel, Group, Loss, MetricsLog, Schedule, StepMetrics,
-        UnitRules, Units, feed,
+        AdamW, Checkpoints, DataParallel, DistributedModel, Group, Loss, MetricsLog, Schedule,
+        StepMetrics, UnitRules, Units, feed,
     },
     types::{Epoch, Placement, Seed},
 };
 use candle_nn::{Module, Optimizer, ParamsAdamW, VarBuilder, embedding, linear};
 
 pub(crate) type Result<T> = std::result::Result<T, Box<dyn std::error::Error>>;
-pub(crate) type Model = DataParallel<Units, AdamW>;
+pub(crate) type Model = DistributedModel<Units, AdamW>;
 const STEPS: u64 = 120;
 const RATE: f64 = 2e-2;
 const TEXTS: u64 = 1024;
@@ -41,9 +41,12 @@ const BLOCKS: usize = 2;
 
 fn main() -> Result<()> {
     init_threads(2)?; // before anything starts a thread
-    let folder = std::env::args().nth(1).ok_or("name a folder for the run")?;
+    let mut args: Vec<String> = std::env::args().skip(1).collect();
+    let is_sharded = args.last().is_some_and(|arg| arg == "--sharded");
+    args.truncate(1);
+    let folder = args.pop().ok_or("name a folder for the run")?;
     let mesh = DeviceMesh::cpu(2)?; // two virtual ones; `DeviceMesh::cuda(2)` for two cards
-    let mut model = model(&mesh)?;
+    let mut model = model(&mesh, is_sharded)?;
     match train(&mesh, &mut model, folder.as_ref(), STEPS)? {
         Some(loss) => println!("loss {loss:.3} after {STEPS} steps"),
         None => println!("all {STEPS} steps are done already"),
@@ -60,17 +63,19 @@ fn layers(vb: VarBuilder<'_>) -> candle_core::Result<()> {
     linear(HIDDEN, VOCABULARY, vb.pp("head")).map(drop)
 }
 
-pub(crate) fn model(mesh: &DeviceMesh) -> Result<Model> {
+pub(crate) fn model(mesh: &DeviceMesh, is_sharded: bool) -> Result<Model> {
     // Numbered blocks are units by themselves.
     let rules = UnitRules::new().unit("tokens", ["tokens"]).unit("head", ["head"]);
-    Ok(DataParallel::builder(mesh, Units::by(rules, layers))
+    let builder = DataParallel::builder(mesh, layers)
+        .by_units(rules)
         .init(Seed::new(1))
         .clip_grad_norm(1.0)
         .schedule(schedule())
-        .uneven(Uneven::Balanced)
-        .build(|group: Group| {
-            AdamW::new(group.vars, ParamsAdamW { lr: RATE, ..ParamsAdamW::default() })
-        })?)
+        .uneven(Uneven::Balanced);
+    let builder = if is_sharded { builder.fully_shard() } else { builder };
+    Ok(builder.build(|group: Group| {
+        AdamW::new(group.vars, ParamsAdamW { lr: RATE, ..ParamsAdamW::default() })
+    })?)
 }
 
 fn schedule() -> Schedule {

@@ -8,7 +8,7 @@ use pmap_mesh::Replica;
 
 use crate::{
     agreement,
-    fsdp::{lock, slot::Slot},
+    model::slot::{Slot, lock},
     step::{rules::Rules, update::norm},
     units::backward::{ReadyGrads, UpdatesInBackward},
 };
@@ -33,8 +33,8 @@ impl<O: Optimizer + Send> UpdatesInBackward for Mutex<Slot<O>> {
 }
 
 impl<O: Optimizer> Slot<O> {
-    /// The sums of this slot's parts of the parameters, if all slots agree that they can be updated
-    /// by them.
+    /// Returns the sums of this slot's parts of the parameters, if all slots agree that they can be
+    /// updated by them.
     fn agreed_sums(
         &mut self,
         ctx: &Replica,
@@ -47,17 +47,17 @@ impl<O: Optimizer> Slot<O> {
         let mut has_gradient = vec![true; self.squares.len()];
         known.trained.iter().zip(used).for_each(|(&trained, used)| has_gradient[trained] = used);
         rules.check_used(&has_gradient)?;
-        let own = self.parts_of(&known.trained);
-        let own = own.into_iter().filter_map(|(part, trained)| {
-            let sum = sums.remove(&part)?;
-            has_gradient[trained].then_some((part, sum))
+        let own = self.vars_of(&known.trained);
+        let own = own.into_iter().filter_map(|(var, trained)| {
+            let sum = sums.remove(&var)?;
+            has_gradient[trained].then_some((var, sum))
         });
         let own: Vec<(usize, Tensor)> = own.collect();
         self.agree_on_squares(ctx, rules, &known.trained, &own)?;
         Ok(own)
     }
 
-    /// Learns the squares of these parameters' sums, and refuses what is not finite.
+    /// Learns the squares of these parameters' sums, and rejects what is not finite.
     fn agree_on_squares(
         &mut self,
         ctx: &Replica,
@@ -65,7 +65,7 @@ impl<O: Optimizer> Slot<O> {
         trained: &[usize],
         own: &[(usize, Tensor)],
     ) -> Result<()> {
-        let here = self.squares_here(own)?;
+        let here = self.local_squares(own)?;
         let here: Vec<f64> = trained.iter().map(|&trained| here[trained]).collect();
         let mut of_these = vec![0.0; self.squares.len()];
         for (&trained, squares) in trained.iter().zip(agreement::sums(ctx, &here)?) {

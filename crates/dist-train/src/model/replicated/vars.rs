@@ -37,7 +37,7 @@ pub(super) struct VarSet {
 
 /// What one slot of this process does for the variables of its set.
 #[derive(Debug, PartialEq, Eq)]
-pub(super) struct Part {
+pub(super) struct OwnedVars {
     pub(super) slot: usize,
     /// The number of its set among those of this process.
     pub(super) set: usize,
@@ -178,7 +178,7 @@ pub(super) fn parts(
     inventory: &Inventory,
     n_sets: usize,
     first_set: usize,
-) -> Vec<Part> {
+) -> Vec<OwnedVars> {
     let sizes = inventory.sizes();
     let trained = inventory.roles.trained();
     let trained_sizes: Vec<u64> = trained.iter().map(|&var| sizes[var]).collect();
@@ -197,7 +197,7 @@ pub(super) fn parts(
             let saved = saved_here.iter().copied().filter(is_here).collect();
             let is_read = |var: &usize| is_here(var) || inventory.roles.of[*var] == Role::Buffer;
             let loaded = (0..sizes.len()).filter(is_read).collect();
-            parts.push(Part { slot, set: number, owned, saved, loaded });
+            parts.push(OwnedVars { slot, set: number, owned, saved, loaded });
         }
     }
     parts.sort_by_key(|part| part.slot);

@@ -1,0 +1,122 @@
+//! What a builder says of a model, by whether it holds for every model or for a sharded one.
+
+use std::path::PathBuf;
+
+use candle_core::DType;
+use candle_nn::VarMap;
+use core_types::{Seed, WorldSize};
+use fsdp_plan::{
+    ParameterInfo, ShardingPlan,
+    strategy::{Full, ShardingStrategy},
+};
+
+use crate::{
+    error::{Result, training::TrainingError},
+    model::replicated::vars::Sharing,
+    parameters::Initializer,
+    sharded::precision::Precision,
+    step::{options::Options, roles::Choices},
+    units::{accumulation::Accumulation, keep::KeepRules},
+};
+
+/// The options of every model.
+pub(crate) struct ModelConfig {
+    pub(crate) given_dtype: Option<DType>,
+    pub(crate) initializer: Initializer,
+    pub(crate) weights_path: Option<PathBuf>,
+    pub(crate) map: Option<VarMap>,
+    pub(crate) sharing: Sharing,
+    pub(crate) choices: Choices,
+    pub(crate) options: Options,
+    pub(crate) rng_seed: Seed,
+}
+
+impl Default for ModelConfig {
+    fn default() -> Self {
+        Self {
+            given_dtype: None,
+            initializer: Initializer::Seeded(Seed::new(0)),
+            weights_path: None,
+            map: None,
+            sharing: Sharing::default(),
+            choices: Choices::default(),
+            options: Options::default(),
+            rng_seed: Seed::new(0),
+        }
+    }
+}
+
+impl ModelConfig {
+    /// Rejects options that a sharded model has no use for.
+    pub(crate) fn check_sharded(&self) -> Result<(), TrainingError> {
+        let option = match self {
+            Self { map: Some(_), .. } => "with_variables",
+            Self { sharing: Sharing::PerSlot, .. } => "replicated",
+            _ => return Ok(()),
+        };
+        Err(TrainingError::OnlyReplicated { option })
+    }
+}
+
+/// The options of a sharded model.
+#[derive(Default)]
+pub(crate) struct ShardingConfig {
+    pub(crate) plan_source: PlanSource,
+    pub(crate) keeps: KeepRules,
+    pub(crate) n_prefetched: usize,
+    pub(crate) precision: Precision,
+    pub(crate) reduction: Accumulation,
+    pub(crate) updates_in_backward: bool,
+}
+
+/// Where the plan of a sharded model comes from.
+#[derive(Default)]
+pub(crate) enum PlanSource {
+    #[default]
+    Default,
+    Strategy(Box<dyn ShardingStrategy>),
+    Ready(Box<ShardingPlan>),
+}
+
+impl ShardingConfig {
+    /// Rejects options that a replicated model has no use for.
+    pub(crate) fn check_replicated(&self) -> Result<(), TrainingError> {
+        let option = match self {
+            Self { plan_source: PlanSource::Strategy(_), .. } => "strategy",
+            Self { plan_source: PlanSource::Ready(_), .. } => "plan",
+            Self { keeps, .. } if !keeps.is_silent() => "keep",
+            Self { n_prefetched: 1.., .. } => "prefetch",
+            Self { precision, .. } if *precision != Precision::default() => "mixed_precision",
+            Self { reduction: Accumulation::ReduceLast, .. } => "accumulation",
+            Self { updates_in_backward: true, .. } => "optimizer_in_backward",
+            _ => return Ok(()),
+        };
+        Err(TrainingError::OnlySharded { option })
+    }
+
+    /// Rejects what cannot be while optimizers run inside the backward pass.
+    pub(crate) fn check_in_backward(&self, options: &Options) -> Result<(), TrainingError> {
+        let option = match self {
+            Self { updates_in_backward: false, .. } => return Ok(()),
+            _ if options.max_norm.is_some() => "clip_grad_norm",
+            Self { reduction: Accumulation::ReduceLast, .. } => "accumulation",
+            _ => return Ok(()),
+        };
+        Err(TrainingError::NeedsAllGradients { option })
+    }
+}
+
+impl PlanSource {
+    /// Returns the plan of these parameters for so many ranks.
+    pub(crate) fn plan(
+        &self,
+        infos: &[ParameterInfo],
+        world_size: WorldSize,
+    ) -> Result<ShardingPlan> {
+        Ok(match self {
+            Self::Default => Full::default().plan(infos, world_size)?,
+            Self::Strategy(strategy) => strategy.plan(infos, world_size)?,
+            Self::Ready(plan) => (**plan).clone(),
+        })
+    }
+}

@@ -1,0 +1,128 @@
+//! A model that every device has whole, kept equal by summing gradients.
+
+pub(crate) mod build;
+mod sync;
+pub(crate) mod vars;
+mod worker;
+
+use std::sync::{Mutex, OnceLock};
+
+use candle_core::{Result as CandleResult, Tensor, Var};
+use candle_nn::Optimizer;
+use pmap_mesh::{DeviceMesh, Replica};
+
+use self::worker::Worker;
+use crate::{
+    error::{Doing, Result},
+    model::{
+        pass::{BatchOutcome, ShardLossFn, ShardUse},
+        slot::{SharedSlot, lock},
+    },
+    step::{
+        inventory::Inventory,
+        rules::{Goal, Report, Rules},
+    },
+};
+
+/// The models on the slots of this process.
+#[derive(Debug)]
+pub(crate) struct Replicated<M> {
+    workers: Vec<Mutex<Worker<M>>>,
+    /// How many sets of variables there are, in all processes.
+    n_sets: usize,
+}
+
+impl<M> Replicated<M> {
+    /// Checks that all devices have the same variables.
+    pub(crate) fn check_in_sync<O>(
+        &self,
+        mesh: &DeviceMesh,
+        inventory: &Inventory,
+        slots: &[SharedSlot<O>],
+    ) -> Result<()> {
+        // One set of variables is equal to itself.
+        if self.n_sets == 1 && inventory.roles.buffers().is_empty() {
+            return Ok(());
+        }
+        let vars = |slot: &SharedSlot<O>| -> Vec<Var> {
+            lock(slot).vars.iter().map(|var| var.var.clone()).collect()
+        };
+        let vars: Vec<Vec<Var>> = slots.iter().map(vars).collect();
+        let vars: Vec<&[Var]> = vars.iter().map(Vec::as_slice).collect();
+        sync::check(mesh, inventory, sync::of_slots(&vars)?)
+    }
+
+    /// Drops accumulated gradients.
+    pub(crate) fn discard_accumulated(&self) {
+        self.workers.iter().for_each(|worker| lock(worker).grads.clear());
+    }
+}
+
+/// A batch on its way through the workers.
+pub(crate) struct ReplicatedPass<'a, M, O> {
+    layout: &'a Replicated<M>,
+    slots: &'a [SharedSlot<O>],
+    pub(crate) rules: Rules,
+    gradients: OnceLock<Vec<Option<Tensor>>>,
+}
+
+impl<'a, M, O> ReplicatedPass<'a, M, O> {
+    pub(crate) fn new(layout: &'a Replicated<M>, slots: &'a [SharedSlot<O>], rules: Rules) -> Self {
+        Self { layout, slots, rules, gradients: OnceLock::new() }
+    }
+
+    /// Takes back what the batch may have changed on some slots and not on others, or ends it.
+    pub(crate) fn end(&self, is_ok: bool) -> Result<()> {
+        for (worker, slot) in self.layout.workers.iter().zip(self.slots) {
+            let (worker, slot) = (&mut *lock(worker), &mut *lock(slot));
+            if is_ok && matches!(self.rules.goal, Goal::Accumulate | Goal::Update) {
+                worker.buffers_before.clear();
+                slot.is_half_updated = false;
+                continue;
+            }
+            if self.rules.goal != Goal::Evaluate {
+                worker.grads.clear();
+                slot.totals = None;
+            }
+            worker.restore_buffers(slot).doing("restoring a buffer")?;
+        }
+        Ok(())
+    }
+
+    /// Returns the gradients of all trained parameters, of a batch that was differentiated.
+    #[expect(clippy::expect_used, reason = "every replica of a call that succeeded has left them")]
+    pub(crate) fn gradients(&self) -> Vec<Option<Tensor>> {
+        self.gradients.get().cloned().expect("a batch that was differentiated has left them")
+    }
+}
+
+impl<M, O: Optimizer> ReplicatedPass<'_, M, O> {
+    /// Computes a replica's part of the batch. Returns nothing where all replicas reject it.
+    pub(crate) fn replica(
+        &self,
+        ctx: &Replica,
+        loss: &mut ShardLossFn<'_, M>,
+    ) -> CandleResult<Option<BatchOutcome>> {
+        let rules = &self.rules;
+        let worker = &mut *lock(&self.layout.workers[ctx.local_index()]);
+        let slot = &mut *lock(&self.slots[ctx.local_index()]);
+        worker.copy_buffers(slot, &rules.buffers)?;
+        let outcome = match rules.goal {
+            Goal::Evaluate => loss(&worker.evaluated, ShardUse::Last)?
+                .evaluate(ctx, rules.allow_non_finite, &rules.refusal)
+                .map(|(loss, aux)| (Report { loss, grad_norm: 0.0 }, aux)),
+            Goal::Differentiate => {
+                let loss = loss(&worker.model, ShardUse::Last)?;
+                worker.gradients(ctx, rules, loss).map(|(report, gradients)| {
+                    self.gradients.get_or_init(|| gradients);
+                    (report, Vec::new())
+                })
+            }
+            Goal::Accumulate | Goal::Update => {
+                let loss = loss(&worker.model, ShardUse::Last)?;
+                worker.train(ctx, rules, slot, loss)
+            }
+        };
+        rules.refusal.outcome(outcome)
+    }
+}

@@ -1,0 +1,410 @@
+//! How a sharded model is built.
+
+use std::{
+    collections::BTreeMap,
+    fmt,
+    sync::{Arc, Mutex},
+};
+
+use candle_core::{DType, Result as CandleResult};
+use candle_nn::{Optimizer, VarBuilder};
+use core_types::{Fingerprint, WorldSize};
+use fsdp_plan::{Cut, ParameterInfo, PlannedParameter, ShardingPlan};
+use pmap_mesh::DeviceMesh;
+
+use crate::{
+    error::{Doing, Error, Result, sharding::ShardingError},
+    grad::widened_dtype,
+    model::{
+        builder::Group,
+        config::{ModelConfig, PlanSource, ShardingConfig},
+        settings,
+        sharded::{Sharded, accumulated::Accumulated},
+        slot::{SharedSlot, Slot, SlotOptimizer, SlotVar},
+    },
+    parameters::{
+        InitialValues,
+        declare::{Declared, declare},
+        describe::declared_infos,
+    },
+    sharded::{OwnedPart, ShardedVars},
+    step::{inventory::Inventory, roles::Role},
+    units::{
+        keep::Keep,
+        model::{Model, Unit, UnitMember},
+        rules::{Member, UnitRules},
+    },
+};
+
+/// What a builder says of a model.
+pub(crate) struct Description<'a> {
+    pub(crate) mesh: &'a DeviceMesh,
+    pub(crate) config: &'a ModelConfig,
+    pub(crate) sharding: &'a ShardingConfig,
+    pub(crate) rules: &'a UnitRules,
+    pub(crate) declare: &'a dyn Fn(VarBuilder<'_>) -> CandleResult<()>,
+}
+
+/// What a process knows before it hears of the others.
+struct Prepared {
+    /// In the order of names.
+    declared: Vec<Declared>,
+    inventory: Inventory,
+    units: Vec<(String, Vec<Member>)>,
+    keeps: BTreeMap<String, Keep>,
+    plan: ShardingPlan,
+    initial: InitialValues,
+    /// Where other processes have theirs.
+    values: Option<Fingerprints>,
+}
+
+/// What processes compare of the values that they begin with.
+#[derive(Clone, Copy)]
+struct Fingerprints {
+    init: u64,
+    weights: u64,
+}
+
+/// Plans the parameters, fills each slot's parts, and makes the optimizers.
+pub(crate) fn build<O: Optimizer>(
+    description: &Description<'_>,
+    optimizer: &dyn Fn(Group) -> CandleResult<O>,
+) -> Result<(Vec<SharedSlot<O>>, Sharded)> {
+    let mesh = description.mesh;
+    let prepared = mesh.all_ok(description.prepare())?;
+    description.check_alike(&prepared)?;
+    let model = mesh.all_ok(description.fill(prepared))?;
+    if mesh.spans_processes() {
+        check_replicas_equal(mesh, &model)?;
+    }
+    let slots = mesh.local_slots().map(|slot| build_slot(&model, slot, optimizer));
+    let slots: Vec<Slot<O>> = mesh.all_ok(slots.collect())?;
+    let accumulated = slots.iter().map(|_| Mutex::new(Accumulated::default())).collect();
+    let slots = slots.into_iter().map(|slot| Arc::new(Mutex::new(slot))).collect();
+    Ok((slots, Sharded { model: Arc::new(model), accumulated }))
+}
+
+impl Description<'_> {
+    /// Prepares what this process can without the others, and without memory for the model.
+    fn prepare(&self) -> Result<Prepared> {
+        let Self { config, sharding, .. } = self;
+        sharding.check_in_backward(&config.options)?;
+        sharding.precision.check(config.options.allow_non_finite)?;
+        let home = &self.mesh.devices()[0];
+        let mut declared = declare(self.declare, self.dtype(), home).map_err(cannot_build)?;
+        declared.sort_by(|left, right| left.name.cmp(&right.name));
+        let inventory = self.inventory(&declared)?;
+        let infos = declared_infos(&declared, &inventory.roles)?;
+        let units = self.rules.units(&infos)?;
+        let keeps = sharding.keeps.of_units(&unit_names(&units))?;
+        let with_unit = |info: &ParameterInfo| {
+            let unit = self.rules.units_of(info)[0].to_owned();
+            info.clone().with_unit(unit)
+        };
+        let infos: Vec<ParameterInfo> = infos.iter().map(with_unit).collect();
+        let plan = self.planned(&infos)?;
+        let keeps = match &sharding.plan_source {
+            PlanSource::Ready(plan) if sharding.keeps.is_silent() => kept_by(plan, keeps),
+            _ => keeps,
+        };
+        let plan = with_kept_units(&plan, &keeps)?;
+        if let (Some(unit), true) = (over_half(&plan), self.mesh.len() > 1) {
+            tracing::warn!("unit {unit} has over half of all parameters, and is gathered whole");
+        }
+        let open = declared.iter().map(|declared| (declared, true));
+        let weights = config.weights_path.as_deref();
+        let initial =
+            InitialValues::new(config.initializer.clone(), weights, &config.choices, open)?;
+        let fingerprints = || -> Result<Fingerprints> {
+            let init = initial.init.fingerprint(&declared)?;
+            Ok(Fingerprints { init, weights: initial.fingerprint(&declared)? })
+        };
+        let values = self.mesh.spans_processes().then(fingerprints).transpose()?;
+        Ok(Prepared { declared, inventory, units, keeps, plan, initial, values })
+    }
+
+    /// Checks that all processes make the same model with the same options.
+    fn check_alike(&self, prepared: &Prepared) -> Result<()> {
+        let Prepared { declared, inventory, keeps, plan, values, .. } = prepared;
+        let Some(Fingerprints { init, weights }) = *values else { return Ok(()) };
+        let Self { sharding, .. } = self;
+        let dtypes = declared.iter().map(|declared| declared.dtype);
+        let of_model = settings::of_model(inventory, dtypes, self.config, true);
+        settings::check(self.mesh, &of_model)?;
+        let of_sharding = [
+            ("unit", settings::of_debug(self.rules)),
+            // Before the plan, which has it too.
+            ("keep", settings::of_debug(keeps)),
+            ("prefetch", sharding.n_prefetched as u64),
+            ("mixed_precision", settings::of_debug(&sharding.precision)),
+            ("accumulation", settings::of_debug(&sharding.reduction)),
+            ("optimizer_in_backward", sharding.updates_in_backward.into()),
+            ("strategy", settings::of_debug(plan)),
+            ("init", init),
+            ("weights", weights),
+        ];
+        settings::check(self.mesh, &of_sharding)
+    }
+
+    /// Returns the model with the values of this process's parts.
+    fn fill(&self, prepared: Prepared) -> Result<Model> {
+        let Prepared { declared, inventory, units, keeps, plan, initial, .. } = prepared;
+        let home = &self.mesh.devices()[0];
+        let Self { sharding, .. } = self;
+        let names = units.iter().map(|(unit, members)| (unit, names_of(members)));
+        let vars = ShardedVars::new(self.mesh, plan, names, sharding.precision, |info, run| {
+            initial.items(&declared[position(&inventory, info.name())], run, home)
+        })?;
+        let unit = |(name, members): (String, Vec<Member>)| {
+            let members = of_roles(members, &inventory, &declared);
+            let unit = Unit { members, keep: keeps[&name] };
+            (name, unit)
+        };
+        let units = units.into_iter().map(unit).collect();
+        Ok(Model {
+            vars,
+            units,
+            inventory: Arc::new(inventory),
+            dtype: sharding.precision.gathered(self.dtype()),
+            precision: sharding.precision,
+            accumulation: sharding.reduction,
+            updates_in_backward: sharding.updates_in_backward,
+            prefetch: sharding.n_prefetched,
+            orders: Mutex::default(),
+            repeatable: Mutex::default(),
+        })
+    }
+
+    /// Returns the type of parameters.
+    fn dtype(&self) -> DType {
+        self.config.given_dtype.unwrap_or(DType::F32)
+    }
+
+    fn inventory(&self, declared: &[Declared]) -> Result<Inventory> {
+        let names: Vec<&str> = declared.iter().map(|declared| declared.name.as_str()).collect();
+        let roles = self.config.choices.roles(&names)?;
+        if let Some(&buffer) = roles.buffers().first() {
+            return Err(ShardingError::Buffer { name: names[buffer].to_owned() }.into());
+        }
+        let described =
+            |declared: &Declared| (declared.name.clone(), declared.shape.dims().to_vec());
+        Ok(Inventory { parameters: declared.iter().map(described).collect(), roles })
+    }
+
+    fn planned(&self, infos: &[ParameterInfo]) -> Result<ShardingPlan> {
+        let ranks = self.mesh.len() as u64;
+        let world_size = WorldSize::new(ranks).map_err(fsdp_plan::Error::from)?;
+        let plan = self.sharding.plan_source.plan(infos, world_size)?;
+        // A strategy of somebody else may plan for other parameters than it was given.
+        check_fits(&plan, infos)?;
+        Ok(plan)
+    }
+}
+
+/// Checks that parts which several slots keep are the same: those of parameters that are not cut,
+/// and those of other groups.
+pub(super) fn check_replicas_equal(mesh: &DeviceMesh, model: &Model) -> Result<()> {
+    let Model { vars, inventory, .. } = model;
+    let plan = vars.plan();
+    let group = plan.shard_group().as_usize();
+    let repeats = |planned: &PlannedParameter| {
+        matches!(planned.cut(), Cut::Replicated)
+            .then_some(1)
+            .or((group < mesh.len()).then_some(group))
+    };
+    // After how many slots the parts of each parameter come again, in the order of names.
+    let mut periods = vec![None; inventory.parameters.len()];
+    for planned in plan.parameters() {
+        periods[position(inventory, planned.info().name())] = repeats(planned);
+    }
+    if periods.iter().all(Option::is_none) {
+        return Ok(());
+    }
+    let of_slot = |slot| -> Result<Vec<u64>> {
+        let mut found = vec![Fingerprint::new(); periods.len()];
+        for OwnedPart { param_idx, var, .. } in vars.owned_parts(slot)? {
+            let param = position(inventory, plan.parameters()[param_idx].info().name());
+            if periods[param].is_some() {
+                found[param].write_u64(settings::of_value(&var).doing("comparing parameters")?);
+            }
+        }
+        Ok(found.iter().map(Fingerprint::finish).collect())
+    };
+    let here = mesh.all_ok(mesh.local_slots().map(of_slot).collect())?;
+    let slots = mesh.gather_number_lists(here)?;
+    for (param, period) in periods.into_iter().enumerate() {
+        let Some(period) = period else { continue };
+        let differs = |&slot: &usize| slots[slot][param] != slots[slot % period][param];
+        if let Some(replica) = (0..slots.len()).find(differs) {
+            return Err(Error::Diverged { name: inventory.name(param).to_owned(), replica });
+        }
+    }
+    Ok(())
+}
+
+fn unit_names(units: &[(String, Vec<Member>)]) -> Vec<&str> {
+    units.iter().map(|(name, _)| name.as_str()).collect()
+}
+
+fn names_of(members: &[Member]) -> impl Iterator<Item = &str> {
+    members.iter().map(|member| member.name.as_str())
+}
+
+/// What units keep by a plan that says which stay gathered.
+fn kept_by(plan: &ShardingPlan, keeps: BTreeMap<String, Keep>) -> BTreeMap<String, Keep> {
+    let keep = |unit: &str| if plan.keeps_gathered(unit) { Keep::Gathered } else { Keep::Inputs };
+    keeps.into_keys().map(|unit| (unit.clone(), keep(&unit))).collect()
+}
+
+/// The plan with the units that stay gathered. One whose parameters are all counted for others is
+/// none of the plan's.
+fn with_kept_units(plan: &ShardingPlan, keeps: &BTreeMap<String, Keep>) -> Result<ShardingPlan> {
+    let is_kept = |unit: &&str| keeps.get(*unit) == Some(&Keep::Gathered);
+    let kept: Vec<&str> = plan.units().into_iter().filter(is_kept).collect();
+    Ok(plan.clone().with_kept_units(kept)?)
+}
+
+/// The unit that has over half of all parameters, if one has.
+fn over_half(plan: &ShardingPlan) -> Option<&str> {
+    let mut sizes: BTreeMap<&str, u128> = BTreeMap::new();
+    for parameter in plan.parameters() {
+        *sizes.entry(parameter.info().unit()).or_default() += u128::from(parameter.info().numel());
+    }
+    sizes.into_iter().find(|(_, size)| 2 * size > plan.numel()).map(|(unit, _)| unit)
+}
+
+/// Refuses a plan of other parameters than these, or with other units.
+fn check_fits(plan: &ShardingPlan, infos: &[ParameterInfo]) -> Result<(), ShardingError> {
+    let other = |reason: String| Err(ShardingError::OtherPlan { reason });
+    for info in infos {
+        let Some(position) = plan.index_of(info.name()) else {
+            return other(format!("it has no parameter {}", info.name()));
+        };
+        let planned = plan.parameters()[position].info();
+        let says = |what: &str, planned: &dyn fmt::Debug, expected: &dyn fmt::Debug| {
+            other(format!("{what} of {} is {planned:?}, not {expected:?}", info.name()))
+        };
+        if planned.shape() != info.shape() {
+            return says("the shape", &planned.shape(), &info.shape());
+        }
+        if planned.dtype() != info.dtype() {
+            return says("the type", &planned.dtype(), &info.dtype());
+        }
+        if planned.unit() != info.unit() {
+            return says("the unit", &planned.unit(), &info.unit());
+        }
+        if planned.requires_grad() != info.requires_grad() {
+            return says(
+                "whether a gradient is required",
+                &planned.requires_grad(),
+                &info.requires_grad(),
+            );
+        }
+        if planned.tied_to().is_some() {
+            return other(format!("{} is tied to another parameter", info.name()));
+        }
+    }
+    if plan.parameters().len() > infos.len() {
+        let reason =
+            format!("it has {} parameters, the model {}", plan.parameters().len(), infos.len());
+        return other(reason);
+    }
+    Ok(())
+}
+
+/// The position of a parameter in the order of names.
+#[expect(clippy::expect_used, reason = "a plan has the parameters that the model has")]
+fn position(inventory: &Inventory, name: &str) -> usize {
+    let found = inventory.parameters.binary_search_by(|(other, _)| other.as_str().cmp(name));
+    found.expect("a parameter of the plan is one of the model")
+}
+
+/// The parameters of a unit; those that are declared are in the order of names.
+fn of_roles(members: Vec<Member>, inventory: &Inventory, declared: &[Declared]) -> Vec<UnitMember> {
+    let trained = inventory.roles.trained();
+    let member = |names: Member| {
+        let param = position(inventory, &names.name);
+        UnitMember {
+            names,
+            trained: trained.binary_search(&param).ok(),
+            may_be_unused: inventory.roles.may_be_unused[param],
+            shape: declared[param].shape.dims().to_vec(),
+            dtype: widened_dtype(declared[param].dtype),
+        }
+    };
+    members.into_iter().map(member).collect()
+}
+
+/// Returns what a slot stores.
+fn build_slot<O>(
+    model: &Model,
+    slot: usize,
+    optimizer: &dyn Fn(Group) -> CandleResult<O>,
+) -> Result<Slot<O>> {
+    let Model { vars, inventory, .. } = model;
+    let trained = inventory.roles.trained();
+    let mut slot_vars = Vec::new();
+    for OwnedPart { param_idx, start, var, is_primary } in vars.owned_parts(slot)? {
+        let param = position(inventory, vars.plan().parameters()[param_idx].info().name());
+        let trained = trained.binary_search(&param).ok();
+        let is_loaded = inventory.roles.is_saved(param);
+        let is_saved = is_primary && is_loaded;
+        slot_vars.push(SlotVar { var, param, start, trained, is_primary, is_saved, is_loaded });
+    }
+    let mut optimizers = Vec::new();
+    for (group, params) in updated_together(model) {
+        let is_of = |var: &usize| params.contains(&slot_vars[*var].param);
+        let own: Vec<usize> = (0..slot_vars.len()).filter(is_of).collect();
+        let vars = own.iter().map(|&var| slot_vars[var].var.clone()).collect();
+        let name = inventory.roles.groups[group].clone();
+        let optimizer = optimizer(Group { name, vars }).map_err(cannot_build)?;
+        optimizers.push(SlotOptimizer { group, vars: own, optimizer, has_stepped: false });
+    }
+    Ok(Slot::new(slot_vars, optimizers, trained.len()))
+}
+
+/// The parameters, by their positions in the model, that one optimizer updates, each with its
+/// group: those of a group, or those of a group that are known at the same time in the backward
+/// pass.
+fn updated_together(model: &Model) -> Vec<(usize, Vec<usize>)> {
+    let Inventory { roles, .. } = &*model.inventory;
+    let mut together: BTreeMap<(usize, Vec<&String>), Vec<usize>> = BTreeMap::new();
+    for (param, role) in roles.of.iter().enumerate() {
+        let Role::Trained(group) = *role else { continue };
+        let units = if model.updates_in_backward {
+            model.units_of(model.inventory.name(param)).collect()
+        } else {
+            Vec::new()
+        };
+        together.entry((group, units)).or_default().push(param);
+    }
+    together.into_iter().map(|((group, _), params)| (group, params)).collect()
+}
+
+fn cannot_build(cause: candle_core::Error) -> Error {
+    Error::Model { cause }
+}
+
+#[cfg(test)]
+mod tests {
+    use fsdp_plan::{
+        ElemType,
+        strategy::{Full, ShardingStrategy},
+    };
+
+    use super::*;
+
+    #[test]
+    fn a_unit_with_over_half_of_the_parameters_is_found() {
+        let found = |sizes: [u64; 3]| {
+            let info = |(n, &size): (usize, &u64)| {
+                ParameterInfo::new(format!("{n}.w"), [size], ElemType::F32).unwrap()
+            };
+            let infos: Vec<_> = sizes.iter().enumerate().map(info).collect();
+            let plan = Full::default().plan(&infos, WorldSize::new(2).unwrap()).unwrap();
+            over_half(&plan).map(str::to_owned)
+        };
+        assert_eq!(found([2, 4, 2]), None);
+        assert_eq!(found([2, 5, 2]).as_deref(), Some("1"));
+    }
+}

@@ -1,0 +1,231 @@
+//! A model of which each slot has its part of every parameter: units are gathered where a loss
+//! enters them.
+
+mod accumulated;
+pub(crate) mod build;
+mod in_backward;
+
+use std::{
+    mem,
+    sync::{Arc, Mutex, OnceLock},
+};
+
+use candle_core::{Result as CandleResult, Tensor};
+use candle_nn::Optimizer;
+use pmap_mesh::{DeviceMesh, Replica};
+
+use self::accumulated::Accumulated;
+use crate::{
+    agreement,
+    error::{Result, training::TrainingError},
+    loss::Loss,
+    model::{
+        pass::{BatchOutcome, ShardLossFn, ShardUse},
+        slot::{SharedSlot, lock},
+    },
+    step::rules::{Goal, Report, Rules},
+    units::{
+        Units,
+        accumulation::UnreducedGrads,
+        backward::UpdatesInBackward,
+        model::Model,
+        prefetch::Order,
+        session::{PassContext, Session},
+        swap_storage::reads_freed_memory,
+    },
+};
+
+/// A model whose units are gathered from all slots, and what those of this process accumulate.
+#[derive(Debug)]
+pub(crate) struct Sharded {
+    pub(crate) model: Arc<Model>,
+    accumulated: Vec<Mutex<Accumulated>>,
+}
+
+impl Sharded {
+    /// Checks that parts which several slots store are the same.
+    pub(crate) fn check_in_sync(&self, mesh: &DeviceMesh) -> Result<()> {
+        build::check_replicas_equal(mesh, &self.model)
+    }
+
+    /// Drops accumulated gradients.
+    pub(crate) fn discard_accumulated(&self) {
+        self.accumulated.iter().for_each(|slot| *lock(slot) = Accumulated::default());
+    }
+}
+
+/// The sums that a slot has for its variables.
+type SlotSums = Vec<Option<Tensor>>;
+
+/// A batch on its way through the slots.
+pub(crate) struct ShardedPass<'a, O> {
+    layout: &'a Sharded,
+    slots: &'a [SharedSlot<O>],
+    common: Arc<PassContext>,
+    /// The units in the order in which the first slot of this process has gathered them.
+    order: OnceLock<Order>,
+    entered: OnceLock<Vec<String>>,
+    /// Of a batch that is differentiated: whether any slot has a gradient of each trained parameter,
+    /// and the sums of the slots of this process.
+    used: OnceLock<Vec<bool>>,
+    sums: Vec<Mutex<SlotSums>>,
+}
+
+impl<'a, O> ShardedPass<'a, O> {
+    pub(crate) fn new(
+        layout: &'a Sharded,
+        slots: &'a [SharedSlot<O>],
+        rules: Rules,
+    ) -> Result<Self, TrainingError> {
+        if rules.goal == Goal::Accumulate && layout.model.updates_in_backward {
+            return Err(TrainingError::NeedsAllGradients { option: "accumulate" });
+        }
+        Ok(Self {
+            layout,
+            slots,
+            common: PassContext::new(&layout.model, rules),
+            order: OnceLock::new(),
+            entered: OnceLock::new(),
+            used: OnceLock::new(),
+            sums: slots.iter().map(|_| Mutex::default()).collect(),
+        })
+    }
+
+    pub(crate) fn rules(&self) -> &Rules {
+        &self.common.rules
+    }
+
+    /// Notes what later batches need, or drops what was accumulated if the batch has failed.
+    pub(crate) fn end(&self, is_ok: bool) {
+        let model = &self.layout.model;
+        let goal = self.rules().goal;
+        if goal == Goal::Differentiate || (!is_ok && goal != Goal::Evaluate) {
+            self.layout.discard_accumulated();
+            self.slots.iter().for_each(|slot| lock(slot).totals = None);
+        } else if goal != Goal::Evaluate {
+            self.slots.iter().for_each(|slot| lock(slot).is_half_updated = false);
+        }
+        let order = self.order.get().filter(|_| is_ok).cloned();
+        model.note_order(goal != Goal::Evaluate, order);
+        if let (Goal::Update, true, Some(units)) = (goal, is_ok, self.entered.get()) {
+            model.note_repeatable(units.clone());
+        }
+    }
+
+    /// Returns the whole gradients of all trained parameters, of a batch that was differentiated.
+    #[expect(clippy::expect_used, reason = "every replica of a call that succeeded has left it")]
+    pub(crate) fn gradients(&self) -> Result<Vec<Option<Tensor>>> {
+        let Model { vars, inventory, .. } = &*self.layout.model;
+        let sums: Vec<SlotSums> =
+            self.sums.iter().map(|sums| mem::take(&mut *lock(sums))).collect();
+        let used = self.used.get().cloned().expect("a batch that was differentiated has left it");
+        let whole = |(param, used): (usize, bool)| {
+            if !used {
+                return Ok(None);
+            }
+            // Of what is used, every slot has the sums of its parts.
+            vars.gather_with(inventory.name(param), |slot, part| sums[slot][part].clone()).map(Some)
+        };
+        inventory.roles.trained().into_iter().zip(used).map(whole).collect()
+    }
+}
+
+impl<O: Optimizer + Send + 'static> ShardedPass<'_, O> {
+    /// Computes a replica's part of the batch. Returns nothing where all replicas reject it.
+    pub(crate) fn replica(
+        &self,
+        ctx: &Replica,
+        loss: &mut ShardLossFn<'_, Units>,
+    ) -> CandleResult<Option<BatchOutcome>> {
+        let slot = &self.slots[ctx.local_index()];
+        let updates = self.layout.model.updates_in_backward && self.rules().goal == Goal::Update;
+        let updates = updates.then(|| Arc::clone(slot) as Arc<dyn UpdatesInBackward>);
+        let session = Session::new(ctx, &self.common, updates)?;
+        let loss = run_loss(&session, loss)?;
+        if self.rules().goal == Goal::Evaluate {
+            session.finish_gathering()?;
+        }
+        if self.rules().goal == Goal::Update {
+            self.entered.get_or_init(|| session.entered());
+        }
+        let outcome = self.compute(ctx, &session, slot, loss);
+        // Groups of slots that go other ways expect the same as the first slot.
+        if ctx.local_index() == 0 {
+            self.order.get_or_init(|| session.order());
+        }
+        let outcome = self.rules().refusal.outcome(outcome)?;
+        session.abandon()?;
+        Ok(outcome)
+    }
+
+    fn compute(
+        &self,
+        ctx: &Replica,
+        session: &Session,
+        slot: &SharedSlot<O>,
+        loss: Loss<Vec<Tensor>>,
+    ) -> CandleResult<BatchOutcome> {
+        let rules = self.rules();
+        match rules.goal {
+            Goal::Evaluate => {
+                session.check_order()?;
+                let (loss, aux) = loss.evaluate(ctx, rules.allow_non_finite, &rules.refusal)?;
+                Ok((Report { loss, grad_norm: 0.0 }, aux))
+            }
+            Goal::Differentiate => self.differentiate(ctx, session, loss),
+            Goal::Accumulate | Goal::Update => {
+                let accumulated = &mut *lock(&self.layout.accumulated[ctx.local_index()]);
+                accumulated::train(slot, accumulated, ctx, session, rules, loss)
+            }
+        }
+    }
+
+    /// Leaves this slot's part of the gradients.
+    fn differentiate(
+        &self,
+        ctx: &Replica,
+        session: &Session,
+        loss: Loss<Vec<Tensor>>,
+    ) -> CandleResult<BatchOutcome> {
+        let rules = self.rules();
+        session.check_order()?;
+        let (mut shard, _) = loss.of_shard(ctx)?;
+        let loss = shard.agree(ctx, rules.allow_non_finite, &rules.refusal)?;
+        let loss = loss.with_weight(&rules.refusal)?;
+        let gradients = session.differentiate(shard, loss.weight(), UnreducedGrads::default())?;
+        let used = agreement::any(ctx, &gradients.used)?;
+        self.used.get_or_init(|| used);
+        *lock(&self.sums[ctx.local_index()]) = gradients.sums;
+        Ok((Report { loss, grad_norm: 0.0 }, Vec::new()))
+    }
+}
+
+/// Returns the loss of a replica's shard of a batch.
+///
+/// # Errors
+///
+/// What the loss fails with, and [`TrainingError::ParameterOutsideUnit`].
+fn run_loss(
+    session: &Arc<Session>,
+    loss: &mut ShardLossFn<'_, Units>,
+) -> CandleResult<Loss<Vec<Tensor>>> {
+    let mut run = |session: &Arc<Session>, shard_use| {
+        let loss = loss(&Units::sharded(Arc::clone(session)), shard_use)?;
+        session.check_outside(&loss)?;
+        Ok(loss)
+    };
+    if !session.may_free_unproven() {
+        return run(session, ShardUse::Last);
+    }
+    match run(session, ShardUse::Repeated) {
+        // A parameter of a unit that keeps its graph is freed and cannot be read outside. candle's
+        // error names none, so the loss runs once more and frees nothing: on all replicas alike, for
+        // all of them read the same.
+        Err(error) if reads_freed_memory(&error) => {
+            session.abandon()?;
+            let _unchanged = run(&session.search()?, ShardUse::Last)?;
+            Err(error)
+        }
+        outcome => outcome,
+    }
+}

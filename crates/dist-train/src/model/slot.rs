@@ -1,0 +1,249 @@
+//! What one slot stores of a model between steps, however the model is laid out.
+
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use candle_core::{Result as CandleResult, Tensor, Var};
+use candle_nn::Optimizer;
+use dist_checkpoint::{Checkpoint, StateDict, TensorKey};
+use pmap_mesh::Replica;
+
+use crate::{
+    agreement,
+    device::moved,
+    error::{Doing, Result},
+    optim::{StatefulOptimizer, add_state, clip, load_state},
+    step::{
+        batch::Totals,
+        inventory::Inventory,
+        rules::Rules,
+        update::{clipped, norm, update},
+    },
+};
+
+/// The slot of a worker, which the operations of its graph share if they update parameters.
+pub(crate) type SharedSlot<O> = Arc<Mutex<Slot<O>>>;
+
+/// What one slot stores between steps: variables, and optimizers of those that it updates.
+#[derive(Debug)]
+pub(crate) struct Slot<O> {
+    /// In the order of parameters.
+    pub(crate) vars: Vec<SlotVar>,
+    /// Of each group at least one, in the order of groups.
+    pub(crate) optimizers: Vec<SlotOptimizer<O>>,
+    /// What is known of the batches since the last update.
+    pub(crate) totals: Option<Totals>,
+    /// The squares of the gradients by which parameters were updated in the backward pass that is in
+    /// flight, for each trained parameter of the model.
+    pub(crate) squares: Vec<f64>,
+    /// Whether a step has begun to update parameters and not come to its end.
+    pub(crate) is_half_updated: bool,
+}
+
+/// A variable of a slot: a parameter, or a range of its items.
+#[derive(Debug)]
+pub(crate) struct SlotVar {
+    pub(crate) var: Var,
+    /// The parameter's position among those of the model.
+    pub(crate) param: usize,
+    /// The first item, in the parameter.
+    pub(crate) start: usize,
+    /// The parameter's position among those that are trained.
+    pub(crate) trained: Option<usize>,
+    /// Whether this slot reports the gradient of these items, where several have the same.
+    pub(crate) is_primary: bool,
+    /// Whether this slot writes them to checkpoints.
+    pub(crate) is_saved: bool,
+    /// Whether this slot reads them from checkpoints.
+    pub(crate) is_loaded: bool,
+}
+
+/// The optimizer of some of a group's variables: of all that the slot updates, or where it runs in
+/// the backward pass of those of one unit.
+#[derive(Debug)]
+pub(crate) struct SlotOptimizer<O> {
+    pub(crate) group: usize,
+    /// The positions of its variables in the slot, in the order in which it was given them.
+    pub(crate) vars: Vec<usize>,
+    pub(crate) optimizer: O,
+    /// Whether it has made the step that is in flight.
+    pub(crate) has_stepped: bool,
+}
+
+/// Locks what a slot stores. A step locks it in the slot's own worker alone, and everything else
+/// between steps, so that nobody waits.
+///
+/// A loss or an optimizer may panic while it holds the lock. That fails the step as an error does,
+/// and a failed step leaves a slot that is either as before or says that it is half updated. So a
+/// poisoned lock says nothing that the caller was not told.
+pub(crate) fn lock<T>(slot: &Mutex<T>) -> MutexGuard<'_, T> {
+    slot.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+impl SlotVar {
+    fn key<'a>(&self, inventory: &'a Inventory) -> TensorKey<'a> {
+        TensorKey::model(inventory.name(self.param), self.start)
+    }
+
+    /// Sets the variable to its items of a whole parameter, given as one dimension.
+    ///
+    /// # Errors
+    ///
+    /// If candle fails.
+    pub(crate) fn set_items(&self, items: &Tensor) -> CandleResult<()> {
+        let own = items.narrow(0, self.start, self.var.elem_count())?;
+        // Copied first: candle moves all that a view looks at.
+        let own = moved(&own.force_contiguous()?, self.var.device())?;
+        self.var.set(&own.reshape(self.var.shape())?)
+    }
+}
+
+impl<O> Slot<O> {
+    pub(crate) fn new(
+        vars: Vec<SlotVar>,
+        optimizers: Vec<SlotOptimizer<O>>,
+        n_trained: usize,
+    ) -> Self {
+        let squares = vec![0.0; n_trained];
+        Self { vars, optimizers, totals: None, squares, is_half_updated: false }
+    }
+
+    /// Begins a batch. Returns what is known of those since the last update.
+    pub(crate) fn begin(&mut self) -> Option<Totals> {
+        self.squares.fill(0.0);
+        self.optimizers.iter_mut().for_each(|of_vars| of_vars.has_stepped = false);
+        self.totals.take()
+    }
+
+    /// Returns the variables of some trained parameters, each with the position of its parameter
+    /// among those.
+    pub(crate) fn vars_of(&self, trained: &[usize]) -> Vec<(usize, usize)> {
+        let of_var = |(position, var): (usize, &SlotVar)| Some((position, var.trained?));
+        let all = self.vars.iter().enumerate().filter_map(of_var);
+        all.filter(|(_, of_var)| trained.contains(of_var)).collect()
+    }
+
+    /// Returns the squares of this slot's sums, added up for each trained parameter in the order of
+    /// items.
+    pub(crate) fn local_squares(&self, sums: &[(usize, Tensor)]) -> CandleResult<Vec<f64>> {
+        let mut squares = vec![0.0; self.squares.len()];
+        for (position, sum) in sums {
+            if let SlotVar { is_primary: true, trained: Some(trained), .. } = self.vars[*position] {
+                squares[trained] += clip::squares(sum)?;
+            }
+        }
+        Ok(squares)
+    }
+
+    /// Returns the optimizer that updates a variable, if one does, and the variable's position in it.
+    fn optimizer_of(&self, var: usize) -> Option<(&O, usize)> {
+        self.optimizers.iter().find_map(|of_vars| {
+            let position = of_vars.vars.iter().position(|&other| other == var)?;
+            Some((&of_vars.optimizer, position))
+        })
+    }
+}
+
+impl<O: Optimizer> Slot<O> {
+    /// Returns the learning rate of a group.
+    #[expect(clippy::expect_used, reason = "a group has an optimizer on every slot")]
+    pub(crate) fn learning_rate(&self, group: usize) -> f64 {
+        let of_group = self.optimizers.iter().find(|of_vars| of_vars.group == group);
+        of_group.expect("every group has an optimizer").optimizer.learning_rate()
+    }
+
+    /// Sets the learning rate of a group.
+    pub(crate) fn set_learning_rate(&mut self, group: usize, learning_rate: f64) {
+        let of_group = self.optimizers.iter_mut().filter(|of_vars| of_vars.group == group);
+        of_group.for_each(|of_vars| of_vars.optimizer.set_learning_rate(learning_rate));
+    }
+
+    /// Updates all variables by `factor` times these sums. Returns the norm of all gradients before
+    /// they are clipped.
+    ///
+    /// The squares of each parameter are added up over its parts in the order of slots, and then in
+    /// the order of names: the same to the bit on all slots. Of a parameter that one slot reports
+    /// whole they have the same bits for any number of slots.
+    ///
+    /// # Errors
+    ///
+    /// If the norm is not finite, on all slots and before a variable changes; those of optimizers.
+    pub(crate) fn update_all(
+        &mut self,
+        ctx: &Replica,
+        rules: &Rules,
+        sums: Vec<(usize, Tensor)>,
+        factor: f64,
+    ) -> CandleResult<f64> {
+        let squares = agreement::sums(ctx, &self.local_squares(&sums)?)?;
+        let norm = norm(rules, &squares, factor)?;
+        self.is_half_updated = true;
+        self.update(sums, clipped(rules, norm, factor))?;
+        self.step_remaining()?;
+        Ok(norm)
+    }
+
+    /// Lets the optimizers of these variables make a step, by `factor` times their sums.
+    pub(crate) fn update(&mut self, sums: Vec<(usize, Tensor)>, factor: f64) -> CandleResult<()> {
+        let Self { vars, optimizers, .. } = self;
+        let has_any = |of_vars: &SlotOptimizer<O>| {
+            of_vars.vars.iter().any(|var| sums.iter().any(|(summed, _)| summed == var))
+        };
+        let mut stepped = Vec::new();
+        for of_vars in optimizers.iter_mut().filter(|of_vars| has_any(of_vars)) {
+            of_vars.has_stepped = true;
+            stepped.push(&mut of_vars.optimizer);
+        }
+        let sums = sums.into_iter().map(|(position, sum)| (&vars[position].var, sum));
+        update(stepped, sums, factor)
+    }
+
+    /// Lets the optimizers make a step that had no variable with a gradient, so that all count as
+    /// many.
+    pub(crate) fn step_remaining(&mut self) -> CandleResult<()> {
+        let waiting = self.optimizers.iter_mut().filter(|of_vars| !of_vars.has_stepped);
+        update(waiting.map(|of_vars| &mut of_vars.optimizer), [], 1.0)
+    }
+}
+
+impl<O: StatefulOptimizer> Slot<O> {
+    /// Adds what this slot writes to a checkpoint.
+    ///
+    /// # Errors
+    ///
+    /// Those of [`StateDict::add`] and [`add_state`].
+    pub(super) fn save(
+        &self,
+        inventory: &Inventory,
+        local_slot: usize,
+        state: &mut StateDict,
+    ) -> Result<()> {
+        for (position, var) in self.vars.iter().enumerate().filter(|(_, var)| var.is_saved) {
+            let key = var.key(inventory);
+            state.add(local_slot, key, var.var.as_detached_tensor())?;
+            if let Some((optimizer, position)) = self.optimizer_of(position) {
+                add_state(state, local_slot, key, optimizer, position)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Takes this slot's values from a checkpoint.
+    ///
+    /// # Errors
+    ///
+    /// Those of [`Checkpoint::like`] and [`load_state`], and if candle fails.
+    pub(super) fn load(&mut self, inventory: &Inventory, checkpoint: &Checkpoint) -> Result<()> {
+        let Self { vars, optimizers, .. } = self;
+        for var in vars.iter().filter(|var| var.is_loaded) {
+            let value = checkpoint.like(var.key(inventory), &var.var)?;
+            let value = moved(&value, var.var.device());
+            value.and_then(|value| var.var.set(&value)).doing("loading a parameter")?;
+        }
+        for of_vars in optimizers {
+            for (position, &var) in of_vars.vars.iter().enumerate() {
+                load_state(checkpoint, vars[var].key(inventory), &mut of_vars.optimizer, position)?;
+            }
+        }
+        Ok(())
+    }
+}
