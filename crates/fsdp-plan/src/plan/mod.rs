@@ -183,9 +183,9 @@ impl ShardingPlan {
     /// # Ok::<(), fsdp_plan::Error>(())
     /// ```
     pub fn resized(&self, group: WorldSize) -> Result<Self> {
-        // An explicit table of owners moves the fewest bytes: if 64 ranks become 48, each rank keeps 75 %
-        // of its bytes, and only 3 % without the table. Virtual parts, as in consistent hashing, would
-        // cost memory in every plan, also in plans that are never resized.
+        // A table of owners moves the fewest bytes: from 64 to 48 ranks, 75 % of the bytes stay in place;
+        // without the table, 3 %. Virtual parts, as in consistent hashing, would cost memory in every
+        // plan, also in plans that are never resized.
         for parameter in &self.parameters {
             if !parameter.cut().is_resizable() {
                 let name = parameter.info().name().to_owned();
