@@ -31,7 +31,7 @@ fn check<'a>(text: &str, names: impl Iterator<Item = &'a str>) {
         }
         Err(error) => {
             let message = error.to_string();
-            assert!(matches!(error, Error::BadPattern { .. }), "{message}");
+            assert!(matches!(error, Error::InvalidPattern { .. }), "{message}");
             assert!(message.len() < 4096 && !message.contains(char::is_control), "{message:?}");
             assert_eq!(from_json.map_err(|error| error.to_string()), Err(message));
         }

@@ -47,7 +47,7 @@ fn values_can_be_sent_to_and_shared_between_threads() {
         plan::report::PlanDiff<'_>,
         plan::report::PlanReport<'_>,
         plan::reshard::Reshard<'_>,
-        plan::search::Outcome,
+        plan::search::SearchOutcome,
         plan::search::Search,
         plan::strategy::Hybrid,
         plan::Error,

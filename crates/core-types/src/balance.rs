@@ -1,22 +1,21 @@
-//! Which owner takes which weight, so that no owner gets much more than another.
+//! Balanced assignment of weights to owners.
 
 use std::{cmp::Reverse, collections::BinaryHeap};
 
 use crate::rank::WorldSize;
 
-/// Returns the owner of each of `weights`: the heaviest first, each to the owner with the least so
-/// far.
+/// Returns the owner of each of `weights`: heaviest first, each to the owner with the smallest sum
+/// so far.
 ///
-/// Among owners with equal sums the one with the fewest items comes first, then the one with the
-/// lowest number; among equal weights, the one that stands first in the slice. So items of weight 0
-/// are spread as well.
+/// Ties between owners go to the fewest items, then to the lowest number; ties between weights keep
+/// the order of the slice. So items of weight 0 are spread as well.
 ///
 /// This is Graham's longest-processing-time rule ("Bounds on Multiprocessing Timing Anomalies",
-/// 1969). The largest sum is never more than 4/3 − 1/(3 m) of the smallest possible for m owners.
+/// 1969). The largest sum is at most 4/3 − 1/(3 m) of the optimum for m owners.
 ///
 /// # Determinism
 ///
-/// It compares sums of integers only, and ties have an order: the owners are the same everywhere.
+/// It compares only integer sums, and ties have an order: the owners are the same everywhere.
 ///
 /// # Complexity
 ///
@@ -34,26 +33,26 @@ use crate::rank::WorldSize;
 pub fn longest_first(weights: &[u64], owners: WorldSize) -> Vec<usize> {
     let mut loads: BinaryHeap<_> =
         (0..owners.as_usize()).map(|owner| Reverse((0_u128, 0_usize, owner))).collect();
-    let mut owner_of = vec![0; weights.len()];
+    let mut assigned = vec![0; weights.len()];
     for item in heaviest_first(weights) {
-        #[expect(clippy::expect_used, reason = "nothing is taken out of the heap")]
+        #[expect(clippy::expect_used, reason = "entries are replaced, never removed")]
         let mut least = loads.peek_mut().expect("a world has at least one rank");
         let Reverse((sum, n_items, owner)) = *least;
         *least = Reverse((sum + u128::from(weights[item]), n_items + 1, owner));
-        owner_of[item] = owner;
+        assigned[item] = owner;
     }
-    owner_of
+    assigned
 }
 
-/// Returns the owner of each of `weights`, where every owner takes equally many: the heaviest first,
-/// in turn from the first owner to the last and back again.
+/// Returns the owner of each of `weights` with equally many items per owner: heaviest first, in snake order from the
+/// first owner to the last and back.
 ///
-/// The items of a last, shorter round go to the first owners. Among equal weights the one that
-/// stands first in the slice comes first.
+/// Items of a shorter last round go to the first owners. Ties between weights keep the order of the
+/// slice.
 ///
 /// # Determinism
 ///
-/// It compares integers only, and ties have an order: the owners are the same everywhere.
+/// It compares only integers, and ties have an order: the owners are the same everywhere.
 ///
 /// # Complexity
 ///
@@ -70,16 +69,17 @@ pub fn longest_first(weights: &[u64], owners: WorldSize) -> Vec<usize> {
 #[must_use]
 pub fn snake_order(weights: &[u64], owners: WorldSize) -> Vec<usize> {
     let n_owners = owners.as_usize();
-    let mut owner_of = vec![0; weights.len()];
-    for (nth, item) in heaviest_first(weights).into_iter().enumerate() {
-        let (round, turn) = (nth / n_owners, nth % n_owners);
-        let is_way_back = round % 2 == 1 && (round + 1) * n_owners <= weights.len();
-        owner_of[item] = if is_way_back { n_owners - 1 - turn } else { turn };
+    let mut assigned = vec![0; weights.len()];
+    for (position, item) in heaviest_first(weights).into_iter().enumerate() {
+        let round = position / n_owners;
+        let offset = position % n_owners;
+        let is_backward = round % 2 == 1 && (round + 1) * n_owners <= weights.len();
+        assigned[item] = if is_backward { n_owners - 1 - offset } else { offset };
     }
-    owner_of
+    assigned
 }
 
-/// Returns the positions of `weights`, the heaviest first; equal ones in the order in which they stand.
+/// Returns the positions of `weights`, heaviest first; ties keep their order.
 fn heaviest_first(weights: &[u64]) -> Vec<usize> {
     let mut order: Vec<usize> = (0..weights.len()).collect();
     order.sort_by_key(|&item| Reverse(weights[item]));
@@ -96,54 +96,54 @@ mod tests {
         WorldSize::new(size).unwrap()
     }
 
-    fn sums(weights: &[u64], owner_of: &[usize], owners: WorldSize) -> Vec<u128> {
+    fn sums(weights: &[u64], assigned: &[usize], owners: WorldSize) -> Vec<u128> {
         let mut sums = vec![0; owners.as_usize()];
-        for (&weight, &owner) in weights.iter().zip(owner_of) {
+        for (&weight, &owner) in weights.iter().zip(assigned) {
             sums[owner] += u128::from(weight);
         }
         sums
     }
 
     #[test]
-    fn items_without_weight_spread_as_well() {
+    fn weightless_items_are_spread() {
         assert_eq!(longest_first(&[0; 4], world(3)), [0, 1, 2, 0]);
     }
 
     #[test]
-    fn a_last_short_round_goes_to_the_first_owners() {
+    fn short_rounds_go_to_first_owners() {
         assert_eq!(snake_order(&[6, 5, 4, 3], world(3)), [0, 1, 2, 0]);
         assert_eq!(snake_order(&[6, 5, 4, 3, 2, 1], world(3)), [0, 1, 2, 2, 1, 0]);
     }
 
     #[test]
-    fn the_largest_weights_do_not_overflow() {
+    fn huge_weights_do_not_overflow() {
         let weights = [u64::MAX; 5];
-        let owner_of = longest_first(&weights, world(2));
+        let assigned = longest_first(&weights, world(2));
         let most = u128::from(u64::MAX);
-        assert_eq!(sums(&weights, &owner_of, world(2)), [3 * most, 2 * most]);
+        assert_eq!(sums(&weights, &assigned, world(2)), [3 * most, 2 * most]);
     }
 
     proptest! {
         #[test]
-        fn no_sum_exceeds_an_even_share_by_more_than_the_heaviest(
+        fn sums_stay_near_an_even_share(
             weights in prop::collection::vec(0_u64..1000, 0..60),
             n_owners in 1_u64..9,
         ) {
-            let owner_of = longest_first(&weights, world(n_owners));
+            let assigned = longest_first(&weights, world(n_owners));
             let total: u128 = weights.iter().copied().map(u128::from).sum();
             let heaviest = u128::from(weights.iter().copied().max().unwrap_or(0));
-            let largest = sums(&weights, &owner_of, world(n_owners)).into_iter().max().unwrap();
+            let largest = sums(&weights, &assigned, world(n_owners)).into_iter().max().unwrap();
             prop_assert!(largest <= total / u128::from(n_owners) + heaviest);
         }
 
         #[test]
-        fn every_owner_takes_equally_many(
+        fn owners_take_equally_many(
             weights in prop::collection::vec(0_u64..1000, 0..60),
             n_owners in 1_u64..9,
         ) {
-            let owner_of = snake_order(&weights, world(n_owners));
+            let assigned = snake_order(&weights, world(n_owners));
             let mut counts = vec![0; world(n_owners).as_usize()];
-            for owner in owner_of {
+            for owner in assigned {
                 counts[owner] += 1;
             }
             let least = weights.len() / counts.len();

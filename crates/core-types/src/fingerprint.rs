@@ -1,4 +1,4 @@
-//! One number that tells different inputs apart.
+//! Hashes that distinguish inputs.
 
 use std::{
     fmt,
@@ -9,23 +9,22 @@ use std::{
 
 use crate::index::Seed;
 
-/// Bytes of a file that are read at a time: whole words, so that only a file's last word is short.
+/// Bytes of a file read at a time: whole words, so that only the last word of a file is short.
 const PART_BYTES: usize = 1 << 20;
 
 /// A hash of a sequence of words and byte strings, the same on every machine and in every version
 /// of Rust.
 ///
-/// It answers the question "is this the same data, order or call as the other one?": a saved
-/// position is compared with the weights it belongs to, and processes compare the collectives they
-/// call. The order in which words are added counts. It is not cryptographic: collisions can
-/// be constructed.
+/// It tells whether two data sets, orders or calls are equal: a saved state is compared with its
+/// weights, and processes compare their collectives. The order of words matters. It is not
+/// cryptographic: collisions can be constructed.
 ///
-/// Each word is hashed under its position, and the hashes are added up. So no word waits for the
-/// hash of the word before it, and the processor works on several at once.
+/// Each word is hashed with its position, and the hashes are added. So hashes do not depend on each
+/// other, and the processor computes several at once.
 ///
 /// # Determinism
 ///
-/// The values are pinned by tests: a state that was saved by one version is read by the next.
+/// Tests pin the values: a state of one version is read by the next.
 ///
 /// # Examples
 ///
@@ -43,17 +42,17 @@ pub struct Fingerprint {
 }
 
 impl Fingerprint {
-    /// Returns the fingerprint of nothing.
+    /// Creates an empty fingerprint.
     pub const fn new() -> Self {
         Self { sum: 0, n_words: 0 }
     }
 
-    /// Returns the fingerprint of the bytes of a file, as [`write_bytes`](Self::write_bytes) of all of
-    /// them gives it, without holding them in memory.
+    /// Returns the fingerprint of a file, equal to [`write_bytes`](Self::write_bytes) of its content, without loading
+    /// the whole file.
     ///
     /// # Errors
     ///
-    /// If the file cannot be read.
+    /// An [`io::Error`] if the file cannot be read.
     pub fn read(path: &Path) -> io::Result<Self> {
         let mut file = File::open(path)?;
         let mut fingerprint = Self::new();
@@ -73,7 +72,7 @@ impl Fingerprint {
         self
     }
 
-    /// Adds a byte string and where it ends: `"ab"` and `"c"` are not `"a"` and `"bc"`.
+    /// Adds a byte string with its length: `"ab"`, `"c"` differs from `"a"`, `"bc"`.
     pub fn write_bytes(&mut self, bytes: &[u8]) -> &mut Self {
         self.write_u64(bytes.len() as u64);
         self.write_words(bytes);
@@ -88,7 +87,7 @@ impl Fingerprint {
         }
     }
 
-    /// Returns the number.
+    /// Returns the hash.
     #[must_use]
     pub const fn finish(&self) -> u64 {
         self.sum
@@ -124,7 +123,7 @@ mod tests {
 
     use super::*;
 
-    fn of_bytes(strings: &[&[u8]]) -> u64 {
+    fn hash_strings(strings: &[&[u8]]) -> u64 {
         let mut fingerprint = Fingerprint::new();
         for string in strings {
             fingerprint.write_bytes(string);
@@ -137,11 +136,11 @@ mod tests {
         let words = (0..3).collect::<Fingerprint>();
         assert_eq!(Fingerprint::new().finish(), 0);
         assert_eq!(words.finish(), 13_465_756_208_001_373_876);
-        assert_eq!(of_bytes(&[b"model.layers.0.mlp"]), 11_572_214_712_638_276_848);
+        assert_eq!(hash_strings(&[b"model.layers.0.mlp"]), 11_572_214_712_638_276_848);
     }
 
     #[test]
-    fn borders_of_strings_and_trailing_zeros_count() {
+    fn string_boundaries_count() {
         let strings: [&[&[u8]]; 9] = [
             &[],
             &[b""],
@@ -153,24 +152,28 @@ mod tests {
             &[b"abcdefgh"],
             &[b"abcdefgh\0"],
         ];
-        let all: BTreeSet<u64> = strings.iter().map(|strings| of_bytes(strings)).collect();
+        let all: BTreeSet<u64> = strings.iter().map(|strings| hash_strings(strings)).collect();
         assert_eq!(all.len(), strings.len());
     }
 
     #[test]
-    fn file_has_the_fingerprint_of_its_bytes() {
+    fn file_matches_its_bytes() {
         let path = std::env::temp_dir().join(format!("fingerprint-{}", std::process::id()));
         for len in [0, 1, PART_BYTES, 2 * PART_BYTES + 3] {
             let bytes: Vec<u8> = (0..=250).cycle().take(len).collect();
             std::fs::write(&path, &bytes).unwrap();
-            assert_eq!(Fingerprint::read(&path).unwrap().finish(), of_bytes(&[&bytes]), "{len}");
+            assert_eq!(
+                Fingerprint::read(&path).unwrap().finish(),
+                hash_strings(&[&bytes]),
+                "{len}"
+            );
         }
         std::fs::remove_file(&path).unwrap();
         assert_eq!(Fingerprint::read(&path).unwrap_err().kind(), io::ErrorKind::NotFound);
     }
 
     #[test]
-    fn words_may_come_in_parts() {
+    fn words_can_be_added_in_parts() {
         let mut parts = Fingerprint::new();
         parts.extend([7, 8]);
         parts.write_u64(9);

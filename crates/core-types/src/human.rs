@@ -1,11 +1,11 @@
-//! Numbers and names as people read them.
+//! Readable forms of numbers and untrusted text.
 
 use std::fmt::{self, Write};
 
-/// Bytes in the largest binary unit that leaves something before the point: `474.70 MiB`.
+/// A number of bytes in the largest unit that keeps a nonzero integer part: `474.70 MiB`.
 ///
-/// Digits after the second are cut off, not rounded: what is shown as 24.00 GiB is never less. The
-/// number has 128 bits, since a sum over all ranks of sizes that come from a file may need them.
+/// Digits after the second are truncated, not rounded, so a displayed 24.00 GiB is never less. The
+/// number has 128 bits because a sum over all ranks of sizes from a file may need them.
 ///
 /// # Examples
 ///
@@ -24,7 +24,7 @@ impl fmt::Display for HumanBytes {
     }
 }
 
-/// A binary unit of bytes, for numbers that must be shown in the same one.
+/// A binary unit of bytes, to display several numbers in the same unit.
 ///
 /// # Examples
 ///
@@ -44,7 +44,7 @@ impl BinaryUnit {
     const NAMES: [&str; 7] = ["B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB"];
     const EIB: u32 = 6;
 
-    /// Returns the largest unit that leaves something of `bytes` before the point.
+    /// Returns the largest unit that keeps a nonzero integer part of `bytes`.
     pub fn for_bytes(bytes: u128) -> Self {
         Self { level: (bytes.max(1).ilog2() / 10).min(Self::EIB) }
     }
@@ -54,19 +54,19 @@ impl BinaryUnit {
         Self::NAMES[self.level as usize]
     }
 
-    /// Returns the number of bytes in one of this unit.
+    /// Returns the bytes of one unit.
     pub fn bytes(self) -> u64 {
         1 << (10 * self.level)
     }
 
-    /// Writes `bytes` in this unit, with two digits after the point.
+    /// Formats `bytes` in this unit with two decimals.
     pub fn count(self, bytes: u128) -> String {
         let hundredths = bytes.saturating_mul(100) >> (10 * self.level);
         format!("{}.{:02}", hundredths / 100, hundredths % 100)
     }
 }
 
-/// Digits in groups of three: `16,060,522,496`.
+/// A number with digits in groups of three: `16,060,522,496`.
 ///
 /// # Examples
 ///
@@ -81,7 +81,7 @@ impl BinaryUnit {
 pub struct HumanCount(pub u128);
 
 impl HumanCount {
-    /// Writes the number with its noun, which gets an s unless the number is 1.
+    /// Formats the number with its noun, in the plural unless the number is 1.
     #[must_use]
     pub fn with_noun(self, noun: &str) -> String {
         let plural = if self.0 == 1 { "" } else { "s" };
@@ -103,10 +103,9 @@ impl fmt::Display for HumanCount {
 
 /// Untrusted text, such as a name from a file or a path, displayed with control characters escaped.
 ///
-/// Control characters are written as escapes: they could move the cursor, hide a part of a message
-/// or add a line to it. So are the characters that reverse the direction of text, or break a line
-/// (Boucher and Anderson, "Trojan Source", 2021). Everything else is written as it is, so this is for
-/// eyes, not for parsers: two texts may look the same.
+/// Control characters could move the cursor, hide part of a message or add a line. The characters that reverse the
+/// direction of text or break a line are escaped, too (Boucher and Anderson, "Trojan Source", 2021). Everything else is
+/// unchanged, so the output is for people, not for parsers: different texts may look equal.
 ///
 /// # Examples
 ///
@@ -128,18 +127,18 @@ impl<T: fmt::Display> fmt::Display for Printable<T> {
     }
 }
 
-/// A writer that escapes the characters named by [`Printable`].
+/// A writer that escapes the characters described at [`Printable`].
 struct EscapeWriter<'a, 'b>(&'a mut fmt::Formatter<'b>);
 
 impl Write for EscapeWriter<'_, '_> {
     fn write_str(&mut self, text: &str) -> fmt::Result {
         let mut rest = text;
-        while let Some((at, found)) =
+        while let Some((offset, found)) =
             rest.char_indices().find(|&(_, found)| is_terminal_unsafe(found))
         {
-            self.0.write_str(&rest[..at])?;
+            self.0.write_str(&rest[..offset])?;
             write!(self.0, "{}", found.escape_default())?;
-            rest = &rest[at + found.len_utf8()..];
+            rest = &rest[offset + found.len_utf8()..];
         }
         self.0.write_str(rest)
     }
@@ -159,7 +158,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn bytes_take_the_unit_that_fits() {
+    fn bytes_use_a_suitable_unit() {
         for (bytes, text) in [
             (0, "0.00 B"),
             (1023, "1023.00 B"),
@@ -181,7 +180,7 @@ mod tests {
     }
 
     #[test]
-    fn no_character_of_a_printed_name_acts_on_the_terminal() {
+    fn terminal_characters_are_escaped() {
         for harmful in (0..=0x1f).chain(0x7f..=0x9f).chain(0x202a..=0x202e).chain(0x2066..=0x2069) {
             let name = format!("a{}b", char::from_u32(harmful).unwrap());
             let printed = Printable(&name).to_string();

@@ -1,18 +1,18 @@
-//! Which randomness belongs to what: seeds and epochs.
+//! Seeds and epochs, which determine all randomness.
 
 use std::fmt;
 
 /// The root of a reproducible stream of randomness.
 ///
-/// Two runs with the same seed see the same samples in the same order. Every use of randomness
-/// takes a seed of its own by [`Seed::derive`], so that no two of them share a stream.
+/// Two runs with the same seed read the same samples in the same order. Every use of randomness
+/// derives a separate seed with [`Seed::derive`], so that no two uses share a stream.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
 #[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
 #[cfg_attr(feature = "serde", serde(transparent))]
 pub struct Seed(u64);
 
 impl Seed {
-    /// Wraps a seed chosen by a person.
+    /// Creates a seed.
     pub const fn new(value: u64) -> Self {
         Self(value)
     }
@@ -22,16 +22,15 @@ impl Seed {
         self.0
     }
 
-    /// Returns the seed of sub-stream `label`: an epoch, a step, a coordinate, or the name of a
-    /// purpose.
+    /// Returns the seed of sub-stream `label`, such as an epoch, a step, a coordinate or a purpose.
     ///
-    /// Hashing instead of adding keeps (seed 0, epoch 1) apart from (seed 1, epoch 0), which
-    /// PyTorch's `seed + epoch` makes equal.
+    /// Hashing separates (seed 0, epoch 1) from (seed 1, epoch 0), which PyTorch's `seed + epoch`
+    /// makes equal.
     ///
     /// # Determinism
     ///
-    /// The values are pinned by tests and the same on every machine. For a fixed seed, different
-    /// labels always give different seeds.
+    /// Tests pin the values, which are equal on every machine. For a fixed seed, different labels
+    /// always give different seeds.
     ///
     /// # Examples
     ///
@@ -54,9 +53,8 @@ impl fmt::Display for Seed {
 /// The increment of SplitMix64: keeps `mix` away from its fixed point at 0.
 const GOLDEN_GAMMA: u64 = 0x9e37_79b9_7f4a_7c15;
 
-/// The finalizer of SplitMix64 (Steele, Lea and Flood, "Fast Splittable Pseudorandom Number
-/// Generators", 2014): a bijection of 64-bit words in which every input bit reaches every output
-/// bit.
+/// Applies the finalizer of SplitMix64 (Steele, Lea and Flood, "Fast Splittable Pseudorandom Number
+/// Generators", 2014), a bijection in which every input bit affects every output bit.
 const fn mix(mut z: u64) -> u64 {
     z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
     z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
@@ -73,7 +71,7 @@ impl Epoch {
     /// The first epoch.
     pub const ZERO: Self = Self(0);
 
-    /// Wraps the number of an epoch.
+    /// Creates an epoch.
     pub const fn new(value: u64) -> Self {
         Self(value)
     }
@@ -112,7 +110,7 @@ mod tests {
     }
 
     #[test]
-    fn seeds_and_labels_do_not_mix_up() {
+    fn derived_seeds_are_distinct() {
         let all: BTreeSet<_> =
             (0..200).flat_map(|s| (0..200).map(move |n| Seed::new(s).derive(n))).collect();
         assert_eq!(all.len(), 200 * 200);

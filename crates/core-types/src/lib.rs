@@ -6,8 +6,8 @@
 //! [`Rank`]: crate::Rank
 //! [`Seed`]: crate::Seed
 //! [`WorldSize`]: crate::WorldSize
-// The README's links go to the registry. The first of two definitions counts: on this page, where
-// those above come first, they go to the crate itself.
+// The README links to docs.rs. Of two definitions of a link the first wins, so on this page the definitions above
+// replace the README's and point into this crate.
 #![doc = include_str!("../README.md")]
 #![forbid(unsafe_code)]
 

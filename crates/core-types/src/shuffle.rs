@@ -1,10 +1,10 @@
-//! Fisher and Yates' shuffle (Knuth, TAOCP vol. 2, algorithm P); random numbers are the caller's.
+//! The Fisher–Yates shuffle (Knuth, TAOCP vol. 2, algorithm P) with random numbers from the caller.
 
-/// Shuffles `items`: each in turn, from the first on, changes places with one of those from it on.
+/// Shuffles `items`: each in turn is swapped with itself or a later one.
 ///
-/// `below(n)` draws the distance to that one, a number below `n`; it is asked once for each item,
-/// with `n` falling from the number of items to 1. If the draws are uniform and independent, all
-/// orders are equally likely.
+/// `draw(n)` returns the distance to the other item, a number less than `n`. It is called once per
+/// item, with `n` falling from the number of items to 1. If the draws are uniform and independent,
+/// all orders are equally likely.
 ///
 /// # Determinism
 ///
@@ -12,23 +12,23 @@
 ///
 /// # Panics
 ///
-/// If `below(n)` is not below `n`.
+/// Panics if `draw(n)` returns `n` or more.
 ///
 /// # Examples
 ///
 /// ```
 /// let mut items = ['a', 'b', 'c', 'd'];
-/// core_types::shuffle(&mut items, |n| n - 1); // always the last one
+/// core_types::shuffle(&mut items, |n| n - 1); // always the last item
 /// assert_eq!(items, ['d', 'a', 'b', 'c']);
 /// ```
-pub fn shuffle<T>(items: &mut [T], mut below: impl FnMut(u64) -> u64) {
+pub fn shuffle<T>(items: &mut [T], mut draw: impl FnMut(u64) -> u64) {
     let len = items.len();
-    for place in 0..len {
-        let n = (len - place) as u64;
-        let distance = below(n);
+    for index in 0..len {
+        let n = (len - index) as u64;
+        let distance = draw(n);
         assert!(distance < n, "{distance} was drawn below {n}");
-        #[expect(clippy::cast_possible_truncation, reason = "below a number of items")]
-        items.swap(place, place + distance as usize);
+        #[expect(clippy::cast_possible_truncation, reason = "less than the number of items")]
+        items.swap(index, index + distance as usize);
     }
 }
 
@@ -38,7 +38,7 @@ mod tests {
     use crate::index::Seed;
 
     #[test]
-    fn each_item_is_drawn_for_once_and_swaps_follow_one_another() {
+    fn shuffle_draws_once_per_item() {
         for len in [0, 1, 2, 100] {
             let draw = |n: u64| Seed::new(n).derive(1).as_u64() % n;
             let mut expected: Vec<usize> = (0..len).collect();
@@ -57,7 +57,7 @@ mod tests {
     }
 
     #[test]
-    fn a_number_that_is_not_below_its_bound_is_refused() {
+    fn excessive_draws_panic() {
         let drawn = std::panic::catch_unwind(|| shuffle(&mut [1, 2, 3], |n| n.min(2)));
         let message = drawn.unwrap_err().downcast::<String>().unwrap();
         assert_eq!(*message, "2 was drawn below 2");

@@ -1,10 +1,9 @@
-//! The ways to cut `len` things over the ranks of a world.
+//! Splits of `len` items over the ranks of a world.
 //!
-//! Everything that is cut over ranks is cut by these functions, so the sampler and the planner can
-//! never disagree. In each of them every item has exactly one owner, and each rank computes its own
-//! part without knowing the others.
+//! All crates split with these functions, so the sampler and the planner never disagree. Every item
+//! has exactly one owner, and each rank computes its part independently.
 //!
-//! | function | parts | who cuts like this |
+//! | function | parts | used by |
 //! |---|---|---|
 //! | [`chunk`] | ⌈len / world⌉ each; the last ones may be short or empty | `torch.chunk`, FSDP2 |
 //! | [`balanced`] | sizes differ by at most one, first ranks get more | NumPy's `array_split` |
@@ -16,10 +15,9 @@ use std::ops::Range;
 
 use crate::rank::{Placement, Rank, WorldSize};
 
-/// Returns the range of ⌈`len` / world⌉ items that `place` owns; trailing ranks may get fewer or
-/// none.
+/// Returns the ⌈`len` / world⌉ items of `place`; the last ranks may have fewer or none.
 ///
-/// This is the rule of `torch.chunk`, by which FSDP2 cuts the rows of a parameter.
+/// `torch.chunk` splits like this, and so FSDP2 splits the rows of a parameter.
 ///
 /// # Examples
 ///
@@ -32,13 +30,12 @@ use crate::rank::{Placement, Rank, WorldSize};
 /// ```
 pub fn chunk(len: u64, place: Placement) -> Range<u64> {
     let size = len.div_ceil(place.world_size().as_u64());
-    // A product that does not fit lies beyond `len`, where the saturated one is cut off as well.
-    let bound = |rank: u64| rank.saturating_mul(size).min(len);
+    // An overflowing product is beyond `len`, and so is the saturated one.
     let rank = place.rank().as_u64();
-    bound(rank)..bound(rank + 1)
+    rank.saturating_mul(size).min(len)..(rank + 1).saturating_mul(size).min(len)
 }
 
-/// Returns the range of items that `place` owns when all parts differ by at most one.
+/// Returns the items of `place` if all parts differ by at most one.
 ///
 /// The first `len % world` ranks own one item more than the others.
 ///
@@ -52,14 +49,14 @@ pub fn chunk(len: u64, place: Placement) -> Range<u64> {
 /// ```
 pub fn balanced(len: u64, place: Placement) -> Range<u64> {
     let world = place.world_size().as_u64();
-    let (size, extra) = (len / world, len % world);
-    let bound = |rank: u64| rank * size + rank.min(extra);
+    let size = len / world;
+    let extra = len % world;
     let rank = place.rank().as_u64();
-    bound(rank)..bound(rank + 1)
+    let start = rank * size + rank.min(extra);
+    start..start + size + u64::from(rank < extra)
 }
 
-/// Returns the range of ⌊`len` / world⌋ items that `place` owns; the last rank also owns the
-/// remainder.
+/// Returns the ⌊`len` / world⌋ items of `place`; the last rank also owns the remainder.
 ///
 /// # Examples
 ///
@@ -75,8 +72,7 @@ pub fn last_takes_rest(len: u64, place: Placement) -> Range<u64> {
     start..if place.is_last() { len } else { start + size }
 }
 
-/// Returns the items that `place` owns when they are dealt out round-robin: `rank`,
-/// `rank + world`, ….
+/// Returns the items of `place` in a round-robin split: `rank`, `rank + world`, ….
 ///
 /// # Examples
 ///
@@ -95,7 +91,7 @@ pub fn strided(len: u64, place: Placement) -> Strided {
     }
 }
 
-/// Returns the rank that [`balanced`] gives `item` to, or `None` if `item` is not below `len`.
+/// Returns the owner of `item` under [`balanced`], or `None` if `item` is out of range.
 ///
 /// # Examples
 ///
@@ -108,7 +104,8 @@ pub fn strided(len: u64, place: Placement) -> Strided {
 #[doc(hidden)]
 pub fn balanced_owner(len: u64, world_size: WorldSize, item: u64) -> Option<Rank> {
     let world = world_size.as_u64();
-    let (size, extra) = (len / world, len % world);
+    let size = len / world;
+    let extra = len % world;
     let in_larger = extra * (size + 1);
     let rank = if item < in_larger {
         item / (size + 1)
@@ -118,8 +115,7 @@ pub fn balanced_owner(len: u64, world_size: WorldSize, item: u64) -> Option<Rank
     (item < len).then(|| Rank::in_world(rank))
 }
 
-/// Returns the rank that [`last_takes_rest`] gives `item` to, or `None` if `item` is not below
-/// `len`.
+/// Returns the owner of `item` under [`last_takes_rest`], or `None` if `item` is out of range.
 ///
 /// # Examples
 ///
@@ -133,14 +129,14 @@ pub fn balanced_owner(len: u64, world_size: WorldSize, item: u64) -> Option<Rank
 pub fn last_takes_rest_owner(len: u64, world_size: WorldSize, item: u64) -> Option<Rank> {
     let last = world_size.as_u64() - 1;
     let rank = match len / world_size.as_u64() {
-        // Fewer items than ranks: all of them are the remainder.
+        // With fewer items than ranks, all items are the remainder.
         0 => last,
         size => last.min(item / size),
     };
     (item < len).then(|| Rank::in_world(rank))
 }
 
-/// Returns the rank that [`strided`] gives `item` to.
+/// Returns the owner of `item` under [`strided`].
 ///
 /// # Examples
 ///
@@ -154,15 +150,14 @@ pub fn strided_owner(world_size: WorldSize, item: u64) -> Rank {
     Rank::in_world(item % world_size.as_u64())
 }
 
-/// Returns the range of items that rank `rank` owns when shares are proportional to `weights`, one
-/// for each rank.
+/// Returns the items of `rank` if shares are proportional to `weights`, one per rank.
 ///
 /// Every share differs from the exact proportion by less than one item, and the shares add up to
-/// `len`. A rank beyond the weights owns nothing, and if all weights are 0 nobody owns anything.
+/// `len`. A rank without a weight owns nothing, and if all weights are 0 no rank owns anything.
 ///
 /// # Complexity
 ///
-/// O(world): a rank adds up the weights before its own.
+/// O(world), because a rank adds the weights before its own.
 ///
 /// # Examples
 ///
@@ -177,8 +172,9 @@ pub fn proportional(len: u64, weights: &[u64], rank: Rank) -> Range<u64> {
     if total == 0 {
         return 0..0;
     }
-    let bound = |ranks: usize| fraction(len, sum(&weights[..ranks.min(weights.len())]), total);
-    bound(rank.as_usize())..bound(rank.as_usize() + 1)
+    let index = rank.as_usize().min(weights.len());
+    let next = (rank.as_usize() + 1).min(weights.len());
+    fraction(len, sum(&weights[..index]), total)..fraction(len, sum(&weights[..next]), total)
 }
 
 /// Returns the range of [`proportional`] for each rank, in rank order.
@@ -208,19 +204,17 @@ pub fn proportional_parts(len: u64, weights: &[u64]) -> impl Iterator<Item = Ran
     })
 }
 
-/// ⌊`len` × `part` / `total`⌋ for `part` ≤ `total`, which is above 0.
-#[expect(clippy::expect_used, reason = "a part of the length is no more than the length")]
+/// Computes ⌊`len` × `part` / `total`⌋ for `part` ≤ `total`; `total` must not be 0.
+#[expect(clippy::expect_used, reason = "a fraction of the length is at most the length")]
 fn fraction(len: u64, part: u128, total: u128) -> u64 {
-    // A sum of at most 2^20 weights has at most 84 bits, so a product with 64 more would not fit:
-    // divide in two steps.
+    // A sum of 2^20 weights has up to 84 bits, so a product with 64 bits would overflow 128: divide in two steps.
     let high = u128::from(len >> 32) * part;
     let low = u128::from(len & 0xffff_ffff) * part;
     let rest = ((high % total) << 32) + low;
     u64::try_from(((high / total) << 32) + rest / total).expect("at most `len`")
 }
 
-/// Every `step`-th item from `first` on: what [`strided`] gives to one rank. A range is one of step
-/// 1.
+/// Every `step`-th item from `first` on, as split by [`strided`]. A range has step 1.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Strided {
     first: u64,
@@ -234,12 +228,12 @@ impl Strided {
         self.len
     }
 
-    /// Returns true if the rank owns nothing.
+    /// Returns true if there are no items.
     pub fn is_empty(self) -> bool {
         self.len == 0
     }
 
-    /// Returns the distance from one item to the next.
+    /// Returns the distance between items.
     pub fn step(self) -> u64 {
         self.step
     }
@@ -275,7 +269,7 @@ mod tests {
     }
 
     #[test]
-    fn contiguous_parts_join_to_the_whole_in_rank_order() {
+    fn contiguous_parts_cover_all_items() {
         for cut in CONTIGUOUS {
             for (len, world) in small_grid() {
                 let mut end = 0;
@@ -321,7 +315,7 @@ mod tests {
     }
 
     #[test]
-    fn owners_are_those_whose_part_has_the_item() {
+    fn owners_match_the_parts() {
         for (len, world) in small_grid() {
             for place in world.placements() {
                 let rank = Some(place.rank());
@@ -345,7 +339,7 @@ mod tests {
     }
 
     #[test]
-    fn proportional_parts_join_to_the_whole_and_are_exact_to_one_item() {
+    fn proportional_parts_are_exact() {
         for weights in [&[1, 1, 1][..], &[2, 1], &[0, 3, 0, 1], &[7], &[1000, 1, 999, 500]] {
             let total: u64 = weights.iter().sum();
             for len in 0..=100 {
@@ -371,14 +365,14 @@ mod tests {
     }
 
     #[test]
-    fn a_range_is_strided_by_one() {
+    fn ranges_have_step_one() {
         assert!(Strided::from(3..7).iter().eq(3..7));
         assert!(Strided::from(7..7).is_empty());
     }
 
     proptest! {
         #[test]
-        fn no_size_overflows(
+        fn huge_sizes_do_not_overflow(
             len in any::<u64>(),
             world in 1..=WorldSize::MAX.as_u64(),
             rank in any::<u64>(),
@@ -395,7 +389,7 @@ mod tests {
         }
 
         #[test]
-        fn no_weight_overflows(
+        fn huge_weights_do_not_overflow(
             len in any::<u64>(),
             weights in prop::collection::vec(any::<u64>(), 1..40),
         ) {
@@ -405,21 +399,21 @@ mod tests {
                 .map(|place| proportional(len, &weights, place.rank()))
                 .collect();
             prop_assert!(parts.windows(2).all(|pair| pair[0].end == pair[1].start));
-            let everything = if weights.iter().any(|&weight| weight > 0) { len } else { 0 };
-            prop_assert_eq!(parts.last().map(|part| part.end), Some(everything));
+            let end = if weights.iter().any(|&weight| weight > 0) { len } else { 0 };
+            prop_assert_eq!(parts.last().map(|part| part.end), Some(end));
         }
 
         #[test]
-        fn parts_of_neighbors_touch_whatever_their_size(
+        fn neighboring_parts_are_contiguous(
             len in any::<u64>(),
             world in 2..=WorldSize::MAX.as_u64(),
             rank in any::<u64>(),
         ) {
             let rank = rank % (world - 1);
-            let here = Placement::new(rank, world).unwrap();
+            let place = Placement::new(rank, world).unwrap();
             let next = Placement::new(rank + 1, world).unwrap();
             for cut in CONTIGUOUS {
-                prop_assert_eq!(cut(len, here).end, cut(len, next).start);
+                prop_assert_eq!(cut(len, place).end, cut(len, next).start);
             }
         }
     }

@@ -1,10 +1,10 @@
-//! The choices of a sampler: order, partition, tail, seed.
+//! Configuration of a sampler: order, partition, tail and seed.
 
 use core_types::{Epoch, Seed};
 
-/// In which order the samples of an epoch come, over all ranks.
+/// The order of the samples in an epoch, over all ranks.
 ///
-/// The order depends on seed, epoch and data-set length alone, never on the world that reads it.
+/// The order depends only on seed, epoch and data set length, never on the world that reads it.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 #[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
 #[cfg_attr(feature = "serde", serde(rename_all = "snake_case"))]
@@ -13,32 +13,31 @@ use core_types::{Epoch, Seed};
 pub enum Order {
     /// 0, 1, 2, …, the same in every epoch.
     Sequential,
-    /// [`Order::Exact`] for fewer than 16,384 samples and [`Order::Streaming`] from there on.
+    /// [`Order::Exact`] for fewer than 16,384 samples, else [`Order::Streaming`].
     #[default]
     Shuffled,
-    /// A uniformly random permutation, another one in every epoch.
+    /// A uniformly random permutation, different in every epoch.
     ///
-    /// Each of the N! orders is equally likely (Fisher–Yates). The sampler holds it in memory, 4
-    /// bytes per sample of the whole data set, and computes it when an epoch is first read: neither
-    /// in `new` nor in `set_epoch`, of which a run that resumes calls both.
+    /// Each of the N! orders is equally likely (Fisher–Yates). The sampler stores the order with 4
+    /// bytes per sample of the whole data set, and computes it when an epoch is first read. `new`
+    /// and `set_epoch` do not, because a resuming run calls both.
     Exact,
-    /// A keyed pseudorandom permutation, another one in every epoch, that is made at once and takes
-    /// no memory.
+    /// A keyed pseudorandom permutation, different in every epoch, that needs no preparation and no
+    /// memory.
     ///
-    /// Any position can be read on its own, and the position of any sample can be found.
-    /// Statistical tests do not tell it from [`Order::Exact`], but with fewer than a few thousand
-    /// samples only some of the N! orders can occur. With fewer than 128 samples the exact shuffle
-    /// takes its place.
+    /// Any position can be read directly, and the position of any sample can be found. Statistical
+    /// tests cannot distinguish it from [`Order::Exact`], but with fewer than a few thousand
+    /// samples only some of the N! orders can occur. Fewer than 128 samples are shuffled exactly.
     Streaming,
-    /// The permutation of PyTorch's `DistributedSampler`, bit for bit: for runs that must repeat
-    /// what PyTorch did.
+    /// The permutation of PyTorch's `DistributedSampler`, bit for bit, for runs that must reproduce
+    /// PyTorch.
     ///
-    /// It costs what [`Order::Exact`] costs. As in PyTorch seed and epoch are added, so (0, 1) is
+    /// It costs as much as [`Order::Exact`]. Like PyTorch it adds seed and epoch, so (0, 1) equals
     /// (1, 0).
     Torch,
 }
 
-/// How the positions of the order are dealt out to the ranks.
+/// The assignment of positions of the order to ranks.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 #[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
 #[cfg_attr(feature = "serde", serde(rename_all = "snake_case"))]
@@ -51,27 +50,27 @@ pub enum Partition {
     Strided,
 }
 
-/// What happens to the remainder when the world size does not divide the data set.
+/// The policy for the remainder if the world size does not divide the data set.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 #[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
 #[cfg_attr(feature = "serde", serde(rename_all = "snake_case"))]
 #[doc(alias = "drop_last")]
 #[non_exhaustive]
 pub enum Tail {
-    /// No rank reads it in this epoch (`drop_last = true`): all ranks read equally many.
+    /// No rank reads it (`drop_last = true`): all ranks read equally many samples.
     Drop,
-    /// The last rank reads it on top of its own share.
+    /// The last rank reads it in addition to its share.
     #[default]
     LastRank,
-    /// The first ranks read one sample of it each: every sample is read once and shares differ by
+    /// The first ranks read one sample of it each: every sample is read once, and shares differ by
     /// at most one.
     Spread,
-    /// Every rank reads equally many samples and none is left out: positions beyond the end read
-    /// the order again from its start (PyTorch's `drop_last = false`).
+    /// Every rank reads equally many samples, and all are read: positions beyond the end repeat the
+    /// order from its start (PyTorch's `drop_last = false`).
     Pad,
 }
 
-/// The choices of a [`DistributedSampler`](crate::DistributedSampler) besides data set and rank.
+/// The configuration of a [`DistributedSampler`](crate::DistributedSampler).
 ///
 /// # Examples
 ///
@@ -85,21 +84,21 @@ pub enum Tail {
 #[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
 #[non_exhaustive]
 pub struct SamplerConfig {
-    /// The order of the samples; [`Order::Shuffled`] by default.
+    /// Order of the samples; [`Order::Shuffled`] by default.
     pub order: Order,
-    /// Which positions of the order a rank reads; [`Partition::Contiguous`] by default.
+    /// Positions that a rank reads; [`Partition::Contiguous`] by default.
     pub partition: Partition,
-    /// What happens to the remainder; [`Tail::LastRank`] by default.
+    /// Policy for the remainder; [`Tail::LastRank`] by default.
     pub tail: Tail,
-    /// The root of the shuffle's randomness; 0 by default.
+    /// Seed of the shuffle; 0 by default.
     pub seed: Seed,
-    /// The epoch at which the sampler starts; 0 by default.
+    /// First epoch; 0 by default.
     pub epoch: Epoch,
 }
 
 impl SamplerConfig {
-    /// The choices of SPDL's `DistributedDeterministicSampler` with its defaults: sequential,
-    /// strided, the incomplete last round dropped, so that all ranks read equally many samples.
+    /// Returns the defaults of SPDL's `DistributedDeterministicSampler`: sequential, strided, the
+    /// incomplete last round dropped, so that all ranks read equally many samples.
     ///
     /// `drop_last_distributed_round=False` is `with_tail(Tail::Spread)`: every sample is read, and
     /// some ranks read one more.
@@ -112,21 +111,21 @@ impl SamplerConfig {
         }
     }
 
-    /// The choices of SPDL's `DistributedRandomSampler`: shuffled, strided, the incomplete last
-    /// round dropped.
+    /// Returns the defaults of SPDL's `DistributedRandomSampler`: shuffled, strided, the incomplete
+    /// last round dropped.
     ///
-    /// SPDL counts its iterations and reshuffles by itself; here
-    /// [`set_epoch`](crate::DistributedSampler::set_epoch) with the next number does that. The
-    /// order is another one than SPDL's.
+    /// SPDL counts its iterations and reshuffles; here
+    /// [`set_epoch`](crate::DistributedSampler::set_epoch) with the next number reshuffles. The
+    /// order differs from SPDL's.
     pub fn spdl_random() -> Self {
         Self::spdl_deterministic().with_order(Order::Shuffled)
     }
 
-    /// The choices of PyTorch's `DistributedSampler` with its defaults, with whose index lists the
-    /// sampler then agrees to the bit: shuffled, strided, padded.
+    /// Returns the defaults of PyTorch's `DistributedSampler`: shuffled, strided, padded. The index
+    /// lists are equal to the bit.
     ///
     /// `shuffle=False` is `with_order(Order::Sequential)`, `drop_last=True` is
-    /// `with_tail(Tail::Drop)`. PyTorch's seeds are signed; here they are cast to `u64`.
+    /// `with_tail(Tail::Drop)`. PyTorch's seeds are signed; cast them to `u64`.
     pub fn torch() -> Self {
         Self {
             order: Order::Torch,
@@ -142,26 +141,25 @@ impl SamplerConfig {
         Self { order, ..self }
     }
 
-    /// Sets which positions of the order a rank reads.
+    /// Sets the positions that a rank reads.
     #[must_use]
     pub fn with_partition(self, partition: Partition) -> Self {
         Self { partition, ..self }
     }
 
-    /// Sets what happens to the remainder.
+    /// Sets the policy for the remainder.
     #[must_use]
     pub fn with_tail(self, tail: Tail) -> Self {
         Self { tail, ..self }
     }
 
-    /// Sets the root of the shuffle's randomness.
+    /// Sets the seed of the shuffle.
     #[must_use]
     pub fn with_seed(self, seed: Seed) -> Self {
         Self { seed, ..self }
     }
 
-    /// Sets the epoch at which the sampler starts: an order held in memory is then shuffled once,
-    /// not twice.
+    /// Sets the first epoch.
     #[must_use]
     pub fn with_epoch(self, epoch: Epoch) -> Self {
         Self { epoch, ..self }

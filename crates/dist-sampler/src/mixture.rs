@@ -1,4 +1,4 @@
-//! Several data sets read as one, in proportion to weights.
+//! Mixtures of several data sets by weight.
 
 use std::iter::FusedIterator;
 
@@ -8,21 +8,20 @@ use crate::{
     state::SamplerState,
 };
 
-/// The samplers of several data sets, interleaved by weight.
+/// A weighted interleaving of the samplers of several data sets.
 ///
-/// At any point each data set has been read in proportion to its weight, to less than one sample.
-/// The mixture ends where the first data set has no more samples, so that the proportions hold to
-/// the end.
+/// At every point each data set has been read in proportion to its weight, within less than one
+/// sample. The mixture ends with the first exhausted data set, so the proportions hold to the end.
 ///
 /// # Determinism
 ///
-/// The interleaving depends on the weights alone: all ranks read from the same data set at the same
+/// The interleaving depends only on the weights: all ranks read from the same data set at the same
 /// time.
 ///
 /// # Complexity
 ///
-/// O(1) for each entry, wherever it is; memory for a cycle of the interleaving, the sum of the
-/// weights over their greatest common divisor.
+/// O(1) per entry at any position. Memory is linear in the cycle of the interleaving, which has as
+/// many entries as the sum of the weights over their greatest common divisor.
 ///
 /// # Examples
 ///
@@ -34,15 +33,15 @@ use crate::{
 /// let mixture = Mixture::new(vec![sampler(100)?, sampler(3)?], &[2, 1])?;
 /// let entries: Vec<_> = mixture.iter().take(6).collect();
 /// assert_eq!(entries, [(0, 0), (1, 0), (0, 1), (0, 2), (1, 1), (0, 3)]);
-/// assert_eq!(mixture.len(), 10); // then the second data set has been read
+/// assert_eq!(mixture.len(), 10); // the second data set is exhausted
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
 ///
 /// # References
 ///
 /// The interleaving is the smooth weighted round-robin of load balancers. `Grain`'s `mix` and
-/// `Mosaic`'s streams mix by weight as well; the former orders by the same idea, the latter draws
-/// at random, so its proportions hold on average.
+/// `Mosaic`'s streams also mix by weight; `Grain` orders similarly, and `Mosaic` draws at random,
+/// so its proportions hold on average.
 #[derive(Clone, Debug)]
 pub struct Mixture {
     samplers: Vec<DistributedSampler>,
@@ -51,25 +50,24 @@ pub struct Mixture {
     len: u64,
 }
 
-/// One entry of the cycle: which data set is read, and how often it was read in the cycle before.
+/// An entry of the cycle: a data set, and the number of its earlier entries in the cycle.
 #[derive(Clone, Copy, Debug)]
 struct CycleEntry {
     source: usize,
-    before: u64,
+    n_earlier: u64,
 }
 
 impl Mixture {
-    /// The longest cycle of an interleaving.
+    /// Limit on the length of the cycle.
     const MAX_CYCLE: u64 = 1 << 20;
 
-    /// Interleaves `samplers`, all of them of the same rank, with one weight each; a weight of 0
-    /// leaves its sampler out.
+    /// Interleaves `samplers` of the same rank with one weight each; weight 0 excludes a sampler.
     ///
     /// # Errors
     ///
-    /// [`Error::MixtureWeights`] if there are more or fewer weights than samplers,
-    /// [`Error::NoMixtureWeight`] if none is above 0, and [`Error::MixtureCycle`] if a cycle would
-    /// be longer than 2^20 entries.
+    /// [`Error::MixtureWeights`] if the numbers of weights and samplers differ,
+    /// [`Error::NoMixtureWeight`] if all weights are 0, and [`Error::MixtureCycle`] if the cycle
+    /// exceeds 2^20 entries.
     pub fn new(samplers: Vec<DistributedSampler>, weights: &[u64]) -> Result<Self> {
         if weights.len() != samplers.len() {
             return Err(Error::MixtureWeights { weights: weights.len(), samplers: samplers.len() });
@@ -85,87 +83,93 @@ impl Mixture {
         Ok(mixture)
     }
 
-    /// The first entry whose data set has no more samples.
-    #[expect(clippy::expect_used, reason = "`new` refuses weights that are all 0")]
+    /// Returns the first entry that has no sample.
     fn first_exhausted(&self) -> u64 {
-        let missing = |(turn, &CycleEntry { source, before }): (u64, &CycleEntry)| {
-            // A turn comes around as often as its data set has samples for it.
-            let samples = self.samplers[source].len().saturating_sub(before);
+        let mut first = u64::MAX;
+        for (position, &CycleEntry { source, n_earlier }) in (0..).zip(&self.cycle) {
+            // An entry repeats as often as its data set has samples for it.
+            let samples = self.samplers[source].len().saturating_sub(n_earlier);
             let rounds = samples.div_ceil(self.weights[source]);
-            rounds.saturating_mul(self.cycle.len() as u64).saturating_add(turn)
-        };
-        (0..).zip(&self.cycle).map(missing).min().expect("a weight above 0 has a turn")
+            let exhausted = rounds.saturating_mul(self.cycle.len() as u64).saturating_add(position);
+            first = first.min(exhausted);
+        }
+        first
     }
 
-    /// The number of entries.
+    /// Returns the number of entries.
     pub fn len(&self) -> u64 {
         self.len
     }
 
-    /// Whether one of the data sets has no samples for this rank.
+    /// Returns true if a data set has no samples for this rank.
     pub fn is_empty(&self) -> bool {
         self.len == 0
     }
 
-    /// The `n`-th entry: which data set, and which of its samples; `None` beyond the end.
+    /// Returns the data set and the sample of the `n`-th entry, or `None` beyond the end.
     pub fn get(&self, n: u64) -> Option<(usize, u64)> {
         (n < self.len).then(|| self.entry(n))
     }
 
-    /// The `n`-th entry, which must exist.
-    #[expect(clippy::expect_used, reason = "the mixture ends where the first data set ends")]
+    /// Returns the `n`-th entry, which must exist.
+    #[expect(clippy::expect_used, reason = "the mixture ends with the first exhausted data set")]
     fn entry(&self, n: u64) -> (usize, u64) {
-        let (round, turn) = self.place(n);
-        let CycleEntry { source, before } = self.cycle[turn];
-        let index = self.samplers[source].get(round * self.weights[source] + before);
+        let (round, position) = self.round_and_position(n);
+        let CycleEntry { source, n_earlier } = self.cycle[position];
+        let index = self.samplers[source].get(round * self.weights[source] + n_earlier);
         (source, index.expect("a data set has samples for all of its entries"))
     }
 
-    /// The round of the cycle and the turn in it.
-    #[expect(clippy::cast_possible_truncation, reason = "a turn is an index into the cycle")]
-    fn place(&self, n: u64) -> (u64, usize) {
-        let turns = self.cycle.len() as u64;
-        (n / turns, (n % turns) as usize)
+    /// Returns the round of the cycle and the position in it.
+    #[expect(clippy::cast_possible_truncation, reason = "a position is an index into the cycle")]
+    fn round_and_position(&self, n: u64) -> (u64, usize) {
+        let cycle_len = self.cycle.len() as u64;
+        (n / cycle_len, (n % cycle_len) as usize)
     }
 
-    /// The entries in order.
+    /// Returns the entries in order.
     pub fn iter(&self) -> impl DoubleEndedIterator<Item = (usize, u64)> + FusedIterator {
         (0..self.len).map(|n| self.entry(n))
     }
 
-    /// Returns the state of each sampler after `n` entries, or after all of them if there are fewer.
+    /// Returns the state of each sampler after `n` entries, or after all if there are fewer.
     ///
-    /// The states do not hold the place in the cycle: a mixture of resumed samplers starts a new one.
+    /// The states do not contain the position in the cycle: a mixture of resumed samplers starts a new cycle.
     pub fn states(&self, n: u64) -> Vec<SamplerState> {
-        let (round, turn) = self.place(n.min(self.len));
-        let in_round =
-            |source| self.cycle[..turn].iter().filter(|turn| turn.source == source).count() as u64;
-        (0..self.samplers.len())
-            .map(|source| {
-                self.samplers[source].state(round * self.weights[source] + in_round(source))
-            })
-            .collect()
+        let (round, position) = self.round_and_position(n.min(self.len));
+        let mut n_read: Vec<u64> = self.weights.iter().map(|weight| round * weight).collect();
+        for entry in &self.cycle[..position] {
+            n_read[entry.source] += 1;
+        }
+        self.samplers.iter().zip(n_read).map(|(sampler, n_read)| sampler.state(n_read)).collect()
     }
 }
 
-/// The order in which data sets of these weights take turns: the one furthest behind is next.
-#[expect(clippy::expect_used, reason = "there is a weight above 0, so there is a data set")]
+/// Returns the cycle of data sets with these weights: the next entry goes to the data set that is
+/// furthest behind its share.
 fn cycle(weights: &[u64]) -> Result<Vec<CycleEntry>> {
     let turns = weights.iter().fold(0_u64, |sum, &weight| sum.saturating_add(weight));
     if turns > Mixture::MAX_CYCLE {
         return Err(Error::MixtureCycle { turns, max: Mixture::MAX_CYCLE });
     }
     let mut read = vec![0; weights.len()];
-    let next = |turn: u64| {
-        let due = |source: usize| {
-            i128::from(weights[source] * (turn + 1)) - i128::from(read[source] * turns)
-        };
-        let source =
-            (0..weights.len()).rev().max_by_key(|&source| due(source)).expect("a data set");
+    let mut entries = Vec::new();
+    for turn in 1..=turns {
+        let source = most_due(weights, &read, turn, turns);
+        entries.push(CycleEntry { source, n_earlier: read[source] });
         read[source] += 1;
-        CycleEntry { source, before: read[source] - 1 }
-    };
-    Ok((0..turns).map(next).collect())
+    }
+    Ok(entries)
+}
+
+/// Returns the data set that is furthest behind its share at `turn` of `turns`; ties go to the first.
+#[expect(clippy::expect_used, reason = "there is a weight above 0, so there is a data set")]
+fn most_due(weights: &[u64], read: &[u64], turn: u64, turns: u64) -> usize {
+    let sources = (0..weights.len()).rev();
+    let most_due = sources.max_by_key(|&source| {
+        i128::from(weights[source] * turn) - i128::from(read[source] * turns)
+    });
+    most_due.expect("a data set")
 }
 
 fn greatest_common_divisor(a: u64, b: u64) -> u64 {
@@ -187,7 +191,7 @@ mod tests {
     }
 
     #[test]
-    fn every_prefix_holds_the_proportions_to_less_than_one_sample() {
+    fn prefixes_keep_the_proportions() {
         for weights in [&[1, 1][..], &[3, 1, 2], &[10, 1], &[7], &[4, 0, 6], &[1, 2, 3, 4, 5]] {
             let lens = vec![1000; weights.len()];
             let mixture = mixture(&lens, weights).unwrap();
@@ -207,13 +211,13 @@ mod tests {
     }
 
     #[test]
-    fn the_first_of_equal_data_sets_is_read_first() {
+    fn ties_go_to_the_first_source() {
         let mixture = mixture(&[2, 2], &[1, 1]).unwrap();
         assert_eq!(mixture.iter().collect::<Vec<_>>(), [(0, 0), (1, 0), (0, 1), (1, 1)]);
     }
 
     #[test]
-    fn it_ends_with_the_first_data_set_that_has_no_more() {
+    fn ends_with_the_first_exhausted_source() {
         for lens in [[5, 100], [100, 5], [1, 1], [33, 17]] {
             let mixture = mixture(&lens, &[2, 1]).unwrap();
             let mut read = [0; 2];
@@ -226,7 +230,7 @@ mod tests {
     }
 
     #[test]
-    fn its_states_are_those_of_the_samplers() {
+    fn states_match_the_samplers() {
         let mixture = mixture(&[50, 50], &[2, 1]).unwrap();
         for n in 0..=mixture.len() {
             let mut read = [0; 2];
@@ -242,23 +246,24 @@ mod tests {
     }
 
     #[test]
-    fn states_beyond_the_end_equal_the_last() {
+    fn states_stop_at_the_end() {
         let mixture = mixture(&[5, 50], &[2, 1]).unwrap();
         let last = mixture.states(mixture.len());
-        for beyond in [1, 2, 3, 100] {
-            assert_eq!(mixture.states(mixture.len() + beyond), last);
+        for excess in [1, 2, 3, 100] {
+            assert_eq!(mixture.states(mixture.len() + excess), last);
         }
     }
 
     #[test]
-    fn weights_that_mix_nothing_are_refused() {
+    fn invalid_weights_are_rejected() {
         assert_eq!(
             mixture(&[5], &[1, 2]).unwrap_err(),
             Error::MixtureWeights { weights: 2, samplers: 1 }
         );
         assert_eq!(mixture(&[5, 5], &[0, 0]).unwrap_err(), Error::NoMixtureWeight);
         assert_eq!(mixture(&[], &[]).unwrap_err(), Error::NoMixtureWeight);
-        let (turns, max) = (Mixture::MAX_CYCLE + 1, Mixture::MAX_CYCLE);
+        let max = Mixture::MAX_CYCLE;
+        let turns = max + 1;
         assert_eq!(mixture(&[5, 5], &[max, 1]).unwrap_err(), Error::MixtureCycle { turns, max });
         assert!(mixture(&[5, 5], &[max - 1, 1]).is_ok(), "the longest cycle");
         assert!(mixture(&[5, 5], &[u64::MAX, u64::MAX]).is_ok(), "equal weights are 1 and 1");

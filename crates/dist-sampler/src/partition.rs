@@ -1,4 +1,4 @@
-//! Which positions of the epoch's order a rank reads.
+//! The positions of the order that each rank reads.
 
 use std::ops::Range;
 
@@ -10,21 +10,21 @@ use core_types::{
 use crate::{
     config::{Partition, Tail},
     error::{Error, Result},
-    reshard::Left,
+    reshard::UnreadRanges,
 };
 
-/// The rule by which positions are dealt out to ranks.
+/// The rule that assigns positions to ranks.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 #[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
 #[cfg_attr(feature = "serde", serde(rename_all = "snake_case"))]
-pub(crate) enum Rule {
+pub(crate) enum PartitionRule {
     Contiguous(Tail),
     Strided(Tail),
-    /// Contiguous stretches in proportion to a weight for each rank.
+    /// Contiguous ranges in proportion to a weight per rank.
     Proportional(Vec<u64>),
 }
 
-impl Rule {
+impl PartitionRule {
     pub(crate) fn new(partition: Partition, tail: Tail) -> Self {
         match partition {
             Partition::Contiguous => Self::Contiguous(tail),
@@ -33,20 +33,20 @@ impl Rule {
     }
 }
 
-/// How `len` positions are dealt out to the ranks of a world.
+/// The assignment of `len` positions to the ranks of a world.
 ///
-/// Positions at and beyond `len` are the repetitions that [`Tail::Pad`] asks for.
+/// Positions from `len` on are the repetitions of [`Tail::Pad`].
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub(crate) struct ShareRule {
     len: u64,
     world_size: WorldSize,
-    rule: Rule,
+    rule: PartitionRule,
 }
 
 impl ShareRule {
-    /// Positions that ranks share, `len` of them, which are at most 2^63, so that padding cannot overflow.
-    pub(crate) fn new(len: u64, world_size: WorldSize, rule: Rule) -> Result<Self> {
-        if let Rule::Proportional(weights) = &rule {
+    /// Creates the assignment of `len` positions, at most 2^63, so that padding cannot overflow.
+    pub(crate) fn new(len: u64, world_size: WorldSize, rule: PartitionRule) -> Result<Self> {
+        if let PartitionRule::Proportional(weights) = &rule {
             if weights.len() != world_size.as_usize() {
                 return Err(Error::RankWeights { weights: weights.len(), world_size });
             }
@@ -57,8 +57,8 @@ impl ShareRule {
         Ok(Self { len, world_size, rule })
     }
 
-    /// The same rule for another number of positions.
-    pub(crate) fn of_len(&self, len: u64) -> Self {
+    /// Returns the same rule for another number of positions.
+    pub(crate) fn with_len(&self, len: u64) -> Self {
         Self { len, ..self.clone() }
     }
 
@@ -66,56 +66,61 @@ impl ShareRule {
         self.world_size
     }
 
-    pub(crate) fn rule(&self) -> &Rule {
+    pub(crate) fn rule(&self) -> &PartitionRule {
         &self.rule
     }
 
-    /// The positions of one rank.
-    pub(crate) fn positions(&self, placement: Placement) -> Positions {
+    /// Returns the positions of one rank.
+    pub(crate) fn positions(&self, placement: Placement) -> RankPositions {
         let dealt = match &self.rule {
-            Rule::Contiguous(Tail::LastRank) => split::last_takes_rest(self.len, placement).into(),
-            Rule::Contiguous(tail) => split::balanced(self.total(*tail), placement).into(),
-            Rule::Strided(tail) => split::strided(self.total(*tail), placement),
-            Rule::Proportional(weights) => {
+            PartitionRule::Contiguous(Tail::LastRank) => {
+                split::last_takes_rest(self.len, placement).into()
+            }
+            PartitionRule::Contiguous(tail) => split::balanced(self.total(*tail), placement).into(),
+            PartitionRule::Strided(tail) => split::strided(self.total(*tail), placement),
+            PartitionRule::Proportional(weights) => {
                 split::proportional(self.len, weights, placement.rank()).into()
             }
         };
-        let takes_rest = self.rule == Rule::Strided(Tail::LastRank) && placement.is_last();
-        Positions { dealt, rest: if takes_rest { self.full_rounds()..self.len } else { 0..0 } }
+        let takes_rest = self.rule == PartitionRule::Strided(Tail::LastRank) && placement.is_last();
+        RankPositions { dealt, rest: if takes_rest { self.full_rounds()..self.len } else { 0..0 } }
     }
 
-    /// The rank that reads `position`, or `None` if nobody does.
+    /// Returns the rank that reads `position`, or `None` if no rank does.
     pub(crate) fn owner(&self, position: u64) -> Option<Rank> {
         match &self.rule {
-            Rule::Contiguous(Tail::LastRank) => {
+            PartitionRule::Contiguous(Tail::LastRank) => {
                 split::last_takes_rest_owner(self.len, self.world_size, position)
             }
-            Rule::Contiguous(tail) => {
+            PartitionRule::Contiguous(tail) => {
                 split::balanced_owner(self.total(*tail), self.world_size, position)
             }
-            Rule::Strided(tail) if position < self.total(*tail) => {
+            PartitionRule::Strided(tail) if position < self.total(*tail) => {
                 Some(split::strided_owner(self.world_size, position))
             }
-            Rule::Strided(Tail::LastRank) if position < self.len => {
+            PartitionRule::Strided(Tail::LastRank) if position < self.len => {
                 self.world_size.placements().next_back().map(Placement::rank)
             }
-            Rule::Strided(_) => None,
-            Rule::Proportional(weights) => {
+            PartitionRule::Strided(_) => None,
+            PartitionRule::Proportional(weights) => {
                 let parts = split::proportional_parts(self.len, weights);
-                let mut owned = self.world_size.placements().zip(parts);
-                owned.find(|(_, part)| part.contains(&position)).map(|(place, _)| place.rank())
+                let mut owners = self.world_size.placements().zip(parts);
+                let (owner, _) = owners.find(|(_, part)| part.contains(&position))?;
+                Some(owner.rank())
             }
         }
     }
 
-    /// The positions that nobody has read when every rank has read its first `consumed`, or all if
-    /// it has fewer.
-    pub(crate) fn unread_after(&self, consumed: u64) -> Left {
-        let mut left = Left::default();
+    /// Returns the positions that are unread after every rank has read its first `consumed`
+    /// positions, or all if it has fewer.
+    pub(crate) fn unread_after(&self, consumed: u64) -> UnreadRanges {
+        let mut left = UnreadRanges::default();
         match &self.rule {
-            Rule::Strided(tail) => left.push(self.unread_rounds(*tail, consumed)..self.len),
-            Rule::Contiguous(tail) => self.push_unread_stretches(*tail, consumed, &mut left),
-            Rule::Proportional(weights) => {
+            PartitionRule::Strided(tail) => left.push(self.first_unread(*tail, consumed)..self.len),
+            PartitionRule::Contiguous(tail) => {
+                self.push_unread_stretches(*tail, consumed, &mut left);
+            }
+            PartitionRule::Proportional(weights) => {
                 for part in split::proportional_parts(self.len, weights) {
                     left.push(part.start.saturating_add(consumed)..part.end);
                 }
@@ -124,8 +129,8 @@ impl ShareRule {
         left
     }
 
-    /// Adds what is unread of the ranks' stretches, and what is dropped.
-    fn push_unread_stretches(&self, tail: Tail, consumed: u64, left: &mut Left) {
+    /// Adds the unread ends of the ranks' ranges, and the dropped positions.
+    fn push_unread_stretches(&self, tail: Tail, consumed: u64, left: &mut UnreadRanges) {
         let world = self.world_size.as_u64();
         let size = self.len / world;
         let extra = self.len % world;
@@ -142,7 +147,7 @@ impl ShareRule {
                 left.push_stretches(0, size + 1, extra, consumed);
                 left.push_stretches((size + 1) * extra, size, world - extra, consumed);
             }
-            // Padding, which lies beyond the end, is not read again.
+            // Padding is beyond the end and is not read again.
             Tail::Pad => {
                 let size = self.len.div_ceil(world).max(1);
                 let n_full = self.len / size;
@@ -152,9 +157,9 @@ impl ShareRule {
         }
     }
 
-    /// The first position that nobody has read when every rank has read `consumed`, dealt
-    /// round-robin.
-    fn unread_rounds(&self, tail: Tail, consumed: u64) -> u64 {
+    /// Returns the first unread position of a strided partition after every rank has read
+    /// `consumed`.
+    fn first_unread(&self, tail: Tail, consumed: u64) -> u64 {
         let world = self.world_size.as_u64();
         let dealt = consumed.saturating_mul(world).min(self.total(tail));
         let rest =
@@ -162,7 +167,7 @@ impl ShareRule {
         dealt.saturating_add(rest).min(self.len)
     }
 
-    /// The positions that are dealt out evenly.
+    /// Returns the number of positions that are assigned evenly.
     fn total(&self, tail: Tail) -> u64 {
         match tail {
             Tail::Drop | Tail::LastRank => self.full_rounds(),
@@ -171,25 +176,26 @@ impl ShareRule {
         }
     }
 
+    /// Returns the number of positions in complete rounds.
     fn full_rounds(&self) -> u64 {
         self.len / self.world_size.as_u64() * self.world_size.as_u64()
     }
 }
 
-/// The positions of one rank, in the order in which it reads them.
+/// The positions of one rank, in reading order.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) struct Positions {
+pub(crate) struct RankPositions {
     dealt: Strided,
-    /// The incomplete last round, where it goes to the last rank in one piece.
+    /// Incomplete last round, if the last rank reads all of it.
     rest: Range<u64>,
 }
 
-impl Positions {
+impl RankPositions {
     pub(crate) fn len(&self) -> u64 {
         self.dealt.len() + (self.rest.end - self.rest.start)
     }
 
-    /// The `n`-th position of this rank, or `None` beyond its last.
+    /// Returns the `n`-th position, or `None` beyond the last.
     pub(crate) fn get(&self, n: u64) -> Option<u64> {
         self.dealt.get(n).or_else(|| {
             let position = (n - self.dealt.len()).checked_add(self.rest.start)?;
@@ -197,8 +203,8 @@ impl Positions {
         })
     }
 
-    /// The distance between neighbors, and how many positions are that far apart before the rest
-    /// begins.
+    /// Returns the step between positions, and the number of positions before the incomplete last
+    /// round.
     pub(crate) fn stride(&self) -> (u64, u64) {
         (self.dealt.step(), self.dealt.len())
     }

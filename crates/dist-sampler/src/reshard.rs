@@ -1,38 +1,37 @@
-//! The positions of an order that worlds have left unread, however many ranks they had.
+//! The positions that several worlds, of any sizes, have left unread.
 //!
-//! What a world leaves of a contiguous partition are the ends of its ranks' stretches. Most of these
-//! are equally long and equally far apart, so a few [`Run`]s describe them all. Worlds that read one
-//! after the other are kept one above the other instead of being joined, which would need as many
-//! ranges as there are ranks.
+//! In a contiguous partition a world leaves the ends of its ranks' ranges. Most of these have equal lengths and
+//! distances, so a few [`RangeRun`]s describe all of them. Worlds that read one epoch in turn are kept as a stack instead of
+//! being merged, which would need as many ranges as ranks.
 
 use std::ops::Range;
 
-/// Equally long ranges at equal distances.
+/// Ranges of equal length at equal distances.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-struct Run {
+struct RangeRun {
     start: u64,
-    /// From the start of one range to that of the next; at least `range_len`, which is above 0.
+    /// Distance between the starts of ranges; at least `range_len`, which is above 0.
     period: u64,
     range_len: u64,
     n_ranges: u64,
 }
 
-impl Run {
+impl RangeRun {
     fn len(self) -> u64 {
         self.range_len * self.n_ranges
     }
 
-    /// The end of the last range.
+    /// Returns the end of the last range.
     fn end(self) -> u64 {
         self.start + self.period * (self.n_ranges - 1) + self.range_len
     }
 
-    /// The `n`-th position; `n` must be below the length.
+    /// Returns the `n`-th position; `n` must be less than the length.
     fn get(self, n: u64) -> u64 {
         self.start + n / self.range_len * self.period + n % self.range_len
     }
 
-    /// The number of positions before `position`, or `None` if it is in none of the ranges.
+    /// Returns the number of positions before `position`, or `None` if no range contains it.
     fn index_of(self, position: u64) -> Option<u64> {
         let offset = position.checked_sub(self.start)?;
         let range = offset / self.period;
@@ -42,18 +41,18 @@ impl Run {
     }
 }
 
-/// What one world leaves of the positions that it was given.
+/// The positions that one world leaves unread.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub(crate) struct Left {
-    /// In ascending order.
-    runs: Vec<Run>,
-    /// How many positions stand before each run.
-    before: Vec<u64>,
+pub(crate) struct UnreadRanges {
+    /// Runs in ascending order.
+    runs: Vec<RangeRun>,
+    /// Number of positions before each run.
+    n_earlier: Vec<u64>,
     len: u64,
 }
 
-impl Left {
-    /// Adds the positions of `range`, which begins at or after the end of all others.
+impl UnreadRanges {
+    /// Adds the positions of `range`, which must begin at or after the end of all others.
     pub(crate) fn push(&mut self, range: Range<u64>) {
         let Some(range_len @ 1..) = range.end.checked_sub(range.start) else { return };
         match self.runs.last_mut() {
@@ -63,7 +62,7 @@ impl Left {
                 self.len += range_len;
             }
             _ => {
-                self.push_run(Run {
+                self.push_run(RangeRun {
                     start: range.start,
                     period: range_len,
                     range_len,
@@ -73,14 +72,14 @@ impl Left {
         }
     }
 
-    /// Adds what is left of `n_stretches` of `len` positions each, side by side from `start` on,
-    /// when the first `consumed` of each are read.
+    /// Adds the unread positions of `n_stretches` contiguous stretches of `len` positions from
+    /// `start` on, if the first `consumed` of each are read.
     pub(crate) fn push_stretches(&mut self, start: u64, len: u64, n_stretches: u64, consumed: u64) {
         if consumed == 0 || n_stretches < 2 {
             let end = start + len * n_stretches;
             self.push(start.saturating_add(consumed)..end);
         } else if consumed < len {
-            self.push_run(Run {
+            self.push_run(RangeRun {
                 start: start + consumed,
                 period: len,
                 range_len: len - consumed,
@@ -89,59 +88,61 @@ impl Left {
         }
     }
 
-    fn push_run(&mut self, run: Run) {
-        self.before.push(self.len);
+    fn push_run(&mut self, run: RangeRun) {
+        self.n_earlier.push(self.len);
         self.len += run.len();
         self.runs.push(run);
     }
 
-    /// The range that these positions are, if they have no gaps.
+    /// Returns the positions as one range, if they have no gaps.
     fn only_range(&self) -> Option<Range<u64>> {
         match self.runs[..] {
-            [run @ Run { n_ranges: 1, .. }] => Some(run.start..run.end()),
+            [run @ RangeRun { n_ranges: 1, .. }] => Some(run.start..run.end()),
             _ => None,
         }
     }
 
-    /// The same, each `distance` further.
+    /// Shifts all positions by `distance`.
     fn shifted(mut self, distance: u64) -> Self {
-        self.runs.iter_mut().for_each(|run| run.start += distance);
+        for run in &mut self.runs {
+            run.start += distance;
+        }
         self
     }
 
     fn get(&self, n: u64) -> u64 {
-        let run = self.before.partition_point(|&before| before <= n) - 1;
-        self.runs[run].get(n - self.before[run])
+        let run = self.n_earlier.partition_point(|&n_earlier| n_earlier <= n) - 1;
+        self.runs[run].get(n - self.n_earlier[run])
     }
 
     fn index_of(&self, position: u64) -> Option<u64> {
         let run = self.runs.partition_point(|run| run.end() <= position);
         let in_run = self.runs.get(run)?.index_of(position)?;
-        Some(self.before[run] + in_run)
+        Some(self.n_earlier[run] + in_run)
     }
 }
 
-/// The positions of an order that are still to be read after several worlds, in ascending order.
+/// The unread positions of an order after several worlds, in ascending order.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) struct Unread {
-    /// What each world has left of what the one before it had left: at least one.
-    worlds: Vec<Left>,
+pub(crate) struct UnreadPositions {
+    /// Positions that each world has left of those of the previous world; at least one entry.
+    worlds: Vec<UnreadRanges>,
 }
 
-impl From<Range<u64>> for Unread {
+impl From<Range<u64>> for UnreadPositions {
     fn from(range: Range<u64>) -> Self {
-        let mut left = Left::default();
+        let mut left = UnreadRanges::default();
         left.push(range);
         Self { worlds: vec![left] }
     }
 }
 
-impl Unread {
+impl UnreadPositions {
     pub(crate) fn len(&self) -> u64 {
         self.last().len
     }
 
-    /// Where the positions begin, if they have no gaps.
+    /// Returns the first position if the positions have no gaps.
     pub(crate) fn start_of_only_range(&self) -> Option<u64> {
         match &self.worlds[..] {
             [world] => world.only_range().map(|range| range.start),
@@ -149,24 +150,24 @@ impl Unread {
         }
     }
 
-    /// The `n`-th unread position; `n` must be below the length.
+    /// Returns the `n`-th unread position; `n` must be less than the length.
     pub(crate) fn get(&self, n: u64) -> u64 {
         self.worlds.iter().rev().fold(n, |n, world| world.get(n))
     }
 
-    /// The number of unread positions before `position`, or `None` if that has been read.
+    /// Returns the number of unread positions before `position`, or `None` if it was read.
     pub(crate) fn index_of(&self, position: u64) -> Option<u64> {
         self.worlds.iter().try_fold(position, |position, world| world.index_of(position))
     }
 
-    /// The positions that are still unread when of these, counted from 0, only `left` are.
+    /// Returns the positions that remain if only `left` of these are unread, counted from 0.
     #[must_use]
-    pub(crate) fn then(mut self, left: Left) -> Self {
+    pub(crate) fn then(mut self, left: UnreadRanges) -> Self {
         if left.len == self.len() {
             return self;
         }
         match self.last().only_range() {
-            // Without gaps the two become one, so that what has none keeps none.
+            // Positions without gaps are merged, so that a gapless result stays one range.
             Some(range) => {
                 self.worlds.pop();
                 self.worlds.push(left.shifted(range.start));
@@ -176,8 +177,8 @@ impl Unread {
         self
     }
 
-    #[expect(clippy::expect_used, reason = "made with one world, and a world is only replaced")]
-    fn last(&self) -> &Left {
+    #[expect(clippy::expect_used, reason = "created with one world, and worlds are only replaced")]
+    fn last(&self) -> &UnreadRanges {
         self.worlds.last().expect("at least one world")
     }
 }
@@ -186,8 +187,8 @@ impl Unread {
 mod tests {
     use super::*;
 
-    /// The positions of `left`, by the way it is read, and checked against the way back.
-    fn positions(unread: &Unread, end: u64) -> Vec<u64> {
+    /// Reads all positions, and checks the inverse.
+    fn positions(unread: &UnreadPositions, end: u64) -> Vec<u64> {
         let positions: Vec<u64> = (0..unread.len()).map(|n| unread.get(n)).collect();
         for position in 0..end {
             let expected = positions.iter().position(|&unread| unread == position);
@@ -197,22 +198,22 @@ mod tests {
     }
 
     #[test]
-    fn stretches_leave_their_ends() {
+    fn partly_read_stretches_leave_ends() {
         for (start, len, n_stretches) in [(0, 1, 1), (3, 4, 1), (0, 3, 5), (2, 1, 7), (5, 0, 4)] {
             let end = start + len * n_stretches;
             for consumed in 0..=len + 2 {
-                let mut left = Left::default();
+                let mut left = UnreadRanges::default();
                 left.push_stretches(start, len, n_stretches, consumed);
                 let expected: Vec<u64> =
                     (start..end).filter(|n| (n - start) % len >= consumed).collect();
-                assert_eq!(positions(&Unread { worlds: vec![left] }, end + 3), expected);
+                assert_eq!(positions(&UnreadPositions { worlds: vec![left] }, end + 3), expected);
             }
         }
     }
 
     #[test]
-    fn ranges_that_touch_are_one() {
-        let mut left = Left::default();
+    fn adjacent_ranges_are_merged() {
+        let mut left = UnreadRanges::default();
         left.push(2..4);
         left.push(4..4);
         left.push(4..9);
@@ -222,15 +223,15 @@ mod tests {
     }
 
     #[test]
-    fn worlds_above_each_other_leave_what_none_of_them_has_read() {
-        let mut first = Left::default();
+    fn stacked_worlds_leave_common_positions() {
+        let mut first = UnreadRanges::default();
         first.push_stretches(0, 6, 4, 2);
         first.push(24..27);
-        let once = Unread::from(0..27).then(first);
+        let once = UnreadPositions::from(0..27).then(first);
         let all = positions(&once, 30);
         assert_eq!(all.len(), 19);
 
-        let mut second = Left::default();
+        let mut second = UnreadRanges::default();
         second.push_stretches(0, 5, 3, 4);
         second.push(16..19);
         let expected: Vec<u64> =
@@ -239,17 +240,17 @@ mod tests {
     }
 
     #[test]
-    fn a_gapless_rest_keeps_its_start() {
-        let mut left = Left::default();
+    fn gapless_positions_keep_their_start() {
+        let mut left = UnreadRanges::default();
         left.push(3..20);
-        let once = Unread::from(0..20).then(left.clone());
+        let once = UnreadPositions::from(0..20).then(left.clone());
         assert_eq!(once.start_of_only_range(), Some(3));
-        let mut later = Left::default();
+        let mut later = UnreadRanges::default();
         later.push(5..17);
         assert_eq!(once.clone().then(later).start_of_only_range(), Some(8));
-        let mut all = Left::default();
+        let mut all = UnreadRanges::default();
         all.push(0..17);
         assert_eq!(once.clone().then(all), once);
-        assert_eq!(once.then(Left::default()).len(), 0);
+        assert_eq!(once.then(UnreadRanges::default()).len(), 0);
     }
 }

@@ -1,73 +1,76 @@
-//! Where in an epoch a sampler stands, as plain data.
+//! The position of a sampler in an epoch, as plain data.
 
 use core_types::{Epoch, Seed, WorldSize};
 
-use crate::{config::Order, partition::Rule};
+use crate::{config::Order, partition::PartitionRule};
 
-/// A position in the middle of an epoch: a few numbers, the same on all ranks that are in step.
+/// A position within an epoch: a few numbers, equal on all ranks that are in step.
 ///
-/// Made by [`DistributedSampler::state`](crate::DistributedSampler::state), read by
-/// [`DistributedSampler::resume`](crate::DistributedSampler::resume). With feature `serde` it can
-/// be written to a file.
+/// [`DistributedSampler::state`](crate::DistributedSampler::state) creates it, and
+/// [`DistributedSampler::resume`](crate::DistributedSampler::resume) continues from it. It is
+/// serializable with the feature `serde`.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 #[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
 pub struct SamplerState {
     pub(crate) format_version: u32,
     pub(crate) order: Order,
     pub(crate) len: u64,
-    /// Tells weights or classes of one data set from those of another; 0 for orders without.
+    /// Hash of weights or classes; 0 for orders without them.
     pub(crate) fingerprint: u64,
     pub(crate) seed: Seed,
     pub(crate) epoch: Epoch,
-    /// The worlds that have read this epoch, one after the other; the last one, which is always
-    /// there, is reading now.
-    #[cfg_attr(feature = "serde", serde(deserialize_with = "at_least_one"))]
-    pub(crate) stages: Vec<Stage>,
+    /// Worlds that have read this epoch in turn; the last one reads now. There is at least one.
+    #[cfg_attr(feature = "serde", serde(deserialize_with = "deserialize_stages"))]
+    pub(crate) stages: Vec<WorldStage>,
 }
 
 impl SamplerState {
-    /// The version that is written and read.
+    /// The supported format version.
     pub(crate) const VERSION: u32 = 1;
 
-    /// The most worlds that may have read one epoch, one after the other.
+    /// Limit on the worlds that read one epoch in turn.
     ///
-    /// An index of a resumed epoch takes a step for each of them.
+    /// Each world adds a step to reading an index of a resumed epoch.
     pub(crate) const MAX_STAGES: usize = 1024;
 
-    /// The epoch that was being read.
+    /// Returns the epoch.
     pub fn epoch(&self) -> Epoch {
         self.epoch
     }
 
-    /// How many indices every rank of the last world had read.
+    /// Returns the number of indices that each rank of the last world has read.
     pub fn consumed(&self) -> u64 {
         self.last_and_earlier().0.consumed
     }
 
-    /// The world that is reading now, and those before it.
-    #[expect(clippy::expect_used, reason = "a sampler adds its stage, and reading checks for one")]
-    pub(crate) fn last_and_earlier(&self) -> (&Stage, &[Stage]) {
+    /// Returns the stage of the current world and the stages before it.
+    #[expect(
+        clippy::expect_used,
+        reason = "samplers add a stage, and deserialization checks for one"
+    )]
+    pub(crate) fn last_and_earlier(&self) -> (&WorldStage, &[WorldStage]) {
         self.stages.split_last().expect("a state has at least one stage")
     }
 }
 
-/// How a world has read (a part of) an epoch: each of its ranks has read its first `consumed`
-/// indices.
+/// The part of an epoch that one world has read: the first `consumed` indices of each rank.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 #[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
-pub(crate) struct Stage {
+pub(crate) struct WorldStage {
     pub(crate) world_size: WorldSize,
-    pub(crate) rule: Rule,
+    pub(crate) rule: PartitionRule,
     pub(crate) consumed: u64,
 }
 
 #[cfg(feature = "serde")]
-fn at_least_one<'de, D: serde::Deserializer<'de>>(deserializer: D) -> Result<Vec<Stage>, D::Error> {
+fn deserialize_stages<'de, D: serde::Deserializer<'de>>(
+    deserializer: D,
+) -> Result<Vec<WorldStage>, D::Error> {
     use serde::{Deserialize as _, de::Error as _};
 
     let stages = Vec::deserialize(deserializer)?;
     if stages.is_empty() {
-        return Err(D::Error::custom("a sampler state names at least one world"));
+        return Err(D::Error::custom("a sampler state must have at least one world"));
     }
     Ok(stages)
 }

@@ -1,18 +1,18 @@
-//! A sequence as the batcher sees it, and a batch of them.
+//! Sequences and batches.
 
-/// All that the batcher knows about a sequence; it never sees the tokens.
+/// The index and length of a sequence; the batcher never reads its tokens.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
 pub struct Sequence {
-    /// Its position in the data set.
+    /// Position in the data set.
     pub index: u64,
-    /// The number of its tokens, frames or time steps.
+    /// Number of tokens, frames or time steps.
     pub length: u64,
 }
 
-/// The sequences of one step, and the shape of the tensor that holds them: `[rows, padded_length]`.
+/// The sequences of one step and the shape of their tensor: `[rows, padded_length]`.
 ///
-/// Each sequence is a row, except in a packed batch, whose one row holds all of them.
+/// Each sequence is a row, except in a packed batch, which has one row with all of them.
 ///
 /// # Examples
 ///
@@ -29,34 +29,35 @@ pub struct Sequence {
 /// ```
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 #[cfg_attr(feature = "serde", derive(serde::Deserialize))]
-#[cfg_attr(feature = "serde", serde(try_from = "Unchecked"))]
+#[cfg_attr(feature = "serde", serde(try_from = "UncheckedBatch"))]
 #[non_exhaustive]
 pub struct Batch {
-    /// The sequences, row by row.
+    /// Indices of the sequences, row by row.
     pub indices: Vec<u64>,
-    /// The rows of the tensor: the number of sequences, or 1 if they are packed.
+    /// Number of rows: the number of sequences, or 1 for a packed batch.
     pub rows: u64,
-    /// The length of a row: that of the longest sequence, or more if the configuration asks for it.
+    /// Length of a row: at least the longest sequence.
     pub padded_length: u64,
-    /// The sum of the lengths: how many tokens are no padding.
+    /// Sum of the lengths, that is, the tokens without padding.
     pub real_tokens: u64,
 }
 
 impl Batch {
-    /// The number of sequences; the spec's `BatchSize`.
+    /// Returns the number of sequences.
     #[doc(alias = "batch_size")]
     pub fn len(&self) -> usize {
         self.indices.len()
     }
 
-    /// Whether there is no sequence; no sampler makes such a batch.
+    /// Returns true if the batch has no sequences. Samplers never return such a batch.
+    #[doc(hidden)]
     pub fn is_empty(&self) -> bool {
         self.indices.is_empty()
     }
 
-    /// The number of elements of the padded tensor: rows × padded length.
+    /// Returns the number of elements of the padded tensor: rows × padded length.
     ///
-    /// No batch of a sampler overflows; one that was changed by hand saturates.
+    /// Batches of a sampler never overflow; a modified batch saturates.
     pub fn padded_tokens(&self) -> u64 {
         self.rows.saturating_mul(self.padded_length)
     }
@@ -76,10 +77,10 @@ impl serde::Serialize for Batch {
     }
 }
 
-/// What a [`Batch`] looks like before it is checked.
+/// An unvalidated [`Batch`].
 #[cfg(feature = "serde")]
 #[derive(serde::Deserialize)]
-struct Unchecked {
+struct UncheckedBatch {
     indices: Vec<u64>,
     padded_length: u64,
     padded_tokens: u64,
@@ -87,18 +88,18 @@ struct Unchecked {
 }
 
 #[cfg(feature = "serde")]
-impl TryFrom<Unchecked> for Batch {
+impl TryFrom<UncheckedBatch> for Batch {
     type Error = String;
 
-    fn try_from(batch: Unchecked) -> Result<Self, String> {
-        let Unchecked { indices, padded_length, padded_tokens, real_tokens } = batch;
+    fn try_from(batch: UncheckedBatch) -> Result<Self, String> {
+        let UncheckedBatch { indices, padded_length, padded_tokens, real_tokens } = batch;
         let size = indices.len() as u64;
-        let has_tokens = |rows: &u64| rows.checked_mul(padded_length) == Some(padded_tokens);
-        // A row each, or all in one.
-        if let Some(rows) =
-            [size, 1].into_iter().find(has_tokens).filter(|_| real_tokens <= padded_tokens)
-        {
-            return Ok(Self { indices, rows, padded_length, real_tokens });
+        // A padded batch has one row per sequence, a packed batch has one row.
+        for rows in [size, 1] {
+            let has_tokens = rows.checked_mul(padded_length) == Some(padded_tokens);
+            if has_tokens && real_tokens <= padded_tokens {
+                return Ok(Self { indices, rows, padded_length, real_tokens });
+            }
         }
         let shape = format!("{size} sequences padded to {padded_length}");
         Err(format!("{shape} cannot make {padded_tokens} tokens, {real_tokens} of them real"))
@@ -110,7 +111,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_json_form_is_pinned() {
+    fn json_form_is_pinned() {
         let json = r#"{"indices":[4,2],"padded_length":7,"padded_tokens":14,"real_tokens":9}"#;
         let batch: Batch = serde_json::from_str(json).unwrap();
         assert_eq!(batch, Batch { indices: vec![4, 2], rows: 2, padded_length: 7, real_tokens: 9 });
@@ -118,7 +119,7 @@ mod tests {
     }
 
     #[test]
-    fn a_batch_that_contradicts_itself_is_refused() {
+    fn contradictory_batches_are_rejected() {
         for json in [
             r#"{"indices":[4,2],"padded_length":7,"padded_tokens":13,"real_tokens":9}"#,
             r#"{"indices":[4,2],"padded_length":7,"padded_tokens":14,"real_tokens":15}"#,

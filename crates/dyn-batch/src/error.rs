@@ -1,233 +1,234 @@
-//! What the crate refuses, and why.
+//! The errors of this crate.
 
-/// The result of making a sampler, or a batch.
+/// The result of creating a sampler or a batch.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
-/// Why no batches, steps or tensors can be made; each variant names the value and the limit.
+/// An error of a configuration, a sequence, a step or a tensor; each variant has the value and the
+/// limit.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
-    // A configuration that contradicts itself.
+    // Contradictory configurations.
     /// A limit, a bucket width or a multiple is zero.
     #[error("{setting} is 0, it must be at least 1")]
     Zero {
-        /// The name of the setting.
+        /// Name of the setting.
         setting: &'static str,
     },
-    /// Nothing says when a batch is full.
+    /// No setting limits the size of a batch.
     #[error("batches have no limit, set max_batch_size, max_tokens or max_cost")]
     NoLimit,
-    /// The dynamic strategy has no budget, and not both of the numbers whose product it would be.
+    /// The dynamic strategy has neither a token budget nor both factors of one.
     #[error(
         "the dynamic strategy has no token budget, set max_tokens, or max_batch_size and max_sequence_length"
     )]
     NoTokenBudget,
-    /// The budget of the dynamic strategy does not fit 64 bits.
+    /// The budget of the dynamic strategy exceeds 64 bits.
     #[error(
         "a token budget of {max_batch_size} × {max_sequence_length} is above the limit of {}",
         u64::MAX
     )]
     TokenBudgetOverflow {
-        /// One factor of the budget.
+        /// First factor of the budget.
         max_batch_size: u64,
-        /// The other factor.
+        /// Second factor of the budget.
         max_sequence_length: u64,
     },
-    /// A batch of as many sequences as the multiple is over a limit, whatever it holds.
+    /// The multiple of the batch size exceeds a limit.
     #[error("batch_size_multiple {multiple} is above {setting} {limit}")]
     MultipleOverLimit {
-        /// The multiple that was asked for.
+        /// Requested multiple.
         multiple: u64,
-        /// The name of the limit.
+        /// Name of the limit.
         setting: &'static str,
-        /// The limit's value.
+        /// Value of the limit.
         limit: u64,
     },
     /// Packed rows have no length.
     #[error("packed rows have no length, set max_tokens")]
     NoRowLength,
-    /// The table of best-fit packing, an entry for each token of a row, would be too large.
+    /// A row is too long for best-fit packing, whose table has an entry per token.
     #[error("rows of {max_tokens} tokens are above the limit of {limit} for best-fit packing")]
     RowTooLong {
-        /// The length of a row that was asked for.
+        /// Requested length of a row.
         max_tokens: u64,
-        /// The longest there may be.
+        /// Limit on the length.
         limit: u64,
     },
-    /// The setting has no meaning for packed rows.
+    /// The setting does not apply to packed rows.
     #[error("{setting} cannot be set for packed rows")]
     NotForPacking {
-        /// The name of the setting.
+        /// Name of the setting.
         setting: &'static str,
     },
-    /// Fixed shapes are those of buckets, and the strategy has none.
+    /// Fixed shapes need a strategy with buckets.
     #[error("fixed shapes need buckets, set a bucket strategy")]
     NoBuckets,
-    /// The boundaries of buckets are in the wrong order.
+    /// Bucket boundaries do not ascend.
     #[error("bucket boundary {boundary} is followed by {next}, boundaries must ascend")]
     BoundariesNotAscending {
         /// A boundary.
         boundary: u64,
-        /// The one that follows.
+        /// Next boundary.
         next: u64,
     },
 
-    // Buckets that cannot be made.
-    /// There are no sequences to make buckets for.
+    // Invalid buckets.
+    /// The data set has no sequences.
     #[error("there are no sequences to make buckets for")]
     NoLengths,
-    /// The table that finds the best boundaries would be too large.
+    /// The table for optimal boundaries would be too large.
     #[error(
         "{n_buckets} buckets for {n_lengths} different lengths are above the limit of {limit} table entries"
     )]
     TooManyBuckets {
-        /// The number of buckets that was asked for.
+        /// Requested number of buckets.
         n_buckets: u64,
-        /// How many different lengths there are.
+        /// Number of distinct lengths.
         n_lengths: u64,
-        /// The most that their product may be.
+        /// Limit on their product.
         limit: u64,
     },
 
-    // A sequence that fits no batch.
-    /// The sequence is longer than allowed, and the policy is
-    /// [`Overlong::Error`](crate::Overlong::Error).
+    // Sequences that fit no batch.
+    /// A sequence is too long, and the policy is [`Overlong::Error`](crate::Overlong::Error).
     #[error(
         "sequence {index} of length {length} is above max_sequence_length {max_sequence_length}"
     )]
     SequenceTooLong {
-        /// Which sequence.
+        /// Index of the sequence.
         index: u64,
-        /// Its length.
+        /// Length of the sequence.
         length: u64,
-        /// The longest one allowed.
+        /// Limit on the length.
         max_sequence_length: u64,
     },
-    /// Even the smallest batch that holds this sequence is over the token budget.
+    /// The smallest batch with this sequence exceeds the token budget.
     #[error(
         "sequence {index} of length {length} in the smallest batch, of {multiple}, is above max_tokens {max_tokens}"
     )]
     SequenceOverBudget {
-        /// Which sequence.
+        /// Index of the sequence.
         index: u64,
-        /// Its length, after truncation if that was asked for.
+        /// Length of the sequence, after truncation.
         length: u64,
-        /// The size of the smallest batch.
+        /// Size of the smallest batch.
         multiple: u64,
-        /// The budget, `u64::MAX` if none was set.
+        /// Token budget, `u64::MAX` if unset.
         max_tokens: u64,
     },
-    /// Even the smallest batch that holds this sequence costs too much.
+    /// The smallest batch with this sequence exceeds the cost limit.
     #[error(
         "sequence {index} of length {length} in the smallest batch, of {multiple}, is above max_cost {max_cost}"
     )]
     SequenceOverCost {
-        /// Which sequence.
+        /// Index of the sequence.
         index: u64,
-        /// Its length, after truncation if that was asked for.
+        /// Length of the sequence, after truncation.
         length: u64,
-        /// The size of the smallest batch.
+        /// Size of the smallest batch.
         multiple: u64,
-        /// The most that a batch may cost.
+        /// Limit on the cost of a batch.
         max_cost: u64,
     },
-    /// The sequence is longer than the last bucket boundary.
+    /// A sequence is longer than the last bucket boundary.
     #[error("sequence {index} of length {length} is above the last bucket boundary {largest}")]
     NoBucket {
-        /// Which sequence.
+        /// Index of the sequence.
         index: u64,
-        /// Its length.
+        /// Length of the sequence.
         length: u64,
-        /// The last boundary.
+        /// Last boundary.
         largest: u64,
     },
 
-    // A data set or an order that cannot be batched.
-    /// The order asks for a sequence that the data set does not have.
+    // Invalid data sets and orders.
+    /// The order contains an index beyond the data set.
     #[error("index {index} is out of range for {count} sequences")]
     IndexOutOfRange {
-        /// The index that was asked for.
+        /// Requested index.
         index: u64,
-        /// The number of sequences there are.
+        /// Number of sequences in the data set.
         count: u64,
     },
-    /// A whole set holds fewer sequences than that; a window has no limit.
+    /// There are too many sequences for a strategy that arranges the whole set; windows have no
+    /// limit.
     #[error("{count} sequences are above the limit of {limit} for a whole set, use a window")]
     TooManySequences {
-        /// The number of sequences.
+        /// Number of sequences.
         count: u64,
-        /// The most there may be.
+        /// Limit on the number of sequences.
         limit: u64,
     },
 
     // Steps of several ranks.
-    /// Buckets and packed rows have no batch for all ranks that could be dealt out.
+    /// Dealt steps do not support buckets and packed rows.
     #[error("buckets and packed rows cannot be dealt out, group their batches instead")]
     CannotDeal,
-    /// There are too few sequences to give each rank a batch in every step.
+    /// There are too few sequences for a batch per rank in every step.
     #[error("{n_batches} batches cannot be split into equally many for each of {world_size} ranks")]
     CannotFillStep {
-        /// How many batches there were.
+        /// Number of batches.
         n_batches: u64,
-        /// How many ranks there are.
+        /// Number of ranks.
         world_size: core_types::WorldSize,
     },
     /// The state was saved with other lengths, another order or another configuration.
-    #[error("the state belongs to other batches: it is at {found}, these are at {expected}")]
+    #[error("the state belongs to other batches: found {found}, expected {expected}")]
     OtherBatches {
-        /// Where these batches begin.
+        /// State at the start of these batches.
         expected: String,
-        /// Where the state is.
+        /// Saved state.
         found: String,
     },
 
     // Tensors.
-    /// The batch is larger than the address space.
+    /// The tensor of a batch exceeds the address space.
     #[error("a tensor of {rows} x {padded_length} tokens is larger than the address space")]
     TensorTooLarge {
-        /// The number of rows.
+        /// Number of rows.
         rows: u64,
-        /// The length of each.
+        /// Length of a row.
         padded_length: u64,
     },
-    /// A packed batch, whose sequences share a row, was to be padded to a row for each.
+    /// A packed batch, with several sequences per row, cannot be padded.
     #[error("{rows} rows cannot hold {sequences} sequences, use Collator::pack for packed batches")]
     PackedBatch {
-        /// The number of sequences.
+        /// Number of sequences.
         sequences: u64,
-        /// The number of rows.
+        /// Number of rows.
         rows: u64,
     },
-    /// A field has a number of items that is not that of the tokens they belong to.
-    #[error("sequence {index} has {items} items and {tokens} tokens, it must have one for each")]
+    /// A field has a different number of items than its sequence has tokens.
+    #[error("sequence {index} has {items} items and {tokens} tokens, expected one item per token")]
     FieldLength {
-        /// Which sequence.
+        /// Index of the sequence.
         index: u64,
-        /// The items that the field has for it.
+        /// Items of the field for this sequence.
         items: u64,
-        /// The tokens of the sequence.
+        /// Tokens of the sequence.
         tokens: u64,
     },
-    /// The sequences of a batch have more tokens than it counts.
+    /// The sequences of a batch have more tokens than the batch counts.
     #[error(
-        "sequences of {tokens} tokens, {counted} are counted: longer sequences are cut by \
-         Collator::with_max_sequence_length"
+        "sequences of {tokens} tokens, {counted} are counted: set \
+         Collator::with_max_sequence_length to truncate"
     )]
     Uncounted {
-        /// The tokens that there are.
+        /// Tokens of the sequences.
         tokens: u64,
-        /// The tokens of the batch.
+        /// Tokens counted in the batch.
         counted: u64,
     },
-    /// The sequences are longer than their lengths said.
+    /// The sequences are longer than their row.
     #[error(
-        "sequences of {tokens} tokens do not fit a row of {row_length}: longer sequences are cut by \
-         Collator::with_max_sequence_length"
+        "sequences of {tokens} tokens do not fit a row of {row_length}: set \
+         Collator::with_max_sequence_length to truncate"
     )]
     RowOverflow {
-        /// The tokens of all sequences of the row.
+        /// Tokens of all sequences in the row.
         tokens: u64,
-        /// The length of the row.
+        /// Length of the row.
         row_length: u64,
     },
 }

@@ -13,8 +13,8 @@
 //! [`Steps`]: crate::Steps
 #![cfg_attr(feature = "candle", doc = "[`BatchTensors`]: crate::BatchTensors")]
 #![cfg_attr(feature = "candle", doc = "[`Collator`]: crate::Collator")]
-// The README's links go to the registry. The first of two definitions counts: on this page, where
-// those above come first, they go to the crate itself.
+// The README links to docs.rs. Of two definitions of a link the first wins, so on this page the definitions above
+// replace the README's and point into this crate.
 #![doc = include_str!("../README.md")]
 #![forbid(unsafe_code)]
 
@@ -47,7 +47,7 @@ pub use crate::{
     sampler::{DynamicBatchSampler, batches::Batches},
 };
 
-/// What the tables of padding share with the batcher; it may change with any version.
+/// Items shared with the padding tables of this workspace. They may change in any version.
 #[doc(hidden)]
 pub mod support {
     pub use crate::distributed::balance::balance;

@@ -1,9 +1,8 @@
-//! A configuration that has been checked, and what it answers: is this sequence allowed, how long
-//! is its batch padded, and how many such sequences does a batch hold?
+//! A validated configuration: admission of sequences, padded lengths, and sizes of batches.
 //!
-//! With a multiple m, a batch grows by groups of m sequences. A group fits by itself, because each
-//! member was admitted only if m sequences of its length are within the limits; so a batch can
-//! always be closed at a multiple, and fewer than m sequences are ever carried over.
+//! With a multiple m, a batch grows by groups of m sequences. A group always fits, because a
+//! sequence is admitted only if m sequences of its length are within the limits. So a batch can
+//! always be closed at a multiple, and fewer than m sequences carry over.
 
 use std::cmp::Ordering;
 
@@ -13,70 +12,71 @@ use crate::{
     error::{Error, Result},
 };
 
-/// The longest row of best-fit packing, which has a table entry of 4 bytes for each of its tokens:
-/// 64 MiB at most.
+/// Limit on the row length of best-fit packing, whose table has an entry of 4 bytes per token: 64
+/// MiB at most.
 const MAX_ROW_LENGTH: u64 = 1 << 24;
 
-/// A limit that was not set. No sum of lengths that fits 64 bits is above it.
+/// The value of an unset limit. No sum of lengths in 64 bits exceeds it.
 const UNLIMITED: u64 = u64::MAX;
 
-/// A configuration without contradictions, with what follows from it.
+/// A validated configuration with derived limits.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
-pub(crate) struct Limits {
+pub(crate) struct BatchLimits {
     config: BatchConfig,
     max_batch_size: u64,
     max_tokens: u64,
-    /// The longest sequence that fits a batch; `None` if not even an empty one does.
+    /// Longest admitted sequence; `None` if even an empty one does not fit.
     longest: Option<u64>,
-    /// The multiple.
+    /// Batch size multiple.
     group_len: usize,
 }
 
-/// What the limits make of a sequence.
+/// The result of admitting a sequence.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Admission {
-    /// It counts with its whole length.
+    /// Counts with its full length.
     Whole(Sequence),
-    /// It counts with the length to which it is cut.
+    /// Counts with its truncated length.
     Truncated(Sequence),
-    /// It is in no batch.
+    /// Is in no batch.
     Skipped,
 }
 
-/// The room in a packed row.
+/// The free space of a packed row.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub(crate) struct Row {
+pub(crate) struct RowSpace {
     pub(crate) tokens: u64,
     pub(crate) sequences: u64,
 }
 
-impl Row {
-    /// How many sequences of this length fit.
+impl RowSpace {
+    /// Returns the number of sequences of this length that fit.
     pub(crate) fn capacity(self, length: u64) -> u64 {
-        times(self.tokens, length).min(self.sequences)
+        max_repeats(self.tokens, length).min(self.sequences)
     }
 
-    /// The room that is left beside so many sequences of this length, which must fit.
+    /// Returns the space left after `count` sequences of this length, which must fit.
     #[must_use]
-    pub(crate) fn without(self, length: u64, count: u64) -> Self {
+    pub(crate) fn after_adding(self, length: u64, count: u64) -> Self {
         Self { tokens: self.tokens - count * length, sequences: self.sequences - count }
     }
 }
 
-impl Limits {
+impl BatchLimits {
+    /// Validates a configuration.
     pub(crate) fn new(config: BatchConfig) -> Result<Self> {
         check_nonzero(&config)?;
         check_strategy(&config)?;
         let (max_batch_size, max_tokens) = size_limits(&config)?;
         check_multiple(&config, max_tokens)?;
-        // A multiple beyond the address space never fills, nor does the largest `usize`.
+        // A multiple beyond the address space never fills; neither does `usize::MAX`.
         let group_len = usize::try_from(config.batch_size_multiple).unwrap_or(usize::MAX);
         let mut limits = Self { config, max_batch_size, max_tokens, longest: None, group_len };
         limits.longest = limits.find_longest();
         Ok(limits)
     }
 
-    /// By bisection: if a sequence fits a batch, then all shorter ones do.
+    /// Finds the longest admitted sequence by bisection: if a sequence fits, all shorter ones do.
     fn find_longest(&self) -> Option<u64> {
         if !self.fits(0) {
             return None;
@@ -86,7 +86,7 @@ impl Limits {
         }
         let mut fitting = 0;
         let mut too_long = u64::MAX;
-        while too_long - fitting > 1 {
+        while fitting + 1 < too_long {
             let length = fitting.midpoint(too_long);
             if self.fits(length) {
                 fitting = length;
@@ -97,7 +97,7 @@ impl Limits {
         Some(fitting)
     }
 
-    /// Whether the smallest batch may hold a sequence of this length.
+    /// Returns true if the smallest batch can hold a sequence of this length.
     fn fits(&self, length: u64) -> bool {
         if self.is_packing() {
             return length <= self.max_tokens;
@@ -118,42 +118,42 @@ impl Limits {
         &self.config
     }
 
-    /// What an empty packed row has room for.
-    pub(crate) fn empty_row(&self) -> Row {
-        Row { tokens: self.max_tokens, sequences: self.max_batch_size }
+    /// Returns the space of an empty packed row.
+    pub(crate) fn empty_row(&self) -> RowSpace {
+        RowSpace { tokens: self.max_tokens, sequences: self.max_batch_size }
     }
 
-    /// The size of a group.
+    /// Returns the size of a group.
     pub(crate) fn group_len(&self) -> usize {
         self.group_len
     }
 
-    /// Whether batches are rows that hold several sequences.
+    /// Returns true if batches are packed rows.
     pub(crate) fn is_packing(&self) -> bool {
         self.config.strategy.is_packing()
     }
 
-    /// Decides on a sequence by the policy for long ones, and checks that what is left of it fits
-    /// the smallest batch.
+    /// Applies the policy for long sequences and checks that the result fits the smallest batch.
     pub(crate) fn admit(&self, sequence: Sequence) -> Result<Admission> {
         let Sequence { index, length } = sequence;
-        let too_short = self.config.max_sequence_length.filter(|&max| max < length);
-        let Some(max_sequence_length) = too_short else {
+        let Some(max_sequence_length) = self.config.max_sequence_length.filter(|&max| max < length)
+        else {
             return self.check(sequence).map(Admission::Whole);
         };
         match self.config.overlong {
             Overlong::Error => Err(Error::SequenceTooLong { index, length, max_sequence_length }),
-            Overlong::Truncate => self.check(self.counted(sequence)).map(Admission::Truncated),
+            Overlong::Truncate => self.check(self.truncate(sequence)).map(Admission::Truncated),
             Overlong::Skip => Ok(Admission::Skipped),
         }
     }
 
-    /// An admitted sequence as it counts: cut if it is too long.
-    pub(crate) fn counted(&self, sequence: Sequence) -> Sequence {
+    /// Truncates an admitted sequence to the limit.
+    pub(crate) fn truncate(&self, sequence: Sequence) -> Sequence {
         let max = or_unlimited(self.config.max_sequence_length);
         Sequence { length: sequence.length.min(max), ..sequence }
     }
 
+    /// Checks that a sequence fits the smallest batch.
     fn check(&self, sequence: Sequence) -> Result<Sequence> {
         if self.longest.is_some_and(|longest| sequence.length <= longest) {
             return Ok(sequence);
@@ -161,9 +161,10 @@ impl Limits {
         Err(self.misfit(sequence))
     }
 
-    /// Which limit a sequence breaks in the smallest batch: that of its buckets, tokens or cost.
+    /// Returns the error for the limit that a sequence exceeds: buckets, tokens or cost.
     fn misfit(&self, Sequence { index, length }: Sequence) -> Error {
-        let (multiple, max_tokens) = (self.config.batch_size_multiple, self.max_tokens);
+        let multiple = self.config.batch_size_multiple;
+        let max_tokens = self.max_tokens;
         if let Some(largest) = self.last_boundary().filter(|&largest| largest < length) {
             return Error::NoBucket { index, length, largest };
         }
@@ -176,15 +177,15 @@ impl Limits {
         }
     }
 
-    /// Returns which of the open batches a sequence of this length joins.
+    /// Returns the bucket of this length; 0 for strategies without buckets.
     pub(crate) fn bucket(&self, length: u64) -> u64 {
         match self.config.strategy.buckets() {
-            Some(buckets) => buckets.of(length),
+            Some(buckets) => buckets.index(length),
             None => 0,
         }
     }
 
-    /// The batch of these sequences, which were admitted: a row each, or one row if the strategy
+    /// Creates the batch of these admitted sequences: one row each, or one row if the strategy
     /// packs.
     pub(crate) fn batch(&self, sequences: impl ExactSizeIterator<Item = Sequence>) -> Batch {
         let mut indices = Vec::with_capacity(sequences.len());
@@ -193,57 +194,56 @@ impl Limits {
         for Sequence { index, length } in sequences {
             indices.push(index);
             longest = length.max(longest);
-            // No overflow: the padded tokens, which are no fewer, are within the limits.
+            // This cannot overflow: padded tokens are at least as many and within the limits.
             real_tokens += length;
         }
         let rows = self.rows(indices.len());
         Batch { indices, rows, padded_length: self.row_length(longest), real_tokens }
     }
 
-    /// The rows of a batch of `len` sequences: one if they are packed, else one each.
+    /// Returns the rows of a batch of `len` sequences: one if packed, else one each.
     pub(crate) fn rows(&self, len: usize) -> u64 {
         if self.is_packing() { 1 } else { len as u64 }
     }
 
-    /// The length of each row, if the longest sequence of the batch has this one.
+    /// Returns the length of a row, given the longest sequence.
     fn row_length(&self, longest: u64) -> u64 {
         if self.is_packing() { self.max_tokens } else { self.padded_length(longest) }
     }
 
-    /// The length to which a batch is padded if its longest sequence, which was admitted, has this
-    /// one.
-    #[expect(clippy::expect_used, reason = "`fits` asked before the sequence was admitted")]
+    /// Returns the padded length of a batch, given its longest admitted sequence.
+    #[expect(clippy::expect_used, reason = "`fits` checked this before admission")]
     pub(crate) fn padded_length(&self, longest: u64) -> u64 {
         self.checked_padded_length(longest).expect("an admitted sequence has a padded length")
     }
 
     fn checked_padded_length(&self, longest: u64) -> Option<u64> {
         let length = match self.config.strategy.buckets() {
-            Some(buckets) if self.config.fixed_shapes => buckets.longest(buckets.of(longest))?,
+            Some(buckets) if self.config.fixed_shapes => buckets.longest(buckets.index(longest))?,
             Some(_) | None => longest,
         };
         length.checked_next_multiple_of(self.config.length_multiple)
     }
 
-    /// The most sequences of a batch that is padded to this length; a multiple of the group.
+    /// Returns the limit on the sequences of a batch with this padded length, a multiple of the
+    /// group size.
     pub(crate) fn max_rows(&self, padded_length: u64) -> u64 {
-        let by_tokens = times(self.max_tokens, padded_length);
+        let by_tokens = max_repeats(self.max_tokens, padded_length);
         let by_cost = match self.config.max_cost {
-            Some(max_cost) => times(max_cost, self.config.cost.of(padded_length)),
+            Some(max_cost) => max_repeats(max_cost, self.config.cost.for_length(padded_length)),
             None => UNLIMITED,
         };
         let rows = self.max_batch_size.min(by_tokens).min(by_cost);
         rows - rows % self.config.batch_size_multiple
     }
 
-    /// Returns how many of the first sequences of an open batch, which may hold `max_rows`, are a
-    /// full one, or `None` if it may still grow.
+    /// Returns the size of a full batch among the first `len` sequences of an open batch, or `None`
+    /// if it can grow.
     ///
-    /// It is full as soon as the next group, however short, would pass a limit. The answer does not
-    /// depend on what comes later, so waiting for the next sequence would give the same batches,
-    /// only later.
-    pub(crate) fn full(&self, len: usize, max_rows: u64) -> Option<usize> {
-        // `max_rows` is a multiple of the group, so a batch below it has room for a whole one.
+    /// A batch is full as soon as the next group, however short, would exceed `max_rows`. The
+    /// result does not depend on later sequences, so waiting for them would only delay the batch.
+    pub(crate) fn full_size(&self, len: usize, max_rows: u64) -> Option<usize> {
+        // `max_rows` is a multiple of the group size, so a batch below it has space for a group.
         match (len as u64).cmp(&max_rows) {
             Ordering::Less => None,
             Ordering::Equal => Some(len),
@@ -251,9 +251,8 @@ impl Limits {
         }
     }
 
-    /// Returns how many of the `len` sequences left at the end are batches of whole groups, and how
-    /// many are one more.
-    pub(crate) fn last(&self, len: usize) -> (usize, usize) {
+    /// Splits the last `len` sequences into those of complete groups and those of one more batch.
+    pub(crate) fn split_remainder(&self, len: usize) -> (usize, usize) {
         let surplus = len % self.group_len;
         match self.config.remainder {
             Remainder::Drop => (len - surplus, 0),
@@ -266,16 +265,16 @@ fn or_unlimited(limit: Option<u64>) -> u64 {
     limit.unwrap_or(UNLIMITED)
 }
 
-/// How many times `size` fits into `limit`; nothing fits any number of times.
-fn times(limit: u64, size: u64) -> u64 {
+/// Returns how many times `size` fits into `limit`; `UNLIMITED` for size 0.
+fn max_repeats(limit: u64, size: u64) -> u64 {
     match limit.checked_div(size) {
-        Some(times) => times,
+        Some(repeats) => repeats,
         None => UNLIMITED,
     }
 }
 
 fn check_nonzero(config: &BatchConfig) -> Result<()> {
-    let of_strategy = match &config.strategy {
+    let strategy_setting = match &config.strategy {
         DynamicBatchStrategy::Bucket(Buckets::Width(width)) => Some(("bucket width", *width)),
         DynamicBatchStrategy::Sorted { window, .. } => window.map(|window| ("window", window)),
         DynamicBatchStrategy::Pack(Packing::InOrder { open_rows }) => {
@@ -287,7 +286,7 @@ fn check_nonzero(config: &BatchConfig) -> Result<()> {
         | DynamicBatchStrategy::Pack(Packing::BestFit | Packing::MinimumSlack) => None,
     };
     let settings = [
-        of_strategy,
+        strategy_setting,
         config.max_batch_size.map(|value| ("max_batch_size", value)),
         config.max_tokens.map(|value| ("max_tokens", value)),
         config.max_cost.map(|value| ("max_cost", value)),
@@ -295,10 +294,12 @@ fn check_nonzero(config: &BatchConfig) -> Result<()> {
         Some(("batch_size_multiple", config.batch_size_multiple)),
         Some(("length_multiple", config.length_multiple)),
     ];
-    match settings.into_iter().flatten().find(|&(_, value)| value == 0) {
-        Some((setting, _)) => Err(Error::Zero { setting }),
-        None => Ok(()),
+    for (setting, value) in settings.into_iter().flatten() {
+        if value == 0 {
+            return Err(Error::Zero { setting });
+        }
     }
+    Ok(())
 }
 
 fn check_strategy(config: &BatchConfig) -> Result<()> {
@@ -315,13 +316,14 @@ fn check_strategy(config: &BatchConfig) -> Result<()> {
 }
 
 fn check_packing(config: &BatchConfig, packing: Packing) -> Result<()> {
-    let is_set = [
+    for (setting, is_set) in [
         ("max_cost", config.max_cost.is_some()),
         ("batch_size_multiple", config.batch_size_multiple != 1),
         ("length_multiple", config.length_multiple != 1),
-    ];
-    if let Some((setting, _)) = is_set.into_iter().find(|(_, is_set)| *is_set) {
-        return Err(Error::NotForPacking { setting });
+    ] {
+        if is_set {
+            return Err(Error::NotForPacking { setting });
+        }
     }
     let max_tokens = config.max_tokens.ok_or(Error::NoRowLength)?;
     let limit = match packing {
@@ -331,10 +333,10 @@ fn check_packing(config: &BatchConfig, packing: Packing) -> Result<()> {
     if max_tokens > limit { Err(Error::RowTooLong { max_tokens, limit }) } else { Ok(()) }
 }
 
-/// Returns the most sequences and the most padded tokens of a batch.
+/// Returns the limits on the sequences and the padded tokens of a batch.
 fn size_limits(config: &BatchConfig) -> Result<(u64, u64)> {
     if config.strategy == DynamicBatchStrategy::Dynamic && config.max_tokens.is_none() {
-        return Ok((UNLIMITED, budget_of_full_lengths(config)?));
+        return Ok((UNLIMITED, implied_budget(config)?));
     }
     if (config.max_batch_size, config.max_tokens, config.max_cost) == (None, None, None) {
         return Err(Error::NoLimit);
@@ -342,8 +344,8 @@ fn size_limits(config: &BatchConfig) -> Result<(u64, u64)> {
     Ok((or_unlimited(config.max_batch_size), or_unlimited(config.max_tokens)))
 }
 
-/// The token budget of the dynamic strategy where none is set.
-fn budget_of_full_lengths(config: &BatchConfig) -> Result<u64> {
+/// Computes the token budget of the dynamic strategy if `max_tokens` is unset.
+fn implied_budget(config: &BatchConfig) -> Result<u64> {
     let factors = config.max_batch_size.zip(config.max_sequence_length);
     let (max_batch_size, max_sequence_length) = factors.ok_or(Error::NoTokenBudget)?;
     max_batch_size
@@ -353,7 +355,7 @@ fn budget_of_full_lengths(config: &BatchConfig) -> Result<u64> {
 
 fn check_multiple(config: &BatchConfig, max_tokens: u64) -> Result<()> {
     let multiple = config.batch_size_multiple;
-    // `max_batch_size` as it was set: a budget made from it then holds a whole group of the longest
+    // Use the configured `max_batch_size`, because a budget computed from it then holds a group of the longest
     // sequences.
     let limits = [("max_batch_size", config.max_batch_size), ("max_tokens", Some(max_tokens))];
     for (setting, limit) in limits {

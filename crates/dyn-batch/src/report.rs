@@ -1,4 +1,4 @@
-//! How much of the batches is padding.
+//! Reports of padding.
 
 use std::fmt;
 
@@ -7,10 +7,10 @@ use crate::{
     limits::Admission,
 };
 
-/// What batches cost: how many there are, and how many of their tokens are real.
+/// Counts of batches, sequences, and real and padded tokens.
 ///
-/// [`Batches::report`](crate::Batches::report) keeps one while it goes, with the sequences that
-/// made it into no batch; a report collected from batches alone cannot know these.
+/// [`Batches::report`](crate::Batches::report) also counts the sequences that are in no batch; a
+/// report collected from batches alone cannot.
 ///
 /// # Determinism
 ///
@@ -35,27 +35,28 @@ use crate::{
 #[cfg_attr(feature = "serde", derive(serde::Deserialize))]
 #[non_exhaustive]
 pub struct PaddingReport {
-    /// The number of batches.
+    /// Number of batches.
     pub batches: u64,
-    /// The number of sequences in them.
+    /// Number of sequences in these batches.
     pub sequences: u64,
-    /// The tokens that are no padding, of all batches; 128 bits, because only each batch by itself
-    /// fits 64.
+    /// Tokens without padding in all batches, in 128 bits because only each single batch fits into
+    /// 64.
     pub real_tokens: u128,
-    /// The tokens with the padding, of all batches.
+    /// Tokens with padding in all batches.
     pub padded_tokens: u128,
-    /// The tokens with the padding of the largest batch: what the memory must hold.
+    /// Tokens with padding in the largest batch, which determines the memory.
     pub max_padded_tokens: u64,
-    /// The sequences left out because they are too long.
+    /// Sequences skipped because they are too long.
     pub skipped: u64,
-    /// The sequences cut because they are too long.
+    /// Sequences truncated because they are too long.
     pub truncated: u64,
-    /// The sequences left out because they could not fill up the multiple.
+    /// Sequences dropped because they cannot fill the multiple.
     pub dropped: u64,
 }
 
 impl PaddingReport {
-    /// Counts one more batch.
+    /// Counts a batch.
+    #[doc(hidden)]
     pub fn add(&mut self, batch: &Batch) {
         let padded_tokens = batch.padded_tokens();
         self.batches += 1;
@@ -65,7 +66,7 @@ impl PaddingReport {
         self.max_padded_tokens = self.max_padded_tokens.max(padded_tokens);
     }
 
-    /// Counts what the limits made of a sequence, and returns it as it counts in a batch.
+    /// Counts an admission and returns the admitted sequence, if any.
     pub(crate) fn count(&mut self, admission: Admission) -> Option<Sequence> {
         match admission {
             Admission::Whole(sequence) => Some(sequence),
@@ -80,16 +81,16 @@ impl PaddingReport {
         }
     }
 
-    /// The same report before any batch: what was skipped, truncated and dropped.
+    /// Returns the report without batches: only skipped, truncated and dropped sequences.
     pub(crate) fn drop_counts(&self) -> Self {
         let &Self { skipped, truncated, dropped, .. } = self;
         Self { skipped, truncated, dropped, ..Self::default() }
     }
 
-    /// The share of the tokens that is real: 1.0 without padding, and for no tokens at all.
+    /// Returns the fraction of real tokens; 1.0 if there are no tokens.
     ///
-    /// Compare it at similar numbers of batches only: batches of one sequence have no padding, and
-    /// no speed.
+    /// Compare it only at similar numbers of batches: batches of one sequence have no padding, but
+    /// are slow.
     pub fn efficiency(&self) -> f64 {
         if self.padded_tokens == 0 {
             1.0
@@ -101,7 +102,9 @@ impl PaddingReport {
 
 impl<'a> Extend<&'a Batch> for PaddingReport {
     fn extend<T: IntoIterator<Item = &'a Batch>>(&mut self, batches: T) {
-        batches.into_iter().for_each(|batch| self.add(batch));
+        for batch in batches {
+            self.add(batch);
+        }
     }
 }
 
@@ -125,11 +128,11 @@ impl fmt::Display for PaddingReport {
             f,
             "{real_tokens} of {padded_tokens} tokens are real, at most {max_padded_tokens} per batch"
         )?;
-        for (count, fate) in
+        for (count, verb) in
             [(self.skipped, "skipped"), (self.truncated, "truncated"), (self.dropped, "dropped")]
         {
             if count > 0 {
-                write!(f, ", {count} {fate}")?;
+                write!(f, ", {count} {verb}")?;
             }
         }
         Ok(())
@@ -160,12 +163,12 @@ mod tests {
     use super::*;
 
     #[test]
-    fn no_tokens_are_no_waste() {
+    fn efficiency_without_tokens_is_one() {
         assert!((PaddingReport::default().efficiency() - 1.0).abs() < f64::EPSILON);
     }
 
     #[test]
-    fn totals_of_the_largest_batches_do_not_overflow() {
+    fn totals_do_not_overflow() {
         let batch =
             Batch { indices: vec![0], rows: 1, padded_length: u64::MAX, real_tokens: u64::MAX };
         let report = PaddingReport::from_iter([&batch, &batch]);
@@ -176,7 +179,7 @@ mod tests {
     }
 
     #[test]
-    fn sequences_in_no_batch_are_named() {
+    fn display_counts_dropped_sequences() {
         let report = PaddingReport { skipped: 2, dropped: 1, ..PaddingReport::default() };
         assert!(
             report.to_string().ends_with("at most 0 per batch, 2 skipped, 1 dropped"),
@@ -186,7 +189,7 @@ mod tests {
 
     #[cfg(feature = "serde")]
     #[test]
-    fn the_json_form_is_pinned() {
+    fn json_form_is_pinned() {
         let batch = Batch { indices: vec![4, 2], rows: 2, padded_length: 4, real_tokens: 6 };
         let report = PaddingReport::from_iter([&batch]);
         let json = concat!(

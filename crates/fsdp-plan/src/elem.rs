@@ -6,10 +6,10 @@ use serde::{Deserialize, Deserializer, Serialize, Serializer, de};
 
 /// The type of the elements of a parameter.
 ///
-/// The names are those of safetensors headers, and for the block types of quantized checkpoints
-/// those of ggml. A **block** is what cannot be cut: one element of most types, some elements that
-/// share whole bytes below 8 bits ([`ElemType::F4`]), elements that share a scale in the types of
-/// ggml ([`ElemType::Q4_0`] and the following).
+/// Names follow safetensors headers, and ggml for the block types of quantized checkpoints. A
+/// **block** is the smallest unit that cannot be cut: one element of most types, several elements
+/// that share whole bytes below 8 bits ([`ElemType::F4`]), or elements that share a scale in ggml
+/// types ([`ElemType::Q4_0`] and the following).
 ///
 /// # Examples
 ///
@@ -23,7 +23,7 @@ use serde::{Deserialize, Deserializer, Serialize, Serializer, de};
 ///
 /// # References
 ///
-/// The safetensors format; `ggml-common.h` of ggml for the block types, which are those of candle's
+/// The safetensors format; `ggml-common.h` of ggml for the block types, which match candle's
 /// `GgmlDType`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 #[non_exhaustive]
@@ -94,7 +94,7 @@ pub enum ElemType {
     Q8K,
 }
 
-/// Every type with its name, the elements and the bytes of a block, and whether it can be trained.
+/// One row per type: name, elements per block, bytes per block, and whether it is trainable.
 const TABLE: [(ElemType, &str, u64, u64, bool); 32] = [
     (ElemType::F64, "F64", 1, 8, true),
     (ElemType::F32, "F32", 1, 4, true),
@@ -131,44 +131,45 @@ const TABLE: [(ElemType, &str, u64, u64, bool); 32] = [
 ];
 
 impl ElemType {
-    /// The type of this name, if this crate knows it.
+    /// Returns the type with this name in safetensors or ggml, or `None` if it is unknown.
     #[doc(hidden)]
     pub fn from_name(name: &str) -> Option<Self> {
         TABLE.iter().find(|row| row.1 == name).map(|row| row.0)
     }
 
-    /// What files call this type.
+    /// Returns the name of this type in files.
     pub const fn name(self) -> &'static str {
         TABLE[self as usize].1
     }
 
-    /// The elements of one block, the least that can be held: 1 for types of whole bytes.
+    /// Returns the number of elements in a block: 1 for types of whole bytes.
     #[doc(hidden)]
     pub const fn block_numel(self) -> u64 {
         TABLE[self as usize].2
     }
 
-    /// The bytes of one block.
+    /// Returns the number of bytes in a block.
     #[doc(hidden)]
     pub const fn block_bytes(self) -> u64 {
         TABLE[self as usize].3
     }
 
-    /// Whether parameters of this type can be trained: floats of at least 8 bits, but no scales.
+    /// Returns true if parameters of this type can be trained: floats of at least 8 bits that are
+    /// not scales.
     pub(crate) const fn is_trainable(self) -> bool {
         TABLE[self as usize].4
     }
 
-    /// The bytes that `n_elems` elements of a parameter take, which are whole blocks.
-    pub(crate) fn bytes_of_blocks(self, n_elems: u64) -> u64 {
+    /// Returns the bytes of `n_elems` elements, which must form whole blocks.
+    pub(crate) fn block_bytes_for(self, n_elems: u64) -> u64 {
         n_elems / self.block_numel() * self.block_bytes()
     }
 
-    /// The bytes that `n_elems` elements take. Sums over a whole cluster go beyond 64 bits, so this
-    /// is wider.
+    /// Returns the bytes of `n_elems` elements, rounded up to whole blocks. The result is wide
+    /// because sums over a whole cluster exceed 64 bits.
     pub(crate) fn bytes(self, n_elems: u128) -> u128 {
         let n_blocks = match self.block_numel() {
-            1 => n_elems, // saves a wide division for nearly all types
+            1 => n_elems, // avoids a 128-bit division for nearly all types
             block_numel => n_elems.div_ceil(block_numel.into()),
         };
         n_blocks * u128::from(self.block_bytes())
@@ -199,7 +200,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_table_is_in_the_order_of_the_enum() {
+    fn table_rows_follow_the_enum() {
         for (position, (elem, name, block_numel, block_bytes, _)) in TABLE.into_iter().enumerate() {
             assert_eq!(elem as usize, position);
             assert_eq!(ElemType::from_name(name), Some(elem));
@@ -211,7 +212,7 @@ mod tests {
     }
 
     #[test]
-    fn partial_blocks_take_whole_ones() {
+    fn partial_blocks_count_as_whole() {
         for (elem, n_elems, bytes) in
             [(ElemType::F4, 3, 2), (ElemType::F6E2M3, 5, 6), (ElemType::Q4K, 257, 288)]
         {

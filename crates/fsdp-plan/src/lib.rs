@@ -12,8 +12,8 @@
 //! [`ShardAssignment`]: crate::ShardAssignment
 //! [`ShardingPlan`]: crate::ShardingPlan
 //! [`WholeTensor`]: crate::strategy::WholeTensor
-// The README's links go to the registry. The first of two definitions counts: on this page, where
-// those above come first, they go to the crate itself.
+// The README links to docs.rs. Of two definitions of a link the first wins, so on this page the definitions above
+// replace the README's and point into this crate.
 #![doc = include_str!("../README.md")]
 #![forbid(unsafe_code)]
 
@@ -41,13 +41,13 @@ pub use self::{
     plan::{PlannedParameter, ShardingPlan},
 };
 
-/// What the crates of this workspace share with the planner; it may change with any version.
+/// Items shared with the other crates of this workspace. They may change in any version.
 #[doc(hidden)]
 pub mod support {
     pub use crate::{
         cost::{
             schedule::{Calls, HandedOver, Schedule, UnitSchedule},
-            transfer::{Collective, Scope, Transfer},
+            transfer::{CollectiveKind, Transfer, TransferScope},
         },
         source::safetensors::{
             MAX_HEADER_LEN, PREFIX_LEN, SafetensorsHeader, StoredTensor, header_len,

@@ -1,4 +1,4 @@
-//! Patterns that pick parameters by name.
+//! Patterns that match parameters by name.
 
 use std::{fmt, str::FromStr};
 
@@ -10,23 +10,22 @@ use crate::{
     param::{ParameterInfo, path},
 };
 
-/// The longest pattern, in bytes. Names of parameters are some ten times shorter.
+/// Limit on the length of a pattern in bytes. Names of parameters are about ten times shorter.
 const MAX_BYTES: usize = 4096;
 
-/// The most braces that may be open at one place of a pattern. The compiler of regular expressions recurses for each.
+/// Limit on nested braces. The compiler of regular expressions recurses once per open brace.
 const MAX_DEPTH: usize = 16;
 
-/// A pattern that picks parameters by their dotted names.
+/// A pattern that matches parameters by their dotted names.
 ///
-/// - **Components**, one or several side by side: `lm_head`, `h.1`. They pick a parameter if they
-///   occur anywhere among the components of its name or of its layer. Only whole components count:
-///   `layer1` does not pick `layer10.weight`.
-/// - A **glob**, if it contains `*`, `?`, `[` or `{`: `model.layers.*.mlp.**`. It must match the
-///   whole name or the whole layer. `*` and `?` stay within a component, `**` matches any number of
-///   components, `{a,b}` either of several.
+/// - **Components**, one or several in a row: `lm_head`, `h.1`. They match a parameter if they
+///   occur anywhere in its name or its layer. Only whole components count: `layer1` does not match
+///   `layer10.weight`.
+/// - A **glob**, if the text contains `*`, `?`, `[` or `{`: `model.layers.*.mlp.**`. It must match
+///   the whole name or the whole layer. `*` and `?` stay within a component, `**` matches any
+///   number of components, and `{a,b}` matches either alternative.
 ///
-/// A pattern may come from an unchecked file, so it has at most 4,096 bytes, and braces within braces
-/// at most 16 deep.
+/// Patterns may come from untrusted files, so they are limited to 4,096 bytes and 16 levels of nested braces.
 ///
 /// # Examples
 ///
@@ -45,23 +44,23 @@ const MAX_DEPTH: usize = 16;
 #[serde(try_from = "String", into = "String")]
 pub struct Pattern {
     text: String,
-    /// A set of one: a `GlobMatcher` would panic where the set returns an error.
+    /// A set with one glob, because `GlobMatcher` panics where `GlobSet` returns an error.
     glob: Option<GlobSet>,
 }
 
 impl Pattern {
-    /// The pattern of components that `text` is, which holds no character of a glob.
+    /// Creates a pattern of components from `text`, which must contain no glob character.
     pub(crate) fn components(text: &str) -> Self {
         Self { text: text.to_owned(), glob: None }
     }
 
-    /// The length of its text.
+    /// Returns the length of the pattern in bytes.
     pub(crate) fn n_bytes(&self) -> usize {
         self.text.len()
     }
 
-    /// Whether the pattern picks `info`, by its name or its layer.
-    pub(crate) fn picks(&self, info: &ParameterInfo) -> bool {
+    /// Returns true if the pattern matches the name or the layer of `info`.
+    pub(crate) fn matches_parameter(&self, info: &ParameterInfo) -> bool {
         self.matches(info.name()) || self.matches(info.layer())
     }
 
@@ -71,7 +70,7 @@ impl Pattern {
         ends.map(|end| &name[..end]).find(|prefix| self.matches(prefix))
     }
 
-    /// Whether the pattern matches the dotted `path`: a name, a layer or a unit.
+    /// Returns true if the pattern matches the dotted `path` of a name, a layer or a unit.
     pub fn matches(&self, path: &str) -> bool {
         match &self.glob {
             Some(glob) => glob.is_match(path.replace('.', "/")),
@@ -81,8 +80,8 @@ impl Pattern {
 }
 
 impl ParameterInfo {
-    /// Sets layer and unit to the first components of the name that `pattern` matches; leaves them
-    /// if it does not.
+    /// Sets layer and unit to the shortest prefix of the name that `pattern` matches; without a
+    /// match they stay as they are.
     ///
     /// With `model.layers.*.mlp.experts.*` each expert becomes a layer and a unit of its own.
     #[must_use]
@@ -101,12 +100,12 @@ impl FromStr for Pattern {
         let glob = check(text).and_then(|()| compile(text));
         match glob {
             Ok(glob) => Ok(Self { text: text.to_owned(), glob }),
-            Err(reason) => Err(Error::BadPattern { pattern: beginning(text), reason }),
+            Err(reason) => Err(Error::InvalidPattern { pattern: truncate(text), reason }),
         }
     }
 }
 
-/// Checks the limits of a pattern, before anything is made of it.
+/// Checks the limits of a pattern before it is compiled.
 fn check(text: &str) -> Result<(), String> {
     if text.is_empty() {
         return Err(String::from("it is empty"));
@@ -121,7 +120,7 @@ fn check(text: &str) -> Result<(), String> {
     Ok(())
 }
 
-/// The most braces that are open at one place, those within brackets included.
+/// Returns the largest number of open braces at one place, braces within brackets included.
 fn brace_depth(text: &str) -> usize {
     let mut depth: usize = 0;
     let mut deepest = 0;
@@ -136,7 +135,7 @@ fn brace_depth(text: &str) -> usize {
     deepest
 }
 
-/// The glob that `text` is, if it is one.
+/// Compiles `text` if it is a glob; returns `None` for plain components.
 fn compile(text: &str) -> Result<Option<GlobSet>, String> {
     if !text.contains(['*', '?', '[', '{']) {
         return Ok(None);
@@ -149,9 +148,9 @@ fn compile(text: &str) -> Result<Option<GlobSet>, String> {
     set.map(Some).map_err(|error| error.kind().to_string())
 }
 
-/// As much of a pattern as an error shows.
-fn beginning(text: &str) -> String {
-    /// More than fits into a line.
+/// Truncates a pattern for an error message.
+fn truncate(text: &str) -> String {
+    /// Longer than a readable line allows.
     const SHOWN_CHARS: usize = 80;
     match text.char_indices().nth(SHOWN_CHARS) {
         Some((end, _)) => format!("{}…", &text[..end]),
@@ -214,17 +213,17 @@ mod tests {
         }
     }
 
-    /// The same pattern, as it is written in JSON.
+    /// Parses a pattern from its JSON form.
     fn from_json(text: &str) -> std::result::Result<Pattern, String> {
         let json = serde_json::to_string(text).unwrap();
         serde_json::from_str(&json).map_err(|error| error.to_string())
     }
 
     #[test]
-    fn what_cannot_be_read_is_an_error() {
+    fn malformed_patterns_are_rejected() {
         for pattern in ["", "a.[", "{a", "a.[z-a]"] {
             assert!(
-                matches!(pattern.parse::<Pattern>(), Err(Error::BadPattern { .. })),
+                matches!(pattern.parse::<Pattern>(), Err(Error::InvalidPattern { .. })),
                 "{pattern}"
             );
             assert!(from_json(pattern).unwrap_err().starts_with("malformed pattern"), "{pattern}");
@@ -232,9 +231,9 @@ mod tests {
     }
 
     #[test]
-    fn patterns_that_would_exhaust_their_compiler_are_refused_by_length_and_depth() {
+    fn oversized_patterns_are_rejected() {
         let nested = |depth| format!("{}a{}", "{".repeat(depth), "}".repeat(depth));
-        let long = |len, of: &str| format!("*{}", of.repeat(len - 1));
+        let long = |len, repeated: &str| format!("*{}", repeated.repeat(len - 1));
         for (pattern, limit) in [
             (nested(MAX_DEPTH + 1), "nests 17 braces, the limit is 16"),
             (nested(250), "nests 250 braces"),
@@ -244,7 +243,9 @@ mod tests {
             ("a".repeat(600_000), "has 600000 bytes"),
         ] {
             let error = pattern.parse::<Pattern>().unwrap_err();
-            let Error::BadPattern { pattern: shown, reason } = &error else { panic!("{error}") };
+            let Error::InvalidPattern { pattern: shown, reason } = &error else {
+                panic!("{error}")
+            };
             assert!(reason.contains(limit), "{reason}");
             assert!(pattern.starts_with(shown.trim_end_matches('…')), "{shown}");
             assert!(error.to_string().len() < 200, "{error}");
@@ -263,7 +264,7 @@ mod tests {
         }
     }
 
-    /// Texts in which characters of globs are frequent.
+    /// Generates texts with many glob characters.
     fn text(alphabet: &'static str) -> impl Strategy<Value = String> {
         let chars: Vec<char> = alphabet.chars().collect();
         proptest::collection::vec(proptest::sample::select(chars), 0..12)
@@ -272,16 +273,16 @@ mod tests {
 
     proptest! {
         #[test]
-        fn any_text_is_a_pattern_or_an_error(text in text("ab.*?[]{},!-\\/é\u{1b}"), name in ".*") {
+        fn parsing_any_text_never_panics(text in text("ab.*?[]{},!-\\/é\u{1b}"), name in ".*") {
             if let Ok(pattern) = text.parse::<Pattern>() {
                 pattern.prefix_of(&name);
                 prop_assert_eq!(pattern.to_string(), text);
             }
         }
 
-        // A set of one has ways of its own to look for extensions, prefixes and the like.
+        // `GlobSet` has fast paths for extensions and prefixes; they must agree with the glob itself.
         #[test]
-        fn a_set_of_one_matches_what_its_glob_does(
+        fn set_matches_like_its_glob(
             text in text("ab.*?[]{},"),
             path in text("ab."),
         ) {

@@ -1,4 +1,4 @@
-//! From one plan to another: which bytes stay, and which move from where to where.
+//! The bytes that stay and the bytes that move when one plan replaces another.
 
 use std::{cmp::Reverse, collections::BTreeMap, iter, ops::Range};
 
@@ -11,20 +11,20 @@ use crate::{
     plan::{PlannedParameter, ShardingPlan, ShardsOfRank},
 };
 
-/// What has to move when a model that is sharded by one plan is to be sharded by another: to resume
-/// with another number of ranks, or to load a sharded checkpoint into another layout.
+/// The transfers needed to change a sharded model from one plan to another, for example to resume
+/// with another number of ranks or to load a sharded checkpoint into another layout.
 ///
-/// Both plans are of the same parameters, in the same order. By default the ranks of the new plan
-/// run where the ranks of the same number ran before, and ranks above them are new;
-/// [`renumbered`](Self::renumbered) places them better. [`ShardingPlan::resized`] makes the new
-/// plan that moves the least.
+/// Both plans must have the same parameters in the same order. By default rank n of the new plan
+/// runs where rank n of the old plan ran, and ranks beyond the old world are new.
+/// [`renumbered`](Self::renumbered) finds a better assignment. [`ShardingPlan::resized`] makes the
+/// new plan that moves the fewest bytes.
 ///
-/// To load a checkpoint of the old plan, rank r of the new one reads what
-/// [`moves_to`](Self::moves_to) lists for it, and what stays: from the file of rank `from`, at
-/// `start` less where that rank's [shard](ShardingPlan::shards) begins.
+/// To load a checkpoint of the old plan, rank r of the new plan reads the ranges that
+/// [`moves_to`](Self::moves_to) lists for it and the ranges that stay. A range is in the file of
+/// rank `from`, at `start` minus the start of that rank's [shard](ShardingPlan::shards).
 ///
-/// A byte stays if it is needed where it already was. Of several replicas that hold what a rank
-/// lacks, a rank takes it from one that depends on its own replica, so that all of them send.
+/// A byte stays if its new rank already has it. If several replicas have bytes that a rank needs,
+/// the source replica depends on the rank's own replica, so that all replicas share the sending.
 ///
 /// # Examples
 ///
@@ -40,7 +40,7 @@ use crate::{
 /// let plan = |world_size| Full::default().plan(&parameters, WorldSize::new(world_size)?);
 /// let (eight, sixteen) = (plan(8)?, plan(16)?);
 ///
-/// // Rank 1 had rows 2 and 3 and is to have row 1, and so on: only the first row stays.
+/// // Rank 1 had rows 2 and 3 and needs row 1, and so on: only the first row stays.
 /// let reshard = Reshard::new(&eight, &sixteen)?;
 /// let first = reshard.moves().next().unwrap();
 /// assert_eq!(
@@ -49,7 +49,7 @@ use crate::{
 /// );
 /// assert_eq!(reshard.volume().stay_bytes, 16);
 ///
-/// // With the new ranks placed where their rows are, half of all bytes stay: as much as can.
+/// // With each new rank where its rows are, half of the bytes stay, which is the optimum.
 /// let volume = reshard.renumbered().volume();
 /// assert_eq!((volume.stay_bytes, volume.move_bytes), (128, 128));
 /// # Ok::<(), fsdp_plan::Error>(())
@@ -58,43 +58,42 @@ use crate::{
 pub struct Reshard<'a> {
     from: &'a ShardingPlan,
     to: &'a ShardingPlan,
-    /// Where each rank of the new plan runs: the number that its place has, or had, among the old
-    /// ranks.
+    /// Place of each new rank: the number of the old rank that runs there, or a new number.
     places: Vec<u64>,
 }
 
-/// Bytes of a parameter that one rank needs and another has.
+/// A byte range of a parameter that moves from one rank to another.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize)]
 #[non_exhaustive]
-pub struct Move {
-    /// The position of the parameter in both plans.
+pub struct ShardMove {
+    /// Index of the parameter in both plans.
     pub param_idx: usize,
-    /// The first byte of the parameter that moves.
+    /// First byte of the range within the parameter.
     pub start: u64,
-    /// The number of bytes.
+    /// Number of bytes.
     pub bytes: u64,
-    /// A rank of the old plan, which has them.
+    /// Rank of the old plan that has the bytes.
     pub from: Rank,
-    /// A rank of the new plan, which needs them.
+    /// Rank of the new plan that needs the bytes.
     pub to: Rank,
 }
 
-/// How much moves.
+/// The total bytes that stay and move.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize)]
 #[non_exhaustive]
-pub struct Volume {
-    /// Bytes that are needed where they are, copies included.
+pub struct MoveVolume {
+    /// Bytes that stay, copies included.
     pub stay_bytes: u128,
-    /// Bytes that are needed elsewhere, copies included.
+    /// Bytes that move, copies included.
     pub move_bytes: u128,
-    /// The number of [`Move`]s.
+    /// Number of [`ShardMove`]s.
     pub moves: u64,
 }
 
-/// A run of elements with the members that have it and that need it; `None` stands for everyone.
+/// A range of elements with one old and one new owner; `None` means every rank.
 #[derive(Clone, Debug)]
-struct Overlap {
-    part: Range<u64>,
+struct OwnedOverlap {
+    range: Range<u64>,
     old: Option<u64>,
     new: Option<u64>,
 }
@@ -104,18 +103,17 @@ impl<'a> Reshard<'a> {
     ///
     /// # Errors
     ///
-    /// [`Error::DifferentParameters`] if they are not of the same names, shapes and dtypes in the
-    /// same order.
+    /// [`Error::ParameterMismatch`] if names, shapes or dtypes differ, or their order.
     pub fn new(from: &'a ShardingPlan, to: &'a ShardingPlan) -> Result<Self> {
         let different = |parameter: &PlannedParameter, what| {
             let name = parameter.info().name().to_owned();
-            Err(Error::DifferentParameters { name, what })
+            Err(Error::ParameterMismatch { name, what })
         };
         for (old, new) in from.parameters().iter().zip(to.parameters()) {
             let one = old.info();
             let other = new.info();
             if one.name() != other.name() {
-                return different(new, "it is not at the same position in both");
+                return different(new, "its position");
             }
             if (one.shape(), one.dtype()) != (other.shape(), other.dtype()) {
                 return different(new, "shape or dtype");
@@ -124,92 +122,92 @@ impl<'a> Reshard<'a> {
         let old_len = from.parameters().len();
         let new_len = to.parameters().len();
         match from.parameters().get(new_len).or(to.parameters().get(old_len)) {
-            Some(parameter) => different(parameter, "only one has it"),
+            Some(parameter) => different(parameter, "only one plan has it"),
             None => Ok(Self { from, to, places: (0..to.world_size().as_u64()).collect() }),
         }
     }
 
-    /// Places the ranks of the new plan where much of what they need already is.
+    /// Assigns the ranks of the new plan to places that already have many of the bytes they need.
     ///
-    /// Pairs of an old and a new rank are taken from the one that shares the most bytes to the one
-    /// that shares the fewest, so at least half as many bytes stay as with the best placement. New
-    /// ranks that find no place take those that are left, in order. [`place_of`](Self::place_of)
-    /// tells where each runs.
+    /// Pairs of an old and a new rank are chosen greedily, from the most shared bytes to the
+    /// fewest, so at least half as many bytes stay as in the best assignment. Unpaired new ranks
+    /// take the remaining places in order. [`place_of`](Self::place_of) returns the place of each.
     ///
     /// # Complexity
     ///
-    /// That of looking at each [`Move`], and O(s log s) for s pairs that share something.
+    /// Linear in the number of moves, plus O(s log s) for s pairs that share bytes.
     #[must_use]
     pub fn renumbered(mut self) -> Self {
         let mut shared: BTreeMap<(u64, u64), u128> = BTreeMap::new();
         for (param_idx, overlap) in self.all_overlaps() {
             if let (Some(old), Some(new)) = (overlap.old, overlap.new) {
                 *shared.entry((old, new)).or_default() +=
-                    u128::from(self.bytes(param_idx, &overlap.part));
+                    u128::from(self.bytes(param_idx, &overlap.range));
             }
         }
         let mut pairs: Vec<_> = shared.into_iter().collect();
         pairs.sort_by_key(|&((old, new), bytes)| (Reverse(bytes), old, new));
-        let mut old_of = vec![None; self.to.shard_group().as_usize()];
+        let mut partners = vec![None; self.to.shard_group().as_usize()];
         let mut is_taken = vec![false; self.from.shard_group().as_usize()];
         for ((old, new), _) in pairs {
-            let is_taken = &mut is_taken[index(old)];
-            let old_of = &mut old_of[index(new)];
-            if !*is_taken && old_of.is_none() {
-                (*is_taken, *old_of) = (true, Some(old));
+            if !is_taken[index(old)] && partners[index(new)].is_none() {
+                is_taken[index(old)] = true;
+                partners[index(new)] = Some(old);
             }
         }
-        self.places = places(self.from, self.to, &old_of);
+        self.places = places(self.from, self.to, &partners);
         self
     }
 
-    /// Where `rank` of the new plan runs: where the old rank of that number ran, or at a place of
-    /// its own if there was no such rank.
+    /// Returns the place of `rank` of the new plan: the number of the old rank that ran there, or a
+    /// new number.
     ///
     /// # Errors
     ///
     /// [`Error::World`] if the new plan has no such rank.
+    #[doc(hidden)]
     pub fn place_of(&self, rank: Rank) -> Result<u64> {
-        Ok(self.places
-            [Placement::new(rank.as_u64(), self.to.world_size().as_u64())?.rank().as_usize()])
+        let place = Placement::new(rank.as_u64(), self.to.world_size().as_u64())?;
+        Ok(self.places[place.rank().as_usize()])
     }
 
-    /// Every move, by parameter and position in it.
+    /// Returns all moves, ordered by parameter and position in it.
     ///
     /// # Complexity
     ///
-    /// Linear in the number of parts of both plans, and nothing is stored.
-    pub fn moves(&self) -> impl Iterator<Item = Move> {
+    /// Linear in the number of shards of both plans. Nothing is stored.
+    pub fn moves(&self) -> impl Iterator<Item = ShardMove> {
         self.all_overlaps().flat_map(move |(param_idx, overlap)| {
             let ranks = self.needed_by(&overlap);
             ranks.filter_map(move |rank| self.to_move(param_idx, &overlap, rank))
         })
     }
 
-    /// What `rank` of the new plan has to get, by parameter and position in it.
+    /// Returns the moves to `rank` of the new plan, ordered by parameter and position in it.
     ///
     /// # Complexity
     ///
-    /// Linear in the number of parameters and of moves to this rank, whatever the world sizes.
+    /// Linear in the number of parameters and of moves to this rank, independent of the world
+    /// sizes.
     ///
     /// # Errors
     ///
     /// [`Error::World`] if the new plan has no such rank.
-    pub fn moves_to(&self, rank: Rank) -> Result<impl Iterator<Item = Move>> {
+    pub fn moves_to(&self, rank: Rank) -> Result<impl Iterator<Item = ShardMove>> {
         let mut shards = ShardsOfRank::new(self.to, rank, 0..self.to.parameters().len())?;
         let shards = iter::from_fn(move || shards.next_shard());
         Ok(shards.flat_map(move |(param_idx, shard)| {
-            let part = shard.start_offset..shard.start_offset + shard.shard_size;
-            let overlaps = self.overlaps(param_idx, part, None);
+            let range = shard.start_offset..shard.start_offset + shard.shard_size;
+            let overlaps = self.overlaps(param_idx, range, None);
             overlaps.filter_map(move |overlap| self.to_move(param_idx, &overlap, rank.as_u64()))
         }))
     }
 
-    /// How much moves, and how much stays.
-    pub fn volume(&self) -> Volume {
-        let mut volume = Volume::default();
+    /// Returns the total bytes that move and stay.
+    pub fn volume(&self) -> MoveVolume {
+        let mut volume = MoveVolume::default();
         for (param_idx, overlap) in self.all_overlaps() {
-            let bytes = u128::from(self.bytes(param_idx, &overlap.part));
+            let bytes = u128::from(self.bytes(param_idx, &overlap.range));
             for rank in self.needed_by(&overlap) {
                 if self.source(&overlap, rank) == self.places[index(rank)] {
                     volume.stay_bytes += bytes;
@@ -222,28 +220,30 @@ impl<'a> Reshard<'a> {
         volume
     }
 
-    fn all_overlaps(&self) -> impl Iterator<Item = (usize, Overlap)> {
+    /// Returns the overlaps of all parameters with their indices.
+    fn all_overlaps(&self) -> impl Iterator<Item = (usize, OwnedOverlap)> {
         self.to.parameters().iter().enumerate().flat_map(move |(param_idx, parameter)| {
             let needed = parameter.division().parts(self.to.shares(), 0..parameter.info().numel());
-            let overlaps =
-                needed.into_iter().flat_map(move |(new, part)| self.overlaps(param_idx, part, new));
+            let overlaps = needed
+                .into_iter()
+                .flat_map(move |(new, range)| self.overlaps(param_idx, range, new));
             overlaps.map(move |overlap| (param_idx, overlap))
         })
     }
 
-    /// The parts of `part` with their old owners; `new` needs all of them.
+    /// Splits a `range` that `new` needs by its old owners.
     fn overlaps(
         &self,
         param_idx: usize,
-        part: Range<u64>,
+        range: Range<u64>,
         new: Option<u64>,
-    ) -> impl Iterator<Item = Overlap> + use<> {
-        let had = self.from.parameters()[param_idx].division().parts(self.from.shares(), part);
-        had.into_iter().map(move |(old, part)| Overlap { part, old, new })
+    ) -> impl Iterator<Item = OwnedOverlap> + use<> {
+        let owned = self.from.parameters()[param_idx].division().parts(self.from.shares(), range);
+        owned.into_iter().map(move |(old, range)| OwnedOverlap { range, old, new })
     }
 
-    /// The numbers of the new ranks that need an overlap: one of each replica, or all.
-    fn needed_by(&self, overlap: &Overlap) -> impl Iterator<Item = u64> + use<> {
+    /// Returns the new ranks that need an overlap: one per replica, or all.
+    fn needed_by(&self, overlap: &OwnedOverlap) -> impl Iterator<Item = u64> + use<> {
         let (first, step) = match overlap.new {
             Some(member) => (member, self.to.shard_group().as_usize()),
             None => (0, 1),
@@ -251,9 +251,9 @@ impl<'a> Reshard<'a> {
         (first..self.to.world_size().as_u64()).step_by(step)
     }
 
-    /// The old rank from which the new rank `rank` takes an overlap: the one at its place if that
-    /// has it.
-    fn source(&self, overlap: &Overlap, rank: u64) -> u64 {
+    /// Returns the old rank that provides an overlap to the new `rank`: the rank at its own place
+    /// if that one has it.
+    fn source(&self, overlap: &OwnedOverlap, rank: u64) -> u64 {
         let place = self.places[index(rank)];
         let old_world = self.from.world_size().as_u64();
         let old_group = self.from.shard_group().as_u64();
@@ -265,49 +265,53 @@ impl<'a> Reshard<'a> {
         }
     }
 
-    /// The move that brings an overlap to the new rank `rank`; `None` if it is there already.
-    fn to_move(&self, param_idx: usize, overlap: &Overlap, rank: u64) -> Option<Move> {
+    /// Returns the move of an overlap to the new `rank`, or `None` if the overlap is already there.
+    fn to_move(&self, param_idx: usize, overlap: &OwnedOverlap, rank: u64) -> Option<ShardMove> {
         let source = self.source(overlap, rank);
         if source == self.places[index(rank)] {
             return None;
         }
-        Some(Move {
+        Some(ShardMove {
             param_idx,
-            start: self.bytes(param_idx, &(0..overlap.part.start)),
-            bytes: self.bytes(param_idx, &overlap.part),
-            from: rank_of(self.from, source),
-            to: rank_of(self.to, rank),
+            start: self.bytes(param_idx, &(0..overlap.range.start)),
+            bytes: self.bytes(param_idx, &overlap.range),
+            from: to_rank(self.from, source),
+            to: to_rank(self.to, rank),
         })
     }
 
-    fn bytes(&self, param_idx: usize, part: &Range<u64>) -> u64 {
-        self.from.parameters()[param_idx].info().dtype().bytes_of_blocks(part.end - part.start)
+    fn bytes(&self, param_idx: usize, range: &Range<u64>) -> u64 {
+        self.from.parameters()[param_idx].info().dtype().block_bytes_for(range.end - range.start)
     }
 }
 
 #[expect(clippy::expect_used, reason = "sources and ranks are computed modulo the world")]
-fn rank_of(plan: &ShardingPlan, rank: u64) -> Rank {
+fn to_rank(plan: &ShardingPlan, rank: u64) -> Rank {
     Placement::new(rank, plan.world_size().as_u64()).expect("a rank of the plan's world").rank()
 }
 
-/// The place of each new rank: that of the old member that `old_of` pairs its own member with, in
-/// the replica of the same number, or else the first place that is free.
-fn places(from: &ShardingPlan, to: &ShardingPlan, old_of: &[Option<u64>]) -> Vec<u64> {
+/// Returns the place of each new rank: the place of its member's partner in the replica of the same
+/// number, or else the first free place.
+fn places(from: &ShardingPlan, to: &ShardingPlan, partners: &[Option<u64>]) -> Vec<u64> {
     let old_world = from.world_size().as_u64();
     let new_world = to.world_size().as_u64();
     let old_group = from.shard_group().as_u64();
     let new_group = to.shard_group().as_u64();
-    let paired = |rank: u64| {
-        let member = rank % new_group;
+    let mut paired: Vec<Option<u64>> = Vec::new();
+    for rank in 0..new_world {
         let replica = rank / new_group;
-        let old = old_of[index(member)].filter(|_| replica < from.replicas())?;
-        Some(replica * old_group + old)
-    };
-    let paired: Vec<Option<u64>> = (0..new_world).map(paired).collect();
+        let partner = partners[index(rank % new_group)].filter(|_| replica < from.replicas());
+        paired.push(partner.map(|old| replica * old_group + old));
+    }
     let mut is_free = vec![true; index(old_world.max(new_world))];
-    paired.iter().flatten().for_each(|&place| is_free[index(place)] = false);
+    for &place in paired.iter().flatten() {
+        is_free[index(place)] = false;
+    }
     let mut free = (0..).zip(is_free).filter(|&(_, is_free)| is_free).map(|(place, _)| place);
-    #[expect(clippy::expect_used, reason = "there are at least as many places as new ranks")]
-    let mut next_free = || free.next().expect("every pair takes one place");
-    paired.into_iter().map(|place| place.unwrap_or_else(&mut next_free)).collect()
+    let mut places = Vec::with_capacity(paired.len());
+    for place in paired {
+        #[expect(clippy::expect_used, reason = "there are at least as many places as new ranks")]
+        places.push(place.unwrap_or_else(|| free.next().expect("every pair takes one place")));
+    }
+    places
 }

@@ -1,4 +1,4 @@
-//! The cheapest plan that fits a budget of memory.
+//! A search for the fastest plan within a memory budget.
 
 use core_types::WorldSize;
 use serde::Serialize;
@@ -11,18 +11,17 @@ use crate::{
     strategy::{Full, Hsdp, Layout, ShardingStrategy},
 };
 
-/// A search for the plan whose collectives take the least time, among those that fit into the
-/// memory of each device.
+/// A search for the plan with the least communication time that fits the memory of each device.
 ///
-/// It tries every layout of a list with every size of the shard group that divides the world, from
-/// pure data parallelism (a group of one) to full sharding, and keeps as many of the last units
-/// gathered between forward and backward pass as there is room for: those are needed again first.
-/// Whether a plan fits is decided by [`PlanCost::peak_bytes`].
+/// It tries the dim-0 layout and the row-ragged layout with every size of the shard group that
+/// divides the world, from pure data parallelism (a group of one) to full sharding. It then keeps
+/// as many of the last units gathered between forward and backward pass as fit, because the
+/// backward pass needs those first. A plan fits if its [`PlanCost::peak_bytes`] are within the
+/// budget.
 ///
 /// # Determinism
 ///
-/// Of plans that take equally long the one with less memory wins, then the smaller group, then the
-/// layout that comes first.
+/// Ties are broken by less memory, then the smaller group, then the earlier layout.
 ///
 /// # Examples
 ///
@@ -30,7 +29,7 @@ use crate::{
 /// use core_types::WorldSize;
 /// use fsdp_plan::{
 ///     ElemType, ParameterInfo,
-///     search::{Outcome, Search},
+///     search::{Search, SearchOutcome},
 /// };
 ///
 /// let parameters: Vec<_> = (0..4)
@@ -38,11 +37,11 @@ use crate::{
 ///     .collect::<Result<_, _>>()?;
 /// // Weights, gradients and Adam's moments take 64 MiB. Each device of two nodes of eight has 48.
 /// let search = Search::new(WorldSize::new(16)?, 48 << 20);
-/// let Outcome::Fits(found) = search.run(&parameters)? else { panic!("it fits") };
+/// let SearchOutcome::Fits(found) = search.run(&parameters)? else { panic!("it fits") };
 /// assert_eq!(found.plan.shard_group().as_u64(), 8); // parameters are gathered within a node
 /// assert!(found.plan.keeps_gathered("h.0")); // and only once a step
 ///
-/// let Outcome::Missing { bytes, .. } =
+/// let SearchOutcome::Missing { bytes, .. } =
 ///     Search::new(WorldSize::new(4)?, 20 << 20).run(&parameters)?
 /// else {
 ///     panic!()
@@ -58,25 +57,26 @@ pub struct Search {
     model: CostModel,
 }
 
-/// What a [`Search`] finds.
+/// The result of a [`Search`].
 #[derive(Clone, Debug, PartialEq, Serialize)]
 #[serde(rename_all = "snake_case")]
 #[non_exhaustive]
-pub enum Outcome {
-    /// The cheapest plan that fits.
-    Fits(Candidate),
-    /// Nothing fits.
+pub enum SearchOutcome {
+    /// The fastest plan that fits.
+    Fits(PlanCandidate),
+    /// No plan fits.
     Missing {
-        /// The plan that needs the least memory.
-        smallest: Candidate,
-        /// What the device that holds the most lacks.
+        /// Plan with the smallest peak memory.
+        smallest: PlanCandidate,
+        /// Missing bytes on the device with the largest peak.
         bytes: u64,
     },
 }
 
-impl Outcome {
-    /// The plan that fits, or else the one that needs the least memory.
-    pub fn into_candidate(self) -> Candidate {
+impl SearchOutcome {
+    /// Returns the plan that fits, or else the plan with the smallest peak memory.
+    #[doc(hidden)]
+    pub fn into_candidate(self) -> PlanCandidate {
         match self {
             Self::Fits(candidate) | Self::Missing { smallest: candidate, .. } => candidate,
         }
@@ -86,87 +86,88 @@ impl Outcome {
 /// A plan and its cost.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 #[non_exhaustive]
-pub struct Candidate {
-    /// The plan.
+pub struct PlanCandidate {
+    /// Plan.
     pub plan: ShardingPlan,
-    /// What it costs.
+    /// Cost of the plan.
     pub cost: PlanCost,
 }
 
 impl Search {
-    /// Searches for `world_size` devices on which `budget_bytes` each are left for parameters,
-    /// gradients and optimizer: what a device has, less activations and what its drivers take.
+    /// Creates a search for `world_size` devices with `budget_bytes` each for parameters, gradients
+    /// and optimizer state: the memory of a device minus activations and driver overhead.
     pub fn new(world_size: WorldSize, budget_bytes: u64) -> Self {
         let model = CostModel::default().with_links(Links::H100);
         Self { world_size, budget_bytes, model }
     }
 
-    /// Sets what plans cost. Default: that of [`CostModel`] over [`Links::H100`], which are also
-    /// taken for a model without links.
+    /// Sets the cost model. Default: [`CostModel::default`] with [`Links::H100`], which also apply
+    /// to a model without links.
     #[must_use]
     pub fn with_model(mut self, model: CostModel) -> Self {
         self.model = if model.links().is_some() { model } else { model.with_links(Links::H100) };
         self
     }
 
-    /// Finds the cheapest plan that fits.
+    /// Finds the fastest plan that fits.
     ///
     /// # Complexity
     ///
-    /// One plan and one cost for each layout and divisor of the world size, and two more costs for
-    /// each that fits.
+    /// One plan and one cost for each layout and divisor of the world size, plus two costs for each
+    /// plan that fits.
     ///
     /// # Errors
     ///
-    /// What stands in the way of every plan: the error of the last layout, if none of them can be
-    /// planned; [`Error::TotalTooLarge`] if the bytes that a
-    /// device lacks do not fit into 64 bits.
-    pub fn run(&self, parameters: &[ParameterInfo]) -> Result<Outcome> {
-        let mut found: Option<Candidate> = None;
-        let mut smallest: Option<Candidate> = None;
-        // Replaced if no plan is found, since there are layouts to try.
+    /// The error of the last layout if no layout can be planned; [`Error::TotalTooLarge`] if the
+    /// missing bytes exceed 64 bits.
+    pub fn run(&self, parameters: &[ParameterInfo]) -> Result<SearchOutcome> {
+        let mut found: Option<PlanCandidate> = None;
+        let mut smallest: Option<PlanCandidate> = None;
+        // Overwritten by the error of a layout unless one can be planned.
         let mut error = Error::Parameters(ParameterError::Empty);
         let world = self.world_size.as_u64();
         for group in (1..=world).filter(|group| world.is_multiple_of(*group)) {
             for layout in [Layout::Dim0, Layout::ROWS] {
                 match self.candidate(parameters, layout, world / group) {
                     Ok(candidate) if self.fits(&candidate) => {
-                        keep(&mut found, self.keep_units(candidate)?, rank_by_time);
+                        keep_best(&mut found, self.keep_units(candidate)?, is_faster);
                     }
-                    Ok(candidate) => keep(&mut smallest, candidate, rank_by_memory),
+                    Ok(candidate) => keep_best(&mut smallest, candidate, is_smaller),
                     Err(failure) => error = failure,
                 }
             }
         }
         match (found, smallest) {
-            (Some(candidate), _) => Ok(Outcome::Fits(candidate)),
+            (Some(candidate), _) => Ok(SearchOutcome::Fits(candidate)),
             (None, Some(smallest)) => {
                 let missing = smallest.cost.peak_bytes() - u128::from(self.budget_bytes);
-                let too_large = |_| Error::TotalTooLarge { what: "the bytes that a device lacks" };
-                let bytes = u64::try_from(missing).map_err(too_large)?;
-                Ok(Outcome::Missing { smallest, bytes })
+                let bytes = u64::try_from(missing)
+                    .map_err(|_| Error::TotalTooLarge { what: "the missing bytes of a device" })?;
+                Ok(SearchOutcome::Missing { smallest, bytes })
             }
             (None, None) => Err(error),
         }
     }
 
+    /// Plans and costs one candidate.
     fn candidate(
         &self,
         parameters: &[ParameterInfo],
         layout: Layout,
         replicas: u64,
-    ) -> Result<Candidate> {
+    ) -> Result<PlanCandidate> {
         let plan = Hsdp::new(Full::new(layout), replicas).plan(parameters, self.world_size)?;
         let cost = plan.cost(&self.model)?;
-        Ok(Candidate { plan, cost })
+        Ok(PlanCandidate { plan, cost })
     }
 
-    fn fits(&self, candidate: &Candidate) -> bool {
+    /// Returns true if a candidate is within the budget.
+    fn fits(&self, candidate: &PlanCandidate) -> bool {
         candidate.cost.peak_bytes() <= self.budget_bytes.into()
     }
 
     /// Keeps as many of the last units gathered as fit.
-    fn keep_units(&self, candidate: Candidate) -> Result<Candidate> {
+    fn keep_units(&self, candidate: PlanCandidate) -> Result<PlanCandidate> {
         let n_kept = max_kept_units(&candidate.plan, &self.model, self.budget_bytes);
         if n_kept == 0 {
             return Ok(candidate);
@@ -176,29 +177,34 @@ impl Search {
             plan.units().into_iter().rev().take(n_kept).map(str::to_owned).collect();
         let plan = plan.with_kept_units(units)?;
         let cost = plan.cost(&self.model)?;
-        Ok(Candidate { plan, cost })
+        Ok(PlanCandidate { plan, cost })
     }
 }
 
-/// Replaces `best` by a candidate that ranks before it.
-fn keep(
-    best: &mut Option<Candidate>,
-    candidate: Candidate,
-    is_before: fn(&Candidate, &Candidate) -> bool,
+/// Replaces `best` by `candidate` if `is_better` says so.
+fn keep_best(
+    best: &mut Option<PlanCandidate>,
+    candidate: PlanCandidate,
+    is_better: fn(&PlanCandidate, &PlanCandidate) -> bool,
 ) {
-    if best.as_ref().is_none_or(|best| is_before(&candidate, best)) {
+    if best.as_ref().is_none_or(|best| is_better(&candidate, best)) {
         *best = Some(candidate);
     }
 }
 
-fn rank_by_time(candidate: &Candidate, best: &Candidate) -> bool {
-    #[expect(clippy::expect_used, reason = "`with_model` adds links to a model without")]
-    let seconds = |of: &Candidate| of.cost.step_seconds.expect("a search has links");
-    let key = |of: &Candidate| (seconds(of), of.cost.peak_bytes());
-    key(candidate) < key(best)
+/// Returns true if `candidate` is faster than `best`, or as fast with less memory.
+fn is_faster(candidate: &PlanCandidate, best: &PlanCandidate) -> bool {
+    time_and_memory(candidate) < time_and_memory(best)
 }
 
-fn rank_by_memory(candidate: &Candidate, best: &Candidate) -> bool {
+fn time_and_memory(candidate: &PlanCandidate) -> (f64, u128) {
+    #[expect(clippy::expect_used, reason = "`with_model` adds links to a model without them")]
+    let seconds = candidate.cost.step_seconds.expect("a search has links");
+    (seconds, candidate.cost.peak_bytes())
+}
+
+/// Returns true if `candidate` needs less memory than `best`.
+fn is_smaller(candidate: &PlanCandidate, best: &PlanCandidate) -> bool {
     candidate.cost.peak_bytes() < best.cost.peak_bytes()
 }
 
@@ -208,13 +214,14 @@ mod tests {
     use crate::elem::ElemType;
 
     #[test]
-    fn equally_fast_plans_are_ranked_by_memory() {
-        // A single rank sends nothing. Adam counts steps once per tensor, and a flat unit is one tensor.
+    fn equally_fast_plans_rank_by_memory() {
+        // A single rank sends nothing, so both plans take no time. Adam counts steps once per tensor, and a flat unit
+        // is one tensor.
         let parameters =
             ["a", "b"].map(|name| ParameterInfo::new(name, [4], ElemType::F32).unwrap());
         let search = Search::new(WorldSize::ONE, 1 << 20);
         let [dim0, flat] = [Layout::Dim0, Layout::Flat]
             .map(|layout| search.candidate(&parameters, layout, 1).unwrap());
-        assert!(rank_by_time(&flat, &dim0) && !rank_by_time(&dim0, &flat));
+        assert!(is_faster(&flat, &dim0) && !is_faster(&dim0, &flat));
     }
 }

@@ -628,11 +628,11 @@ fn plan_tells_what_the_runtime_on_candle_takes_term_by_term() {
     assert_eq!(report["process"], json!({"slots": 2, "peak_bytes": expected}));
 
     let words = text(&told).replace(',', "");
-    assert!(words.contains("a process of 2 ranks that share what is gathered needs"), "{words}");
+    assert!(words.contains("a process of 2 ranks that share gathered parameters needs"), "{words}");
     for (term, bytes) in [
         ("gathered units", once),
         ("unreduced gradients", others[0]),
-        ("gradients that are made", others[1]),
+        ("gradient temporaries", others[1]),
         ("activations", others[2]),
     ] {
         assert!(words.contains(&format!("{term} {bytes}")), "{term}: {words}");

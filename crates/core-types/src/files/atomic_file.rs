@@ -1,4 +1,4 @@
-//! A file that gets its name when it is whole.
+//! Files that appear under their name when they are complete.
 
 use std::{
     fs::{self, File, Metadata},
@@ -8,12 +8,12 @@ use std::{
 
 use super::{
     partial_name::create_beside,
-    sync::{between_calls, folder_of, rename, sync_folder},
+    sync::{between_calls, parent_folder, rename, sync_folder},
 };
 
-/// A file that is written beside its target, and replaces it in one step.
+/// A new file that replaces its target atomically.
 ///
-/// Dropped without [`persist`](Self::persist), it is removed, and the target stays as it was.
+/// If it is dropped without [`persist`](Self::persist), it is removed, and the target is unchanged.
 ///
 /// # Examples
 ///
@@ -26,7 +26,7 @@ use super::{
 /// let path = folder.path().join("report.html");
 /// let mut file = AtomicFile::new(&path)?;
 /// file.write_all(b"<html>")?;
-/// drop(file); // something failed on the way
+/// drop(file); // for example after an error
 /// assert!(!path.exists());
 /// # Ok::<(), std::io::Error>(())
 /// ```
@@ -39,15 +39,14 @@ pub struct AtomicFile {
 }
 
 impl AtomicFile {
-    /// Makes an empty file beside `target`, which need not exist.
+    /// Creates an empty file in the folder of `target`, which need not exist.
     ///
-    /// Where `target` is a link, the file that it leads to is replaced, and the link stays. The file
-    /// keeps its permissions and, where the system allows it, its owner and group.
+    /// If `target` is a link, the linked file is replaced, and the link stays. The file keeps its permissions and, if
+    /// the system allows it, its owner and group.
     ///
     /// # Errors
     ///
-    /// [`ErrorKind::InvalidInput`] if there is something that is no file, and what the system
-    /// returns.
+    /// [`ErrorKind::InvalidInput`] if `target` is not a file, or another I/O error.
     pub fn new(target: impl AsRef<Path>) -> io::Result<Self> {
         let target = resolve_links(target.as_ref())?;
         let known = match fs::metadata(&target) {
@@ -59,19 +58,19 @@ impl AtomicFile {
         };
         let atomic = Self::replacing(target)?;
         if let Some(known) = known {
-            // The owner first, as another owner takes some permissions away.
+            // Set the owner first, because changing the owner clears some permissions.
             keep_owner(&atomic.file, &known)?;
             atomic.file.set_permissions(known.permissions())?;
         }
         Ok(atomic)
     }
 
-    /// Like [`new`](Self::new), for a name that somebody else may have put something under: a link or
-    /// a pipe at `target` is replaced itself, and nothing of it is kept.
+    /// Like [`new`](Self::new), for untrusted folders: a link or a pipe at `target` is itself replaced, and none of its
+    /// properties are kept.
     ///
     /// # Errors
     ///
-    /// What the system returns.
+    /// An I/O error.
     ///
     /// # Examples
     ///
@@ -103,7 +102,7 @@ impl AtomicFile {
         &self.path
     }
 
-    /// Returns the open file, to be written at any position.
+    /// Returns the open file, for writes at any position.
     pub fn file(&self) -> &File {
         &self.file
     }
@@ -112,19 +111,17 @@ impl AtomicFile {
     ///
     /// # Errors
     ///
-    /// What the system returns. The target is then as it was, unless only its folder could not be
-    /// synced.
+    /// An I/O error. The target is then unchanged, unless only its folder could not be synced.
     pub fn persist(self) -> io::Result<()> {
         self.sync()?;
         rename(&self.path, &self.target)
     }
 
-    /// Like [`persist`](Self::persist), where there must be no file yet: of several programs that make
-    /// it at once, one succeeds.
+    /// Like [`persist`](Self::persist), for a target that must not exist: of several concurrent programs one succeeds.
     ///
     /// # Errors
     ///
-    /// [`ErrorKind::AlreadyExists`] if the target exists, and what the system returns.
+    /// [`ErrorKind::AlreadyExists`] if the target exists, or another I/O error.
     ///
     /// # Examples
     ///
@@ -152,14 +149,14 @@ impl AtomicFile {
         Ok(())
     }
 
-    /// Gives the file, which is synced, a name that does not exist.
+    /// Publishes the synced file under a name that must not exist.
     pub(super) fn publish_new(&self, target: &Path) -> io::Result<()> {
-        // A second name is made only if it is free; a renamed file would replace another.
+        // A hard link fails if the name exists; a rename would replace the file.
         match fs::hard_link(&self.path, target) {
             Err(error) if error.kind() == ErrorKind::AlreadyExists => return Err(error),
             Ok(()) => {}
-            // Some file systems have no second names. An empty file takes the name there; who reads
-            // it before it is replaced finds it empty.
+            // Some file systems have no hard links. There an empty file reserves the name; a reader may see it empty
+            // before the rename.
             Err(_) => {
                 File::create_new(target)?;
                 between_calls(target);
@@ -167,7 +164,7 @@ impl AtomicFile {
             }
         }
         between_calls(target);
-        sync_folder(folder_of(target))
+        sync_folder(parent_folder(target))
     }
 }
 
@@ -190,18 +187,18 @@ impl Seek for AtomicFile {
 
 impl Drop for AtomicFile {
     fn drop(&mut self) {
-        // Renamed, it is gone already. What cannot be removed harms nobody.
+        // After a rename the file is gone. A file that cannot be removed is harmless.
         drop(fs::remove_file(&self.path));
     }
 }
 
-/// Returns the path without the links that it is; nothing need exist at their end.
+/// Resolves the links at `path`; the final target need not exist.
 fn resolve_links(path: &Path) -> io::Result<PathBuf> {
-    /// As many as Linux follows.
+    /// The limit of Linux.
     const MAX_LINKS: usize = 40;
     let mut target = path.to_path_buf();
     for _ in 0..MAX_LINKS {
-        // What cannot be read as a link is none.
+        // Everything that is not a readable link is the target.
         let Ok(next) = fs::read_link(&target) else { return Ok(target) };
         target.pop();
         target.push(next);
@@ -209,8 +206,8 @@ fn resolve_links(path: &Path) -> io::Result<PathBuf> {
     Err(io::Error::other("too many links"))
 }
 
-/// Gives a file the owner and the group of another one, as far as the system allows: mostly root
-/// alone may give files away.
+/// Copies owner and group from another file, as far as the system allows: usually only root may
+/// give files away.
 #[cfg(unix)]
 fn keep_owner(file: &File, known: &Metadata) -> io::Result<()> {
     use std::os::unix::fs::{MetadataExt, fchown};
@@ -218,12 +215,12 @@ fn keep_owner(file: &File, known: &Metadata) -> io::Result<()> {
     let made = file.metadata()?;
     let owner = (made.uid() != known.uid()).then_some(known.uid());
     let group = (made.gid() != known.gid()).then_some(known.gid());
-    // One by one: who may not give a file away may give it to a group.
+    // Change them separately: a process that may not change the owner may be allowed to change the group.
     for (owner, group) in [(owner, None), (None, group)] {
         match fchown(file, owner, group) {
-            // It is not ours to give, or this file system knows no owners.
+            // The process lacks the permission, or the file system has no owners.
             Err(error) if is_refused(&error) => {}
-            changed => changed?,
+            result => result?,
         }
     }
     Ok(())
@@ -237,7 +234,7 @@ fn is_refused(error: &io::Error) -> bool {
 }
 
 #[cfg(not(unix))]
-#[expect(clippy::unnecessary_wraps, reason = "as on other systems")]
+#[expect(clippy::unnecessary_wraps, reason = "the signature on Unix")]
 fn keep_owner(_: &File, _: &Metadata) -> io::Result<()> {
     Ok(())
 }

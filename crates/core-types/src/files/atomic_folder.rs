@@ -1,4 +1,4 @@
-//! A folder that gets its name when it is whole.
+//! Folders that appear under their name when they are complete.
 
 use std::{
     fs::{self, File},
@@ -11,9 +11,9 @@ use super::{
     sync::{between_calls, rename, sync_folder},
 };
 
-/// A folder that is filled beside its target, and gets that name in one step.
+/// A new folder that gets the name of its target when it is complete.
 ///
-/// Dropped without [`persist`](Self::persist), it is removed with all that is in it.
+/// If it is dropped without [`persist`](Self::persist), it is removed with its content.
 ///
 /// # Examples
 ///
@@ -39,11 +39,11 @@ pub struct AtomicFolder {
 }
 
 impl AtomicFolder {
-    /// Makes an empty folder beside `target`.
+    /// Creates an empty folder next to `target`.
     ///
     /// # Errors
     ///
-    /// What the system returns.
+    /// An I/O error.
     pub fn new(target: impl AsRef<Path>) -> io::Result<Self> {
         let target = target.as_ref().to_path_buf();
         let ((), path) = create_beside(&target, |path| fs::create_dir(path))?;
@@ -56,12 +56,13 @@ impl AtomicFolder {
         &self.path
     }
 
-    /// Syncs all that is in the folder, renames it to its target, and syncs the folder around it.
+    /// Syncs the content of the folder, renames the folder to its target, and syncs the parent
+    /// folder.
     ///
     /// # Errors
     ///
-    /// What the system returns, also if the target exists and is not an empty folder: no system
-    /// replaces a folder in one step, so move the old one first.
+    /// An I/O error, also if the target exists and is not an empty folder: no system replaces a
+    /// folder atomically, so move the old one first.
     pub fn persist(self) -> io::Result<()> {
         sync_all_in(&self.path)?;
         rename(&self.path, &self.target)
@@ -70,7 +71,7 @@ impl AtomicFolder {
 
 impl Drop for AtomicFolder {
     fn drop(&mut self) {
-        // Renamed, it is gone already. What cannot be removed harms nobody.
+        // After a rename the folder is gone. A folder that cannot be removed is harmless.
         drop(fs::remove_dir_all(&self.path));
     }
 }
@@ -83,8 +84,7 @@ fn sync_all_in(folder: &Path) -> io::Result<()> {
         if kind.is_dir() {
             sync_all_in(&entry.path())?;
         } else if kind.is_file() {
-            // Windows syncs only what may be written; elsewhere a file without that permission is
-            // synced as well.
+            // Windows syncs only files opened for writing; other systems also sync read-only files.
             File::options().read(true).write(cfg!(windows)).open(entry.path())?.sync_all()?;
         }
         between_calls(&entry.path());

@@ -1,19 +1,17 @@
-//! Files and folders that appear under their names in one step.
+//! Atomic replacement of files and folders.
 //!
-//! A program can be killed, and a machine can fail, between any two system calls. What this module
-//! writes is then under its name with its old content or with its new one, never with a part of
-//! either: the content goes to a new file beside the target, is synced to disk, and is renamed, after
-//! which the folder is synced. An interrupted program leaves at most a file that ends in `.partial`
-//! (see [`is_partial`]), which nobody else reads.
+//! A program can be killed, and a machine can fail, between any two system calls. A file written by this module then
+//! has either its old content or its new one: the content is written to a new file in the same folder, synced to disk
+//! and renamed, and then the folder is synced. An interrupted program leaves at most a file that ends in `.partial`
+//! (see [`is_partial`]), which other programs ignore.
 //!
-//! The new file has a random name that did not exist before. A fixed name would be shared with other
-//! writers, and somebody could have planted a link there, which leads to a file of theirs.
+//! The new file has a random, unused name. Other writers would share a fixed name, and an attacker could plant a link
+//! under it.
 //!
 //! # Differences between systems
 //!
-//! Permissions, owner and group of a replaced file are kept on Unix, the owner and group as far as the
-//! system allows. Windows syncs no folders, and keeps no more than the read-only flag. File systems
-//! that cannot sync a folder are written without that.
+//! On Unix a replaced file keeps its permissions, and its owner and group as far as the system allows. Windows syncs no
+//! folders and keeps only the read-only flag. On file systems that cannot sync a folder, that step is skipped.
 //!
 //! # Examples
 //!
@@ -26,7 +24,7 @@
 //! # let path = folder.path().join("results.json");
 //! files::write(&path, b"[]")?; // all at once
 //!
-//! let mut file = AtomicFile::new(&path)?; // or a part at a time
+//! let mut file = AtomicFile::new(&path)?; // in several writes
 //! file.write_all(b"[1, ")?;
 //! assert_eq!(std::fs::read(&path)?, b"[]");
 //! file.write_all(b"2]")?;
@@ -56,15 +54,15 @@ pub use self::{
     sync::{rename, sync_folder},
 };
 
-/// Writes `bytes` to the file at `path`, which is replaced in one step or made.
+/// Writes `bytes` to the file at `path`, which is created or atomically replaced.
 ///
-/// Of several programs that write it at once, one has its whole content there. Links, permissions
-/// and owner are treated as by [`AtomicFile::new`]. Pipes and devices cannot be replaced, and are
-/// written to.
+/// With several concurrent writers, the file has the whole content of one. Links, permissions and
+/// owner are handled as by [`AtomicFile::new`]. Pipes and devices cannot be replaced, and are
+/// written directly.
 ///
 /// # Errors
 ///
-/// What the system returns; the old content is still there.
+/// An I/O error; the old content is then unchanged.
 ///
 /// # Examples
 ///
@@ -91,14 +89,14 @@ pub fn write(path: impl AsRef<Path>, bytes: &[u8]) -> io::Result<()> {
     }
 }
 
-/// Writes `bytes`, the content of the file at `path`, to a new file beside it, and returns its path.
+/// Writes `bytes`, the content of the file at `path`, to a new file in the same folder, and returns its path.
 ///
-/// `word` says in the name why: `metrics.jsonl` becomes `metrics.damaged-0001.jsonl`, or the first
-/// number that is free. No file is replaced.
+/// `word` is part of the name: `metrics.jsonl` becomes `metrics.damaged-0001.jsonl`, with the first
+/// free number. No file is replaced.
 ///
 /// # Errors
 ///
-/// What the system returns.
+/// An I/O error.
 ///
 /// # Examples
 ///
@@ -123,7 +121,7 @@ pub fn back_up(path: impl AsRef<Path>, word: &str, bytes: &[u8]) -> io::Result<P
         let copy = path.with_file_name(numbered_name(path, word, number));
         match file.publish_new(&copy) {
             Err(error) if error.kind() == ErrorKind::AlreadyExists => number += 1,
-            published => return published.map(|()| copy),
+            result => return result.map(|()| copy),
         }
     }
 }

@@ -1,4 +1,4 @@
-//! Names of files and folders that are not finished.
+//! Names of unfinished files and folders.
 
 use std::{
     collections::hash_map::RandomState,
@@ -10,16 +10,16 @@ use std::{
     sync::atomic::{AtomicU64, Ordering},
 };
 
-use super::sync::{between_calls, folder_of};
+use super::sync::{between_calls, parent_folder};
 
 const PREFIX: &str = ".";
 const SUFFIX: &str = ".partial";
 
-/// Returns true if this is a name that [`AtomicFile`](super::AtomicFile) and
-/// [`AtomicFolder`](super::AtomicFolder) give to what is not finished.
+/// Returns true if this is a name of an unfinished [`AtomicFile`](super::AtomicFile) or
+/// [`AtomicFolder`](super::AtomicFolder).
 ///
-/// A program that knows that nobody else writes to a folder, such as the holder of its lock, may
-/// remove what has such a name: an interrupted program left it.
+/// A program that alone writes to a folder, for example under a lock, may remove such files:
+/// interrupted programs left them.
 ///
 /// # Examples
 ///
@@ -42,32 +42,32 @@ fn is_hex_digit(byte: u8) -> bool {
     matches!(byte, b'0'..=b'9' | b'a'..=b'f')
 }
 
-/// Makes something new under a random name in the folder of `target`, and returns its path.
+/// Creates a file or folder under a random name in the folder of `target`, and returns its path.
 pub(super) fn create_beside<T>(
     target: &Path,
     create: impl Fn(&Path) -> io::Result<T>,
 ) -> io::Result<(T, PathBuf)> {
-    /// Two random names are the same once in 2^64; more than a few are a fault of the file system.
+    /// Two random names are equal once in 2^64; repeated failures are a fault of the file system.
     const MAX_TRIES: usize = 8;
-    let folder = folder_of(target);
+    let folder = parent_folder(target);
     for _ in 1..MAX_TRIES {
         let path = folder.join(format!("{PREFIX}{:016x}{SUFFIX}", random_number()));
         between_calls(&path);
         match create(&path) {
             Err(error) if error.kind() == ErrorKind::AlreadyExists => {}
-            created => return created.map(|created| (created, path)),
+            result => return result.map(|created| (created, path)),
         }
     }
     Err(io::Error::new(ErrorKind::AlreadyExists, "every random name is taken"))
 }
 
-/// Returns a number that nobody can guess.
+/// Returns an unpredictable number.
 ///
-/// The keys of a `RandomState` come from the system's random numbers; the standard library offers no
-/// others. A forked process has the keys of its parent, so its id is hashed too.
+/// The keys of a `RandomState` come from the random numbers of the system, for which the standard library has no other
+/// interface. A forked process has its parent's keys, so the process id is hashed, too.
 fn random_number() -> u64 {
     static COUNT: AtomicU64 = AtomicU64::new(0);
-    // Relaxed: the numbers must differ, and order nothing.
+    // Relaxed is enough: the numbers must differ, and they order no other memory access.
     let count = COUNT.fetch_add(1, Ordering::Relaxed);
     RandomState::new().hash_one((process::id(), count))
 }

@@ -1,4 +1,4 @@
-//! Names that are changed on disk, not only in memory.
+//! Durable renames: names that are changed on disk, not only in memory.
 
 use std::{
     fs::{self, File},
@@ -6,14 +6,14 @@ use std::{
     path::Path,
 };
 
-/// Renames a file or folder within its folder, and syncs the folder: after a failure of the machine,
-/// too, it has the new name.
+/// Renames a file or folder within its folder, and syncs the folder, so that the new name survives a failure of the
+/// machine.
 ///
-/// The content must be on disk before.
+/// The content must already be on disk.
 ///
 /// # Errors
 ///
-/// What the system returns. If it cannot sync the folder, the name is changed all the same.
+/// An I/O error. If only syncing the folder fails, the name has still changed.
 ///
 /// # Examples
 ///
@@ -31,14 +31,14 @@ pub fn rename(from: impl AsRef<Path>, to: impl AsRef<Path>) -> io::Result<()> {
     let to = to.as_ref();
     fs::rename(from, to)?;
     between_calls(to);
-    sync_folder(folder_of(to))
+    sync_folder(parent_folder(to))
 }
 
-/// Syncs the names in a folder to disk, where the system can do so.
+/// Syncs the names in a folder to disk, if the system supports it.
 ///
 /// # Errors
 ///
-/// What the system returns.
+/// An I/O error.
 ///
 /// # Examples
 ///
@@ -51,14 +51,14 @@ pub fn sync_folder(path: impl AsRef<Path>) -> io::Result<()> {
         return Ok(());
     }
     match File::open(path).and_then(|folder| folder.sync_all()) {
-        // A file system that has no such call, or a folder that may be written and not read.
+        // The file system does not support it, or the folder is writable but not readable.
         Err(error) if cannot_sync(&error) => Ok(()),
-        synced => synced,
+        result => result,
     }
 }
 
-/// Returns the folder in which `path` is.
-pub(super) fn folder_of(path: &Path) -> &Path {
+/// Returns the parent folder of `path`.
+pub(super) fn parent_folder(path: &Path) -> &Path {
     match path.parent() {
         Some(folder) if !folder.as_os_str().is_empty() => folder,
         _ => Path::new("."),
@@ -71,7 +71,7 @@ fn cannot_sync(error: &io::Error) -> bool {
     matches!(error.kind(), InvalidInput | PermissionDenied | Unsupported)
 }
 
-/// Lets a test look at the files between two system calls, of which one is about `path`.
+/// Lets a test inspect the files between two system calls, one of them on `path`.
 #[cfg(test)]
 pub(super) fn between_calls(path: &Path) {
     super::tests::observe(path);

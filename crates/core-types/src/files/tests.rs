@@ -1,4 +1,4 @@
-//! Tests of files and folders that are replaced, observed between every two system calls.
+//! Tests of atomic files and folders, which check the state between every two system calls.
 
 use std::{
     cell::RefCell,
@@ -10,20 +10,22 @@ use std::{
 
 use super::{AtomicFile, AtomicFolder, back_up, is_partial, write};
 
-type Observer = Box<dyn FnMut(&Path)>;
+type FileObserver = Box<dyn FnMut(&Path)>;
 
 thread_local! {
-    static OBSERVER: RefCell<Option<Observer>> = const { RefCell::new(None) };
+    static OBSERVER: RefCell<Option<FileObserver>> = const { RefCell::new(None) };
 }
 
-/// Calls the observer of this thread, which may itself work with files.
+/// Calls the observer of this thread. The observer may work with files too, so it is not set
+/// meanwhile.
 pub(super) fn observe(path: &Path) {
     let Some(mut observer) = OBSERVER.take() else { return };
     observer(path);
     OBSERVER.set(Some(observer));
 }
 
-/// Runs `f`, and `observer` between any two of its system calls; returns how often.
+/// Runs `f`, and `observer` between any two of its system calls; returns the number of calls of
+/// `observer`.
 fn observed(f: impl FnOnce(), mut observer: impl FnMut(&Path) + 'static) -> usize {
     let count = std::rc::Rc::new(std::cell::Cell::new(0));
     let counted = count.clone();
@@ -40,7 +42,7 @@ fn temp_folder() -> AtomicFolder {
     AtomicFolder::new(std::env::temp_dir().join("files")).unwrap()
 }
 
-/// The names in a folder that are not those of unfinished files.
+/// Returns the names in `folder`, except names of unfinished files.
 fn names(folder: &Path) -> Vec<String> {
     let entries = fs::read_dir(folder).unwrap();
     let names = entries.map(|entry| entry.unwrap().file_name().into_string().unwrap());
@@ -48,17 +50,19 @@ fn names(folder: &Path) -> Vec<String> {
 }
 
 #[test]
-fn a_kill_leaves_the_old_content_or_the_new() {
+fn killed_write_keeps_whole_content() {
     let folder = temp_folder();
     let target = folder.path().join("model");
     for (old, new) in [(None, "first"), (Some("first"), "second, longer")] {
         let (seen, path) = (folder.path().to_path_buf(), target.clone());
-        let check = move |_: &Path| {
-            let found = fs::read_to_string(&path).ok();
-            assert!(found.as_deref() == old || found.as_deref() == Some(new), "{found:?}");
-            assert!(names(&seen).iter().all(|name| name == "model"));
-        };
-        let n_calls = observed(|| write(&target, new.as_bytes()).unwrap(), check);
+        let n_calls = observed(
+            || write(&target, new.as_bytes()).unwrap(),
+            move |_| {
+                let found = fs::read_to_string(&path).ok();
+                assert!(found.as_deref() == old || found.as_deref() == Some(new), "{found:?}");
+                assert!(names(&seen).iter().all(|name| name == "model"));
+            },
+        );
         assert_eq!(n_calls, 5, "name, file, bytes, sync, rename");
         assert_eq!(fs::read_to_string(&target).unwrap(), new);
     }
@@ -66,27 +70,26 @@ fn a_kill_leaves_the_old_content_or_the_new() {
 }
 
 #[test]
-fn a_kill_leaves_a_new_file_whole_or_missing() {
+fn killed_backup_is_whole_or_missing() {
     let folder = temp_folder();
     let target = folder.path().join("log.jsonl");
     let copy = folder.path().join("log.damaged-0002.jsonl");
     write(folder.path().join("log.damaged-0001.jsonl"), b"earlier").unwrap();
     let path = copy.clone();
-    let check = move |_: &Path| assert!(!path.exists() || fs::read(&path).unwrap() == b"line");
-    let backed_up = || assert_eq!(back_up(&target, "damaged", b"line").unwrap(), copy);
-    assert_eq!(observed(backed_up, check), 5);
+    let n_calls = observed(
+        || assert_eq!(back_up(&target, "damaged", b"line").unwrap(), copy),
+        move |_| assert!(!path.exists() || fs::read(&path).unwrap() == b"line"),
+    );
+    assert_eq!(n_calls, 5);
     assert_eq!(fs::read(folder.path().join("log.damaged-0001.jsonl")).unwrap(), b"earlier");
     assert_eq!(names(folder.path()).len(), 2);
 }
 
 #[test]
-fn a_kill_leaves_a_folder_whole_or_missing() {
+fn killed_folder_is_whole_or_missing() {
     let folder = temp_folder();
     let target = folder.path().join("model");
     let path = target.clone();
-    let check = move |_: &Path| {
-        assert!(!path.exists() || fs::read(path.join("deep/file")).unwrap() == b"bytes");
-    };
     let n_calls = observed(
         || {
             let model = AtomicFolder::new(&target).unwrap();
@@ -94,7 +97,9 @@ fn a_kill_leaves_a_folder_whole_or_missing() {
             fs::write(model.path().join("deep/file"), "bytes").unwrap();
             model.persist().unwrap();
         },
-        check,
+        move |_| {
+            assert!(!path.exists() || fs::read(path.join("deep/file")).unwrap() == b"bytes");
+        },
     );
     assert_eq!(n_calls, 5, "name, folder, file, folder in it, rename");
     assert_eq!(names(folder.path()), ["model"]);
@@ -104,7 +109,7 @@ fn a_kill_leaves_a_folder_whole_or_missing() {
 }
 
 #[test]
-fn dropped_files_leave_the_target() {
+fn dropped_files_keep_the_target() {
     let folder = temp_folder();
     let target = folder.path().join("model");
     write(&target, b"old").unwrap();
@@ -119,7 +124,7 @@ fn dropped_files_leave_the_target() {
 }
 
 #[test]
-fn names_are_never_used_twice() {
+fn partial_names_are_unique() {
     let folder = temp_folder();
     let target = folder.path().join("model");
     let files: Vec<_> = (0..100).map(|_| AtomicFile::new(&target).unwrap()).collect();
@@ -133,19 +138,21 @@ fn names_are_never_used_twice() {
 
 #[cfg(unix)]
 #[test]
-fn a_planted_link_is_not_followed() {
+fn planted_link_is_not_followed() {
     let folder = temp_folder();
     let [precious, target] = ["precious", "model"].map(|name| folder.path().join(name));
     fs::write(&precious, "kept").unwrap();
-    // Somebody guesses the first two names.
+    // An attacker has guessed the first two names.
     let (mut left, outside) = (2, precious.clone());
-    let plant = move |path: &Path| {
-        if left > 0 && !path.exists() {
-            left -= 1;
-            std::os::unix::fs::symlink(&outside, path).unwrap();
-        }
-    };
-    observed(|| write(&target, b"new").unwrap(), plant);
+    observed(
+        || write(&target, b"new").unwrap(),
+        move |path| {
+            if left > 0 && !path.exists() {
+                left -= 1;
+                std::os::unix::fs::symlink(&outside, path).unwrap();
+            }
+        },
+    );
     assert_eq!(fs::read_to_string(&precious).unwrap(), "kept");
     assert_eq!(fs::read_to_string(&target).unwrap(), "new");
     assert!(fs::symlink_metadata(&target).unwrap().is_file());
@@ -153,7 +160,7 @@ fn a_planted_link_is_not_followed() {
 
 #[cfg(unix)]
 #[test]
-fn links_and_permissions_of_the_target_stay() {
+fn writing_keeps_links_and_permissions() {
     use std::os::unix::fs::{PermissionsExt, symlink};
 
     let folder = temp_folder();

@@ -1,29 +1,28 @@
-//! What one launcher says about this process.
+//! The claim of one launcher: its rank and size for this process.
 
 use super::{
     LaunchEnv,
     error::{Error, Result},
     launcher::Launcher,
-    vars::{Number, Vars},
+    vars::{LaunchVars, NamedNumber},
 };
 use crate::rank::{Placement, WorldSize};
 
-/// What one launcher's variables say, some of which may be absent.
-pub(super) struct Claim {
+/// The values of one launcher's variables, some of which may be absent.
+pub(super) struct LaunchClaim {
     pub(super) launcher: Launcher,
-    pub(super) rank: Option<Number>,
-    pub(super) size: Option<Number>,
-    pub(super) local_rank: Option<Number>,
-    pub(super) local_size: Option<Number>,
-    /// The variables that are named as missing where only one of the two is set.
+    pub(super) rank: Option<NamedNumber>,
+    pub(super) size: Option<NamedNumber>,
+    pub(super) local_rank: Option<NamedNumber>,
+    pub(super) local_size: Option<NamedNumber>,
+    /// Variable to report as missing if only the size is set, and the other way round.
     pub(super) rank_name: &'static str,
     pub(super) size_name: &'static str,
 }
 
-impl Claim {
-    /// The claim of `launcher`, whose variables are called rank, size, local rank and local size in
-    /// this order.
-    fn read(vars: &Vars<'_>, launcher: Launcher, names: [&'static str; 4]) -> Result<Self> {
+impl LaunchClaim {
+    /// Reads the claim of `launcher` from its variables for rank, size, local rank and local size.
+    fn read(vars: &LaunchVars<'_>, launcher: Launcher, names: [&'static str; 4]) -> Result<Self> {
         let [rank_name, size_name, local_rank, local_size] = names;
         Ok(Self {
             launcher,
@@ -36,14 +35,14 @@ impl Claim {
         })
     }
 
-    /// What torchrun, or somebody in its place, says.
-    pub(super) fn torch(vars: &Vars<'_>) -> Result<Self> {
+    /// Reads the claim of torchrun or of another source of its variables.
+    pub(super) fn torch(vars: &LaunchVars<'_>) -> Result<Self> {
         let by_agent = vars.text("TORCHELASTIC_RUN_ID")?.is_some();
         let launcher = if by_agent { Launcher::Torchrun } else { Launcher::TorchEnv };
         Self::read(vars, launcher, ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"])
     }
 
-    pub(super) fn open_mpi(vars: &Vars<'_>) -> Result<Self> {
+    pub(super) fn open_mpi(vars: &LaunchVars<'_>) -> Result<Self> {
         let names = [
             "OMPI_COMM_WORLD_RANK",
             "OMPI_COMM_WORLD_SIZE",
@@ -53,43 +52,46 @@ impl Claim {
         Self::read(vars, Launcher::OpenMpi, names)
     }
 
-    pub(super) fn pmi(vars: &Vars<'_>) -> Result<Self> {
+    pub(super) fn pmi(vars: &LaunchVars<'_>) -> Result<Self> {
         let names = ["PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"];
         Self::read(vars, Launcher::Pmi, names)
     }
 
-    /// What it says, checked, if rank and size are both there.
+    /// Validates the claim; returns `None` unless both rank and size are set.
     pub(super) fn complete(&self) -> Result<Option<LaunchEnv>> {
         let (Some(rank), Some(size)) = (self.rank, self.size) else { return Ok(None) };
         let world_size = size.size(WorldSize::MAX)?;
         let rank = rank.rank_below(size)?;
         let local_world_size = self.local_size.map(|local| local.size(world_size)).transpose()?;
-        // There are no more local ranks than ranks, whether or not the launcher says how many.
+        // Local ranks are also less than the world size, even if the local size is not set.
         let n_local = self.local_size.unwrap_or(size);
         let local_rank = self.local_rank.map(|local| local.rank_below(n_local)).transpose()?;
         Ok(Some(LaunchEnv {
-            placement: Placement::of(rank, world_size),
+            placement: Placement::from_checked(rank, world_size),
             launcher: self.launcher,
             local_rank,
             local_world_size,
         }))
     }
 
-    /// The error that half a claim is, unless `launched`, which is complete, says the same.
-    pub(super) fn half_beside(&self, launched: Option<LaunchEnv>) -> Option<Error> {
+    /// Checks that the claim is complete, empty, or agrees with the complete claim `launched`.
+    pub(super) fn check_complete(&self, launched: Option<LaunchEnv>) -> Result<()> {
         let (found, missing) = match (self.rank, self.size) {
-            (Some(_), Some(_)) => return None,
+            (Some(_), Some(_)) => return Ok(()),
             (Some(rank), None) => (rank, self.size_name),
             (None, Some(size)) => (size, self.rank_name),
-            (None, None) => (self.local_rank.or(self.local_size)?, self.rank_name),
+            (None, None) => match self.local_rank.or(self.local_size) {
+                Some(local) => (local, self.rank_name),
+                None => return Ok(()),
+            },
         };
         if launched.is_some_and(|launched| self.agrees_with(launched.placement)) {
-            return None;
+            return Ok(());
         }
-        Some(Error::VariableMissing { name: missing, found: found.name, value: found.value })
+        Err(Error::VariableMissing { name: missing, found: found.name, value: found.value })
     }
 
-    /// Whether what there is of rank and size is that of `placement`.
+    /// Returns true if rank and size, as far as set, match `placement`.
     fn agrees_with(&self, placement: Placement) -> bool {
         self.rank.is_none_or(|rank| rank.value == placement.rank().as_u64())
             && self.size.is_none_or(|size| size.value == placement.world_size().as_u64())

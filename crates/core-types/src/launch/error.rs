@@ -1,4 +1,4 @@
-//! What can be wrong with the variables of a launcher.
+//! Errors of the variables of launchers.
 
 use std::ffi::OsString;
 
@@ -7,78 +7,77 @@ use crate::rank::{Placement, WorldSize};
 
 pub(super) type Result<T, E = Error> = std::result::Result<T, E>;
 
-/// An environment that does not say which rank this process is.
+/// An error about the rank in the environment.
 ///
-/// It is not a variant of [`core_types::Error`](crate::Error): only a program asks its environment,
-/// and only at its start, so whoever handles the errors of a sampler or of a plan need not think of
-/// variables.
+/// It is separate from [`core_types::Error`](crate::Error) because only programs read the
+/// environment, once at their start; errors of samplers and plans never involve variables.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
     /// The value of an environment variable is not Unicode.
     #[error("environment variable {name} is {value:?}, which is not Unicode")]
     VariableNotUnicode {
-        /// The variable.
+        /// Name of the variable.
         name: &'static str,
-        /// What it is set to.
+        /// Value of the variable.
         value: OsString,
     },
-    /// The value of an environment variable is not what it should be.
+    /// The value of an environment variable is malformed.
     #[error("environment variable {name} is {value:?}, it must be {expected}")]
     VariableUnreadable {
-        /// The variable.
+        /// Name of the variable.
         name: &'static str,
-        /// What it is set to.
+        /// Value of the variable.
         value: String,
-        /// What it should be, in words.
+        /// Description of a valid value.
         expected: &'static str,
     },
-    /// An environment variable is set without another that gives it a meaning.
+    /// An environment variable is set without a second one that it needs.
     #[error("environment variable {found} is {value} but {name} is not set")]
     VariableMissing {
-        /// The variable that is missing.
+        /// Name of the missing variable.
         name: &'static str,
-        /// The variable that is set.
+        /// Name of the variable that is set.
         found: &'static str,
-        /// The value of that one.
+        /// Value of the variable that is set.
         value: u64,
     },
-    /// An environment variable names a world without ranks, or one with too many.
+    /// An environment variable has a world size out of range.
     #[error("environment variable {name} is {value}, it must be from 1 to {max}")]
     SizeVariableOutOfRange {
-        /// The variable.
+        /// Name of the variable.
         name: &'static str,
-        /// What it is set to.
+        /// Value of the variable.
         value: u64,
-        /// [`WorldSize::MAX`], or for the part of a world on this machine the whole world.
+        /// Limit: [`WorldSize::MAX`], or the world size for a local size.
         max: WorldSize,
     },
-    /// An environment variable names a rank that does not exist in its world.
+    /// An environment variable has a rank out of range.
     #[error("environment variable {name} is {rank}, it must be below {size_name}, which is {size}")]
     RankVariableOutOfRange {
-        /// The variable.
+        /// Name of the variable.
         name: &'static str,
-        /// What it is set to.
+        /// Value of the variable.
         rank: u64,
-        /// The variable that names the size.
+        /// Name of the variable of the size.
         size_name: &'static str,
-        /// The size it names.
+        /// Size.
         size: u64,
     },
-    /// Two launchers say different things, and it is not clear which of them started the other.
+    /// Two launchers disagree, and neither commonly starts the other.
     #[error(
         "{launcher} says {place} ({}), but {other_launcher} says {other_place} ({})",
         launcher.variables(),
         other_launcher.variables()
     )]
     LaunchersDisagree {
-        /// The innermost launcher.
+        /// Innermost launcher.
         launcher: Launcher,
-        /// What it says.
+        /// Placement by the innermost launcher.
         place: Placement,
-        /// The other launcher.
+        /// Other launcher.
         other_launcher: Launcher,
-        /// What the other one says.
+        /// Placement by the other launcher.
         other_place: Placement,
     },
 }

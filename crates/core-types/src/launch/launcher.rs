@@ -1,8 +1,8 @@
-//! What starts the processes of a world.
+//! Launchers of the processes of a world.
 
 use std::fmt;
 
-/// The program that started a process and told it its rank.
+/// The program that started a process and assigned its rank.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 #[cfg_attr(
     feature = "serde",
@@ -11,22 +11,22 @@ use std::fmt;
 )]
 #[non_exhaustive]
 pub enum Launcher {
-    /// An agent of `torchrun` (torch elastic), which sets `TORCHELASTIC_RUN_ID` beside `RANK` and
-    /// `WORLD_SIZE`.
+    /// An agent of `torchrun` (torch elastic), which sets `TORCHELASTIC_RUN_ID` in addition to
+    /// `RANK` and `WORLD_SIZE`.
     Torchrun,
-    /// Something else that sets `RANK` and `WORLD_SIZE`, as PyTorch's `env://` reads them: a
-    /// script, Kubernetes.
+    /// Another source of `RANK` and `WORLD_SIZE`, the variables of PyTorch's `env://`: a script,
+    /// Kubernetes.
     TorchEnv,
     /// `mpirun` of Open MPI.
     OpenMpi,
-    /// A launcher that speaks PMI: Hydra of MPICH, Intel MPI, or `srun --mpi=pmi2`.
+    /// A launcher with PMI: Hydra of MPICH, Intel MPI, or `srun --mpi=pmi2`.
     Pmi,
     /// `srun` of Slurm.
     Slurm,
 }
 
 impl Launcher {
-    /// The variables by which it names a rank and the size of its world.
+    /// Returns the variables for rank and world size.
     pub(super) fn variables(self) -> &'static str {
         match self {
             Self::Torchrun | Self::TorchEnv => "RANK, WORLD_SIZE",
@@ -36,11 +36,11 @@ impl Launcher {
         }
     }
 
-    /// Whether `outer` commonly starts this launcher, which then starts the ranks.
+    /// Returns true if `outer` commonly starts this launcher, which then starts the ranks.
     ///
     /// `srun` or `mpirun` starts an agent of torchrun on each node; `mpirun` starts its daemons by
-    /// `srun`, and its ranks inherit the daemon's variables (Open MPI #3999, #8424). Variables
-    /// set by hand say nothing about what is around them.
+    /// `srun`, and its ranks inherit the daemon's variables (Open MPI #3999, #8424). Variables set
+    /// by hand do not show an outer launcher.
     pub(super) fn runs_inside(self, outer: Self) -> bool {
         match self {
             Self::Torchrun => matches!(outer, Self::OpenMpi | Self::Pmi | Self::Slurm),

@@ -1,6 +1,7 @@
-//! Which rank this process is, according to the launcher that started it.
+//! The rank that a launcher assigned to this process.
 //!
-//! Each launcher makes a claim through its variables; this module decides between the claims.
+//! Each launcher sets variables of its own; this module reads the variables of all launchers and
+//! resolves conflicts.
 
 mod claim;
 mod error;
@@ -12,11 +13,11 @@ mod vars;
 
 use std::{env, ffi::OsString};
 
-use claim::Claim;
+use claim::LaunchClaim;
 pub use error::Error;
 use error::Result;
 pub use launcher::Launcher;
-use vars::Vars;
+use vars::LaunchVars;
 
 #[cfg(feature = "serde")]
 use crate::rank;
@@ -37,7 +38,7 @@ use crate::rank::{Placement, Rank, WorldSize};
 /// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
-#[cfg_attr(feature = "serde", serde(try_from = "Unchecked", into = "Unchecked"))]
+#[cfg_attr(feature = "serde", serde(try_from = "UncheckedLaunchEnv", into = "UncheckedLaunchEnv"))]
 pub struct LaunchEnv {
     placement: Placement,
     launcher: Launcher,
@@ -48,12 +49,12 @@ pub struct LaunchEnv {
 impl LaunchEnv {
     /// Reads the rank of this process from the environment; `None` if no launcher has set one.
     ///
-    /// This is for programs, at their start. A library takes a [`Placement`] instead, so that equal
-    /// arguments give equal results. On `None` the program runs alone: [`Placement::SINGLE`].
+    /// Programs call it once, at their start. Libraries take a [`Placement`] instead, so that equal
+    /// arguments give equal results. After `None` the program runs alone, as [`Placement::SINGLE`].
     ///
     /// # Variables
     ///
-    /// The launchers name rank and size in variables of their own:
+    /// Launchers set rank and size in different variables:
     ///
     /// | launcher | rank, size | on this machine: rank, size |
     /// |---|---|---|
@@ -62,42 +63,38 @@ impl LaunchEnv {
     /// | MPICH's [Hydra], Intel MPI | `PMI_RANK`, `PMI_SIZE` | `MPI_LOCALRANKID`, `MPI_LOCALNRANKS` |
     /// | [Slurm], in a step of `srun` | `SLURM_PROCID`, `SLURM_STEP_NUM_TASKS` or else `SLURM_NTASKS` | `SLURM_LOCALID`, the entry of `SLURM_STEP_TASKS_PER_NODE` at `SLURM_NODEID` |
     ///
-    /// Slurm's are believed only inside a step: a batch script and a shell of `salloc` see the
-    /// job's variables too, with a `SLURM_PROCID` of 0 and the size of a world that nobody has
-    /// started. `SLURM_STEP_ID` is absent there, or one of the ids above `SLURM_MAX_NORMAL_STEP_ID`
-    /// (`slurm.h`); 4294967290 is the shell of `salloc`, which is a step by `use_interactive_step`.
-    /// The step's own count comes first because `srun --preserve-env` leaves the job's in
-    /// `SLURM_NTASKS`. `SLURM_NTASKS_PER_NODE` is not read: it is what was asked for, an upper
-    /// bound on what a node got.
+    /// Slurm's variables count only inside a step: batch scripts and shells of `salloc` have the
+    /// job's variables, too, with a `SLURM_PROCID` of 0 and the size of a world that was not
+    /// started. There `SLURM_STEP_ID` is absent, or one of the ids above `SLURM_MAX_NORMAL_STEP_ID`
+    /// (`slurm.h`); 4294967290 is the shell of `salloc`, which is a step with
+    /// `use_interactive_step`. The count of the step comes first, because `srun --preserve-env`
+    /// keeps the job's count in `SLURM_NTASKS`. `SLURM_NTASKS_PER_NODE` is ignored: it is a
+    /// requested upper bound.
     ///
-    /// `MASTER_ADDR` and `MASTER_PORT` say where the ranks find each other, not which of them this
-    /// one is, and are not read either.
+    /// `MASTER_ADDR` and `MASTER_PORT` are addresses, not ranks, and are ignored.
     ///
     /// # Several launchers
     ///
-    /// If all launchers whose variables are complete name the same rank and size, the innermost is
-    /// reported: torchrun or `env://`, Open MPI, PMI, Slurm. What it does not say about its machine
-    /// is taken from the next one that agrees. If launchers contradict each other, the innermost is
-    /// believed only where one commonly starts the other: torchrun (which `TORCHELASTIC_RUN_ID`
-    /// tells from variables set by hand) inside MPI or Slurm, and MPI inside Slurm. The inner world
-    /// must then be at least as large as the outer one, since each outer task starts one rank or
-    /// more. If it is smaller, it was inherited from somewhere else, or each task has started a
-    /// world of its own; both are errors.
+    /// If all launchers with complete variables agree on rank and size, the innermost is reported:
+    /// torchrun or `env://`, Open MPI, PMI, Slurm. Its missing local values come from the next
+    /// launcher that agrees. If launchers disagree, the innermost counts only if one commonly
+    /// starts the other: torchrun (which sets `TORCHELASTIC_RUN_ID`) inside MPI or Slurm, and MPI
+    /// inside Slurm. The inner world must then be at least as large as the outer one, because each
+    /// outer task starts at least one rank. A smaller inner world was inherited, or each task
+    /// started a separate world; both are errors.
     ///
-    /// Half a pair is an error too, unless a complete launcher says the same: scripts that export
-    /// `WORLD_SIZE` alone and take the rank from Slurm are common.
+    /// An incomplete pair is an error, too, unless a complete launcher agrees with it: scripts that
+    /// export only `WORLD_SIZE` and take the rank from Slurm are common.
     ///
     /// # Errors
     ///
-    /// - [`Error::VariableNotUnicode`], [`Error::VariableUnreadable`] if a value is not what it
-    ///   should be. An empty value is an error too: `RANK=$UNSET` must not make every process the
-    ///   only one.
-    /// - [`Error::VariableMissing`] if there is a rank without a size, a size without a rank, or a
-    ///   local rank or size without both.
-    /// - [`Error::SizeVariableOutOfRange`], [`Error::RankVariableOutOfRange`] if there is no such
-    ///   world, or no such rank in it; the same for the part of it on this machine.
-    /// - [`Error::LaunchersDisagree`] if launchers contradict each other in any other way than
-    ///   those above.
+    /// - [`Error::VariableNotUnicode`], [`Error::VariableUnreadable`] for an invalid value. An
+    ///   empty value is an error, too: `RANK=$UNSET` must not make every process the only one.
+    /// - [`Error::VariableMissing`] for a rank without a size, a size without a rank, or a local
+    ///   rank or size without both.
+    /// - [`Error::SizeVariableOutOfRange`], [`Error::RankVariableOutOfRange`] for a world or rank
+    ///   out of range, also on this machine.
+    /// - [`Error::LaunchersDisagree`] if launchers disagree in another way than above.
     ///
     /// # Examples
     ///
@@ -111,9 +108,9 @@ impl LaunchEnv {
     ///
     /// # References
     ///
-    /// The variables are those of the launchers' manuals: [torchrun], [Open MPI], [Hydra] and Intel
-    /// MPI, [Slurm]. Unlike PyTorch's `env://` and JAX's cluster detection, nothing is guessed when
-    /// a part of them is absent.
+    /// The manuals of [torchrun], [Open MPI], [Hydra] and Intel MPI, and [Slurm] document the
+    /// variables. Unlike PyTorch's `env://` and JAX's cluster detection, this function guesses
+    /// nothing if some are absent.
     ///
     /// [torchrun]: https://docs.pytorch.org/docs/stable/elastic/run.html#environment-variables
     /// [Open MPI]: https://docs.open-mpi.org/en/main/tuning-apps/environment-var.html
@@ -124,58 +121,60 @@ impl LaunchEnv {
         from_lookup(&|name| env::var_os(name))
     }
 
-    /// Returns the rank of this process, and the size of its world.
+    /// Returns the rank of this process and the size of its world.
     pub fn placement(self) -> Placement {
         self.placement
     }
 
-    /// Returns the launcher that assigned the rank; the innermost if several did.
+    /// Returns the launcher that assigned the rank, the innermost of several.
     pub fn launcher(self) -> Launcher {
         self.launcher
     }
 
-    /// Returns the rank of this process on its machine, if a launcher assigned one: the device to use.
+    /// Returns the rank of this process on its machine, if set: the index of the device to use.
     pub fn local_rank(self) -> Option<Rank> {
         self.local_rank
     }
 
-    /// Returns the number of this world's processes on this machine, if a launcher set it.
+    /// Returns the number of this world's processes on this machine, if set.
     pub fn local_world_size(self) -> Option<WorldSize> {
         self.local_world_size
     }
 
-    /// Whether a contradiction with `outer` is harmless, because `outer` has started this launcher.
+    /// Returns true if a disagreement with `outer` is expected, because `outer` has started this
+    /// launcher.
     fn runs_inside(&self, outer: &Self) -> bool {
         self.launcher.runs_inside(outer.launcher)
             && self.placement.world_size() >= outer.placement.world_size()
     }
 }
 
-/// The whole decision, as a function of what `lookup` finds.
+/// Decides on the launcher, given the variables that `lookup` returns.
 fn from_lookup(lookup: &dyn Fn(&str) -> Option<OsString>) -> Result<Option<LaunchEnv>> {
-    let vars = Vars(lookup);
-    let mut claims = vec![Claim::torch(&vars)?, Claim::open_mpi(&vars)?, Claim::pmi(&vars)?];
+    let vars = LaunchVars(lookup);
+    let mut claims =
+        vec![LaunchClaim::torch(&vars)?, LaunchClaim::open_mpi(&vars)?, LaunchClaim::pmi(&vars)?];
     claims.extend(slurm::claim(&vars)?);
     let mut complete = Vec::with_capacity(claims.len());
     for claim in &claims {
         complete.extend(claim.complete()?);
     }
     let launched = innermost(&complete)?;
-    match claims.iter().find_map(|claim| claim.half_beside(launched)) {
-        Some(error) => Err(error),
-        None => Ok(launched),
+    for claim in &claims {
+        claim.check_complete(launched)?;
     }
+    Ok(launched)
 }
 
-/// The first of `all`, which come from the inside out, if each of the others agrees with it or has
-/// started it.
+/// Returns the first of `all`, which are ordered from the innermost, if each other launcher agrees
+/// with it or has started it.
 fn innermost(all: &[LaunchEnv]) -> Result<Option<LaunchEnv>> {
     let Some(&first) = all.first() else { return Ok(None) };
-    let agree = || all.iter().filter(|one| one.placement == first.placement);
+    let agreeing = || all.iter().filter(|env| env.placement == first.placement);
     for other in all {
-        // Any that agrees may be the one inside `other`: a script sets RANK from Open MPI's rank,
+        // Any agreeing launcher may run inside `other`: a script sets RANK from Open MPI's rank,
         // while Slurm numbers the daemons.
-        if other.placement != first.placement && !agree().any(|one| one.runs_inside(other)) {
+        if other.placement != first.placement && !agreeing().any(|env| env.runs_inside(other)) {
             return Err(Error::LaunchersDisagree {
                 launcher: first.launcher,
                 place: first.placement,
@@ -184,20 +183,20 @@ fn innermost(all: &[LaunchEnv]) -> Result<Option<LaunchEnv>> {
             });
         }
     }
-    // Rank and size on a machine belong together, so both are those of one launcher.
-    let by_rank = agree().find(|one| one.local_rank.is_some());
-    let local = by_rank.or_else(|| agree().find(|one| one.local_world_size.is_some()));
+    // Local rank and local size must come from one launcher.
+    let with_rank = agreeing().find(|env| env.local_rank.is_some());
+    let local = with_rank.or_else(|| agreeing().find(|env| env.local_world_size.is_some()));
     Ok(Some(LaunchEnv {
-        local_rank: local.and_then(|one| one.local_rank),
-        local_world_size: local.and_then(|one| one.local_world_size),
+        local_rank: local.and_then(|env| env.local_rank),
+        local_world_size: local.and_then(|env| env.local_world_size),
         ..first
     }))
 }
 
-/// What a [`LaunchEnv`] looks like before it is checked.
+/// An unvalidated [`LaunchEnv`].
 #[cfg(feature = "serde")]
 #[derive(serde::Serialize, serde::Deserialize)]
-struct Unchecked {
+struct UncheckedLaunchEnv {
     placement: Placement,
     launcher: Launcher,
     local_rank: Option<Rank>,
@@ -205,13 +204,13 @@ struct Unchecked {
 }
 
 #[cfg(feature = "serde")]
-impl TryFrom<Unchecked> for LaunchEnv {
+impl TryFrom<UncheckedLaunchEnv> for LaunchEnv {
     type Error = rank::Error;
 
-    fn try_from(unchecked: Unchecked) -> rank::Result<Self> {
-        let Unchecked { placement, launcher, local_rank, local_world_size } = unchecked;
+    fn try_from(unchecked: UncheckedLaunchEnv) -> rank::Result<Self> {
+        let UncheckedLaunchEnv { placement, launcher, local_rank, local_world_size } = unchecked;
         let world_size = placement.world_size();
-        // The last rank of this machine is one of the world.
+        // The local size must not exceed the world.
         if let Some(size) = local_world_size {
             Placement::new(size.as_u64() - 1, world_size.as_u64())?;
         }
@@ -224,7 +223,7 @@ impl TryFrom<Unchecked> for LaunchEnv {
 }
 
 #[cfg(feature = "serde")]
-impl From<LaunchEnv> for Unchecked {
+impl From<LaunchEnv> for UncheckedLaunchEnv {
     fn from(launched: LaunchEnv) -> Self {
         let LaunchEnv { placement, launcher, local_rank, local_world_size } = launched;
         Self { placement, launcher, local_rank, local_world_size }

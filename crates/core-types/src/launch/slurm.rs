@@ -1,20 +1,20 @@
-//! What `srun` of Slurm says about this process.
+//! The variables of Slurm's `srun`.
 
 use super::{
-    claim::Claim,
+    claim::LaunchClaim,
     error::{Error, Result},
     launcher::Launcher,
-    vars::{Number, Vars, parse},
+    vars::{LaunchVars, NamedNumber, parse},
 };
 
-/// The largest id of a step that `srun` started; those above name batch scripts, shells of `salloc`
-/// and the like (`SLURM_MAX_NORMAL_STEP_ID` in `slurm.h`).
+/// Largest id of a step that `srun` started; larger ids are batch scripts, shells of `salloc` and
+/// the like (`SLURM_MAX_NORMAL_STEP_ID` in `slurm.h`).
 const MAX_NORMAL_STEP_ID: u64 = 0xffff_fff0;
 
 const TASKS_PER_NODE: &str = "tasks per node, such as 2(x3),1";
 
-/// What Slurm says inside a step of `srun`. Outside of one its variables are those of the job.
-pub(super) fn claim(vars: &Vars<'_>) -> Result<Option<Claim>> {
+/// Reads the claim of a step of `srun`. Outside of a step the variables describe the job.
+pub(super) fn claim(vars: &LaunchVars<'_>) -> Result<Option<LaunchClaim>> {
     if !in_step(vars)? {
         return Ok(None);
     }
@@ -22,7 +22,7 @@ pub(super) fn claim(vars: &Vars<'_>) -> Result<Option<Claim>> {
         Some(size) => Some(size),
         None => vars.number("SLURM_NTASKS")?,
     };
-    Ok(Some(Claim {
+    Ok(Some(LaunchClaim {
         launcher: Launcher::Slurm,
         rank: vars.number("SLURM_PROCID")?,
         size,
@@ -33,45 +33,45 @@ pub(super) fn claim(vars: &Vars<'_>) -> Result<Option<Claim>> {
     }))
 }
 
-/// Whether this process is inside a step that `srun` started.
-fn in_step(vars: &Vars<'_>) -> Result<bool> {
+/// Returns true if this process is inside a step that `srun` started.
+fn in_step(vars: &LaunchVars<'_>) -> Result<bool> {
     let name = "SLURM_STEP_ID";
     match vars.text(name)?.as_deref() {
-        // `sacct` calls the special steps by these names, and some sites set them.
+        // `sacct` has these names for special steps, and some sites set them.
         None | Some("batch" | "extern" | "interactive") => Ok(false),
         Some(_) => Ok(vars.number(name)?.is_some_and(|step| step.value <= MAX_NORMAL_STEP_ID)),
     }
 }
 
-/// How many tasks of this step are on this node.
-fn local_size(vars: &Vars<'_>) -> Result<Option<Number>> {
+/// Returns the number of tasks of this step on this node.
+fn local_size(vars: &LaunchVars<'_>) -> Result<Option<NamedNumber>> {
     let name = "SLURM_STEP_TASKS_PER_NODE";
-    // `SLURM_NODEID` counts the nodes of all components of a heterogeneous job, but the list holds
-    // those of one component.
+    // `SLURM_NODEID` counts the nodes of all components of a heterogeneous job, but the list covers one component.
     if vars.text("SLURM_HET_SIZE")?.is_some() {
         return Ok(None);
     }
     let (Some(node), Some(text)) = (vars.number("SLURM_NODEID")?, vars.text(name)?) else {
         return Ok(None);
     };
-    let Some(runs) = runs_of_nodes(&text) else {
+    let Some(runs) = parse_runs(&text) else {
         return Err(Error::VariableUnreadable { name, value: text, expected: TASKS_PER_NODE });
     };
     let own = runs.into_iter().find(|&(_, end)| node.value < end);
-    Ok(own.map(|(value, _)| Number { name, value }))
+    Ok(own.map(|(value, _)| NamedNumber { name, value }))
 }
 
-/// Reads a list such as `2(x3),1`, which stands for 2, 2, 2, 1: each number of tasks, and the node
-/// at which its run has ended.
-fn runs_of_nodes(list: &str) -> Option<Vec<(u64, u64)>> {
+/// Parses a list such as `2(x3),1`, which means 2, 2, 2, 1, into pairs of a number of tasks and the
+/// end of its nodes.
+fn parse_runs(list: &str) -> Option<Vec<(u64, u64)>> {
+    let mut runs = Vec::new();
     let mut end = 0_u64;
-    let run = |entry: &str| {
-        let (tasks, times) = match entry.split_once("(x") {
-            Some((tasks, times)) => (tasks, parse(times.strip_suffix(')')?)?),
+    for entry in list.split(',') {
+        let (tasks, n_nodes) = match entry.split_once("(x") {
+            Some((tasks, n_nodes)) => (tasks, parse(n_nodes.strip_suffix(')')?)?),
             None => (entry, 1),
         };
-        end = end.checked_add(times)?;
-        Some((parse(tasks)?, end))
-    };
-    list.split(',').map(run).collect()
+        end = end.checked_add(n_nodes)?;
+        runs.push((parse(tasks)?, end));
+    }
+    Some(runs)
 }

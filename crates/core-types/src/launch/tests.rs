@@ -1,17 +1,16 @@
-//! Every way in which launchers agree, contradict each other and make mistakes.
+//! Tests of agreement, contradiction and mistakes among launchers.
 
 use super::{vars::WHOLE_NUMBER, *};
 
-/// What variables, given as in a shell, come to.
+/// Reads the variables in `vars`, given as in a shell.
 fn outcome(vars: &str) -> Result<Option<LaunchEnv>> {
-    let find = |name: &str| {
+    from_lookup(&|name| {
         let mut pairs = vars.split_whitespace().filter_map(|pair| pair.split_once('='));
-        pairs.find(|pair| pair.0 == name).map(|pair| pair.1.to_owned())
-    };
-    from_lookup(&|name| find(name).map(OsString::from))
+        pairs.find(|pair| pair.0 == name).map(|pair| OsString::from(pair.1))
+    })
 }
 
-/// The outcome as one line: `torchrun: 3 of 8, local 1 of 2`, `alone`, or the error's text.
+/// Formats the outcome as one line: `torchrun: 3 of 8, local 1 of 2`, `alone`, or the error's text.
 fn words(vars: &str) -> String {
     let launched = match outcome(vars) {
         Ok(Some(launched)) => launched,
@@ -35,7 +34,7 @@ fn check(table: &[(&str, &str)]) {
 }
 
 #[test]
-fn without_a_launcher_a_process_is_alone() {
+fn no_launcher_means_one_process() {
     check(&[
         ("", "alone"),
         ("HOME=/root MASTER_ADDR=node1 MASTER_PORT=29500", "alone"),
@@ -45,7 +44,7 @@ fn without_a_launcher_a_process_is_alone() {
 }
 
 #[test]
-fn one_launcher_is_believed() {
+fn one_launcher_sets_the_placement() {
     check(&[
         (
             "RANK=3 WORLD_SIZE=8 LOCAL_RANK=1 LOCAL_WORLD_SIZE=2 TORCHELASTIC_RUN_ID=x",
@@ -68,12 +67,11 @@ fn one_launcher_is_believed() {
 }
 
 #[test]
-fn slurm_is_believed_in_a_step_alone() {
+fn slurm_counts_only_in_a_step() {
     check(&[
         ("SLURM_PROCID=0 SLURM_NTASKS=8 SLURM_LOCALID=0", "alone"),
         ("SLURM_STEP_ID=batch SLURM_PROCID=0 SLURM_NTASKS=8", "alone"),
-        // The batch step, a shell of `salloc`, the first id that is not a step's, the last that
-        // is.
+        // The batch step, a shell of `salloc`, the first id that is no step's, and the last id of a step.
         ("SLURM_STEP_ID=4294967291 SLURM_PROCID=0 SLURM_NTASKS=8", "alone"),
         ("SLURM_STEP_ID=4294967290 SLURM_PROCID=0 SLURM_NTASKS=8 SLURM_STEP_NUM_TASKS=1", "alone"),
         ("SLURM_STEP_ID=4294967281 SLURM_PROCID=0 SLURM_NTASKS=8", "alone"),
@@ -89,7 +87,7 @@ fn slurm_is_believed_in_a_step_alone() {
 }
 
 #[test]
-fn the_count_of_a_slurm_step_comes_before_that_of_its_job() {
+fn slurm_step_size_precedes_job_size() {
     check(&[
         ("SLURM_STEP_ID=1 SLURM_PROCID=3 SLURM_STEP_NUM_TASKS=4 SLURM_NTASKS=16", "Slurm: 3 of 4"),
         ("SLURM_STEP_ID=1 SLURM_PROCID=3 SLURM_STEP_NUM_TASKS=4", "Slurm: 3 of 4"),
@@ -97,15 +95,9 @@ fn the_count_of_a_slurm_step_comes_before_that_of_its_job() {
 }
 
 #[test]
-fn tasks_on_a_slurm_node_are_those_of_its_entry() {
+fn slurm_local_size_follows_node_entry() {
     let step =
         "SLURM_STEP_ID=0 SLURM_PROCID=6 SLURM_NTASKS=7 SLURM_LOCALID=0 SLURM_NTASKS_PER_NODE=2";
-    let unreadable = |list: &str| {
-        format!(
-            "environment variable SLURM_STEP_TASKS_PER_NODE is \"{list}\", it must be tasks per \
-             node, such as 2(x3),1"
-        )
-    };
     let on_node = |node: &str, list: &str| {
         words(&format!("{step} SLURM_NODEID={node} SLURM_STEP_TASKS_PER_NODE={list}"))
     };
@@ -116,12 +108,16 @@ fn tasks_on_a_slurm_node_are_those_of_its_entry() {
     assert_eq!(on_node("0 SLURM_HET_SIZE=2", "1"), "Slurm: 6 of 7, local 0");
     assert_eq!(words(step), "Slurm: 6 of 7, local 0");
     for list in ["2(x3", "2(3)", "x", "2,", "2(x)", "1(x18446744073709551615),1"] {
-        assert_eq!(on_node("0", list), unreadable(list));
+        let expected = format!(
+            "environment variable SLURM_STEP_TASKS_PER_NODE is \"{list}\", it must be tasks per \
+             node, such as 2(x3),1"
+        );
+        assert_eq!(on_node("0", list), expected);
     }
 }
 
 #[test]
-fn half_a_pair_is_refused() {
+fn incomplete_pairs_are_refused() {
     check(&[
         ("RANK=3", "environment variable RANK is 3 but WORLD_SIZE is not set"),
         ("WORLD_SIZE=8", "environment variable WORLD_SIZE is 8 but RANK is not set"),
@@ -146,7 +142,7 @@ fn half_a_pair_is_refused() {
 }
 
 #[test]
-fn half_a_pair_beside_a_launcher_that_says_the_same_is_fine() {
+fn matching_incomplete_pairs_are_accepted() {
     let step = "SLURM_STEP_ID=0 SLURM_PROCID=5 SLURM_NTASKS=8 SLURM_LOCALID=1";
     let beside = |half: &str| words(&format!("{step} {half}"));
     assert_eq!(beside("WORLD_SIZE=8 MASTER_ADDR=node1"), "Slurm: 5 of 8, local 1");
@@ -158,7 +154,7 @@ fn half_a_pair_beside_a_launcher_that_says_the_same_is_fine() {
 }
 
 #[test]
-fn what_is_not_a_number_is_refused() {
+fn other_text_than_numbers_is_refused() {
     for value in ["", "abc", "-1", "+1", "1.0", "0x1", "18446744073709551616"] {
         for vars in [format!("RANK={value} WORLD_SIZE=2"), format!("RANK={value}")] {
             let expected = Error::VariableUnreadable {
@@ -177,7 +173,7 @@ fn what_is_not_a_number_is_refused() {
 
 #[cfg(unix)]
 #[test]
-fn what_is_not_unicode_is_refused() {
+fn invalid_unicode_is_refused() {
     use std::os::unix::ffi::OsStringExt as _;
 
     let value = OsString::from_vec(vec![b'1', 0xff]);
@@ -192,7 +188,7 @@ fn what_is_not_unicode_is_refused() {
 }
 
 #[test]
-fn ranks_and_sizes_outside_their_limits_are_refused() {
+fn ranks_out_of_range_are_refused() {
     check(&[
         (
             "RANK=4 WORLD_SIZE=4",
@@ -230,21 +226,21 @@ fn ranks_and_sizes_outside_their_limits_are_refused() {
 }
 
 #[test]
-fn launchers_that_agree_are_one() {
+fn agreeing_launchers_are_accepted() {
     check(&[
-        // `mpirun` inside a step, with a daemon for each rank.
+        // `mpirun` inside a step, with one daemon per rank.
         (
             "OMPI_COMM_WORLD_RANK=1 OMPI_COMM_WORLD_SIZE=2 SLURM_STEP_ID=0 SLURM_PROCID=1 \
              SLURM_NTASKS=2",
             "Open MPI: 1 of 2",
         ),
-        // `srun --mpi=pmi2`, which leaves the machine to Slurm's variables.
+        // `srun --mpi=pmi2`, which does not say which machine a task is on; Slurm's variables do.
         (
             "PMI_RANK=5 PMI_SIZE=8 SLURM_STEP_ID=0 SLURM_PROCID=5 SLURM_NTASKS=8 SLURM_LOCALID=1 \
              SLURM_NODEID=1 SLURM_STEP_TASKS_PER_NODE=4(x2)",
             "PMI: 5 of 8, local 1 of 4",
         ),
-        // A script that hands MPI's numbers on to PyTorch.
+        // A script that copies MPI's numbers into PyTorch's variables.
         (
             "RANK=1 WORLD_SIZE=2 LOCAL_RANK=0 OMPI_COMM_WORLD_RANK=1 OMPI_COMM_WORLD_SIZE=2",
             "env://: 1 of 2, local 0",
@@ -253,10 +249,10 @@ fn launchers_that_agree_are_one() {
 }
 
 #[test]
-fn the_inner_of_two_launchers_is_believed_where_one_starts_the_other() {
+fn inner_launcher_precedes_outer_launcher() {
     check(&[
-        // An agent on each of two nodes, started by `srun`; the same by `mpirun`, with
-        // variables of all three.
+        // `srun` starts one agent on each of two nodes. In the second case `mpirun` does, and the variables of all
+        // three launchers are set.
         (
             "RANK=6 WORLD_SIZE=8 LOCAL_RANK=2 LOCAL_WORLD_SIZE=4 TORCHELASTIC_RUN_ID=x \
              SLURM_STEP_ID=0 SLURM_PROCID=1 SLURM_NTASKS=2 SLURM_LOCALID=0",
@@ -268,21 +264,21 @@ fn the_inner_of_two_launchers_is_believed_where_one_starts_the_other() {
             "torchrun: 6 of 8",
         ),
         ("RANK=6 WORLD_SIZE=8 TORCHELASTIC_RUN_ID=x PMI_RANK=1 PMI_SIZE=2", "torchrun: 6 of 8"),
-        // An agent per node numbers the ranks as they arrive.
+        // One agent per node: torchrun numbers the ranks in the order of arrival.
         (
             "RANK=1 WORLD_SIZE=2 TORCHELASTIC_RUN_ID=x SLURM_STEP_ID=0 SLURM_PROCID=0 \
              SLURM_NTASKS=2",
             "torchrun: 1 of 2",
         ),
-        // `mpirun` starts a daemon on each node by `srun`; `mpiexec` in a shell that `srun
-        // --pty` gave.
+        // `mpirun` starts one daemon per node by `srun`. In the second case `mpiexec` runs in a shell that `srun --pty`
+        // opened.
         (
             "OMPI_COMM_WORLD_RANK=5 OMPI_COMM_WORLD_SIZE=8 SLURM_STEP_ID=0 SLURM_PROCID=1 \
              SLURM_NTASKS=2",
             "Open MPI: 5 of 8",
         ),
         ("PMI_RANK=3 PMI_SIZE=4 SLURM_STEP_ID=0 SLURM_PROCID=0 SLURM_NTASKS=1", "PMI: 3 of 4"),
-        // The same, handed on to PyTorch.
+        // As above, but a script copies the numbers into PyTorch's variables.
         (
             "RANK=3 WORLD_SIZE=4 PMI_RANK=3 PMI_SIZE=4 SLURM_STEP_ID=0 SLURM_PROCID=0 \
              SLURM_NTASKS=1",
@@ -292,7 +288,7 @@ fn the_inner_of_two_launchers_is_believed_where_one_starts_the_other() {
 }
 
 #[test]
-fn launchers_that_contradict_each_other_are_refused() {
+fn contradicting_launchers_are_refused() {
     check(&[
         (
             "RANK=0 WORLD_SIZE=8 SLURM_STEP_ID=0 SLURM_PROCID=3 SLURM_NTASKS=8",
@@ -313,9 +309,9 @@ fn launchers_that_contradict_each_other_are_refused() {
 }
 
 #[test]
-fn an_inner_world_smaller_than_the_outer_is_refused() {
+fn smaller_inner_world_is_refused() {
     let disagree = |vars: &str| matches!(outcome(vars), Err(Error::LaunchersDisagree { .. }));
-    // `srun` from a shell that `mpirun` started: all tasks would take themselves for rank 0.
+    // `srun` from a shell that `mpirun` started: every task would be rank 0.
     assert!(disagree(
         "OMPI_COMM_WORLD_RANK=0 OMPI_COMM_WORLD_SIZE=1 SLURM_STEP_ID=0 SLURM_PROCID=3 \
          SLURM_NTASKS=4"
@@ -327,7 +323,7 @@ fn an_inner_world_smaller_than_the_outer_is_refused() {
 
 #[cfg(feature = "serde")]
 #[test]
-fn deserializing_checks_what_reading_checks() {
+fn deserializing_refuses_invalid_values() {
     let json = concat!(
         r#"{"placement":{"rank":3,"world_size":4},"launcher":"open_mpi","#,
         r#""local_rank":1,"local_world_size":2}"#

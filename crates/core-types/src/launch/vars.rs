@@ -7,11 +7,11 @@ use crate::rank::{Rank, WorldSize};
 
 pub(super) const WHOLE_NUMBER: &str = "a whole number of at most 64 bits";
 
-/// Variables, read by name.
-pub(super) struct Vars<'a>(pub(super) &'a dyn Fn(&str) -> Option<OsString>);
+/// Environment variables, looked up by name.
+pub(super) struct LaunchVars<'a>(pub(super) &'a dyn Fn(&str) -> Option<OsString>);
 
-impl Vars<'_> {
-    /// The value of variable `name`.
+impl LaunchVars<'_> {
+    /// Returns the value of variable `name`.
     pub(super) fn text(&self, name: &'static str) -> Result<Option<String>> {
         match (self.0)(name).map(OsString::into_string) {
             None => Ok(None),
@@ -20,25 +20,25 @@ impl Vars<'_> {
         }
     }
 
-    /// The value of variable `name`, which must be a number if there is one.
-    pub(super) fn number(&self, name: &'static str) -> Result<Option<Number>> {
+    /// Returns the value of variable `name`, which must be a number if set.
+    pub(super) fn number(&self, name: &'static str) -> Result<Option<NamedNumber>> {
         let Some(text) = self.text(name)? else { return Ok(None) };
         match parse(&text) {
-            Some(value) => Ok(Some(Number { name, value })),
+            Some(value) => Ok(Some(NamedNumber { name, value })),
             None => Err(Error::VariableUnreadable { name, value: text, expected: WHOLE_NUMBER }),
         }
     }
 }
 
-/// A number and the variable it stands in.
+/// A number with its variable.
 #[derive(Clone, Copy)]
-pub(super) struct Number {
+pub(super) struct NamedNumber {
     pub(super) name: &'static str,
     pub(super) value: u64,
 }
 
-impl Number {
-    /// The size of a world, or of a part of one, of at most `max` ranks.
+impl NamedNumber {
+    /// Converts to the size of a world, or of a part of one, of at most `max` ranks.
     pub(super) fn size(self, max: WorldSize) -> Result<WorldSize> {
         match WorldSize::new(self.value) {
             Ok(size) if size <= max => Ok(size),
@@ -46,7 +46,7 @@ impl Number {
         }
     }
 
-    /// The rank of this number; `size` must have been read as one by [`Number::size`].
+    /// Converts to a rank less than `size`, which [`NamedNumber::size`] must have checked.
     pub(super) fn rank_below(self, size: Self) -> Result<Rank> {
         if self.value < size.value {
             return Ok(Rank::in_world(self.value));
@@ -60,7 +60,7 @@ impl Number {
     }
 }
 
-/// The number that consists of digits alone. Rust would also read `+3`, which no launcher writes.
+/// Parses a number of digits alone. Rust would also accept `+3`, which no launcher writes.
 pub(super) fn parse(text: &str) -> Option<u64> {
     if text.bytes().all(|byte| byte.is_ascii_digit()) { text.parse().ok() } else { None }
 }

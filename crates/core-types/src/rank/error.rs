@@ -1,8 +1,8 @@
-//! What can be wrong with a rank or a world size.
+//! Errors of ranks and world sizes.
 
 use super::WorldSize;
 
-/// The result of a checked constructor of this crate.
+/// The result of a checked constructor.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
 /// A rank or world size outside its limits.
@@ -12,15 +12,15 @@ pub enum Error {
     /// The world has no ranks, or more than [`WorldSize::MAX`].
     #[error("world size {value} is out of range, it must be from 1 to {}", WorldSize::MAX)]
     WorldSizeOutOfRange {
-        /// The world size that was asked for.
+        /// Requested world size.
         value: u64,
     },
     /// The rank does not exist in its world.
     #[error("rank {rank} is out of range for a world of {world_size}")]
     RankOutOfRange {
-        /// The rank that was asked for.
+        /// Requested rank.
         rank: u64,
-        /// The world it should belong to.
+        /// Size of the world.
         world_size: WorldSize,
     },
 }

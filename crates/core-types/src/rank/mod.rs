@@ -1,4 +1,4 @@
-//! Who is who: ranks, the world they form, and a rank checked against its world.
+//! Ranks, world sizes, and ranks checked against their world.
 
 mod error;
 
@@ -22,16 +22,15 @@ pub use error::{Error, Result};
 pub struct WorldSize(u32);
 
 impl WorldSize {
-    /// The largest world: 2^20 ranks.
+    /// Limit on the world size: 2^20 ranks.
     ///
-    /// More than any machine has today, and small enough that a product of a rank and a world size
-    /// never overflows.
+    /// No cluster has more today, and a product of a rank and a world size never overflows.
     pub const MAX: Self = Self(1 << 20);
 
     /// A world of one rank.
     pub const ONE: Self = Self(1);
 
-    /// Returns a world of `size` ranks.
+    /// Creates a world of `size` ranks.
     ///
     /// # Errors
     ///
@@ -53,7 +52,7 @@ impl WorldSize {
         self.0 as usize
     }
 
-    /// Returns every rank of this world in order, each with its world.
+    /// Returns every rank of this world in order, with its world.
     ///
     /// # Examples
     ///
@@ -90,8 +89,7 @@ impl From<WorldSize> for u64 {
 
 /// The number of one worker among its world, from 0.
 ///
-/// A bare rank is a name; where it decides what a worker does, it travels with its world as a
-/// [`Placement`].
+/// A rank does not know its world; functions that need both take a [`Placement`].
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
 #[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
 #[cfg_attr(feature = "serde", serde(transparent))]
@@ -101,8 +99,8 @@ impl Rank {
     /// The rank that logs and writes for the others.
     pub const ZERO: Self = Self(0);
 
-    /// The rank of this number, which the caller has found to be below a world size.
-    #[expect(clippy::cast_possible_truncation, reason = "a world size fits 32 bits")]
+    /// Creates a rank, which must be less than a world size.
+    #[expect(clippy::cast_possible_truncation, reason = "world sizes fit into 32 bits")]
     pub(crate) fn in_world(rank: u64) -> Self {
         debug_assert!(rank < WorldSize::MAX.as_u64());
         Self(rank as u32)
@@ -125,7 +123,7 @@ impl fmt::Display for Rank {
     }
 }
 
-/// A rank that has been checked against its world: "rank 3 of 8".
+/// A rank checked against its world: "rank 3 of 8".
 ///
 /// # Examples
 ///
@@ -140,7 +138,7 @@ impl fmt::Display for Rank {
 /// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 #[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
-#[cfg_attr(feature = "serde", serde(try_from = "Unchecked", into = "Unchecked"))]
+#[cfg_attr(feature = "serde", serde(try_from = "UncheckedPlacement", into = "UncheckedPlacement"))]
 pub struct Placement {
     rank: Rank,
     world_size: WorldSize,
@@ -150,11 +148,11 @@ impl Placement {
     /// The only rank of a world of one.
     pub const SINGLE: Self = Self { rank: Rank::ZERO, world_size: WorldSize::ONE };
 
-    /// Returns rank `rank` of a world of `world_size`.
+    /// Creates the placement of `rank` in a world of `world_size`.
     ///
     /// # Errors
     ///
-    /// [`Error::WorldSizeOutOfRange`], or [`Error::RankOutOfRange`] if `rank` is not below
+    /// [`Error::WorldSizeOutOfRange`], or [`Error::RankOutOfRange`] if `rank` is not less than
     /// `world_size`.
     pub fn new(rank: u64, world_size: u64) -> Result<Self> {
         let world_size = WorldSize::new(world_size)?;
@@ -164,8 +162,8 @@ impl Placement {
         }
     }
 
-    /// The place of `rank`, which the caller has found to be below `world_size`.
-    pub(crate) fn of(rank: Rank, world_size: WorldSize) -> Self {
+    /// Creates a placement of `rank`, which must be less than `world_size`.
+    pub(crate) fn from_checked(rank: Rank, world_size: WorldSize) -> Self {
         debug_assert!(rank.0 < world_size.0);
         Self { rank, world_size }
     }
@@ -175,7 +173,7 @@ impl Placement {
         self.rank
     }
 
-    /// Returns the size of its world.
+    /// Returns the size of the world.
     pub fn world_size(self) -> WorldSize {
         self.world_size
     }
@@ -192,25 +190,25 @@ impl fmt::Display for Placement {
     }
 }
 
-/// What a [`Placement`] looks like before it is checked.
+/// An unvalidated [`Placement`].
 #[cfg(feature = "serde")]
 #[derive(serde::Serialize, serde::Deserialize)]
-struct Unchecked {
+struct UncheckedPlacement {
     rank: u64,
     world_size: u64,
 }
 
 #[cfg(feature = "serde")]
-impl TryFrom<Unchecked> for Placement {
+impl TryFrom<UncheckedPlacement> for Placement {
     type Error = Error;
 
-    fn try_from(place: Unchecked) -> Result<Self> {
+    fn try_from(place: UncheckedPlacement) -> Result<Self> {
         Self::new(place.rank, place.world_size)
     }
 }
 
 #[cfg(feature = "serde")]
-impl From<Placement> for Unchecked {
+impl From<Placement> for UncheckedPlacement {
     fn from(place: Placement) -> Self {
         Self { rank: place.rank.as_u64(), world_size: place.world_size.as_u64() }
     }
@@ -221,7 +219,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn world_sizes_outside_the_limits_are_refused() {
+    fn invalid_world_sizes_are_rejected() {
         let max = WorldSize::MAX.as_u64();
         assert_eq!(WorldSize::new(max).unwrap(), WorldSize::MAX);
         for value in [0, max + 1, u64::MAX] {
@@ -230,7 +228,7 @@ mod tests {
     }
 
     #[test]
-    fn ranks_outside_their_world_are_refused() {
+    fn invalid_ranks_are_rejected() {
         let world_size = WorldSize::new(4).unwrap();
         for rank in [4, u64::MAX] {
             assert_eq!(Placement::new(rank, 4), Err(Error::RankOutOfRange { rank, world_size }));
@@ -240,7 +238,7 @@ mod tests {
 
     #[cfg(feature = "serde")]
     #[test]
-    fn deserializing_checks_what_the_constructor_checks() {
+    fn deserialization_validates() {
         let place: Placement = serde_json::from_str(r#"{"rank":3,"world_size":4}"#).unwrap();
         assert_eq!(serde_json::to_string(&place).unwrap(), r#"{"rank":3,"world_size":4}"#);
         assert!(serde_json::from_str::<Placement>(r#"{"rank":4,"world_size":4}"#).is_err());

@@ -1,7 +1,7 @@
-//! An order cached in memory, generated on its first read.
+//! Orders cached in memory, generated on the first read.
 //!
-//! PyTorch's idiom on resuming is to make a sampler and then to set its epoch. An order made at
-//! once would then be made twice, and the first one for nothing.
+//! Resuming programs create a sampler and then set its epoch, as in PyTorch. Generating the order
+//! at creation would do the work twice.
 
 use std::{
     mem,
@@ -10,41 +10,41 @@ use std::{
 
 use core_types::{Epoch, Seed};
 
-use super::{exact, stratified::Strata, table, torch};
+use super::{exact, stratified::ClassStrata, table, torch};
 use crate::error::Result;
 
-/// The order of one epoch, one sample for each position.
+/// The order of one epoch, one sample per position.
 #[derive(Debug)]
 pub(crate) struct CachedOrder {
-    rule: Rule,
+    rule: OrderRule,
     len: u64,
     seed: Seed,
     epoch: Epoch,
     samples: OnceLock<Vec<u32>>,
-    /// Buffer for `samples`, so that an allocation fails in `new`
-    /// and not in the middle of a run. The lock is held only to take the buffer.
+    /// Buffer for `samples`, so that an allocation fails in `new` and not during a run. The lock is
+    /// held only to take the buffer.
     spare: Mutex<Vec<u32>>,
 }
 
-/// Which order it is.
+/// The rule that generates the order.
 #[derive(Clone, Debug)]
-pub(crate) enum Rule {
+pub(crate) enum OrderRule {
     Exact,
     Torch,
-    Stratified(Box<Strata>),
+    Stratified(Box<ClassStrata>),
 }
 
 impl CachedOrder {
-    /// The order of an epoch of `len` samples.
-    pub(super) fn new(rule: Rule, len: u64, seed: Seed, epoch: Epoch) -> Result<Self> {
-        if let Rule::Stratified(strata) = &rule {
+    /// Reserves memory for the order of `len` samples.
+    pub(super) fn new(rule: OrderRule, len: u64, seed: Seed, epoch: Epoch) -> Result<Self> {
+        if let OrderRule::Stratified(strata) = &rule {
             strata.check_memory()?;
         }
         let spare = Mutex::new(table::allocate(len)?);
         Ok(Self { rule, len, seed, epoch, samples: OnceLock::new(), spare })
     }
 
-    /// Turns this into the order of another epoch, in the memory it has.
+    /// Changes to the order of another epoch, reusing the memory.
     pub(super) fn reseed(&mut self, seed: Seed, epoch: Epoch) {
         self.seed = seed;
         self.epoch = epoch;
@@ -53,7 +53,8 @@ impl CachedOrder {
         }
     }
 
-    /// The samples in order. The first of several threads that ask makes them, and the others wait.
+    /// Returns the samples in order. The first thread to call it generates them, and other threads
+    /// wait.
     pub(super) fn samples(&self) -> &[u32] {
         self.samples.get_or_init(|| {
             let mut spare = self.spare.lock().unwrap_or_else(PoisonError::into_inner);
@@ -64,12 +65,13 @@ impl CachedOrder {
         })
     }
 
+    /// Generates the order into `samples`.
     fn generate(&self, samples: &mut Vec<u32>) {
         let epoch_seed = self.seed.derive(self.epoch.as_u64());
         match &self.rule {
-            Rule::Exact => exact::shuffle(samples, self.len, epoch_seed),
-            Rule::Stratified(strata) => strata.fill(samples, epoch_seed),
-            Rule::Torch => {
+            OrderRule::Exact => exact::shuffle(samples, self.len, epoch_seed),
+            OrderRule::Stratified(strata) => strata.fill(samples, epoch_seed),
+            OrderRule::Torch => {
                 torch::shuffle(
                     samples,
                     self.len,
@@ -79,20 +81,23 @@ impl CachedOrder {
         }
     }
 
-    /// Tells the classes of one data set from those of another; 0 for orders that have none.
+    /// Returns a hash of the classes; 0 for orders without classes.
     pub(super) fn fingerprint(&self) -> u64 {
         match &self.rule {
-            Rule::Stratified(strata) => strata.fingerprint(),
-            Rule::Exact | Rule::Torch => 0,
+            OrderRule::Stratified(strata) => strata.fingerprint(),
+            OrderRule::Exact | OrderRule::Torch => 0,
         }
     }
 }
 
-/// A copy of an order that is not made yet has memory of its own, and makes it again.
+/// A clone of an order that is not generated yet reserves memory and generates it separately.
 impl Clone for CachedOrder {
     fn clone(&self) -> Self {
         let samples = self.samples.clone();
-        #[expect(clippy::cast_possible_truncation, reason = "the original has memory for so many")]
+        #[expect(
+            clippy::cast_possible_truncation,
+            reason = "the original has memory for as many samples"
+        )]
         let missing = if samples.get().is_some() { 0 } else { self.len as usize };
         Self {
             rule: self.rule.clone(),
@@ -111,48 +116,48 @@ mod tests {
 
     use super::*;
 
-    fn held(rule: Rule, epoch: u64) -> CachedOrder {
+    fn new_order(rule: OrderRule, epoch: u64) -> CachedOrder {
         CachedOrder::new(rule, 1000, Seed::new(7), Epoch::new(epoch)).unwrap()
     }
 
-    /// Where the samples are, or will be.
-    fn place(held: &CachedOrder) -> *const u32 {
-        match held.samples.get() {
+    /// Returns the address of the samples or of their buffer.
+    fn address(order: &CachedOrder) -> *const u32 {
+        match order.samples.get() {
             Some(samples) => samples.as_ptr(),
-            None => held.spare.lock().unwrap().as_ptr(),
+            None => order.spare.lock().unwrap().as_ptr(),
         }
     }
 
     #[test]
-    fn an_order_is_made_when_it_is_read_and_once() {
-        let mut order = held(Rule::Exact, 0);
-        let memory = place(&order);
+    fn order_is_generated_once_on_first_read() {
+        let mut order = new_order(OrderRule::Exact, 0);
+        let memory = address(&order);
         for epoch in 1..4 {
             order.reseed(Seed::new(7), Epoch::new(epoch));
-            assert!(order.samples.get().is_none(), "nothing is made that nobody reads");
-            assert_eq!(order.samples(), held(Rule::Exact, epoch).samples());
+            assert!(order.samples.get().is_none(), "unread orders are not generated");
+            assert_eq!(order.samples(), new_order(OrderRule::Exact, epoch).samples());
             assert!(std::ptr::eq(order.samples(), order.samples()));
-            assert_eq!(place(&order), memory, "each epoch is made in the memory of the last");
+            assert_eq!(address(&order), memory, "epochs reuse the memory");
         }
     }
 
     #[test]
-    fn copies_have_the_same_order_whether_it_is_made_or_not() {
-        for rule in [Rule::Exact, Rule::Torch] {
-            let order = held(rule, 3);
-            let before = order.clone();
-            assert!(before.spare.lock().unwrap().capacity() >= 1000);
-            assert_eq!(before.samples(), order.samples());
-            let after = order.clone();
-            assert!(after.samples.get().is_some(), "what is made is copied");
-            assert_eq!(after.samples(), order.samples());
+    fn clone_keeps_the_order() {
+        for rule in [OrderRule::Exact, OrderRule::Torch] {
+            let order = new_order(rule, 3);
+            let early_clone = order.clone();
+            assert!(early_clone.spare.lock().unwrap().capacity() >= 1000);
+            assert_eq!(early_clone.samples(), order.samples());
+            let late_clone = order.clone();
+            assert!(late_clone.samples.get().is_some(), "a generated order is copied");
+            assert_eq!(late_clone.samples(), order.samples());
         }
     }
 
     #[test]
-    fn threads_that_read_at_once_see_one_order() {
-        let order = held(Rule::Torch, 1);
-        let expected = held(Rule::Torch, 1);
+    fn concurrent_threads_see_one_order() {
+        let order = new_order(OrderRule::Torch, 1);
+        let expected = new_order(OrderRule::Torch, 1);
         thread::scope(|scope| {
             for _ in 0..4 {
                 scope.spawn(|| assert_eq!(order.samples(), expected.samples()));

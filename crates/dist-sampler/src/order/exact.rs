@@ -1,8 +1,8 @@
-//! The exact shuffle: every one of the N! orders is equally likely.
+//! The exact shuffle: each of the N! orders is equally likely.
 //!
-//! Fisher and Yates' algorithm over PCG-DXSM (O'Neill, "PCG", 2014). Both the algorithm and the
-//! draws below `n` are ours and not a library's, which may change them between versions: an epoch
-//! that was begun must be resumable for years.
+//! The algorithm is Fisher and Yates' over PCG-DXSM (O'Neill, "PCG", 2014). The algorithm and the
+//! draws below `n` are implemented here, because a library may change them between versions, and a
+//! started epoch must be resumable for years.
 
 use core_types::Seed;
 use rand::Rng;
@@ -10,10 +10,10 @@ use rand_pcg::Pcg64Dxsm;
 
 use super::{swaps, table};
 
-/// Makes `table` a uniformly random permutation of `len` positions.
+/// Fills `table` with a uniformly random permutation of `len` positions.
 #[expect(clippy::cast_possible_truncation, reason = "a table has at most 2^32 slots")]
 pub(super) fn shuffle(table: &mut Vec<u32>, len: u64, seed: Seed) {
-    table::number(table, len);
+    table::fill_identity(table, len);
     let mut rng = generator(seed);
     swaps::shuffle(table, |start, partners| {
         for (slot, partner) in (start as u64..).zip(partners) {
@@ -22,21 +22,18 @@ pub(super) fn shuffle(table: &mut Vec<u32>, len: u64, seed: Seed) {
     });
 }
 
-/// The generator of the shuffle under `seed`.
+/// Creates the generator of the shuffle for `seed`.
 pub(super) fn generator(seed: Seed) -> Pcg64Dxsm {
     Pcg64Dxsm::new(u128::from(seed.derive(0).as_u64()), u128::from(seed.derive(1).as_u64()))
 }
 
-/// A uniformly random number below `n` (Lemire, "Fast Random Integer Generation in an Interval",
-/// 2019).
-#[expect(
-    clippy::cast_possible_truncation,
-    reason = "the halves of the product are what the method is about"
-)]
+/// Returns a uniformly random number less than `n` (Lemire, "Fast Random Integer Generation in an
+/// Interval", 2019).
+#[expect(clippy::cast_possible_truncation, reason = "the method uses the halves of the product")]
 pub(super) fn below(rng: &mut Pcg64Dxsm, n: u64) -> u64 {
     let mut product = u128::from(rng.next_u64()) * u128::from(n);
     if (product as u64) < n {
-        // Of the 2^64 draws, the 2^64 mod n that would favor some results are drawn again.
+        // Reject 2^64 mod n of the 2^64 draws, which would favor some results.
         let favored = n.wrapping_neg() % n;
         while (product as u64) < favored {
             product = u128::from(rng.next_u64()) * u128::from(n);
@@ -62,7 +59,7 @@ mod tests {
     }
 
     #[test]
-    fn all_orders_of_four_are_equally_likely() {
+    fn shuffle_is_uniform() {
         let mut counts = std::collections::BTreeMap::new();
         for seed in 0..24_000 {
             *counts.entry(shuffled(4, seed)).or_insert(0_u32) += 1;

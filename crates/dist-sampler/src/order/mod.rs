@@ -1,4 +1,4 @@
-//! The order of an epoch: which sample stands at each position.
+//! Orders of an epoch: the sample at each position.
 
 mod cached;
 mod exact;
@@ -9,16 +9,16 @@ mod table;
 mod torch;
 mod weighted;
 
-use cached::{CachedOrder, Rule};
+use cached::{CachedOrder, OrderRule};
 use core_types::{Epoch, Seed};
+pub(crate) use stratified::ClassStrata;
 pub use stratified::Quota;
-pub(crate) use stratified::Strata;
-use streaming::{SHORTEST, Streaming};
+use streaming::{SHORTEST, StreamingOrder};
 use weighted::AliasTable;
 
 use crate::{config::Order, error::Result};
 
-/// From this length on [`Order::Shuffled`] streams: below it the exact shuffle takes less than 64
+/// Length from which [`Order::Shuffled`] streams; below it the exact shuffle takes less than 64
 /// KiB.
 const STREAMING_FROM: u64 = 1 << 14;
 
@@ -28,10 +28,10 @@ pub(crate) enum EpochOrder {
     Sequential,
     Streaming {
         len: u64,
-        permutation: Streaming,
+        permutation: StreamingOrder,
     },
     Cached(CachedOrder),
-    /// Draws by weight, `len` of them per epoch.
+    /// Weighted draws, `len` per epoch.
     Weighted {
         len: u64,
         table: AliasTable,
@@ -44,42 +44,44 @@ impl EpochOrder {
         let cached = |rule| CachedOrder::new(rule, len, seed, epoch).map(Self::Cached);
         match order {
             Order::Sequential => Ok(Self::Sequential),
-            Order::Exact => cached(Rule::Exact),
-            Order::Torch => cached(Rule::Torch),
-            Order::Shuffled if len < STREAMING_FROM => cached(Rule::Exact),
-            Order::Streaming if len < SHORTEST => cached(Rule::Exact),
+            Order::Exact => cached(OrderRule::Exact),
+            Order::Torch => cached(OrderRule::Torch),
+            Order::Shuffled if len < STREAMING_FROM => cached(OrderRule::Exact),
+            Order::Streaming if len < SHORTEST => cached(OrderRule::Exact),
             Order::Shuffled | Order::Streaming => {
-                let permutation = Streaming::new(len, seed.derive(epoch.as_u64()));
+                let permutation = StreamingOrder::new(len, seed.derive(epoch.as_u64()));
                 Ok(Self::Streaming { len, permutation })
             }
         }
     }
 
-    /// An epoch of `len` draws by weight.
+    /// Creates an epoch of `len` weighted draws.
     pub(crate) fn weighted(weights: &[f64], len: u64, seed: Seed, epoch: Epoch) -> Result<Self> {
         let table = AliasTable::new(weights)?;
         Ok(Self::Weighted { len, table, seed: seed.derive(epoch.as_u64()) })
     }
 
-    /// An epoch of what the strata hold.
-    pub(crate) fn stratified(strata: Strata, seed: Seed, epoch: Epoch) -> Result<Self> {
+    /// Creates an epoch of the strata.
+    pub(crate) fn stratified(strata: ClassStrata, seed: Seed, epoch: Epoch) -> Result<Self> {
         let len = strata.len();
-        CachedOrder::new(Rule::Stratified(Box::new(strata)), len, seed, epoch).map(Self::Cached)
+        CachedOrder::new(OrderRule::Stratified(Box::new(strata)), len, seed, epoch)
+            .map(Self::Cached)
     }
 
-    /// Turns this into the order of another epoch, in the memory it has.
+    /// Changes to the order of another epoch, reusing the memory.
     pub(crate) fn reseed(&mut self, seed: Seed, epoch: Epoch) {
         let epoch_seed = seed.derive(epoch.as_u64());
         match self {
             Self::Sequential => {}
             Self::Weighted { seed, .. } => *seed = epoch_seed,
-            Self::Streaming { len, permutation } => *permutation = Streaming::new(*len, epoch_seed),
+            Self::Streaming { len, permutation } => {
+                *permutation = StreamingOrder::new(*len, epoch_seed);
+            }
             Self::Cached(order) => order.reseed(seed, epoch),
         }
     }
 
-    /// Tells the weights or classes of one data set from those of another; 0 for orders that have
-    /// neither.
+    /// Returns a hash of the weights or classes; 0 for orders without them.
     pub(crate) fn fingerprint(&self) -> u64 {
         match self {
             Self::Weighted { table, .. } => table.fingerprint(),
@@ -88,7 +90,7 @@ impl EpochOrder {
         }
     }
 
-    /// The sample at `position`, which must be below the length.
+    /// Returns the sample at `position`, which must be less than the length.
     pub(crate) fn get(&self, position: u64) -> u64 {
         match self {
             Self::Sequential => position,
@@ -98,8 +100,8 @@ impl EpochOrder {
         }
     }
 
-    /// Writes the samples at `first`, `first` + `step`, … ; all of these positions must be below
-    /// the length.
+    /// Writes the samples at `first`, `first` + `step`, …; all positions must be less than the
+    /// length.
     pub(crate) fn fill(&self, first: u64, step: u64, out: &mut [u64]) {
         match self {
             Self::Streaming { permutation, .. } => permutation.fill(first, step, out),
@@ -112,7 +114,7 @@ impl EpochOrder {
         }
     }
 
-    /// The first position of `sample`, or `None` if it stands nowhere.
+    /// Returns the first position of `sample`, or `None` if there is none.
     pub(crate) fn position(&self, sample: u64) -> Option<u64> {
         match self {
             Self::Sequential => Some(sample),
@@ -133,12 +135,14 @@ impl EpochOrder {
 
 #[expect(
     clippy::cast_possible_truncation,
-    reason = "a position is below the table's length, a `usize`"
+    reason = "positions are less than the length of the table, a `usize`"
 )]
 fn entry(samples: &[u32], position: u64) -> u64 {
     u64::from(samples[position as usize])
 }
 
 fn write(out: &mut [u64], sample: impl Fn(u64) -> u64) {
-    (0..).zip(out).for_each(|(n, slot)| *slot = sample(n));
+    for (n, slot) in (0..).zip(out) {
+        *slot = sample(n);
+    }
 }

@@ -1,11 +1,11 @@
-//! Memory for an order.
+//! Memory of cached orders.
 
 use crate::error::{Error, Result};
 
-/// The longest table: its indices are held in 32 bits.
+/// Limit on the length: indices have 32 bits.
 pub(super) const MAX_LEN: u64 = 1 << 32;
 
-/// Memory for an order of `len` samples, with none in it yet.
+/// Reserves memory for an order of `len` samples.
 pub(super) fn allocate(len: u64) -> Result<Vec<u32>> {
     check_len(len)?;
     reserve(len)
@@ -18,7 +18,7 @@ fn check_len(len: u64) -> Result<()> {
     Ok(())
 }
 
-/// Memory for exactly `len` entries, or an error where a `Vec` would abort the process.
+/// Reserves memory for exactly `len` entries; returns an error if `Vec` would abort the process.
 pub(super) fn reserve<T>(len: u64) -> Result<Vec<T>> {
     let out_of_memory =
         Error::OutOfMemory { len, bytes: len.saturating_mul(size_of::<T>() as u64) };
@@ -28,9 +28,9 @@ pub(super) fn reserve<T>(len: u64) -> Result<Vec<T>> {
     Ok(table)
 }
 
-/// Makes `table` 0, 1, 2, … , `len` − 1.
+/// Fills `table` with 0, 1, 2, …, `len` − 1.
 #[expect(clippy::cast_possible_truncation, reason = "a table has at most 2^32 slots")]
-pub(super) fn number(table: &mut Vec<u32>, len: u64) {
+pub(super) fn fill_identity(table: &mut Vec<u32>, len: u64) {
     table.clear();
     table.extend((0..len as usize).map(|sample| sample as u32));
 }
@@ -40,14 +40,14 @@ mod tests {
     use super::*;
 
     #[test]
-    fn lengths_beyond_32_bits_are_refused() {
+    fn lengths_beyond_32_bits_are_rejected() {
         assert_eq!(check_len(MAX_LEN), Ok(()));
         let len = MAX_LEN + 1;
         assert_eq!(allocate(len), Err(Error::TooLongToShuffle { len, max: MAX_LEN }));
     }
 
     #[test]
-    fn memory_that_is_not_there_is_an_error() {
+    fn missing_memory_is_an_error() {
         let len = 1 << 60;
         assert_eq!(reserve::<u64>(len), Err(Error::OutOfMemory { len, bytes: 1 << 63 }));
     }

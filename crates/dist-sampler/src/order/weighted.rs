@@ -1,18 +1,18 @@
-//! Weighted draws: every position draws one sample, each sample as often as its weight asks.
+//! Weighted draws: each position draws a sample with a probability in proportion to its weight.
 //!
-//! Draws are made **with replacement**, as by PyTorch's `WeightedRandomSampler` with its default
-//! and by NumPy's `choice(p=…)`: an epoch may bring a sample twice and another not at all, and a
-//! weight counts in expectation only.
+//! Draws are **with replacement**, like the default of PyTorch's `WeightedRandomSampler` and
+//! NumPy's `choice(p=…)`: an epoch may contain a sample twice and another not at all, and
+//! proportions hold only in expectation.
 //!
 //! The alias method (Walker, "An Efficient Method for Generating Discrete Random Variables with
-//! General Distributions", 1977) makes one slot for each sample, all equally likely, and lets at
-//! most two samples share a slot, so that a draw is one look-up whatever their number. We build the
-//! slots in one sweep (as Vose, 1991, in linear time, but without his two lists: Hübschle-Schneider
-//! and Sanders, "Parallel Weighted Random Sampling", 2019) and differ from all of them in that we
-//! count in integers: weights become whole masses that add up to exactly the capacity of all slots.
-//! So nothing is left over by rounding that could go to a sample of weight 0, and the table is the
-//! same on every machine. PyTorch takes at most 2^24 weights and draws an epoch as a whole; here a
-//! position is hashed, so that a rank draws its own share alone and resumes anywhere.
+//! General Distributions", 1977) has one slot per sample, all equally likely, and at most two
+//! samples share a slot, so a draw is one lookup. One sweep builds the slots (Vose, 1991, in linear
+//! time, but without two lists: Hübschle-Schneider and Sanders, "Parallel Weighted Random
+//! Sampling", 2019). Unlike these, this implementation counts in integers: weights become whole
+//! masses that add up to exactly the capacity of all slots. So rounding never gives mass to a
+//! sample of weight 0, and the table is equal on every machine. PyTorch allows 2^24 weights and
+//! draws an epoch as a whole; here a position is hashed, so a rank draws only its share and resumes
+//! anywhere.
 
 use std::sync::OnceLock;
 
@@ -21,44 +21,45 @@ use core_types::{Fingerprint, Seed};
 use super::table;
 use crate::error::{Error, Result};
 
-/// The most weights a table is made of: a slot names a sample in 32 bits.
+/// Limit on the number of weights: a slot refers to a sample by 32 bits.
 const MAX_LEN: u64 = 1 << 32;
 
-/// What weights are scaled to add up to about, before they become masses.
+/// Weights are scaled to a sum of about 2 to this power before they become masses.
 const SCALE_BITS: u32 = 62;
 
-/// How many slots are read ahead of the draws that they decide.
+/// Number of slots to prefetch.
 const AHEAD: usize = 128;
 
-/// The distribution that weights describe, 8 bytes per weight.
+/// The distribution of weighted draws, 8 bytes per weight.
 ///
 /// # Accuracy
 ///
-/// Out of n samples, one of relative weight p is drawn with a probability within p·(2^-51 +
-/// n·2^-61) + 2^-60 of p, and one of weight 0 is never drawn.
+/// Among n samples, one of relative weight p is drawn with a probability within p·(2^-51 + n·2^-61)
+/// + 2^-60 of p, and one of weight 0 is never drawn.
 #[derive(Clone, Debug)]
 pub(crate) struct AliasTable {
     slots: Vec<u64>,
-    layout: Layout,
-    /// Made when a state is, which is seldom: it would be a sixth of the time to make the table.
+    layout: SlotLayout,
+    /// Computed on demand, because states are rare and hashing takes a sixth of the time to build
+    /// the table.
     fingerprint: OnceLock<u64>,
 }
 
 impl AliasTable {
-    /// Returns the table that draws sample i in proportion to `weights[i]`.
+    /// Builds the table that draws sample i in proportion to `weights[i]`.
     ///
     /// # Complexity
     ///
-    /// O(n) time, and a bit per weight beside the table.
+    /// O(n) time, and a bit per weight besides the table.
     ///
     /// # Errors
     ///
-    /// - [`Error::EmptyDataSet`], [`Error::TooManyWeights`] and [`Error::OutOfMemory`], for no
+    /// - [`Error::EmptyDataSet`], [`Error::TooManyWeights`] and [`Error::OutOfMemory`] for no
     ///   weights, more than 2^32, or more than fit into memory.
-    /// - [`Error::InvalidWeight`], if one is negative, infinite or not a number.
-    /// - [`Error::NoWeight`] and [`Error::WeightSumOverflow`], if their sum is 0 or infinite.
+    /// - [`Error::InvalidWeight`] if a weight is negative, infinite or not a number.
+    /// - [`Error::NoWeight`] and [`Error::WeightSumOverflow`] if the sum is 0 or infinite.
     pub(crate) fn new(weights: &[f64]) -> Result<Self> {
-        let layout = Layout::new(weights.len() as u64)?;
+        let layout = SlotLayout::new(weights.len() as u64)?;
         let total = total(weights)?;
         let mut slots = table::reserve(weights.len() as u64)?;
         slots.extend(weights.iter().map(|&weight| scaled(weight, total)));
@@ -67,56 +68,56 @@ impl AliasTable {
         Ok(Self { slots, layout, fingerprint: OnceLock::new() })
     }
 
-    /// The sample at `position`, which depends on the weights, `seed` and `position` alone.
+    /// Returns the sample at `position`, which depends only on the weights, `seed` and `position`.
     #[inline]
     pub(crate) fn draw(&self, seed: Seed, position: u64) -> u64 {
-        let (slot, place) = self.throw(seed, position);
-        self.layout.sample(self.word(slot), slot, place)
+        let (slot, fraction) = self.random_point(seed, position);
+        self.layout.sample(self.word(slot), slot, fraction)
     }
 
-    /// Which slot the draw at `position` hits, and where.
+    /// Returns the slot of the draw at `position`, and a fraction within it.
     #[expect(
         clippy::cast_possible_truncation,
-        reason = "the halves of the product are what the method is about"
+        reason = "the method uses the halves of the product"
     )]
     #[inline]
-    fn throw(&self, seed: Seed, position: u64) -> (u64, u64) {
-        // The upper half chooses a slot; how far the product stands above that slot's first one,
-        // the lower half, chooses within it, and is precise to 2^-64 over all slots together.
+    fn random_point(&self, seed: Seed, position: u64) -> (u64, u64) {
+        // The upper half of the product chooses a slot. The lower half is the fraction within it, precise to 2^-64 over
+        // all slots together.
         let product = u128::from(seed.derive(position).as_u64()) * self.slots.len() as u128;
         ((product >> 64) as u64, product as u64)
     }
 
-    #[expect(clippy::cast_possible_truncation, reason = "the number of a slot of the table")]
+    #[expect(clippy::cast_possible_truncation, reason = "the index of a slot of the table")]
     #[inline]
     fn word(&self, slot: u64) -> u64 {
         self.slots[slot as usize]
     }
 
-    /// Writes the samples at `first`, `first` + `step`, … .
+    /// Writes the samples at `first`, `first` + `step`, ….
     ///
-    /// The slots of many draws are read before the first draw is decided, so that their loads
-    /// overlap: which of two samples a draw brings cannot be foreseen, and a processor that has
-    /// guessed wrong drops the loads that it has begun.
+    /// It reads the slots of many draws before it decides the first draw, so that the loads
+    /// overlap. The processor cannot predict which of two samples a draw returns, and after a wrong
+    /// guess it would discard the loads in flight.
     pub(crate) fn fill(&self, seed: Seed, first: u64, step: u64, out: &mut [u64]) {
         let mut words = [0; AHEAD];
         for (block, out) in (0..).zip(out.chunks_mut(AHEAD)) {
             let first = first + block * AHEAD as u64 * step;
-            let throw = |n| self.throw(seed, first + n * step);
+            let point = |n| self.random_point(seed, first + n * step);
             for (n, word) in (0..).zip(&mut words[..out.len()]) {
-                *word = self.word(throw(n).0);
+                *word = self.word(point(n).0);
             }
             for ((n, drawn), &word) in (0..).zip(out).zip(&words) {
-                let (slot, place) = throw(n);
-                *drawn = self.layout.sample(word, slot, place);
+                let (slot, fraction) = point(n);
+                *drawn = self.layout.sample(word, slot, fraction);
             }
         }
     }
 
-    /// Tells a saved position whether it belongs to these weights.
+    /// Returns a hash of the weights.
     ///
-    /// Weights that make the same table have the same fingerprint, for example those that differ
-    /// by a power of two.
+    /// Weights with equal tables have equal hashes, for example weights that differ by a power of
+    /// two.
     pub(crate) fn fingerprint(&self) -> u64 {
         *self.fingerprint.get_or_init(|| {
             let fingerprint: Fingerprint = self.slots.iter().copied().collect();
@@ -125,18 +126,17 @@ impl AliasTable {
     }
 }
 
-/// How a slot's two samples, and the border between them, share one word.
+/// The encoding of a slot's two samples and the border between them in one word.
 ///
-/// The slot's own sample has the part below the border. The more slots there are, the more bits
-/// name the other sample, but the smaller is a slot: the border is always known to 2^-63 of the
-/// whole.
+/// The slot's own sample has the part below the border. More slots need more bits for the other
+/// sample, but are smaller: the border is always precise to 2^-63 of the whole.
 #[derive(Clone, Copy, Debug)]
-struct Layout {
+struct SlotLayout {
     n_slots: u64,
     alias_bits: u32,
 }
 
-impl Layout {
+impl SlotLayout {
     fn new(n_slots: u64) -> Result<Self> {
         match n_slots {
             0 => Err(Error::EmptyDataSet),
@@ -147,12 +147,12 @@ impl Layout {
         }
     }
 
-    /// The mass that makes one slot full.
+    /// Returns the mass of a full slot.
     fn capacity(self) -> u64 {
         1 << (63 - self.alias_bits)
     }
 
-    /// The mass that makes all slots full, at most 2^63.
+    /// Returns the mass of all full slots, at most 2^63.
     fn total(self) -> u64 {
         self.n_slots * self.capacity()
     }
@@ -165,15 +165,15 @@ impl Layout {
         (word >> self.alias_bits, word & ((1 << self.alias_bits) - 1))
     }
 
-    /// The sample of slot number `slot` at `place`, a fraction of the slot in 64 bits.
+    /// Returns the sample of a slot at `fraction`, in units of 2^-64 of the slot.
     #[inline]
-    fn sample(self, word: u64, slot: u64, place: u64) -> u64 {
+    fn sample(self, word: u64, slot: u64, fraction: u64) -> u64 {
         let (border, alias) = self.unpack(word);
-        if place >> (self.alias_bits + 1) < border { slot } else { alias }
+        if fraction >> (self.alias_bits + 1) < border { slot } else { alias }
     }
 }
 
-/// The sum of the weights, if they are weights.
+/// Checks the weights and returns their sum.
 fn total(weights: &[f64]) -> Result<f64> {
     let mut total = 0.0;
     for (index, &weight) in weights.iter().enumerate() {
@@ -188,86 +188,92 @@ fn total(weights: &[f64]) -> Result<f64> {
     if 0.0 < total { Ok(total) } else { Err(Error::NoWeight { weights: weights.len() }) }
 }
 
-/// Turns scaled weights into whole numbers in the same proportions, which add up to the capacity of
-/// all slots: masses. Returns which of them are larger than a slot, a bit for each.
+/// Turns scaled weights into masses: integers in the same proportions that add up to the capacity
+/// of all slots. Returns a bit per mass, set if the mass exceeds a slot.
 ///
-/// Each mass is the difference of two neighbors among rounded partial sums, not rounded itself. So
-/// nothing is lost on the way, and a weight of 0 has no mass.
+/// Each mass is the difference of neighboring rounded partial sums, so no rounding error
+/// accumulates, and a weight of 0 has no mass.
 #[expect(
     clippy::cast_possible_truncation,
-    reason = "the scaled sum is about 2^62 and the masses' at most 2^63, about"
+    reason = "the sum of scaled weights is about 2^62, and of masses at most about 2^63"
 )]
-fn to_masses(weights: &mut [u64], layout: Layout) -> Vec<u64> {
-    let (mass_total, capacity) = (layout.total(), layout.capacity());
+fn to_masses(weights: &mut [u64], layout: SlotLayout) -> Vec<u64> {
+    let mass_total = layout.total();
     let scaled_total: u64 = weights.iter().sum();
-    // Rounded up: the last sum reaches the total, to which it is cut, and so would any weight 0
-    // behind it.
+    // Round up, so that the last sum reaches the total and is clamped to it. A trailing weight of 0
+    // then has no mass either.
     let ratio = (u128::from(mass_total) << SCALE_BITS).div_ceil(u128::from(scaled_total)) as u64;
-    let (mut scaled_sum, mut mass_sum) = (0, 0);
-    let mut to_mass = |weight: &mut u64| {
-        scaled_sum += *weight;
-        let sum = (u128::from(scaled_sum) * u128::from(ratio)) >> SCALE_BITS;
-        let before = std::mem::replace(&mut mass_sum, mass_total.min(sum as u64));
-        *weight = mass_sum - before;
-        u64::from(capacity < *weight)
-    };
-    let words = weights.chunks_mut(u64::BITS as usize);
-    words
-        .map(|word| (0..).zip(word).fold(0, |bits, (nth, weight)| bits | to_mass(weight) << nth))
-        .collect()
+    let mut scaled_sum = 0;
+    let mut mass_sum = 0;
+    let mut is_heavy = Vec::with_capacity(weights.len().div_ceil(u64::BITS as usize));
+    for chunk in weights.chunks_mut(u64::BITS as usize) {
+        let mut bits = 0;
+        for (bit, weight) in (0..).zip(chunk) {
+            scaled_sum += *weight;
+            let sum = (u128::from(scaled_sum) * u128::from(ratio)) >> SCALE_BITS;
+            let previous = std::mem::replace(&mut mass_sum, mass_total.min(sum as u64));
+            *weight = mass_sum - previous;
+            bits |= u64::from(layout.capacity() < *weight) << bit;
+        }
+        is_heavy.push(bits);
+    }
+    is_heavy
 }
 
-/// A weight as a part of 2^62. Division and multiplication are rounded alike on all machines (IEEE
-/// 754).
+/// Scales a weight to a fraction of 2^62. Division and multiplication round equally on all machines
+/// (IEEE 754).
 #[expect(
     clippy::cast_possible_truncation,
     clippy::cast_sign_loss,
-    reason = "a weight is at most the sum of them"
+    reason = "a weight is at most the sum of all weights"
 )]
 fn scaled(weight: f64, total: f64) -> u64 {
-    // By way of `i64`, to which every processor converts in one step.
+    // Convert through `i64`, which every processor supports in one step.
     (weight / total * (1_u64 << SCALE_BITS) as f64) as i64 as u64
 }
 
-/// Deals the masses out to the slots, each of which holds that of its own sample until then.
+/// Distributes the masses over the slots; each slot initially has the mass of its own sample.
 ///
-/// Two cursors go over the samples: one over the light ones, which leave room in their slots, one
-/// over the heavy ones, which have more than fits. A heavy sample fills up light slots until it
-/// fits its own, if need be with room to spare, which the next heavy one fills.
-fn sweep(slots: &mut [u64], is_heavy: &[u64], layout: Layout) {
-    let (n_slots, capacity) = (slots.len(), layout.capacity());
+/// One cursor visits the light samples, which leave space in their slots, and one the heavy
+/// samples, which exceed theirs. A heavy sample fills light slots until it fits its own, possibly
+/// with space left, which the next heavy sample fills.
+fn sweep(slots: &mut [u64], is_heavy: &[u64], layout: SlotLayout) {
+    let n_slots = slots.len();
+    let capacity = layout.capacity();
     let mut light = ones(is_heavy.iter().map(|word| !word)).take_while(|&slot| slot < n_slots);
     let mut heavy = ones(is_heavy.iter().copied());
     let mut donor = heavy.next().map(|sample| (sample, slots[sample]));
     while let Some((sample, mass)) = donor {
         let rest = fill_up(slots, &mut light, (sample, mass), layout);
         donor = heavy.next().map(|next| (next, slots[next] - (capacity - rest)));
-        // Room in the slot of the last heavy sample is its own.
+        // The last heavy sample keeps the space in its slot.
         let alias = donor.map_or(sample, |(next, _)| next);
         slots[sample] = layout.pack(rest, alias as u64);
     }
-    // As many masses are left as slots, and all fit: each is as large as its slot.
-    light.for_each(|slot| slots[slot] = layout.pack(slots[slot], slot as u64));
+    // The remaining masses equal the capacity of their slots.
+    for slot in light {
+        slots[slot] = layout.pack(slots[slot], slot as u64);
+    }
 }
 
-/// Fills light slots up from a heavy sample, and returns what is left of its mass when that fits
-/// its own slot.
+/// Fills light slots from a heavy sample, and returns the rest of its mass once it fits the
+/// sample's own slot.
 #[expect(clippy::expect_used, reason = "the masses add up to exactly the capacity of all slots")]
 fn fill_up(
     slots: &mut [u64],
     light: &mut impl Iterator<Item = usize>,
     (sample, mut mass): (usize, u64),
-    layout: Layout,
+    layout: SlotLayout,
 ) -> u64 {
     while layout.capacity() < mass {
-        let slot = light.next().expect("where mass is in excess, there is room elsewhere");
+        let slot = light.next().expect("excess mass has space elsewhere");
         mass -= layout.capacity() - slots[slot];
         slots[slot] = layout.pack(slots[slot], sample as u64);
     }
     mass
 }
 
-/// The numbers of the bits that are set, ascending. A test of each bit would be guessed wrong every
+/// Returns the positions of the set bits, ascending. Testing each bit would be mispredicted every
 /// other time.
 fn ones(words: impl Iterator<Item = u64>) -> impl Iterator<Item = usize> {
     (0..).step_by(u64::BITS as usize).zip(words).flat_map(|(first, word)| {
@@ -280,7 +286,7 @@ fn ones(words: impl Iterator<Item = u64>) -> impl Iterator<Item = usize> {
 mod tests {
     use super::*;
 
-    /// The share of all draws that each sample has in the table.
+    /// Returns each sample's share of the draws.
     fn shares(table: &AliasTable) -> Vec<f64> {
         let mut masses = vec![0_u128; table.slots.len()];
         for (slot, &word) in table.slots.iter().enumerate() {
@@ -291,7 +297,7 @@ mod tests {
         masses.iter().map(|&mass| mass as f64 / table.layout.total() as f64).collect()
     }
 
-    /// Some weights, from equal ones to ones that differ by 18 powers of ten.
+    /// Returns weight lists, from equal weights to weights that differ by 18 powers of ten.
     fn distributions() -> Vec<Vec<f64>> {
         let uneven = |n: i32| (0..n).map(|i| 10_f64.powi(i % 19 - 9)).collect();
         let with_zeros = (0..100).map(|i| f64::from(i % 3)).collect();
@@ -307,7 +313,7 @@ mod tests {
     }
 
     #[test]
-    fn draws_of_many_are_those_of_each() {
+    fn bulk_draws_match_single_draws() {
         let table = AliasTable::new(&[1.0, 0.5, 3.0, 0.0, 7.25]).unwrap();
         for (first, step) in [(0, 1), (3, 8)] {
             for len in [0, 1, AHEAD - 1, AHEAD, 3 * AHEAD + 7] {
@@ -320,7 +326,7 @@ mod tests {
     }
 
     #[test]
-    fn the_table_has_the_shares_of_the_weights() {
+    fn table_shares_match_the_weights() {
         for weights in distributions() {
             let total: f64 = weights.iter().sum();
             for (share, weight) in
@@ -348,8 +354,8 @@ mod tests {
             });
             let total: f64 = weights.iter().sum();
             for (&count, weight) in counts.iter().zip(&weights) {
-                // A binomial count is 6 standard deviations off less than once in 10^8 times; the 1
-                // is for rare samples.
+                // A binomial count is off by 6 standard deviations less than once in 10^8 times; the 1 covers rare
+                // samples.
                 let expected = DRAWS as f64 * weight / total;
                 assert!(
                     (f64::from(count) - expected).abs() <= 6.0 * expected.sqrt() + 1.0,
@@ -360,7 +366,7 @@ mod tests {
     }
 
     #[test]
-    fn draws_are_pinned_and_the_same_in_bulk() {
+    fn draws_are_pinned() {
         let table = AliasTable::new(&[1.0, 2.0, 3.0, 4.0]).unwrap();
         let mut bulk = [0; 10];
         table.fill(Seed::new(42), 3, 2, &mut bulk);
@@ -374,7 +380,7 @@ mod tests {
     }
 
     #[test]
-    fn other_weights_have_another_fingerprint() {
+    fn fingerprints_differ_by_weights() {
         let fingerprint = |weights: &[f64]| AliasTable::new(weights).unwrap().fingerprint();
         assert_ne!(fingerprint(&[1.0, 2.0]), fingerprint(&[2.0, 1.0]));
         assert_ne!(fingerprint(&[1.0, 2.0]), fingerprint(&[1.0, 2.0, 0.0]));
@@ -382,7 +388,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_weight_is_refused() {
+    fn invalid_weights_are_rejected() {
         let error = |weights: &[f64]| AliasTable::new(weights).unwrap_err();
         assert_eq!(error(&[]), Error::EmptyDataSet);
         for (bad, text) in [(-1.0, "-1.0"), (f64::NAN, "NaN"), (f64::INFINITY, "inf")] {
@@ -390,10 +396,10 @@ mod tests {
         }
         assert_eq!(error(&[0.0, 0.0]), Error::NoWeight { weights: 2 });
         assert!(matches!(error(&[f64::MAX, f64::MAX]), Error::WeightSumOverflow { index: 1, .. }));
-        // Nobody has the memory for so many.
+        // No machine has enough memory for a real list.
         let weights = MAX_LEN + 1;
         let too_many = Error::TooManyWeights { weights, max: MAX_LEN };
-        assert_eq!(Layout::new(weights).unwrap_err(), too_many);
-        assert_eq!(Layout::new(MAX_LEN).unwrap().total(), 1 << 63);
+        assert_eq!(SlotLayout::new(weights).unwrap_err(), too_many);
+        assert_eq!(SlotLayout::new(MAX_LEN).unwrap().total(), 1 << 63);
     }
 }

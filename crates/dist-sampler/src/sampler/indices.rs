@@ -1,4 +1,4 @@
-//! The iterator over the indices that a rank reads.
+//! The iterator over the indices of a rank.
 
 use std::{iter::FusedIterator, ops::Range};
 
@@ -6,19 +6,19 @@ use core_types::split::Strided;
 
 use crate::sampler::DistributedSampler;
 
-/// How many indices are computed together: as many as the streaming order permutes at a time.
+/// Number of indices that are computed together, equal to the block of the streaming order.
 const BLOCK: usize = 256;
 
-/// The indices that one rank, or one of its workers, reads; made by [`DistributedSampler::iter`].
+/// The indices of one rank, or of one of its workers, from [`DistributedSampler::iter`].
 #[derive(Clone, Debug)]
 #[must_use = "iterators are lazy and do nothing unless consumed"]
 pub struct Indices<'a> {
     sampler: &'a DistributedSampler,
-    /// Which of the rank's indices are read, by their number.
+    /// Numbers of the rank's indices to read.
     numbers: Strided,
-    /// Which of these numbers are still to come.
+    /// Remaining part of these numbers.
     remaining: Range<u64>,
-    /// The indices of the numbers `in_block`, computed ahead.
+    /// Precomputed indices of the numbers `in_block`.
     block: [u64; BLOCK],
     in_block: Range<u64>,
 }
@@ -28,11 +28,8 @@ impl<'a> Indices<'a> {
         Self { sampler, numbers, remaining: 0..numbers.len(), block: [0; BLOCK], in_block: 0..0 }
     }
 
-    /// The `n`-th index, from the block that begins with it unless it lies in the last one.
-    #[expect(
-        clippy::cast_possible_truncation,
-        reason = "a block holds no more than `BLOCK` indices"
-    )]
+    /// Returns the `n`-th index, from the last block or else from a new block that begins with it.
+    #[expect(clippy::cast_possible_truncation, reason = "a block has at most `BLOCK` indices")]
     fn read(&mut self, n: u64) -> u64 {
         if !self.in_block.contains(&n) {
             let count = (self.numbers.len() - n).min(BLOCK as u64);
@@ -45,10 +42,10 @@ impl<'a> Indices<'a> {
     }
 }
 
-/// The `n`-th of `numbers`.
-#[expect(clippy::expect_used, reason = "what remains begins with all numbers and only shrinks")]
+/// Returns the `n`-th of `numbers`.
+#[expect(clippy::expect_used, reason = "the remaining range is within the numbers")]
 fn number(numbers: Strided, n: u64) -> u64 {
-    numbers.get(n).expect("one of the numbers that remain")
+    numbers.get(n).expect("a remaining number")
 }
 
 impl Iterator for Indices<'_> {
@@ -80,7 +77,7 @@ impl DoubleEndedIterator for Indices<'_> {
     }
 }
 
-/// Exact where `usize` has 64 bits; elsewhere only below 2^32 indices.
+/// The size is exact if `usize` has 64 bits, else only below 2^32 indices.
 impl ExactSizeIterator for Indices<'_> {}
 
 impl FusedIterator for Indices<'_> {}

@@ -1,5 +1,6 @@
-//! What every sampler promises, whatever the data set, world and choices. Comments name the acceptance criteria
-//! of the `DistributedSampler` spec that a law proves.
+//! Properties of every sampler, for all data sets, worlds and configurations.
+//!
+//! Comments name the acceptance criteria of the `DistributedSampler` spec that a test proves.
 
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
@@ -10,8 +11,10 @@ use dist_sampler::{
 use proptest::prelude::*;
 use serde_json::{Value, json};
 
-/// The longest data set, and the most worlds that may have read one epoch.
+/// Length of the longest data set.
 const MAX_LEN: u64 = 1 << 63;
+
+/// Maximum number of worlds within one epoch.
 const MAX_STAGES: usize = 1024;
 
 const ORDERS: [Order; 4] = [Order::Sequential, Order::Exact, Order::Streaming, Order::Torch];
@@ -20,7 +23,7 @@ const TAILS: [Tail; 4] = [Tail::Drop, Tail::LastRank, Tail::Spread, Tail::Pad];
 const EVERY_RULE: usize = PARTITIONS.len() * TAILS.len();
 const EVERY_CONFIG: usize = ORDERS.len() * EVERY_RULE;
 
-/// The `n`-th combination of order, partition and tail.
+/// Returns the `n`-th combination of order, partition and tail.
 fn config(n: usize) -> SamplerConfig {
     SamplerConfig::default()
         .with_order(ORDERS[n / EVERY_RULE])
@@ -70,7 +73,7 @@ fn check(len: u64, n_ranks: u64, config: SamplerConfig, epoch: u64) {
     }
 }
 
-/// Criteria 3 and 10: how often each sample is read, over all ranks, none of which knows of another.
+/// Criteria 3 and 10: checks how often the ranks, which never communicate, read each sample.
 fn check_counts(len: u64, world: u64, tail: Tail, ranks: &[Vec<u64>], context: &str) {
     let mut reads = vec![0_u64; usize::try_from(len).unwrap()];
     for &index in ranks.iter().flatten() {
@@ -90,7 +93,7 @@ fn check_counts(len: u64, world: u64, tail: Tail, ranks: &[Vec<u64>], context: &
     }
 }
 
-/// Criteria 1, 2 and 9: how many indices each rank reads.
+/// Criteria 1, 2 and 9: checks the number of indices per rank.
 fn check_sizes(len: u64, world: u64, tail: Tail, ranks: &[Vec<u64>], context: &str) {
     for (rank, indices) in (0..).zip(ranks) {
         let expected = match tail {
@@ -103,8 +106,8 @@ fn check_sizes(len: u64, world: u64, tail: Tail, ranks: &[Vec<u64>], context: &s
     }
 }
 
-/// Every sample's owner is the rank that reads it unpadded, and its position is where the order has
-/// it.
+/// Checks that each sample's owner reads it, not as padding, and that its position in the order is
+/// right.
 fn check_owners(len: u64, samplers: &[DistributedSampler], context: &str) {
     let whole = SamplerConfig::default()
         .with_order(samplers[0].config().order)
@@ -125,7 +128,7 @@ fn check_owners(len: u64, samplers: &[DistributedSampler], context: &str) {
     assert_eq!((samplers[0].position_of(len), samplers[0].rank_of(len)), (None, None), "{context}");
 }
 
-/// Criterion 8: the length is the number of indices, and every way to iterate gives the same ones.
+/// Criterion 8: checks that all ways to iterate agree with `len` and with each other.
 fn check_iterator(sampler: &DistributedSampler, indices: &[u64], context: &str) {
     assert_eq!(sampler.len(), indices.len() as u64, "{context}");
     assert_eq!(sampler.is_empty(), indices.is_empty(), "{context}");
@@ -148,7 +151,7 @@ fn check_fill(sampler: &DistributedSampler, indices: &[u64], context: &str) {
 }
 
 #[test]
-fn filling_in_parallel_gives_the_same() {
+fn parallel_fill_matches_serial_fill() {
     for config in (0..EVERY_CONFIG).map(config) {
         let sampler = sampler(100_003, 1, 2, config, 3);
         let (mut serial, mut parallel) = (vec![0; 50_000], vec![0; 50_000]);
@@ -160,7 +163,7 @@ fn filling_in_parallel_gives_the_same() {
     }
 }
 
-/// Workers share what their rank reads.
+/// Checks that the workers of a rank read its indices in turns.
 fn check_workers(sampler: &DistributedSampler, indices: &[u64], context: &str) {
     for n_workers in 1..=3 {
         let placements = WorldSize::new(n_workers).unwrap().placements();
@@ -175,7 +178,7 @@ fn check_workers(sampler: &DistributedSampler, indices: &[u64], context: &str) {
 }
 
 #[test]
-fn every_small_data_set_is_covered_as_the_tail_says() {
+fn small_data_sets_follow_the_tail() {
     for config in (0..EVERY_CONFIG).map(config) {
         for len in (1..=24).chain([31, 47, 63, 64]) {
             for world in 1..=9 {
@@ -185,7 +188,7 @@ fn every_small_data_set_is_covered_as_the_tail_says() {
     }
 }
 
-/// Criterion 6: `Order::Sequential` reads in order.
+/// Criterion 6.
 #[test]
 fn sequential_order_is_the_identity() {
     let config = SamplerConfig::default().with_order(Order::Sequential);
@@ -203,7 +206,7 @@ fn padding_repeats_the_first_samples() {
 }
 
 #[test]
-fn the_order_does_not_depend_on_the_world() {
+fn order_is_independent_of_world() {
     for order in ORDERS {
         let config = SamplerConfig::default().with_order(order).with_tail(Tail::Spread);
         let single: Vec<u64> = sampler(37, 0, 1, config, 2).iter().collect();
@@ -242,7 +245,7 @@ fn seed_and_epoch_are_not_added() {
 
 /// Criterion 4.
 #[test]
-fn epochs_can_be_visited_in_any_order() {
+fn epochs_are_random_access() {
     for order in ORDERS {
         let mut sampler = sampler(100, 1, 3, SamplerConfig::default().with_order(order), 5);
         let fifth: Vec<u64> = sampler.iter().collect();
@@ -254,7 +257,7 @@ fn epochs_can_be_visited_in_any_order() {
 }
 
 #[test]
-fn the_length_decides_how_a_shuffle_is_made() {
+fn length_selects_the_shuffle() {
     let order = |len, order| {
         let config = SamplerConfig::default().with_order(order);
         sampler(len, 0, 1, config, 0).iter().collect::<Vec<_>>()
@@ -266,8 +269,8 @@ fn the_length_decides_how_a_shuffle_is_made() {
     assert_ne!(order(128, Order::Streaming), order(128, Order::Exact));
 }
 
-/// Draws by weight, and classes in proportion, for rank 1 of 2.
-fn samplers_of_other_orders(config: SamplerConfig) -> [DistributedSampler; 2] {
+/// Creates a weighted and a stratified sampler for rank 1 of 2.
+fn weighted_and_stratified(config: SamplerConfig) -> [DistributedSampler; 2] {
     let me = Placement::new(1, 2).unwrap();
     let labels: Vec<u32> = (0..60).map(|n| n % 3).collect();
     [
@@ -279,9 +282,9 @@ fn samplers_of_other_orders(config: SamplerConfig) -> [DistributedSampler; 2] {
 #[test]
 fn draws_and_strata_follow_seed_and_epoch() {
     let config = SamplerConfig::default().with_seed(Seed::new(1));
-    let first = samplers_of_other_orders(config);
-    let later = samplers_of_other_orders(config.with_epoch(Epoch::new(4)));
-    let other_seed = samplers_of_other_orders(config.with_seed(Seed::new(2)));
+    let first = weighted_and_stratified(config);
+    let later = weighted_and_stratified(config.with_epoch(Epoch::new(4)));
+    let other_seed = weighted_and_stratified(config.with_seed(Seed::new(2)));
     for ((mut sampler, later), other_seed) in first.into_iter().zip(later).zip(other_seed) {
         assert!(sampler.iter().ne(later.iter()));
         assert!(sampler.iter().ne(other_seed.iter()));
@@ -291,9 +294,9 @@ fn draws_and_strata_follow_seed_and_epoch() {
 }
 
 #[test]
-fn draws_and_strata_are_resumed_with_the_same_weights_and_labels_alone() {
+fn resuming_requires_equal_weights_and_labels() {
     let config = SamplerConfig::default();
-    let [weighted, stratified] = samplers_of_other_orders(config);
+    let [weighted, stratified] = weighted_and_stratified(config);
     for sampler in [&weighted, &stratified] {
         let mut resumed = sampler.clone();
         resumed.resume(&sampler.state(7)).unwrap();
@@ -308,14 +311,14 @@ fn draws_and_strata_are_resumed_with_the_same_weights_and_labels_alone() {
 }
 
 #[test]
-fn presets_are_the_choices_they_name() {
+fn spdl_preset_is_pinned() {
     let config = SamplerConfig::spdl_random();
     assert_eq!(config.order, Order::Shuffled);
     assert_eq!(config.partition, Partition::Strided);
     assert_eq!(config.tail, Tail::Drop);
 }
 
-/// A fresh sampler at the place of `state`.
+/// Creates a sampler and resumes it from `state`.
 fn resumed(
     len: u64,
     rank: u64,
@@ -329,7 +332,7 @@ fn resumed(
 }
 
 #[test]
-fn resuming_at_every_position_goes_on_as_if_nothing_had_happened() {
+fn resuming_continues_at_every_position() {
     for config in (0..EVERY_CONFIG).map(config) {
         for (len, n_ranks) in [(1, 2), (12, 3), (23, 4), (100, 7)] {
             for rank in 0..n_ranks {
@@ -347,8 +350,8 @@ fn resuming_at_every_position_goes_on_as_if_nothing_had_happened() {
     }
 }
 
-/// What the ranks of a world have not read when each has read its first `read` indices, dropped
-/// samples included.
+/// Returns the unread samples, including dropped ones, after each rank has read its first `read`
+/// indices.
 fn unread(len: u64, ranks: &[Vec<u64>], read: u64) -> Vec<u64> {
     let read = usize::try_from(read).unwrap();
     let taken = sorted(ranks.iter().flat_map(|rank| rank.iter().take(read).copied()));
@@ -356,31 +359,31 @@ fn unread(len: u64, ranks: &[Vec<u64>], read: u64) -> Vec<u64> {
 }
 
 #[test]
-fn another_world_reads_exactly_what_was_left() {
+fn another_world_reads_the_rest() {
     const LEN: u64 = 23;
     for rule in 0..EVERY_RULE {
         let config = config(2 * EVERY_RULE + rule);
         for from in 1..=5 {
-            let before = world(LEN, from, config, 1);
-            let ranks = read(&before);
+            let first = world(LEN, from, config, 1);
+            let ranks = read(&first);
             for (consumed, to) in
                 (0..=LEN.div_ceil(from)).flat_map(|read| (1..=6).map(move |to| (read, to)))
             {
-                let state = before[0].state(consumed);
+                let state = first[0].state(consumed);
                 let expected = unread(LEN, &ranks, consumed);
-                // A next world with a tail that drops or repeats would not read exactly what was
-                // left.
+                // With a tail that drops or repeats samples, the next world would not read exactly
+                // the rest.
                 for next in PARTITIONS
                     .map(|partition| config.with_partition(partition).with_tail(Tail::Spread))
                 {
                     if from == to && next == config {
                         continue;
                     }
-                    let after: Vec<_> =
+                    let second: Vec<_> =
                         (0..to).map(|rank| resumed(LEN, rank, to, next, &state)).collect();
                     let context = format!("{config:?} {from}, {consumed} read, then {next:?} {to}");
-                    assert_eq!(sorted(read(&after).concat()), expected, "{context}");
-                    for sampler in &after {
+                    assert_eq!(sorted(read(&second).concat()), expected, "{context}");
+                    for sampler in &second {
                         let indices: Vec<u64> = sampler.iter().collect();
                         assert!(indices.iter().all(
                             |&index| sampler.rank_of(index) == Some(sampler.placement().rank())
@@ -394,7 +397,7 @@ fn another_world_reads_exactly_what_was_left() {
 }
 
 #[test]
-fn an_epoch_may_change_worlds_again_and_again() {
+fn epoch_can_change_worlds_repeatedly() {
     for config in (0..EVERY_CONFIG).map(config).map(|config| config.with_tail(Tail::Spread)) {
         let worlds = [3, 5, 2, 4, 1];
         let mut state = sampler(101, 0, worlds[0], config, 4).state(0);
@@ -415,7 +418,7 @@ fn an_epoch_may_change_worlds_again_and_again() {
 }
 
 #[test]
-fn a_resumed_epoch_ends_with_the_next_set_epoch() {
+fn set_epoch_ends_a_resumed_epoch() {
     let config = SamplerConfig::default();
     let state = sampler(50, 0, 4, config, 3).state(5);
     let mut sampler = resumed(50, 1, 3, config, &state);
@@ -430,7 +433,7 @@ fn a_resumed_epoch_ends_with_the_next_set_epoch() {
 }
 
 #[test]
-fn shares_follow_rank_weights() {
+fn rank_weights_set_the_shares() {
     for weights in [&[1, 1, 1][..], &[3, 1], &[0, 5, 2], &[5, 0, 2], &[0, 0, 1, 0, 3, 0], &[1]] {
         let ranks: Vec<_> = (0..weights.len() as u64)
             .map(|rank| {
@@ -459,7 +462,7 @@ fn shares_follow_rank_weights() {
     assert_eq!(equal.with_rank_weights(&[0, 0]).unwrap_err(), Error::NoRankWeight { world_size });
 }
 
-/// Every list of `n` weights below 4 that are not all 0.
+/// Returns all lists of `n` weights below 4, except the list of zeros.
 fn small_weights(n: u32) -> impl Iterator<Item = Vec<u64>> {
     (1..4_u64.pow(n)).map(move |code| (0..n).map(|digit| code >> (2 * digit) & 3).collect())
 }
@@ -474,7 +477,7 @@ fn weighted_world(len: u64, weights: &[u64]) -> Vec<DistributedSampler> {
 }
 
 #[test]
-fn the_owner_of_a_sample_reads_it_even_if_weights_leave_ranks_nothing() {
+fn owners_are_right_with_empty_ranks() {
     let weights = (1..=4).flat_map(small_weights).chain([vec![10, 1, 1, 10], vec![0, 0, 9, 0, 1]]);
     for weights in weights {
         for len in [1, 2, 3, 6, 10, 13] {
@@ -484,7 +487,7 @@ fn the_owner_of_a_sample_reads_it_even_if_weights_leave_ranks_nothing() {
     }
 }
 
-/// A world in the middle of an epoch of `LEN` samples, by any rule.
+/// Creates the samplers of a world with rule `rule`, resumed from `state` if there is one.
 fn any_world(rule: usize, n_ranks: u64, state: Option<&SamplerState>) -> Vec<DistributedSampler> {
     const LEN: u64 = 29;
     let mut ranks = if rule < EVERY_RULE {
@@ -501,16 +504,17 @@ fn any_world(rule: usize, n_ranks: u64, state: Option<&SamplerState>) -> Vec<Dis
     ranks
 }
 
-/// The samples that are left when these ranks, for which `before` were left, have read `consumed`.
-/// Padding is nobody's: what a rank reads as such may still be unread.
-fn left(before: &[u64], ranks: &[DistributedSampler], consumed: u64) -> Vec<u64> {
+/// Returns the samples of `candidates` that are still unread after each rank has read `consumed` indices.
+///
+/// A sample that a rank reads as padding does not count as read.
+fn unread_after(candidates: &[u64], ranks: &[DistributedSampler], consumed: u64) -> Vec<u64> {
     let entries = ranks.iter().flat_map(|rank| (0..consumed).filter_map(|n| rank.entry(n)));
     let taken = sorted(entries.filter(|(_, is_padding)| !is_padding).map(|(index, _)| index));
-    before.iter().copied().filter(|index| taken.binary_search(index).is_err()).collect()
+    candidates.iter().copied().filter(|index| taken.binary_search(index).is_err()).collect()
 }
 
 #[test]
-fn two_worlds_leave_what_neither_has_read() {
+fn two_worlds_leave_the_unread_samples() {
     for (first_rule, second_rule) in
         (0..=EVERY_RULE).flat_map(|first| (0..=EVERY_RULE).map(move |second| (first, second)))
     {
@@ -521,11 +525,11 @@ fn two_worlds_leave_what_neither_has_read() {
             }
             for consumed in 0..3 {
                 let first = any_world(first_rule, first_size, None);
-                let after_first = left(&(0..29).collect::<Vec<_>>(), &first, consumed);
+                let after_first = unread_after(&(0..29).collect::<Vec<_>>(), &first, consumed);
                 let state = first[0].state(consumed);
                 let second = any_world(second_rule, second_size, Some(&state));
                 let more = 2.min(after_first.len() as u64);
-                let after_second = left(&after_first, &second, more);
+                let after_second = unread_after(&after_first, &second, more);
                 let state = second[0].state(more);
                 let mut single =
                     sampler(29, 0, 1, SamplerConfig::default().with_order(Order::Sequential), 1);
@@ -541,9 +545,10 @@ fn two_worlds_leave_what_neither_has_read() {
     }
 }
 
-/// A state of a few bytes may name the largest worlds; as ranges there would be a million each time.
+/// A state of a few bytes can name the largest worlds. A list of their ranges would have a million
+/// entries per world, so `resume` must not build it.
 #[test]
-fn resuming_from_the_largest_worlds_takes_no_longer() {
+fn resuming_from_largest_worlds_is_fast() {
     let max = WorldSize::MAX.as_u64();
     let len = MAX_LEN;
     let sequential = SamplerConfig::default().with_order(Order::Sequential);
@@ -565,13 +570,13 @@ fn resuming_from_the_largest_worlds_takes_no_longer() {
 }
 
 #[test]
-fn states_of_something_else_are_refused() {
+fn states_of_other_samplers_are_refused() {
     let config = SamplerConfig::default();
     let state = sampler(50, 0, 4, config, 3).state(5);
     let refused = |mut sampler: DistributedSampler, state: &SamplerState| {
-        let before: Vec<u64> = sampler.iter().collect();
+        let expected: Vec<u64> = sampler.iter().collect();
         let error = sampler.resume(state).unwrap_err();
-        assert!(sampler.iter().eq(before), "a refused state changes nothing");
+        assert!(sampler.iter().eq(expected), "a refused state changes nothing");
         error
     };
     let mismatch = |error, name| matches!(error, Error::StateMismatch { what, .. } if what == name);
@@ -626,7 +631,7 @@ fn impossible_data_sets_are_refused() {
 }
 
 #[test]
-fn nothing_is_filled_from_beyond_the_end() {
+fn fill_past_the_end_writes_nothing() {
     for config in (0..EVERY_CONFIG).map(config) {
         let mut sampler = sampler(50, 1, 4, config, 3);
         sampler.resume(&sampler.state(5)).unwrap();
@@ -637,9 +642,9 @@ fn nothing_is_filled_from_beyond_the_end() {
     }
 }
 
-/// A state is read by later versions than the one that wrote it.
+/// Later versions of this crate must be able to read the states that this version writes.
 #[test]
-fn the_format_of_states_is_pinned() {
+fn state_format_is_pinned() {
     let config = SamplerConfig::default().with_seed(Seed::new(7)).with_tail(Tail::Spread);
     let me = Placement::new(1, 2).unwrap();
     let mut weighted = DistributedSampler::weighted(&[1.0, 2.0, 3.0, 4.0], 10, me, config).unwrap();
@@ -669,15 +674,15 @@ fn check_format(state: &SamplerState, json: &Value) {
 }
 
 #[test]
-fn a_state_without_a_world_is_not_read() {
+fn state_without_world_is_refused() {
     let text = serde_json::to_string(&sampler(5, 0, 1, config(0), 0).state(0)).unwrap();
-    let (before, _) = text.split_once("\"stages\":").unwrap();
-    let error = serde_json::from_str::<SamplerState>(&format!("{before}\"stages\":[]}}"));
+    let (head, _) = text.split_once("\"stages\":").unwrap();
+    let error = serde_json::from_str::<SamplerState>(&format!("{head}\"stages\":[]}}"));
     let message = error.unwrap_err().to_string();
-    assert!(message.starts_with("a sampler state names at least one world"), "{message}");
+    assert!(message.starts_with("a sampler state must have at least one world"), "{message}");
 }
 
-/// A stage by the rule of this number, of a world of `n_ranks` or of nearly the largest.
+/// Creates a stage with the rule of index `rule`; a large world has almost the maximum size.
 fn hostile_stage((rule, n_ranks, consumed, is_large): (usize, u64, u64, bool)) -> Value {
     let tail = ["drop", "last_rank", "spread", "pad"][rule % TAILS.len()];
     let n_ranks =
@@ -692,14 +697,14 @@ fn hostile_stage((rule, n_ranks, consumed, is_large): (usize, u64, u64, bool)) -
 
 proptest! {
     #[test]
-    fn any_data_set_is_covered_as_the_tail_says(
+    fn any_data_set_follows_the_tail(
         len in 1_u64..2_000, world in 1_u64..70, epoch in any::<u64>(), n in 0..EVERY_CONFIG,
     ) {
         check(len, world, config(n), epoch);
     }
 
     #[test]
-    fn any_state_is_refused_or_reads_nothing_twice(
+    fn accepted_states_read_nothing_twice(
         len in prop_oneof![1_u64..120, Just(MAX_LEN)],
         stages in prop::collection::vec((0..=EVERY_RULE, 1_u64..9, 0_u64..9, any::<bool>()), 1..6),
     ) {
@@ -727,7 +732,7 @@ proptest! {
     }
 
     #[test]
-    fn the_largest_data_sets_are_read_without_overflow(
+    fn largest_data_sets_do_not_overflow(
         short_of_max in 0_u64..1_000,
         world in 1..=WorldSize::MAX.as_u64(),
         rank in any::<u64>(),

@@ -1,4 +1,4 @@
-//! Laws of every sampler, and the index lists of PyTorch and SPDL.
+//! Properties of every sampler, and comparisons with the index lists of PyTorch and SPDL.
 
 mod laws;
 mod spdl_golden;

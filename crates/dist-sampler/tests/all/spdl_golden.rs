@@ -1,5 +1,4 @@
-//! Every rank reads what SPDL's `DistributedDeterministicSampler` gives it: `golden/` holds the
-//! answers of spdl 0.8.
+//! Comparison with `DistributedDeterministicSampler` of spdl 0.8, whose index lists are in `golden/`.
 
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
@@ -7,19 +6,19 @@ use core_types::WorldSize;
 use dist_sampler::{DistributedSampler, SamplerConfig, Tail};
 use serde_json::Value;
 
-/// n, world, `ddp_drop_last_distributed_round`, what each rank reads.
-type Case = (u64, u64, bool, Option<Vec<Vec<u64>>>);
+/// Length, world, `ddp_drop_last_distributed_round`, indices per rank.
+type SpdlCase = (u64, u64, bool, Option<Vec<Vec<u64>>>);
 
 #[test]
-fn every_rank_reads_what_spdl_gives_it() {
+fn ranks_read_the_spdl_indices() {
     let mut file: Value =
         serde_json::from_str(include_str!("../golden/spdl_deterministic_sampler.json")).unwrap();
-    let cases: Vec<Case> = serde_json::from_value(file["cases"].take()).unwrap();
+    let cases: Vec<SpdlCase> = serde_json::from_value(file["cases"].take()).unwrap();
     assert_eq!(cases.len(), 140);
     for (len, world, drop_last_round, ranks) in cases {
         let tail = if drop_last_round { Tail::Drop } else { Tail::Spread };
         let config = SamplerConfig::spdl_deterministic().with_tail(tail);
-        // The one difference: SPDL refuses a data set of which every rank would get nothing.
+        // The only difference: SPDL refuses a data set that leaves every rank without a sample.
         let ranks = ranks.unwrap_or_else(|| vec![Vec::new(); usize::try_from(world).unwrap()]);
         for (placement, expected) in WorldSize::new(world).unwrap().placements().zip(ranks) {
             let sampler = DistributedSampler::new(len, placement, config).unwrap();

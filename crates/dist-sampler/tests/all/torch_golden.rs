@@ -1,20 +1,19 @@
-//! Every rank reads what PyTorch's `DistributedSampler` gives it: `golden/` holds the answers of
-//! torch 2.15.
+//! Comparison with `DistributedSampler` of torch 2.15, whose index lists are in `golden/`.
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
 use core_types::{Epoch, Placement, Seed, WorldSize};
 use dist_sampler::{DistributedSampler, Error, Order, SamplerConfig, Tail};
 use serde_json::Value;
 
-/// n, world, shuffle, `drop_last`, seed, epoch, what each rank reads.
-type Case = (u64, u64, bool, bool, u64, u64, Vec<Vec<u64>>);
+/// Length, world, shuffle, `drop_last`, seed, epoch, indices per rank.
+type TorchCase = (u64, u64, bool, bool, u64, u64, Vec<Vec<u64>>);
 
-/// n, world, rank, shuffle, `drop_last`, seed, epoch, then the length of the list and its ends and
-/// digest.
-type Digest = (u64, u64, u64, bool, bool, u64, u64, u64, Vec<u64>, Vec<u64>, String);
+/// Length, world, rank, shuffle, `drop_last`, seed, epoch; length of the index list, its first and
+/// last indices, and its digest.
+type DigestCase = (u64, u64, u64, bool, bool, u64, u64, u64, Vec<u64>, Vec<u64>, String);
 
-/// n, seed, then the ends of the permutation and its digest.
-type Large = (u64, u64, Vec<u64>, Vec<u64>, String);
+/// Length, seed; first and last indices of the permutation, and its digest.
+type LargeCase = (u64, u64, Vec<u64>, Vec<u64>, String);
 
 fn distributed_sampler() -> Value {
     serde_json::from_str(include_str!("../golden/torch_distributed_sampler.json")).unwrap()
@@ -26,7 +25,7 @@ fn config(shuffle: bool, drop_last: bool, seed: u64) -> SamplerConfig {
     if drop_last { config.with_tail(Tail::Drop) } else { config }
 }
 
-/// The sampler at `epoch`, reached from epoch 0 as a training loop does.
+/// Creates a sampler in epoch 0 and moves it to `epoch`, as a training loop does.
 fn sampler(
     len: u64,
     placement: Placement,
@@ -38,7 +37,7 @@ fn sampler(
     sampler
 }
 
-/// FNV-1a 64 over the indices, each as 8 bytes, little-endian.
+/// Hashes the indices, each as 8 little-endian bytes, by FNV-1a 64.
 fn digest(indices: impl Iterator<Item = u64>) -> String {
     let bytes = indices.flat_map(u64::to_le_bytes);
     let hash = bytes.fold(0xcbf2_9ce4_8422_2325, |hash: u64, byte| {
@@ -56,14 +55,15 @@ fn assert_ends(sampler: &DistributedSampler, first: &[u64], last: &[u64]) {
 }
 
 #[test]
-fn every_rank_reads_what_torch_gives_it() {
-    let cases: Vec<Case> = serde_json::from_value(distributed_sampler()["cases"].take()).unwrap();
+fn ranks_read_the_torch_indices() {
+    let cases: Vec<TorchCase> =
+        serde_json::from_value(distributed_sampler()["cases"].take()).unwrap();
     assert_eq!(cases.len(), 780);
     for (len, world, shuffle, drop_last, seed, epoch, ranks) in cases {
         let config = config(shuffle, drop_last, seed);
         for (placement, expected) in WorldSize::new(world).unwrap().placements().zip(ranks) {
             if len == 0 {
-                // The one difference: torch hands out an empty list, we say that there is no data.
+                // The only difference: torch returns an empty list, this crate an error.
                 assert_eq!(
                     DistributedSampler::new(0, placement, config).unwrap_err(),
                     Error::EmptyDataSet
@@ -80,8 +80,8 @@ fn every_rank_reads_what_torch_gives_it() {
 }
 
 #[test]
-fn long_data_sets_are_dealt_as_by_torch() {
-    let digests: Vec<Digest> =
+fn long_data_sets_match_torch() {
+    let digests: Vec<DigestCase> =
         serde_json::from_value(distributed_sampler()["digests"].take()).unwrap();
     assert_eq!(digests.len(), 5);
     for (len, world, rank, shuffle, drop_last, seed, epoch, n_read, first, last, expected) in
@@ -96,7 +96,7 @@ fn long_data_sets_are_dealt_as_by_torch() {
 }
 
 #[test]
-fn seed_and_epoch_are_added_and_wrap_as_in_torch() {
+fn seed_plus_epoch_wraps_like_torch() {
     let read = |seed: u64, epoch| {
         let placement = Placement::new(1, 4).unwrap();
         sampler(100, placement, config(true, false, seed), epoch).iter().collect::<Vec<_>>()
@@ -107,14 +107,14 @@ fn seed_and_epoch_are_added_and_wrap_as_in_torch() {
 }
 
 #[test]
-fn both_of_torchs_algorithms_agree_at_their_border() {
+fn torch_algorithms_agree_at_the_limit() {
     if std::env::var_os("DIST_SAMPLER_LARGE").is_none() {
         eprintln!("skipped: takes 0.9 GB, set DIST_SAMPLER_LARGE=1 (and use --release) to run it");
         return;
     }
     let mut file: Value =
         serde_json::from_str(include_str!("../golden/torch_randperm_large.json")).unwrap();
-    let cases: Vec<Large> = serde_json::from_value(file["cases"].take()).unwrap();
+    let cases: Vec<LargeCase> = serde_json::from_value(file["cases"].take()).unwrap();
     assert_eq!(cases.len(), 2);
     for (len, seed, first, last, expected) in cases {
         let sampler = sampler(len, Placement::new(0, 1).unwrap(), config(true, false, seed), 0);

@@ -119,7 +119,7 @@ fn measured(slots: usize, options: fn(Builder<'_>) -> Builder<'_>) -> (usize, us
     };
     let tokens = (rows / slots * LENGTH) as u64;
     let activations =
-        Activations::of_transformer(tokens, WIDTH as u64, ElemType::F32, Runtime::Candle);
+        Activations::for_transformer(tokens, WIDTH as u64, ElemType::F32, Runtime::Candle);
     let model = make();
     let cost = model.cost_model().unwrap().with_activations(activations.unwrap());
     let cost = model.plan().unwrap().cost(&cost).unwrap();

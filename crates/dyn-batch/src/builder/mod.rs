@@ -1,4 +1,4 @@
-//! Sequences on their way into batches: what each strategy keeps open.
+//! Builders of batches: the open batches of each strategy.
 
 mod open_batch;
 pub(crate) mod sorted_set;
@@ -9,34 +9,35 @@ use std::{
     mem,
 };
 
-use self::{open_batch::OpenBatch, sorted_set::WholeSetStrategy, window::Window};
+use self::{open_batch::OpenBatch, sorted_set::WholeSetStrategy, window::SortWindow};
 use crate::{
     batch::{Batch, Sequence},
     config::{DynamicBatchStrategy, Packing},
     error::Result,
-    lengths::histogram::Histogram,
-    limits::Limits,
+    lengths::histogram::LengthHistogram,
+    limits::BatchLimits,
     pack::OpenRows,
 };
 
-/// What a strategy keeps until it is a batch.
+/// The pending sequences of a strategy.
 #[derive(Clone, Debug)]
 pub(crate) enum BatchBuilder {
-    /// The open batches by bucket; strategies without buckets use one.
+    /// Open batches by bucket; strategies without buckets use one.
     Open(BTreeMap<u64, OpenBatch>),
-    Window(Window),
+    Window(SortWindow),
     Rows(OpenRows),
     Whole(Vec<Sequence>, WholeSetStrategy),
 }
 
 impl BatchBuilder {
-    pub(crate) fn new(limits: &Limits) -> Self {
+    /// Creates an empty builder for the strategy.
+    pub(crate) fn new(limits: &BatchLimits) -> Self {
         match limits.config().strategy {
             DynamicBatchStrategy::PadToMax
             | DynamicBatchStrategy::Bucket(_)
             | DynamicBatchStrategy::Dynamic => Self::Open(BTreeMap::new()),
             DynamicBatchStrategy::Sorted { window: Some(window), cut } => {
-                Self::Window(Window::new(window, cut))
+                Self::Window(SortWindow::new(window, cut))
             }
             DynamicBatchStrategy::Sorted { window: None, cut } => {
                 Self::Whole(Vec::new(), WholeSetStrategy::Sorted(cut))
@@ -53,19 +54,19 @@ impl BatchBuilder {
         }
     }
 
-    /// How the strategy arranges all sequences at once; `None` if it takes them as they come.
-    pub(crate) fn whole(limits: &Limits) -> Option<WholeSetStrategy> {
+    /// Returns the strategy if it arranges all sequences at once.
+    pub(crate) fn whole_set_strategy(limits: &BatchLimits) -> Option<WholeSetStrategy> {
         match Self::new(limits) {
-            Self::Whole(_, whole) => Some(whole),
+            Self::Whole(_, strategy) => Some(strategy),
             Self::Open(_) | Self::Window(_) | Self::Rows(_) => None,
         }
     }
 
-    /// Adds an admitted sequence; what is a batch with it goes to `ready`.
+    /// Adds an admitted sequence, moving full batches to `ready`.
     pub(crate) fn push(
         &mut self,
         sequence: Sequence,
-        limits: &Limits,
+        limits: &BatchLimits,
         ready: &mut VecDeque<Batch>,
     ) {
         match self {
@@ -82,8 +83,12 @@ impl BatchBuilder {
         }
     }
 
-    /// Makes batches of what is left; returns how many sequences are dropped.
-    pub(crate) fn finish(&mut self, limits: &Limits, ready: &mut VecDeque<Batch>) -> Result<u64> {
+    /// Moves the remaining sequences to `ready` and returns the number of dropped sequences.
+    pub(crate) fn finish(
+        &mut self,
+        limits: &BatchLimits,
+        ready: &mut VecDeque<Batch>,
+    ) -> Result<u64> {
         match self {
             Self::Open(open) => {
                 Ok(mem::take(open).into_values().map(|open| open.finish(limits, ready)).sum())
@@ -95,23 +100,24 @@ impl BatchBuilder {
                 rows.finish(|row| ready.push_back(limits.batch(row.into_iter())));
                 Ok(0)
             }
-            Self::Whole(sequences, whole) => {
-                finish_whole(&mem::take(sequences), *whole, limits, ready)
+            Self::Whole(sequences, strategy) => {
+                finish_whole(&mem::take(sequences), *strategy, limits, ready)
             }
         }
     }
 }
 
+/// Arranges all `sequences` at once.
 fn finish_whole(
     sequences: &[Sequence],
-    whole: WholeSetStrategy,
-    limits: &Limits,
+    strategy: WholeSetStrategy,
+    limits: &BatchLimits,
     ready: &mut VecDeque<Batch>,
 ) -> Result<u64> {
     let lengths = || sequences.iter().map(|sequence| sequence.length);
-    let histogram = Histogram::new(lengths());
-    // Sequences go by their positions here.
-    let arrangement = whole.arrange(&histogram, (0..).zip(lengths()), limits, None)?;
+    let histogram = LengthHistogram::new(lengths());
+    // Here a sequence's number is its position in `sequences`.
+    let arrangement = strategy.arrange(&histogram, (0..).zip(lengths()), limits, None)?;
     for batch in &arrangement.batches {
         let positions = &arrangement.ids[batch.range.start as usize..batch.range.end as usize];
         let sequences = positions.iter().map(|&position| sequences[position as usize]);

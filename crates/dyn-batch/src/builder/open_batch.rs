@@ -1,58 +1,60 @@
-//! A batch that grows sequence by sequence until it is full.
+//! Batches that grow sequence by sequence.
 
 use std::collections::VecDeque;
 
 use crate::{
     batch::{Batch, Sequence},
-    limits::Limits,
+    limits::BatchLimits,
 };
 
-/// A batch that still grows.
+/// A batch that is not full yet.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct OpenBatch {
     sequences: Vec<Sequence>,
     longest: u64,
-    /// The most sequences it may hold; counts only if there are some.
+    /// Limit on its sequences, valid if there are any.
     max_rows: u64,
 }
 
 impl OpenBatch {
-    /// Adds a sequence; a batch that is full with it goes to `ready`, at most two.
+    /// Adds a sequence, moving at most two full batches to `ready`.
     pub(crate) fn push(
         &mut self,
         sequence: Sequence,
-        limits: &Limits,
+        limits: &BatchLimits,
         ready: &mut VecDeque<Batch>,
     ) {
         if self.sequences.is_empty() || sequence.length > self.longest {
             self.lengthen(sequence.length, limits);
         }
         self.sequences.push(sequence);
-        while let Some(size) = limits.full(self.sequences.len(), self.max_rows) {
+        while let Some(size) = limits.full_size(self.sequences.len(), self.max_rows) {
             ready.push_back(self.close(size, limits));
         }
     }
 
-    fn lengthen(&mut self, longest: u64, limits: &Limits) {
+    /// Sets the length of the longest sequence.
+    fn lengthen(&mut self, longest: u64, limits: &BatchLimits) {
         self.longest = longest;
         self.max_rows = limits.max_rows(limits.padded_length(longest));
     }
 
-    /// Takes out the first `size` sequences; the others stay and open the next batch.
-    fn close(&mut self, size: usize, limits: &Limits) -> Batch {
+    /// Closes a batch of the first `size` sequences; the others open the next batch.
+    fn close(&mut self, size: usize, limits: &BatchLimits) -> Batch {
         let batch = limits.batch(self.sequences.drain(..size));
-        let longest = self.sequences.iter().map(|sequence| sequence.length).max();
-        if let Some(longest) = longest {
+        if let Some(longest) = self.sequences.iter().map(|sequence| sequence.length).max() {
             self.lengthen(longest, limits);
         }
         batch
     }
 
-    /// Makes the last batches; returns how many sequences are dropped.
-    pub(crate) fn finish(mut self, limits: &Limits, ready: &mut VecDeque<Batch>) -> u64 {
-        let (whole, surplus) = limits.last(self.sequences.len());
-        for size in [whole, surplus].into_iter().filter(|&size| size > 0) {
-            ready.push_back(self.close(size, limits));
+    /// Moves the last batches to `ready` and returns the number of dropped sequences.
+    pub(crate) fn finish(mut self, limits: &BatchLimits, ready: &mut VecDeque<Batch>) -> u64 {
+        let (n_in_groups, surplus) = limits.split_remainder(self.sequences.len());
+        for size in [n_in_groups, surplus] {
+            if size > 0 {
+                ready.push_back(self.close(size, limits));
+            }
         }
         self.sequences.len() as u64
     }

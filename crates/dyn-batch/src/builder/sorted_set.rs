@@ -1,8 +1,8 @@
-//! All sequences of a data set, arranged in batches: what sorting and packing do alike.
+//! Arrangement of a whole data set into batches, common to sorting and packing.
 
 #![expect(
     clippy::cast_possible_truncation,
-    reason = "at most 2^32 sequences are arranged together, and tables are as long"
+    reason = "at most 2^32 sequences are arranged together, and tables are no longer"
 )]
 
 use std::ops::Range;
@@ -10,24 +10,24 @@ use std::ops::Range;
 use crate::{
     config::Cut,
     error::{Error, Result},
-    lengths::histogram::{Histogram, Run, Slots},
-    limits::{Limits, Row},
-    pack::{self, Rows},
-    sort::cut::Groups,
+    lengths::histogram::{LengthHistogram, LengthRun, SortSlots},
+    limits::BatchLimits,
+    pack::{self, PackedRows},
+    sort::cut::SortedGroups,
 };
 
-/// Sequences, batch by batch.
+/// The sequences of each batch.
 #[derive(Debug, Default)]
-pub(crate) struct Arrangement {
-    /// The numbers by which the caller knows the sequences of all batches.
+pub(crate) struct BatchArrangement {
+    /// Numbers of the sequences, batch by batch.
     pub(crate) ids: Vec<u32>,
-    /// Where in [`ids`](Self::ids) each batch is.
+    /// Ranges of the batches in [`ids`](Self::ids).
     pub(crate) batches: Vec<PlannedBatch>,
-    /// How many sequences are in no batch, because they cannot fill up the multiple.
+    /// Number of sequences that cannot fill the multiple and are in no batch.
     pub(crate) dropped: u64,
 }
 
-/// A batch whose sequences stand in a list, from a place to another.
+/// A batch as a range of a list of sequences.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct PlannedBatch {
     pub(crate) range: Range<u32>,
@@ -41,7 +41,7 @@ impl PlannedBatch {
     }
 }
 
-/// How a strategy that needs to see all sequences arranges them.
+/// A strategy that needs all sequences at once.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum WholeSetStrategy {
     Sorted(Cut),
@@ -50,15 +50,15 @@ pub(crate) enum WholeSetStrategy {
 }
 
 impl WholeSetStrategy {
-    /// Arranges sequences, given by number and length, which are admitted; equal ones stay in
-    /// order. Sorted ones are cut at the `known` ends if these are within the limits.
+    /// Arranges admitted sequences, given by number and length; equal ones stay in order. Sorted
+    /// ones are cut at the `known` ends if these are within the limits.
     pub(crate) fn arrange(
         self,
-        histogram: &Histogram,
+        histogram: &LengthHistogram,
         sequences: impl Iterator<Item = (u32, u64)>,
-        limits: &Limits,
+        limits: &BatchLimits,
         known: Option<Vec<usize>>,
-    ) -> Result<Arrangement> {
+    ) -> Result<BatchArrangement> {
         let count = histogram.count();
         if u32::try_from(count).is_err() {
             return Err(Error::TooManySequences { count, limit: u32::MAX.into() });
@@ -66,17 +66,23 @@ impl WholeSetStrategy {
         let sorted = sort(histogram, sequences);
         Ok(match self {
             Self::Sorted(cut) => sorted_batches(histogram, sorted, cut, limits, known),
-            Self::BestFit => rows(&pack::best_fit(histogram, limits.empty_row()), &sorted, limits),
+            Self::BestFit => {
+                arrange_rows(&pack::best_fit(histogram, limits.empty_row()), &sorted, limits)
+            }
             Self::MinimumSlack => {
-                rows(&pack::minimum_slack(histogram, limits.empty_row()), &sorted, limits)
+                arrange_rows(&pack::minimum_slack(histogram, limits.empty_row()), &sorted, limits)
             }
         })
     }
 }
 
-/// The numbers of the sequences, from the shortest to the longest.
-pub(crate) fn sort(histogram: &Histogram, sequences: impl Iterator<Item = (u32, u64)>) -> Vec<u32> {
-    let mut slots = Slots::new(histogram);
+/// Returns the numbers of the sequences from the shortest to the longest; equal lengths keep their
+/// order.
+pub(crate) fn sort(
+    histogram: &LengthHistogram,
+    sequences: impl Iterator<Item = (u32, u64)>,
+) -> Vec<u32> {
+    let mut slots = SortSlots::new(histogram);
     let mut sorted = vec![0; histogram.count() as usize];
     for (id, length) in sequences {
         sorted[slots.take(length)] = id;
@@ -85,92 +91,91 @@ pub(crate) fn sort(histogram: &Histogram, sequences: impl Iterator<Item = (u32, 
 }
 
 fn sorted_batches(
-    histogram: &Histogram,
+    histogram: &LengthHistogram,
     mut sorted: Vec<u32>,
     cut: Cut,
-    limits: &Limits,
+    limits: &BatchLimits,
     known: Option<Vec<usize>>,
-) -> Arrangement {
-    // The surplus are the shortest, whose loss, or whose small batch, costs least.
-    let (len, group_len) = (sorted.len(), limits.group_len());
-    let (whole, kept) = limits.last(len);
-    let (surplus, dropped) = (len - whole, len - whole - kept);
-    let groups = Groups::new(&histogram.range(surplus..len), limits);
-    let ends_of_groups = match known {
+) -> BatchArrangement {
+    // The surplus consists of the shortest sequences, because dropping them or giving them a small batch costs least.
+    let len = sorted.len();
+    let (n_in_groups, kept) = limits.split_remainder(len);
+    let surplus = len - n_in_groups;
+    let dropped = surplus - kept;
+    let groups = SortedGroups::new(&histogram.range(surplus..len), limits);
+    let group_ends = match known {
         Some(ends) if groups.allows(&ends) => ends,
         Some(_) | None => groups.cut(cut),
     };
-    let first_end = (kept > 0).then_some(kept);
-    let other_ends = ends_of_groups.into_iter().map(|end| kept + end * group_len);
-    let ends = first_end.into_iter().chain(other_ends);
-    let batches = batches_of(histogram.range(dropped..len).runs(), ends, limits);
+    let mut ends = Vec::with_capacity(group_ends.len() + 1);
+    if kept > 0 {
+        ends.push(kept);
+    }
+    for end in group_ends {
+        ends.push(kept + end * limits.group_len());
+    }
+    let batches = plan_batches(histogram.range(dropped..len).runs(), &ends, limits);
     sorted.drain(..dropped);
-    Arrangement { ids: sorted, batches, dropped: dropped as u64 }
+    BatchArrangement { ids: sorted, batches, dropped: dropped as u64 }
 }
 
-/// The sequences of each row, by the rows of the sequences from the longest to the shortest.
-fn rows(rows: &Rows, sorted: &[u32], limits: &Limits) -> Arrangement {
+/// Arranges packed rows; `sorted` are the sequences from the shortest to the longest.
+fn arrange_rows(rows: &PackedRows, sorted: &[u32], limits: &BatchLimits) -> BatchArrangement {
     let empty = limits.empty_row();
     let mut batches = Vec::with_capacity(rows.left.len());
     let mut start = 0;
     for &left in &rows.left {
         let end = start + (empty.sequences - left.sequences) as u32;
-        batches.push(row(start..end, empty, left));
+        let real_tokens = empty.tokens - left.tokens;
+        batches.push(PlannedBatch { range: start..end, padded_length: empty.tokens, real_tokens });
         start = end;
     }
-    // Rows are filled from their ends, by ascending length, so that the longest comes first.
+    // Rows are filled from their ends in ascending order of length, so that the longest sequence comes first.
     let mut next: Vec<u32> = batches.iter().map(|batch| batch.range.end).collect();
     let mut ids = vec![0; sorted.len()];
     for (&row, &id) in rows.row_of.iter().rev().zip(sorted) {
         next[row as usize] -= 1;
         ids[next[row as usize] as usize] = id;
     }
-    Arrangement { ids, batches, dropped: 0 }
+    BatchArrangement { ids, batches, dropped: 0 }
 }
 
-fn row(range: Range<u32>, empty: Row, left: Row) -> PlannedBatch {
-    PlannedBatch { range, padded_length: empty.tokens, real_tokens: empty.tokens - left.tokens }
-}
-
-/// The batches of sorted sequences that end at these places, the last of them where the runs do.
-fn batches_of(
-    runs: &[Run],
-    ends: impl Iterator<Item = usize>,
-    limits: &Limits,
-) -> Vec<PlannedBatch> {
-    let mut taker = Taker { runs: runs.iter(), open: Run { length: 0, count: 0 } };
+/// Plans batches of sorted sequences, given the end of each batch; the last one ends with the runs.
+fn plan_batches(runs: &[LengthRun], ends: &[usize], limits: &BatchLimits) -> Vec<PlannedBatch> {
+    let mut taker = RunTaker { runs: runs.iter(), current: LengthRun { length: 0, count: 0 } };
+    let mut batches = Vec::with_capacity(ends.len());
     let mut start = 0;
-    let batch = |end: usize| {
-        let range = start as u32..end as u32;
+    for &end in ends {
         let real_tokens = taker.take((end - start) as u64);
+        let padded_length = limits.padded_length(taker.current.length);
+        let range = start as u32..end as u32;
+        batches.push(PlannedBatch { range, padded_length, real_tokens });
         start = end;
-        let padded_length = limits.padded_length(taker.open.length);
-        PlannedBatch { range, padded_length, real_tokens }
-    };
-    ends.map(batch).collect()
+    }
+    batches
 }
 
-/// Takes sorted sequences off their runs.
-struct Taker<'a> {
-    runs: std::slice::Iter<'a, Run>,
-    /// The run of the last sequence, and what is left of it.
-    open: Run,
+/// A cursor that takes sorted sequences from their runs.
+struct RunTaker<'a> {
+    runs: std::slice::Iter<'a, LengthRun>,
+    /// The remainder of the run of the last sequence.
+    current: LengthRun,
 }
 
-impl Taker<'_> {
-    /// Takes the next `count` sequences; returns the sum of their lengths.
+impl RunTaker<'_> {
+    /// Takes the next `count` sequences and returns the sum of their lengths.
     #[expect(clippy::expect_used, reason = "the last batch ends with the last run")]
     fn take(&mut self, count: u64) -> u64 {
         let mut missing = count;
         let mut tokens = 0;
         while missing > 0 {
-            if self.open.count == 0 {
-                self.open = *self.runs.next().expect("no batch ends behind the last sequence");
+            if self.current.count == 0 {
+                self.current = *self.runs.next().expect("no batch ends after the last sequence");
             }
-            let taken = missing.min(self.open.count);
-            tokens += taken * self.open.length;
+            let taken = missing.min(self.current.count);
+            tokens += taken * self.current.length;
             missing -= taken;
-            self.open.count -= taken;
+            self.current.count -= taken;
         }
         tokens
     }

@@ -1,4 +1,4 @@
-//! Sorting with bounded memory: a window of some batches' worth of sequences at a time.
+//! Sorting with bounded memory: a window of sequences for a number of batches.
 
 use std::ops::Range;
 
@@ -6,36 +6,37 @@ use crate::{
     batch::{Batch, Sequence},
     builder::sorted_set as whole_set,
     config::Cut,
-    lengths::histogram::Histogram,
-    limits::Limits,
-    sort::cut::Groups,
+    lengths::histogram::LengthHistogram,
+    limits::BatchLimits,
+    sort::cut::SortedGroups,
 };
 
-/// One batch, as a share of which sequences are counted.
+/// The fill of one batch in fixed point.
 const ONE: u64 = 1 << 32;
 
-/// Sequences that wait until there are enough of them.
+/// Sequences that wait for a full window.
 #[derive(Clone, Debug)]
-pub(crate) struct Window {
+pub(crate) struct SortWindow {
     cut: Cut,
     sequences: Vec<Sequence>,
-    /// How many batches they make, in parts of [`ONE`].
+    /// Number of batches that the sequences fill, in units of [`ONE`].
     fill: u128,
-    /// At how many the window is full.
+    /// Fill at which the window is full.
     full: u128,
+    /// Number of windows cut so far.
     n_cut: u64,
 }
 
-impl Window {
-    /// A window of so many batches.
+impl SortWindow {
+    /// Creates a window of `batches` batches.
     pub(crate) fn new(batches: u64, cut: Cut) -> Self {
-        // One more for the sequences that move on.
+        // One more batch, for the sequences that stay for the next window.
         let full = (u128::from(batches) + 1) * u128::from(ONE);
         Self { cut, sequences: Vec::new(), fill: 0, full, n_cut: 0 }
     }
 
-    /// Adds a sequence; returns the batches of a window that is full with it.
-    pub(crate) fn push(&mut self, sequence: Sequence, limits: &Limits) -> Vec<Batch> {
+    /// Adds a sequence and returns the batches of the window if it is full.
+    pub(crate) fn push(&mut self, sequence: Sequence, limits: &BatchLimits) -> Vec<Batch> {
         self.sequences.push(sequence);
         self.fill += share(sequence, limits);
         if self.fill < self.full { Vec::new() } else { self.cut_full(limits) }
@@ -45,25 +46,26 @@ impl Window {
         self.cut
     }
 
-    /// Takes out the sequences of the window that did not become full.
+    /// Takes the sequences of the last window, which did not fill.
     pub(crate) fn take(&mut self) -> Vec<Sequence> {
         std::mem::take(&mut self.sequences)
     }
 
-    /// Cuts full batches and leaves the others to the next window: those at the short end and those
-    /// at the long end in turn, so that no length waits forever.
-    fn cut_full(&mut self, limits: &Limits) -> Vec<Batch> {
+    /// Cuts full batches and keeps the other sequences for the next window: alternately the
+    /// shortest and the longest, so that no length waits forever.
+    fn cut_full(&mut self, limits: &BatchLimits) -> Vec<Batch> {
         let lengths = || self.sequences.iter().map(|sequence| sequence.length);
-        let histogram = Histogram::new(lengths());
+        let histogram = LengthHistogram::new(lengths());
         let sorted = whole_set::sort(&histogram, (0..).zip(lengths()));
         let full = self.full_batches(&histogram, sorted.len(), limits);
-        let groups = Groups::new(&histogram.range(full.clone()), limits);
+        let groups = SortedGroups::new(&histogram.range(full.clone()), limits);
         let mut start = full.start;
         let mut batches = Vec::new();
-        for end in self.ends(&groups) {
-            let end = full.start + end * limits.group_len();
-            let places = sorted[start..end].iter();
-            batches.push(limits.batch(places.map(|&place| self.sequences[place as usize])));
+        for group_end in self.group_ends(&groups) {
+            let end = full.start + group_end * limits.group_len();
+            let positions = sorted[start..end].iter();
+            let sequences = positions.map(|&position| self.sequences[position as usize]);
+            batches.push(limits.batch(sequences));
             start = end;
         }
         self.keep(&[&sorted[..full.start], &sorted[full.end..]].concat(), limits);
@@ -71,52 +73,58 @@ impl Window {
         batches
     }
 
-    /// Which of the sorted sequences are cut now. The batch that takes what is left by the others
-    /// may not be full, so it waits; if it is the only one, then all do.
-    fn full_batches(&self, histogram: &Histogram, len: usize, limits: &Limits) -> Range<usize> {
+    /// Returns the range of the sorted sequences that are cut now. The batch at the kept end may
+    /// not be full, so it waits, even if it is the only one.
+    fn full_batches(
+        &self,
+        histogram: &LengthHistogram,
+        len: usize,
+        limits: &BatchLimits,
+    ) -> Range<usize> {
         let group_len = limits.group_len();
         let surplus = len % group_len;
-        let groups = Groups::new(&histogram.range(surplus..len), limits);
-        let at = |n_groups: usize| surplus + n_groups * group_len;
-        if self.leaves_short() {
+        let groups = SortedGroups::new(&histogram.range(surplus..len), limits);
+        if self.keeps_short() {
             match groups.longest_first().as_slice() {
-                [end_of_shortest, ..] => at(*end_of_shortest)..len,
+                [end_of_shortest, ..] => surplus + end_of_shortest * group_len..len,
                 [] => len..len,
             }
         } else {
             match groups.shortest_first().as_slice() {
-                [.., start_of_longest, _] => surplus..at(*start_of_longest),
+                [.., start_of_longest, _] => surplus..surplus + start_of_longest * group_len,
                 [] | [_] => surplus..surplus,
             }
         }
     }
 
-    fn leaves_short(&self) -> bool {
+    /// Returns true if this window keeps the shortest sequences, false for the longest.
+    fn keeps_short(&self) -> bool {
         self.n_cut % 2 == 0
     }
 
-    /// Where the batches of groups end.
-    fn ends(&self, groups: &Groups) -> Vec<usize> {
+    /// Returns the ends of the batches, counted in groups.
+    fn group_ends(&self, groups: &SortedGroups) -> Vec<usize> {
         match self.cut {
-            Cut::Greedy if self.leaves_short() => groups.longest_first(),
-            // Cut from the side where the last batch was found to be full.
+            // Cut from the same end as `full_batches`, so that all batches are full.
+            Cut::Greedy if self.keeps_short() => groups.longest_first(),
             Cut::Greedy => groups.shortest_first(),
             Cut::Optimal => groups.cut(Cut::Optimal),
         }
     }
 
-    /// Leaves the sequences at these places for the next window. Equal ones are in the order in which
-    /// they came, and before those that are yet to come.
-    fn keep(&mut self, places: &[u32], limits: &Limits) {
-        self.sequences = places.iter().map(|&place| self.sequences[place as usize]).collect();
+    /// Keeps the sequences at these positions for the next window. Equal lengths stay in the order of arrival, before
+    /// later ones.
+    fn keep(&mut self, positions: &[u32], limits: &BatchLimits) {
+        let kept = positions.iter().map(|&position| self.sequences[position as usize]);
+        self.sequences = kept.collect();
         self.fill = self.sequences.iter().map(|&sequence| share(sequence, limits)).sum();
     }
 }
 
-/// How much of a batch a sequence takes, at least: batches of sequences like this one would hold as
+/// Returns the part of a batch that a sequence fills at least: batches of equal sequences hold as
 /// many as fit.
-fn share(sequence: Sequence, limits: &Limits) -> u128 {
-    // At least one, since the sequence was admitted.
+fn share(sequence: Sequence, limits: &BatchLimits) -> u128 {
+    // `rows` is at least one, because the sequence was admitted.
     let rows = limits.max_rows(limits.padded_length(sequence.length));
     u128::from(ONE.div_ceil(rows))
 }

@@ -1,4 +1,4 @@
-//! Where in a tensor the sequences of a batch go.
+//! Positions of the sequences of a batch in a tensor.
 
 use std::ops::Range;
 
@@ -6,38 +6,39 @@ use candle_core::{Device, Error as CandleError, Result, Tensor, WithDType};
 
 use crate::{batch::Batch, collate::Collator, error::Error};
 
-/// Rows of equal length, and the sequences in them.
+/// Rows of equal length and the positions of their sequences.
 ///
-/// It remembers how many tokens each sequence had, so that a further field which has more items or
-/// fewer is not laid beside the wrong tokens.
+/// It stores the number of tokens of each sequence, to reject fields with a different number of
+/// items.
 #[derive(Clone, Debug)]
-pub(crate) struct Layout {
+pub(crate) struct TokenLayout {
     rows: usize,
     row_len: usize,
-    places: Vec<Place>,
+    spans: Vec<SequenceSpan>,
     device: Device,
 }
 
-/// Where a sequence goes.
+/// The position of a sequence.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Place {
-    /// Its position in the data set.
+pub(crate) struct SequenceSpan {
+    /// Index in the data set.
     index: u64,
-    /// The tokens before it, of all rows.
+    /// Offset of its first token, over all rows.
     start: usize,
-    /// How many tokens it has, and how many of them are kept: the others are cut off its end.
+    /// Number of tokens.
     n_tokens: usize,
+    /// Number of tokens that are kept; the rest is truncated.
     n_kept: usize,
 }
 
-impl Place {
+impl SequenceSpan {
     pub(crate) fn range(&self) -> Range<usize> {
         self.start..self.start + self.n_kept
     }
 }
 
-impl Layout {
-    /// A row for each sequence of a batch; `tokens` are theirs.
+impl TokenLayout {
+    /// Lays out a batch with one row per sequence.
     pub(crate) fn padded(
         batch: &Batch,
         tokens: &[&[u32]],
@@ -49,19 +50,22 @@ impl Layout {
         if sequences > batch.rows {
             return Err(wrapped(Error::PackedBatch { sequences, rows: batch.rows }));
         }
-        let place = |(row, (&index, tokens)): (usize, (&u64, &&[u32]))| {
+        let mut spans = Vec::with_capacity(tokens.len());
+        for (row, (&index, tokens)) in batch.indices.iter().zip(tokens).enumerate() {
             let n_kept = collator.n_kept(tokens);
             check_row(n_kept, row_len)?;
-            let start = row * row_len;
-            Ok::<_, CandleError>(Place { index, start, n_tokens: tokens.len(), n_kept })
-        };
-        let places = batch.indices.iter().zip(tokens).enumerate().map(place);
-        let places: Vec<Place> = places.collect::<Result<_>>()?;
-        check_counted(batch, &places)?;
-        Ok(Self { rows, row_len, places, device: device.clone() })
+            spans.push(SequenceSpan {
+                index,
+                start: row * row_len,
+                n_tokens: tokens.len(),
+                n_kept,
+            });
+        }
+        check_counted(batch, &spans)?;
+        Ok(Self { rows, row_len, spans, device: device.clone() })
     }
 
-    /// One row for all sequences of a batch, one behind the other; `tokens` are theirs.
+    /// Lays out a batch with all sequences in one row.
     pub(crate) fn packed(
         batch: &Batch,
         tokens: &[&[u32]],
@@ -70,93 +74,94 @@ impl Layout {
     ) -> Result<Self> {
         let (_, row_len) = shape(batch)?;
         let mut start = 0;
-        let mut places = Vec::with_capacity(tokens.len());
+        let mut spans = Vec::with_capacity(tokens.len());
         for (&index, tokens) in batch.indices.iter().zip(tokens) {
             let n_kept = collator.n_kept(tokens);
-            places.push(Place { index, start, n_tokens: tokens.len(), n_kept });
+            spans.push(SequenceSpan { index, start, n_tokens: tokens.len(), n_kept });
             start += n_kept;
         }
         check_row(start, row_len)?;
-        check_counted(batch, &places)?;
-        Ok(Self { rows: 1, row_len, places, device: device.clone() })
+        check_counted(batch, &spans)?;
+        Ok(Self { rows: 1, row_len, spans, device: device.clone() })
     }
 
     pub(crate) fn row_len(&self) -> usize {
         self.row_len
     }
 
-    /// The sequences, in the order of the batch.
-    pub(crate) fn places(&self) -> &[Place] {
-        &self.places
+    /// Returns the positions of the sequences, in the order of the batch.
+    pub(crate) fn spans(&self) -> &[SequenceSpan] {
+        &self.spans
     }
 
-    /// The number of tokens of each sequence that are there.
+    /// Returns the number of kept tokens of each sequence.
     pub(crate) fn lengths(&self) -> impl Iterator<Item = u64> {
-        self.places.iter().map(|place| place.n_kept as u64)
+        self.spans.iter().map(|span| span.n_kept as u64)
     }
 
-    /// The items of each sequence at their place, and `fill` everywhere else.
-    pub(crate) fn lay<'a, T: Copy + 'a>(
+    /// Returns the items of each sequence at its position, and `fill` elsewhere.
+    pub(crate) fn lay_out<'a, T: Copy + 'a>(
         &self,
         fill: T,
         items: impl Iterator<Item = &'a [T]>,
     ) -> Result<Vec<T>> {
         let mut all = vec![fill; self.rows * self.row_len];
-        for (place, items) in self.places.iter().zip(items) {
-            if items.len() != place.n_tokens {
+        for (span, items) in self.spans.iter().zip(items) {
+            if items.len() != span.n_tokens {
                 return Err(wrapped(Error::FieldLength {
-                    index: place.index,
+                    index: span.index,
                     items: items.len() as u64,
-                    tokens: place.n_tokens as u64,
+                    tokens: span.n_tokens as u64,
                 }));
             }
-            all[place.range()].copy_from_slice(&items[..place.n_kept]);
+            all[span.range()].copy_from_slice(&items[..span.n_kept]);
         }
         Ok(all)
     }
 
-    /// A tensor [rows, row length].
+    /// Creates a tensor of shape `[rows, row length]`.
     pub(crate) fn tensor<T: WithDType>(&self, items: Vec<T>) -> Result<Tensor> {
         Tensor::from_vec(items, (self.rows, self.row_len), &self.device)
     }
 
-    /// A tensor [rows, row length] of the items of each sequence, by its position in the data set.
+    /// Creates a tensor of shape `[rows, row length]` from the items of each sequence, by its index
+    /// in the data set.
     pub(crate) fn per_token<'a, T: WithDType>(
         &self,
         fill: T,
         items: impl FnMut(u64) -> &'a [T],
     ) -> Result<Tensor> {
-        self.tensor(self.lay(fill, self.indices().map(items))?)
+        self.tensor(self.lay_out(fill, self.indices().map(items))?)
     }
 
-    /// A tensor [sequences].
+    /// Creates a tensor of shape `[sequences]`.
     pub(crate) fn per_sequence<T: WithDType>(&self, value: impl FnMut(u64) -> T) -> Result<Tensor> {
         Tensor::from_iter(self.indices().map(value), &self.device)
     }
 
     fn indices(&self) -> impl Iterator<Item = u64> {
-        self.places.iter().map(|place| place.index)
+        self.spans.iter().map(|span| span.index)
     }
 }
 
-/// Refuses tokens that are more than a row has.
+/// Checks that tokens fit into a row.
 fn check_row(n_tokens: usize, row_len: usize) -> Result<()> {
-    let (tokens, row_length) = (n_tokens as u64, row_len as u64);
     if n_tokens <= row_len {
-        Ok(())
-    } else {
-        Err(wrapped(Error::RowOverflow { tokens, row_length }))
+        return Ok(());
     }
+    let tokens = n_tokens as u64;
+    Err(wrapped(Error::RowOverflow { tokens, row_length: row_len as u64 }))
 }
 
-/// Refuses more tokens than the batch counts: its limits and reports would not be about them.
-fn check_counted(batch: &Batch, places: &[Place]) -> Result<()> {
-    let tokens = places.iter().map(|place| place.n_kept as u64).sum();
+/// Checks that there are no more tokens than the batch counts, because its limits and reports would
+/// be wrong.
+fn check_counted(batch: &Batch, spans: &[SequenceSpan]) -> Result<()> {
+    let tokens = spans.iter().map(|span| span.n_kept as u64).sum();
     let counted = batch.real_tokens;
     if tokens <= counted { Ok(()) } else { Err(wrapped(Error::Uncounted { tokens, counted })) }
 }
 
-/// Rows and their length, if a tensor can have so many elements of 8 bytes.
+/// Returns the rows and their length, if a tensor can have that many elements of 8 bytes.
 fn shape(batch: &Batch) -> Result<(usize, usize)> {
     let Batch { rows, padded_length, .. } = *batch;
     let bytes = rows.checked_mul(padded_length).and_then(|elements| elements.checked_mul(8));

@@ -1,4 +1,4 @@
-//! Batches become tensors.
+//! Tensors of batches.
 
 mod layout;
 mod segments;
@@ -8,13 +8,13 @@ use candle_core::{Device, Result, Tensor, WithDType};
 use crate::{
     batch::Batch,
     collate::{
-        layout::{Layout, wrapped},
-        segments::Segments,
+        layout::{TokenLayout, wrapped},
+        segments::PackedSegments,
     },
     error::Error,
 };
 
-/// How sequences of token ids become tensors.
+/// A converter from sequences of token ids to tensors.
 ///
 /// # Examples
 ///
@@ -39,19 +39,19 @@ use crate::{
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
 ///
-/// What else is known of each sequence is laid out like its tokens: by
-/// [`per_sequence`](BatchTensors::per_sequence) (the label of a class),
-/// [`per_token`](BatchTensors::per_token) (token types, the label of each token) and
-/// [`labels_where`](BatchTensors::labels_where) (a mask of answers). These are what Hugging Face's
-/// `DataCollatorWithPadding`, `DataCollatorForTokenClassification` and TRL's `completion_mask` do.
+/// Other fields of sequences are laid out like the tokens:
+/// [`per_sequence`](BatchTensors::per_sequence) (class labels),
+/// [`per_token`](BatchTensors::per_token) (token types, token labels) and
+/// [`labels_where`](BatchTensors::labels_where) (masks of target tokens), like Hugging Face's
+/// `DataCollatorWithPadding`, `DataCollatorForTokenClassification` and TRL's `completion_mask`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub struct Collator {
-    /// The token that fills up; 0 by default.
+    /// Padding token; 0 by default.
     pub pad_id: u32,
-    /// The label of padding, which a loss leaves out; −100 by default, as in PyTorch.
+    /// Label of padding, which losses ignore; −100 by default, as in PyTorch.
     pub ignore_index: i64,
-    /// How many tokens of a sequence are kept; all by default.
+    /// Limit on the tokens of a sequence; none by default.
     pub max_sequence_length: Option<u64>,
 }
 
@@ -61,7 +61,7 @@ impl Default for Collator {
     }
 }
 
-/// The tensors of a batch, of shape `[rows, padded_length]`; `R` holds those of padded or of packed rows alone.
+/// The tensors of a batch, of shape `[rows, padded_length]`; `R` has the tensors specific to padded or packed rows.
 ///
 /// # Examples
 ///
@@ -70,7 +70,7 @@ impl Default for Collator {
 /// use dyn_batch::{BatchConfig, Collator, DynamicBatchSampler, DynamicBatchStrategy, Packing};
 ///
 /// let texts: [&[u32]; 2] = [&[5, 6, 7], &[8, 9]];
-/// let answers: [&[u8]; 2] = [&[0, 1, 1], &[0, 1]]; // the rest is the prompt
+/// let targets: [&[u8]; 2] = [&[0, 1, 1], &[0, 1]]; // 0 marks the prompt
 /// let packed = DynamicBatchStrategy::Pack(Packing::BestFit);
 /// let config = BatchConfig::default().with_strategy(packed).with_max_tokens(6);
 /// let sampler = DynamicBatchSampler::new(texts.map(<[u32]>::len), config)?;
@@ -79,48 +79,48 @@ impl Default for Collator {
 /// let row = Collator::default().pack(&batch, |index| texts[index as usize], &Device::Cpu)?;
 /// assert_eq!(row.ids.to_vec2::<u32>()?, [[5, 6, 7, 8, 9, 0]]);
 /// assert_eq!(row.rows.segment_ids.to_vec2::<u32>()?, [[1, 1, 1, 2, 2, 0]]);
-/// let labels = row.labels_where(|index| answers[index as usize])?;
+/// let labels = row.labels_where(|index| targets[index as usize])?;
 /// assert_eq!(labels.to_vec2::<i64>()?, [[-100, 6, 7, -100, 9, -100]]);
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub struct BatchTensors<R> {
-    /// The token ids, `U32`.
+    /// Token ids, `U32`.
     pub ids: Tensor,
-    /// The token ids again, `I64`, with the ignore index for padding. They are not shifted: compare the logits of
-    /// token i with label i + 1. In a packed row the first token of each sequence has the ignore index too, because
-    /// the token before it is of another sequence.
+    /// Token ids as `I64`, with the ignore index for padding. They are not shifted: compare the logits of token i with
+    /// label i + 1. In a packed row the first token of each sequence also has the ignore index, because the token
+    /// before it belongs to another sequence.
     pub labels: Tensor,
-    /// The mask of padded rows, or the segments of a packed row.
+    /// Mask of padded rows, or segments of a packed row.
     pub rows: R,
     ignore_index: i64,
-    layout: Layout,
+    layout: TokenLayout,
 }
 
-/// Rows of one sequence each.
+/// The tensors of rows with one sequence each.
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub struct PaddedRows {
-    /// 1 where there is a token, 0 where there is padding, `U8`.
+    /// 1 for tokens, 0 for padding, `U8`.
     pub mask: Tensor,
 }
 
-/// A row of several sequences.
+/// The tensors of a row with several sequences.
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub struct PackedRow {
-    /// The number of each token's sequence, from 1, and 0 for padding, `U32`: attend where they are equal.
+    /// Number of each token's sequence, from 1, and 0 for padding, `U32`: attend between equal numbers.
     pub segment_ids: Tensor,
-    /// The position of each token in its sequence, `U32`.
+    /// Position of each token in its sequence, `U32`.
     pub position_ids: Tensor,
-    /// The tokens before each sequence, and those of all, `U32` of shape `[sequences + 1]`; the limits that
-    /// `flash_attn_varlen_func` of `FlashAttention` calls so.
+    /// Number of tokens before each sequence, and the total, `U32` of shape `[sequences + 1]`, as
+    /// `flash_attn_varlen_func` of `FlashAttention` takes them.
     pub cu_seqlens: Tensor,
 }
 
 impl Collator {
-    /// Sets the token that fills up; 0 by default.
+    /// Sets the padding token; 0 by default.
     #[must_use]
     pub fn with_pad_id(self, pad_id: u32) -> Self {
         Self { pad_id, ..self }
@@ -132,33 +132,34 @@ impl Collator {
         Self { ignore_index, ..self }
     }
 
-    /// Cuts longer sequences at their end; by default none is. Where the batcher
-    /// [truncates](crate::Overlong::Truncate), this is its
+    /// Truncates longer sequences; by default none. If the batcher
+    /// [truncates](crate::Overlong::Truncate), use its
     /// [`max_sequence_length`](crate::BatchConfig::max_sequence_length).
     #[must_use]
     pub fn with_max_sequence_length(self, max_sequence_length: u64) -> Self {
         Self { max_sequence_length: Some(max_sequence_length), ..self }
     }
 
-    /// How many tokens of a sequence are kept.
+    /// Returns the number of kept tokens of a sequence.
     fn n_kept(&self, tokens: &[u32]) -> usize {
-        // A limit beyond the address space is none.
-        let max = self.max_sequence_length.and_then(|max| usize::try_from(max).ok());
-        max.map_or(tokens.len(), |max| tokens.len().min(max))
+        // A limit beyond the address space has no effect.
+        match self.max_sequence_length.map(usize::try_from) {
+            Some(Ok(max)) => tokens.len().min(max),
+            Some(Err(_)) | None => tokens.len(),
+        }
     }
 
-    /// Pads the sequences of a batch, a row each; `tokens` gives the token ids of an index.
+    /// Pads the sequences of a batch, one per row; `tokens` returns the token ids of an index.
     ///
-    /// Each token is copied once for each tensor, and to another device at once. Sequences that the
-    /// batcher truncates are cut by
-    /// [`with_max_sequence_length`](Self::with_max_sequence_length).
+    /// Each token is copied once per tensor.
+    /// [`with_max_sequence_length`](Self::with_max_sequence_length) truncates the sequences that
+    /// the batcher truncates.
     ///
     /// # Errors
     ///
-    /// Candle's own for the device. Wrapped in one of candle's: [`Error::TensorTooLarge`] if the
-    /// batch is larger than the address space, [`Error::PackedBatch`] if it has more sequences than
-    /// rows, [`Error::RowOverflow`] if a sequence is longer than its row, and [`Error::Uncounted`] if
-    /// all are longer than the batch says.
+    /// Errors of candle for the device. Wrapped in one: [`Error::TensorTooLarge`] if the batch exceeds the address
+    /// space, [`Error::PackedBatch`] if it has more sequences than rows, [`Error::RowOverflow`] if a sequence is longer
+    /// than its row, and [`Error::Uncounted`] if there are more tokens than the batch counts.
     pub fn pad<'a>(
         &self,
         batch: &Batch,
@@ -166,15 +167,14 @@ impl Collator {
         device: &Device,
     ) -> Result<BatchTensors<PaddedRows>> {
         let tokens: Vec<&[u32]> = batch.indices.iter().map(|&index| tokens(index)).collect();
-        let layout = Layout::padded(batch, &tokens, self, device)?;
-        let ids = layout.lay(self.pad_id, tokens.iter().copied())?;
+        let layout = TokenLayout::padded(batch, &tokens, self, device)?;
+        let ids = layout.lay_out(self.pad_id, tokens.iter().copied())?;
         let mut mask = vec![0_u8; ids.len()];
         let mut labels = vec![self.ignore_index; ids.len()];
-        for place in layout.places() {
-            let here = place.range();
-            mask[here.clone()].fill(1);
-            for (label, &token) in labels[here.clone()].iter_mut().zip(&ids[here]) {
-                *label = token.into();
+        for span in layout.spans() {
+            mask[span.range()].fill(1);
+            for position in span.range() {
+                labels[position] = ids[position].into();
             }
         }
         Ok(BatchTensors {
@@ -186,15 +186,14 @@ impl Collator {
         })
     }
 
-    /// Puts the sequences of a packed batch into its row, one behind the other; `tokens` gives the
-    /// token ids of an index.
+    /// Concatenates the sequences of a packed batch in its row; `tokens` returns the token ids of
+    /// an index.
     ///
     /// # Errors
     ///
-    /// Candle's own for the device. Wrapped in one of candle's: [`Error::TensorTooLarge`] if the
-    /// row is larger than the address space, and [`Error::RowOverflow`] if the sequences are longer
-    /// than the row, so longer than the batcher was told; [`Error::Uncounted`] if they are longer
-    /// than the batch says.
+    /// Errors of candle for the device. Wrapped in one: [`Error::TensorTooLarge`] if the row
+    /// exceeds the address space, [`Error::RowOverflow`] if the sequences are longer than the row,
+    /// and [`Error::Uncounted`] if there are more tokens than the batch counts.
     pub fn pack<'a>(
         &self,
         batch: &Batch,
@@ -202,18 +201,17 @@ impl Collator {
         device: &Device,
     ) -> Result<BatchTensors<PackedRow>> {
         let tokens: Vec<&[u32]> = batch.indices.iter().map(|&index| tokens(index)).collect();
-        let layout = Layout::packed(batch, &tokens, self, device)?;
+        let layout = TokenLayout::packed(batch, &tokens, self, device)?;
         let row_len = layout.row_len();
-        let too_long = || {
+        let segments = PackedSegments::new(layout.lengths()).ok_or_else(|| {
             let tokens = layout.lengths().sum();
             wrapped(Error::RowOverflow { tokens, row_length: row_len as u64 })
-        };
-        let segments = Segments::new(layout.lengths()).ok_or_else(too_long)?;
-        let ids = layout.lay(self.pad_id, tokens.iter().copied())?;
+        })?;
+        let ids = layout.lay_out(self.pad_id, tokens.iter().copied())?;
         let mut labels = vec![self.ignore_index; ids.len()];
-        for place in layout.places() {
-            // What comes before the first token is another sequence, which must not predict it.
-            for position in place.range().skip(1) {
+        for span in layout.spans() {
+            // The first token follows another sequence, which must not predict it.
+            for position in span.range().skip(1) {
                 labels[position] = ids[position].into();
             }
         }
@@ -233,12 +231,12 @@ impl Collator {
 }
 
 impl<R> BatchTensors<R> {
-    /// Returns a value of each sequence: the label of its class, a number to predict, its weight. Of shape
-    /// `[sequences]`, on the device of the others.
+    /// Returns a value per sequence, such as a class label, a regression target or a weight, of shape `[sequences]` on
+    /// the device of the other tensors.
     ///
     /// # Errors
     ///
-    /// Candle's own for the device.
+    /// Errors of candle for the device.
     ///
     /// # Examples
     ///
@@ -246,7 +244,8 @@ impl<R> BatchTensors<R> {
     /// use candle_core::Device;
     /// use dyn_batch::{BatchConfig, Collator, DynamicBatchSampler};
     ///
-    /// let (texts, classes): ([&[u32]; 2], [u32; 2]) = ([&[5, 6, 7], &[8]], [1, 0]);
+    /// let texts: [&[u32]; 2] = [&[5, 6, 7], &[8]];
+    /// let classes = [1_u32, 0];
     /// let config = BatchConfig::default().with_max_batch_size(2);
     /// let sampler = DynamicBatchSampler::new(texts.map(<[u32]>::len), config)?;
     ///
@@ -260,17 +259,17 @@ impl<R> BatchTensors<R> {
         self.layout.per_sequence(value)
     }
 
-    /// Returns a value of each token: its type, its label, its weight; `fill` for padding. Of shape
-    /// `[rows, padded_length]`, on the device of the others, and cut where the tokens are.
+    /// Returns a value per token, such as a type, a label or a weight, and `fill` for padding, of
+    /// shape `[rows, padded_length]` on the device of the other tensors. Items are truncated like
+    /// the tokens.
     ///
-    /// Labels of tokens want the ignore index as `fill`, −100 if a loss is to know it as PyTorch's. The first token of
-    /// a packed sequence keeps its value; labels that the token before it predicts are therefore those of
-    /// [`labels_where`](Self::labels_where).
+    /// For token labels, use the ignore index as `fill`, −100 for losses that follow PyTorch. The first token of a
+    /// packed sequence keeps its value; for next-token labels use [`labels_where`](Self::labels_where).
     ///
     /// # Errors
     ///
-    /// Candle's own for the device. Wrapped in one of candle's: [`Error::FieldLength`] if a sequence
-    /// has not as many items as tokens.
+    /// Errors of candle for the device. Wrapped in one: [`Error::FieldLength`] if a sequence has a different number of
+    /// items than tokens.
     ///
     /// # Examples
     ///
@@ -278,7 +277,8 @@ impl<R> BatchTensors<R> {
     /// use candle_core::Device;
     /// use dyn_batch::{BatchConfig, Collator, DynamicBatchSampler};
     ///
-    /// let (texts, tags): ([&[u32]; 2], [&[i64]; 2]) = ([&[5, 6, 7], &[8]], [&[2, 0, 1], &[3]]);
+    /// let texts: [&[u32]; 2] = [&[5, 6, 7], &[8]];
+    /// let tags: [&[i64]; 2] = [&[2, 0, 1], &[3]];
     /// let config = BatchConfig::default().with_max_batch_size(2);
     /// let sampler = DynamicBatchSampler::new(texts.map(<[u32]>::len), config)?;
     ///
@@ -296,12 +296,12 @@ impl<R> BatchTensors<R> {
         self.layout.per_token(fill, items)
     }
 
-    /// Returns the [`labels`](Self::labels) of the tokens whose `mask` is not 0, and the ignore index everywhere else: so
-    /// that the answers are learned, and the prompts are not.
+    /// Returns the [`labels`](Self::labels) of tokens with a nonzero `mask`, and the ignore index elsewhere, for
+    /// example to train on completions and not on prompts.
     ///
     /// # Errors
     ///
-    /// As [`per_token`](Self::per_token).
+    /// The errors of [`per_token`](Self::per_token).
     pub fn labels_where<'a>(&self, mask: impl FnMut(u64) -> &'a [u8]) -> Result<Tensor> {
         let ignored = Tensor::full(self.ignore_index, self.labels.shape(), self.labels.device())?;
         self.layout.per_token(0, mask)?.where_cond(&self.labels, &ignored)
@@ -328,7 +328,7 @@ mod tests {
     }
 
     #[test]
-    fn padding_has_its_own_id_and_label() {
+    fn padding_has_configured_id_and_label() {
         let batches =
             batches(BatchConfig::default().with_max_batch_size(2).with_length_multiple(4));
         let collator = Collator::default().with_pad_id(99).with_ignore_index(-1);
@@ -339,7 +339,7 @@ mod tests {
     }
 
     #[test]
-    fn truncated_sequences_are_cut_at_their_end() {
+    fn truncation_cuts_the_end() {
         let config = BatchConfig::default().with_max_batch_size(4).with_max_sequence_length(2);
         let batches = batches(config.with_overlong(Overlong::Truncate));
         let collator = Collator::default().with_max_sequence_length(2);
@@ -350,7 +350,7 @@ mod tests {
     }
 
     #[test]
-    fn sequences_are_cut_to_the_length_that_is_counted_not_to_the_row() {
+    fn truncation_follows_the_counted_length() {
         let config = BatchConfig::default().with_max_sequence_length(3);
         let config = config.with_overlong(Overlong::Truncate);
         let collator = Collator::default().with_max_sequence_length(3);
@@ -372,7 +372,7 @@ mod tests {
     }
 
     #[test]
-    fn a_sequence_that_is_longer_than_its_packed_row_is_not_cut_in_silence() {
+    fn overlong_packed_sequences_are_errors() {
         let pack = DynamicBatchStrategy::Pack(Packing::BestFit);
         let packed = batches(BatchConfig::default().with_strategy(pack).with_max_tokens(4));
         assert_eq!(packed[0].indices, [3]);
@@ -382,7 +382,7 @@ mod tests {
     }
 
     #[test]
-    fn packed_rows_know_their_sequences() {
+    fn packed_rows_have_segments() {
         let pack = DynamicBatchStrategy::Pack(Packing::BestFit);
         let batches = batches(BatchConfig::default().with_strategy(pack).with_max_tokens(6));
         assert_eq!(
@@ -406,7 +406,7 @@ mod tests {
     }
 
     #[test]
-    fn fields_stand_where_the_tokens_do() {
+    fn fields_align_with_tokens() {
         let config = BatchConfig::default().with_max_batch_size(4).with_max_sequence_length(3);
         let batches = batches(config.with_overlong(Overlong::Truncate));
         let collator = Collator::default().with_ignore_index(-1);
@@ -432,7 +432,7 @@ mod tests {
         assert_eq!(tensors.ids.to_vec2::<u32>().unwrap(), [[7, 8, 9, 10, 4, 5]]);
         let tenfold = tensors.per_token(0, at(TENFOLD)).unwrap();
         assert_eq!(tenfold.to_vec2::<i64>().unwrap(), [[70, 80, 90, 100, 40, 50]]);
-        // The 4 is even, but the first token of its sequence.
+        // The 4 is even, but it is the first token of its sequence.
         let labels = tensors.labels_where(at(EVEN)).unwrap();
         assert_eq!(labels.to_vec2::<i64>().unwrap(), [[-100, 8, -100, 10, -100, -100]]);
         let indices = tensors.per_sequence(|index| u32::try_from(index).unwrap()).unwrap();
@@ -440,7 +440,7 @@ mod tests {
     }
 
     #[test]
-    fn a_field_of_another_length_than_the_tokens_is_refused() {
+    fn field_length_mismatch_is_rejected() {
         let pack = DynamicBatchStrategy::Pack(Packing::BestFit);
         let packed = batches(BatchConfig::default().with_strategy(pack).with_max_tokens(6));
         let packed = Collator::default().pack(&packed[0], text, &Device::Cpu).unwrap();
@@ -462,7 +462,7 @@ mod tests {
     }
 
     #[test]
-    fn packed_batches_are_not_padded() {
+    fn padding_packed_batches_is_an_error() {
         let pack = DynamicBatchStrategy::Pack(Packing::BestFit);
         let batches = batches(BatchConfig::default().with_strategy(pack).with_max_tokens(6));
         let error = Collator::default().pad(&batches[0], text, &Device::Cpu).unwrap_err();
@@ -470,7 +470,7 @@ mod tests {
     }
 
     #[test]
-    fn rows_that_do_not_hold_their_sequences_are_refused() {
+    fn row_overflow_is_rejected() {
         let pack = DynamicBatchStrategy::Pack(Packing::BestFit);
         let batches = batches(BatchConfig::default().with_strategy(pack).with_max_tokens(6));
         let error =

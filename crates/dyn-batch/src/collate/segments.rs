@@ -1,18 +1,18 @@
-//! Where the sequences of a packed row lie.
+//! Positions of the sequences of a packed row.
 
-/// The sequences of one packed row, one behind the other, padding at the end.
+/// The sequences of one packed row, contiguous, with padding at the end.
 ///
-/// Attention must not look from one into the next, and positions begin anew in each: kernels ask
-/// for the limits of the sequences (`cu_seqlens`, as `flash_attn_varlen_func` of `FlashAttention`
-/// calls them), models for position ids, masks for segment ids.
+/// Attention must stay within a sequence, and positions restart in each. Kernels take the bounds of
+/// the sequences (`cu_seqlens` in `flash_attn_varlen_func` of `FlashAttention`), models take
+/// position ids, and masks take segment ids.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
-pub(crate) struct Segments {
+pub(crate) struct PackedSegments {
     cu_seqlens: Vec<u32>,
 }
 
-impl Segments {
-    /// Sequences of these lengths, in a row; `None` if they are longer than `u32::MAX` tokens
-    /// together.
+impl PackedSegments {
+    /// Creates a row of sequences with these lengths, or returns `None` if they exceed `u32::MAX`
+    /// tokens.
     pub(crate) fn new(lengths: impl IntoIterator<Item = u64>) -> Option<Self> {
         let mut end = 0_u32;
         let mut cu_seqlens = vec![end];
@@ -23,12 +23,12 @@ impl Segments {
         Some(Self { cu_seqlens })
     }
 
-    /// The tokens before each sequence, and those of all.
+    /// Returns the number of tokens before each sequence, and the total.
     pub(crate) fn cu_seqlens(&self) -> &[u32] {
         &self.cu_seqlens
     }
 
-    /// For each of `row_len` tokens its place in its sequence, 0 for padding.
+    /// Returns the position of each token in its sequence; 0 for padding.
     pub(crate) fn position_ids(&self, row_len: usize) -> Vec<u32> {
         let mut ids: Vec<u32> =
             self.cu_seqlens.windows(2).flat_map(|ends| 0..ends[1] - ends[0]).collect();
@@ -36,7 +36,7 @@ impl Segments {
         ids
     }
 
-    /// For each of `row_len` tokens the number of its sequence, from 1, and 0 for padding.
+    /// Returns the number of each token's sequence, from 1; 0 for padding.
     pub(crate) fn segment_ids(&self, row_len: usize) -> Vec<u32> {
         let mut ids = Vec::with_capacity(row_len);
         for (id, ends) in (1..).zip(self.cu_seqlens.windows(2)) {
@@ -52,8 +52,8 @@ mod tests {
     use super::*;
 
     #[test]
-    fn ids_begin_anew_in_each_sequence() {
-        let row = Segments::new([3, 2]).unwrap();
+    fn ids_restart_in_each_sequence() {
+        let row = PackedSegments::new([3, 2]).unwrap();
         assert_eq!(row.cu_seqlens(), [0, 3, 5]);
         assert_eq!(row.position_ids(7), [0, 1, 2, 0, 1, 0, 0]);
         assert_eq!(row.segment_ids(7), [1, 1, 1, 2, 2, 0, 0]);

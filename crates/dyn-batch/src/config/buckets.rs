@@ -1,20 +1,20 @@
-//! Which lengths share a bucket.
+//! Buckets of lengths.
 
 use crate::{
     error::{Error, Result},
     lengths::{
         SequenceLengths,
-        histogram::{Counter, Histogram, Run},
+        histogram::{LengthCounter, LengthHistogram, LengthRun},
         measure,
         minima::row_minima,
     },
 };
 
-/// The lengths that share a bucket, and so may share a batch.
+/// The lengths that share a bucket, and so can share a batch.
 ///
 /// # Examples
 ///
-/// Two buckets for these lengths: the best boundaries let the three long sequences alone.
+/// Two buckets for these lengths: the optimal boundaries separate the three long sequences.
 ///
 /// ```
 /// use dyn_batch::Buckets;
@@ -31,65 +31,65 @@ use crate::{
 pub enum Buckets {
     /// Lengths of 0 to width − 1, of width to 2 width − 1, and so on.
     Width(u64),
-    /// Lengths up to the first boundary, then up to the second, and so on; ascending, the longest
-    /// sequence at the end.
+    /// Lengths up to the first boundary, up to the second, and so on. Boundaries ascend, and the
+    /// last one is the longest sequence.
     Boundaries(Vec<u64>),
 }
 
 impl Buckets {
-    /// A reasonable width where nothing is known about the lengths.
+    /// A default width for unknown lengths.
     #[doc(hidden)]
     pub const DEFAULT_WIDTH: u64 = 64;
 
-    /// At most `n_buckets` buckets with about as many sequences each.
+    /// Creates at most `n_buckets` buckets with about equally many sequences.
     ///
     /// # Errors
     ///
-    /// [`Error::Zero`] for no buckets, [`Error::NoLengths`] for no sequences, and
-    /// [`Error::IndexOutOfRange`] if a sequence that is counted has no length.
+    /// [`Error::Zero`] for zero buckets, [`Error::NoLengths`] without sequences, and
+    /// [`Error::IndexOutOfRange`] if a counted sequence has no length.
     pub fn quantiles(lengths: impl SequenceLengths, n_buckets: u64) -> Result<Self> {
         let histogram = checked_histogram(lengths, n_buckets)?;
         let count = u128::from(histogram.count());
-        let (mut boundaries, mut below) = (Vec::new(), 0);
+        let mut boundaries = Vec::new();
+        let mut n_shorter = 0;
         for run in histogram.runs() {
-            below += u128::from(run.count);
-            // One boundary for all quantiles that are reached with this length.
-            if below * u128::from(n_buckets) / count > boundaries.len() as u128 {
+            n_shorter += u128::from(run.count);
+            // One boundary covers all quantiles that this length reaches.
+            if n_shorter * u128::from(n_buckets) / count > boundaries.len() as u128 {
                 boundaries.push(run.length);
             }
         }
         Ok(Self::Boundaries(boundaries))
     }
 
-    /// The at most `n_buckets` buckets for which the fewest tokens are padding if each sequence is
-    /// padded to the boundary above it.
+    /// Creates at most `n_buckets` buckets with the least padding if each sequence is padded to its
+    /// boundary.
     ///
-    /// They make the best of a fixed number of shapes, which compiled functions and captured graphs
-    /// ask for; see [`fixed_shapes`](crate::BatchConfig::fixed_shapes).
+    /// Use them with [`fixed_shapes`](crate::BatchConfig::fixed_shapes), for compiled functions and
+    /// captured graphs that need few shapes.
     ///
     /// # Complexity
     ///
-    /// O(n + K · D log D) time for n sequences of D different lengths and K buckets, O(K · D)
-    /// memory: dynamic programming, in which the best last boundary moves only up as lengths are
-    /// added, so that a search can bisect (Galil and Park, "Dynamic programming with convexity,
+    /// O(n + K · D log D) time for n sequences of D distinct lengths and K buckets, O(K · D)
+    /// memory. The algorithm is dynamic programming by bisection: the best last boundary never
+    /// moves down as lengths are added (Galil and Park, "Dynamic programming with convexity,
     /// concavity and sparsity", 1992).
     ///
     /// # Errors
     ///
-    /// As [`quantiles`](Self::quantiles), and [`Error::TooManyBuckets`] if K · D is above 2^27.
+    /// The errors of [`quantiles`](Self::quantiles), and [`Error::TooManyBuckets`] if K · D exceeds
+    /// 2^27.
     pub fn optimal(lengths: impl SequenceLengths, n_buckets: u64) -> Result<Self> {
         let histogram = checked_histogram(lengths, n_buckets)?;
         let n_lengths = histogram.runs().len() as u64;
-        if n_buckets
-            .min(n_lengths)
-            .checked_mul(n_lengths)
-            .is_none_or(|entries| entries > MAX_ENTRIES)
-        {
+        let n_entries = n_buckets.min(n_lengths).saturating_mul(n_lengths);
+        if n_entries > MAX_ENTRIES {
             return Err(Error::TooManyBuckets { n_buckets, n_lengths, limit: MAX_ENTRIES });
         }
         Ok(Self::Boundaries(optimal_boundaries(histogram.runs(), n_buckets)))
     }
 
+    /// Checks that there are boundaries and that they ascend.
     pub(crate) fn check(&self) -> Result<()> {
         let Self::Boundaries(boundaries) = self else { return Ok(()) };
         if boundaries.is_empty() {
@@ -101,8 +101,8 @@ impl Buckets {
         }
     }
 
-    /// The number of the bucket for this length.
-    pub(crate) fn of(&self, length: u64) -> u64 {
+    /// Returns the index of the bucket for this length.
+    pub(crate) fn index(&self, length: u64) -> u64 {
         match self {
             Self::Width(width) => length / width,
             Self::Boundaries(boundaries) => {
@@ -111,8 +111,8 @@ impl Buckets {
         }
     }
 
-    /// The longest sequence that the bucket of this number may hold; `None` if there is no such
-    /// bucket, or no such length.
+    /// Returns the longest length of a bucket, or `None` if the bucket does not exist or its length
+    /// exceeds 64 bits.
     pub(crate) fn longest(&self, bucket: u64) -> Option<u64> {
         match self {
             Self::Width(width) => bucket.checked_mul(*width)?.checked_add(width - 1),
@@ -121,11 +121,11 @@ impl Buckets {
     }
 }
 
-fn checked_histogram(lengths: impl SequenceLengths, n_buckets: u64) -> Result<Histogram> {
+fn checked_histogram(lengths: impl SequenceLengths, n_buckets: u64) -> Result<LengthHistogram> {
     if n_buckets == 0 {
         return Err(Error::Zero { setting: "number of buckets" });
     }
-    let mut counter = Counter::default();
+    let mut counter = LengthCounter::default();
     for index in 0..lengths.count() {
         counter.add(measure(&lengths, index)?.length);
     }
@@ -133,48 +133,49 @@ fn checked_histogram(lengths: impl SequenceLengths, n_buckets: u64) -> Result<Hi
     if histogram.count() == 0 { Err(Error::NoLengths) } else { Ok(histogram) }
 }
 
-/// The most entries of the table of cuts, of 4 bytes each.
+/// Limit on the entries of the table of cuts, of 4 bytes each.
 const MAX_ENTRIES: u64 = 1 << 27;
 
-/// Tokens, padding included, of many sequences; a few of 64-bit lengths can be more than 64 bits.
+/// Padded tokens of many sequences. A few sequences of 64-bit lengths exceed 64 bits.
 type Tokens = u128;
 
-#[expect(clippy::cast_possible_truncation, reason = "the table of cuts is shorter than that")]
-fn optimal_boundaries(runs: &[Run], n_buckets: u64) -> Vec<u64> {
+#[expect(clippy::cast_possible_truncation, reason = "the table of cuts has fewer entries")]
+fn optimal_boundaries(runs: &[LengthRun], n_buckets: u64) -> Vec<u64> {
     let n_buckets = n_buckets.min(runs.len() as u64) as usize;
-    let mut below: Vec<Tokens> = vec![0];
-    below.extend(runs.iter().scan(0, |sum, run| {
-        *sum += Tokens::from(run.count);
-        Some(*sum)
-    }));
+    // n_shorter[end]: the number of sequences of the `end` shortest lengths.
+    let mut n_shorter: Vec<Tokens> = vec![0];
+    for run in runs {
+        n_shorter.push(n_shorter[n_shorter.len() - 1] + Tokens::from(run.count));
+    }
     let longest = |end: usize| Tokens::from(runs[end - 1].length);
-    // best[end]: the fewest tokens of the shortest lengths up to `end`, with the buckets so far;
-    // one to begin with.
+    // best[end]: the fewest padded tokens of the `end` shortest lengths with the buckets so far,
+    // initially one.
     let mut best: Vec<Tokens> = vec![0];
-    best.extend((1..below.len()).map(|end| below[end] * longest(end)));
-    let mut cuts_of_levels = Vec::new();
+    best.extend((1..n_shorter.len()).map(|end| n_shorter[end] * longest(end)));
+    let mut cuts_per_bucket = Vec::new();
     for _ in 1..n_buckets {
-        let (mut fewer, mut cuts) = (vec![0; best.len()], vec![0_u32; best.len()]);
-        // A bucket more, from `cut` to `end`: totally monotone, since a longer sequence costs more
-        // for every other one.
-        let tokens = |end: usize, cut: usize| best[cut] + (below[end] - below[cut]) * longest(end);
+        let mut next_best = vec![0; best.len()];
+        let mut cuts = vec![0_u32; best.len()];
         row_minima(
             1..best.len(),
             0..best.len(),
             &|end| 0..end,
-            &tokens,
+            // One more bucket from `cut` to `end`. The matrix is totally monotone, because a longer
+            // sequence lengthens the padding of every other one in the bucket.
+            &|end, cut| best[cut] + (n_shorter[end] - n_shorter[cut]) * longest(end),
             &mut |end, cut, tokens| {
-                (fewer[end], cuts[end]) = (tokens, cut as u32);
+                next_best[end] = tokens;
+                cuts[end] = cut as u32;
             },
         );
-        best = fewer;
-        cuts_of_levels.push(cuts);
+        best = next_best;
+        cuts_per_bucket.push(cuts);
     }
     let mut ends = vec![runs.len()];
-    for cuts in cuts_of_levels.iter().rev() {
+    for cuts in cuts_per_bucket.iter().rev() {
         ends.push(cuts[ends[ends.len() - 1]] as usize);
     }
-    // A bucket that is not needed ends where it begins, at 0.
+    // An unneeded bucket is empty: it ends at 0.
     ends.into_iter().rev().filter(|&end| end > 0).map(|end| runs[end - 1].length).collect()
 }
 
@@ -189,29 +190,27 @@ mod tests {
             .sum()
     }
 
-    /// The fewest padded tokens by trying every set of boundaries.
+    /// Computes the fewest padded tokens by trying every set of boundaries.
     fn brute_force(lengths: &[u64], n_buckets: u32) -> u64 {
         let mut distinct = lengths.to_vec();
         distinct.sort_unstable();
         distinct.dedup();
         let longest = distinct.pop();
         let subsets = (0..1_u32 << distinct.len()).filter(|subset| subset.count_ones() < n_buckets);
-        let boundaries = |subset: u32| {
-            let chosen = distinct
-                .iter()
-                .enumerate()
-                .filter(move |(i, _)| subset >> i & 1 == 1)
-                .map(|(_, &d)| d);
-            chosen.chain(longest).collect::<Vec<_>>()
-        };
-        subsets.map(|subset| padded(lengths, &boundaries(subset))).min().unwrap()
+        let mut fewest = u64::MAX;
+        for subset in subsets {
+            let chosen = (0..distinct.len()).filter(|i| subset >> i & 1 == 1);
+            let boundaries: Vec<_> = chosen.map(|i| distinct[i]).chain(longest).collect();
+            fewest = fewest.min(padded(lengths, &boundaries));
+        }
+        fewest
     }
 
     #[test]
-    fn no_boundaries_pad_less_than_the_optimal_ones() {
+    fn optimal_boundaries_pad_least() {
         for seed in 0..200_u64 {
-            let draw = |i| core_types::Seed::new(seed).derive(i).as_u64() % (10 + seed);
-            let lengths: Vec<u64> = (0..=seed % 12).map(draw).collect();
+            let draws = (0..=seed % 12).map(|i| core_types::Seed::new(seed).derive(i).as_u64());
+            let lengths: Vec<u64> = draws.map(|draw| draw % (10 + seed)).collect();
             for n_buckets in 1..=6 {
                 let Buckets::Boundaries(found) =
                     Buckets::optimal(&lengths, n_buckets.into()).unwrap()
@@ -232,7 +231,7 @@ mod tests {
     }
 
     #[test]
-    fn quantiles_hold_about_as_many_sequences_each() {
+    fn quantiles_are_even() {
         let lengths: Vec<u64> = (1..=100).collect();
         assert_eq!(
             Buckets::quantiles(&lengths, 4).unwrap(),
@@ -249,7 +248,7 @@ mod tests {
     }
 
     #[test]
-    fn tables_too_large_are_refused() {
+    fn large_tables_are_rejected() {
         let lengths: Vec<u32> = (0..20_000).collect();
         let error = Buckets::optimal(&lengths, 10_000).unwrap_err();
         assert_eq!(

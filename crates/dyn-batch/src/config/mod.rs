@@ -1,50 +1,51 @@
-//! The choices of a batcher: strategy, limits, and what to do with sequences that do not fit them.
+//! Configuration of a batcher: strategy, limits, and policies.
 
 mod buckets;
 mod cost;
 
 pub use self::{buckets::Buckets, cost::Cost};
 
-/// Which sequences share a batch.
+/// The strategy that decides which sequences share a batch.
 ///
-/// Every strategy keeps all limits, but for [`Dynamic`](Self::Dynamic) with a budget that is computed:
-/// it counts sequences by their tokens.
+/// Every strategy keeps all limits, except [`Dynamic`](Self::Dynamic) with a computed budget, which limits tokens
+/// instead of sequences.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Hash)]
 #[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
 #[cfg_attr(feature = "serde", serde(rename_all = "snake_case"))]
 #[non_exhaustive]
 pub enum DynamicBatchStrategy {
-    /// Neighbors in the order, usually `max_batch_size` of them.
+    /// Neighbors in the order, up to `max_batch_size`.
     #[default]
     PadToMax,
     /// Sequences of similar length.
     ///
-    /// A batch comes out as soon as it is full, so buckets alternate; what is left in them at the
-    /// end comes in ascending order of length.
+    /// A batch is returned as soon as it is full, so buckets alternate; the remaining batches
+    /// follow at the end, in ascending order of length.
     Bucket(Buckets),
-    /// Neighbors in the order, as many as fit the token budget: many short ones, few long ones.
+    /// As many neighbors in the order as fit the token budget: many short sequences, or few long
+    /// ones.
     ///
-    /// The budget is `max_tokens`. Without it, it is `max_batch_size` × `max_sequence_length`, and
-    /// `max_batch_size` then counts sequences of full length: batches of shorter ones hold more.
+    /// The budget is `max_tokens`, or else `max_batch_size` × `max_sequence_length`. In the latter
+    /// case batches of short sequences may exceed `max_batch_size`.
     Dynamic,
-    /// Neighbors by length: the least padding there is.
+    /// Neighbors in the order of lengths: the least padding.
     Sorted {
-        /// How many batches' worth of sequences are sorted together; all of them by default.
+        /// Size of the sorting window in batches; the whole data set by default.
         ///
-        /// What does not fill a batch moves on into the next window, in turn from its short end and
-        /// from its long one.
+        /// Sequences that do not fill a batch move to the next window, alternately the shortest and
+        /// the longest.
         window: Option<u64>,
-        /// Where the sorted sequences are cut into batches.
+        /// Rule for cutting the sorted sequences into batches.
         cut: Cut,
     },
-    /// Several sequences in one row of `max_tokens` tokens: each batch is such a row.
+    /// Several sequences in one row of `max_tokens` tokens: a batch is one row.
     ///
     /// `max_batch_size` limits the sequences in a row.
     Pack(Packing),
 }
 
 impl DynamicBatchStrategy {
-    /// The buckets of the only strategy that has some.
+    /// Returns the buckets of the bucket strategy.
     pub(crate) fn buckets(&self) -> Option<&Buckets> {
         match self {
             Self::Bucket(buckets) => Some(buckets),
@@ -52,7 +53,7 @@ impl DynamicBatchStrategy {
         }
     }
 
-    /// Whether a batch is one row that several sequences share.
+    /// Returns true if a batch is one row shared by several sequences.
     pub(crate) fn is_packing(&self) -> bool {
         match self {
             Self::Pack(_) => true,
@@ -61,82 +62,82 @@ impl DynamicBatchStrategy {
     }
 }
 
-/// Where sorted sequences are cut into batches.
+/// The rule for cutting sorted sequences into batches.
 ///
-/// Both make as few batches as the limits allow of whole data sets; see the crate page for a proof.
+/// Both make the fewest batches that the limits allow; the crate page has a proof.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 #[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
 #[cfg_attr(feature = "serde", serde(rename_all = "snake_case"))]
 #[non_exhaustive]
 pub enum Cut {
-    /// Each batch takes as many of the longest sequences that are left as it can, or of the
-    /// shortest: whichever has fewer padded tokens over all batches.
+    /// Each batch takes as many of the longest remaining sequences as it can, or of the shortest,
+    /// whichever gives fewer padded tokens in total.
     ///
-    /// A window knows too little to choose. It is cut from its two ends in turn.
+    /// A window has too few sequences to choose, so it alternates between its two ends.
     #[default]
     Greedy,
-    /// Of all cuts into the fewest batches the one with the fewest padded tokens, by dynamic
+    /// The cut with the fewest padded tokens among all cuts into the fewest batches, by dynamic
     /// programming.
     Optimal,
 }
 
-/// How rows are filled with sequences.
+/// The algorithm that fills rows with sequences.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 #[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
 #[cfg_attr(feature = "serde", serde(rename_all = "snake_case"))]
 #[non_exhaustive]
 pub enum Packing {
-    /// The longest first, each into the fullest row that has room: best-fit decreasing.
+    /// Best-fit decreasing: longest sequences first, each into the fullest row with enough space.
     #[default]
     BestFit,
-    /// Row by row, each as full as a bounded search can make it (Fleszar and Hindi, "New heuristics
-    /// for one-dimensional bin-packing", 2002), and never more rows than by best fit. The best of
-    /// seven searches, of which each takes up to as long as best fit, and a few times as long where
-    /// rows are hard to fill; a search that would exceed 16 choices for each sequence and 2^24
-    /// besides is given up, and those after it.
+    /// Minimum bin slack: row by row, each as full as a bounded search can make it (Fleszar and
+    /// Hindi, "New heuristics for one-dimensional bin-packing", 2002), and never more rows than
+    /// best fit. The result is the best of seven searches. A search takes about as long as best
+    /// fit, and a few times as long if rows are hard to fill. All searches together stop after 16
+    /// choices per sequence plus 2^24.
     MinimumSlack,
-    /// In the order in which they come, each into the fullest of a few open rows: for streams.
+    /// In the order of arrival, each into the fullest of a few open rows: for streams.
     InOrder {
-        /// How many rows are open at a time, 1 at least. With 1, neighbors share a row.
+        /// Number of open rows, at least 1. With 1, neighbors share a row.
         open_rows: usize,
     },
 }
 
-/// What happens to a sequence that is longer than `max_sequence_length`.
+/// The policy for a sequence that is longer than `max_sequence_length`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 #[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
 #[cfg_attr(feature = "serde", serde(rename_all = "snake_case"))]
 #[non_exhaustive]
 pub enum Overlong {
-    /// The batches end with an error that names it.
+    /// The batches end with an error for this sequence.
     #[default]
     Error,
-    /// It counts as cut to `max_sequence_length`, and the report counts it. Whoever reads the tokens
-    /// cuts them: with the feature `candle`, `Collator::with_max_sequence_length`.
+    /// The sequence counts with `max_sequence_length` tokens and the report counts it. The reader of the tokens must
+    /// truncate them; with the feature `candle`, set `Collator::with_max_sequence_length`.
     Truncate,
-    /// It is left out, and the report counts it.
+    /// The sequence is skipped and the report counts it.
     Skip,
 }
 
-/// What happens to the sequences that are left at the end and cannot fill up `batch_size_multiple`.
+/// The policy for the last sequences that cannot fill `batch_size_multiple`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 #[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
 #[cfg_attr(feature = "serde", serde(rename_all = "snake_case"))]
 #[doc(alias = "drop_last")]
 #[non_exhaustive]
 pub enum Remainder {
-    /// They are left out, and the report counts them: every batch splits evenly.
+    /// They are dropped and the report counts them: every batch splits evenly.
     #[default]
     Drop,
-    /// They form a last batch, smaller than the multiple; of each bucket, with that strategy.
+    /// They form a last batch smaller than the multiple, one per bucket.
     Keep,
 }
 
-/// The choices of a [`DynamicBatchSampler`](crate::DynamicBatchSampler) beside the lengths.
+/// The configuration of a [`DynamicBatchSampler`](crate::DynamicBatchSampler).
 ///
 /// At least one of [`max_batch_size`](Self::max_batch_size), [`max_tokens`](Self::max_tokens) and
-/// [`max_cost`](Self::max_cost) must be set, since nothing else ends a batch. What contradicts
-/// itself is found when batches are made.
+/// [`max_cost`](Self::max_cost) must be set, because nothing else ends a batch. Samplers reject
+/// contradictory settings.
 ///
 /// # Examples
 ///
@@ -156,35 +157,33 @@ pub enum Remainder {
 #[cfg_attr(feature = "serde", serde(default, deny_unknown_fields))]
 #[non_exhaustive]
 pub struct BatchConfig {
-    /// Which sequences share a batch; [`DynamicBatchStrategy::PadToMax`] by default.
+    /// Strategy; [`DynamicBatchStrategy::PadToMax`] by default.
     pub strategy: DynamicBatchStrategy,
-    /// The most sequences in a batch; no limit by default.
+    /// Limit on the sequences in a batch; none by default.
     pub max_batch_size: Option<u64>,
-    /// The most **padded** tokens in a batch, which is its size times its longest length; no limit
-    /// by default.
-    pub max_tokens: Option<u64>,
-    /// The most that a batch may cost, which is its size times the [`cost`](Self::cost) of its
-    /// padded length; no limit by default.
-    pub max_cost: Option<u64>,
-    /// What a sequence costs; its number of tokens by default.
-    pub cost: Cost,
-    /// The longest sequence allowed; no limit by default.
-    pub max_sequence_length: Option<u64>,
-    /// What happens to longer sequences; [`Overlong::Error`] by default.
-    pub overlong: Overlong,
-    /// Every batch holds a multiple of this many sequences, so that it splits evenly over devices;
-    /// 1 by default.
-    pub batch_size_multiple: u64,
-    /// What happens to sequences that cannot fill up the multiple; [`Remainder::Drop`] by default.
-    pub remainder: Remainder,
-    /// Batches are padded to the next multiple of this length, for kernels that like one; 1 by
+    /// Limit on the **padded** tokens in a batch, its size times its longest length; none by
     /// default.
+    pub max_tokens: Option<u64>,
+    /// Limit on the cost of a batch, its size times the [`cost`](Self::cost) of its padded length;
+    /// none by default.
+    pub max_cost: Option<u64>,
+    /// Cost of a sequence; its number of tokens by default.
+    pub cost: Cost,
+    /// Limit on the length of a sequence; none by default.
+    pub max_sequence_length: Option<u64>,
+    /// Policy for longer sequences; [`Overlong::Error`] by default.
+    pub overlong: Overlong,
+    /// Divisor of every batch size, so that batches split evenly over devices; 1 by default.
+    pub batch_size_multiple: u64,
+    /// Policy for sequences that cannot fill the multiple; [`Remainder::Drop`] by default.
+    pub remainder: Remainder,
+    /// Divisor of every padded length, for kernels that need one; 1 by default.
     pub length_multiple: u64,
-    /// Whether batches of a bucket are padded to the longest sequence that may be in it; `false` by
+    /// Whether batches of a bucket are padded to the longest length of the bucket; `false` by
     /// default.
     ///
-    /// There are as many padded lengths then as buckets: what compiled functions and captured
-    /// graphs ask for.
+    /// There are then as many padded lengths as buckets, as compiled functions and captured graphs
+    /// need.
     pub fixed_shapes: bool,
 }
 
@@ -207,69 +206,67 @@ impl Default for BatchConfig {
 }
 
 impl BatchConfig {
-    /// Sets which sequences share a batch; [`DynamicBatchStrategy::PadToMax`] by default.
+    /// Sets the strategy; [`DynamicBatchStrategy::PadToMax`] by default.
     #[must_use]
     pub fn with_strategy(self, strategy: DynamicBatchStrategy) -> Self {
         Self { strategy, ..self }
     }
 
-    /// Sets the most sequences in a batch; no limit by default.
+    /// Sets the limit on sequences in a batch; none by default.
     ///
-    /// If it is not a multiple of [`batch_size_multiple`](Self::batch_size_multiple), the next
-    /// smaller multiple rules.
+    /// It is rounded down to a multiple of [`batch_size_multiple`](Self::batch_size_multiple).
     #[must_use]
     pub fn with_max_batch_size(self, max_batch_size: u64) -> Self {
         Self { max_batch_size: Some(max_batch_size), ..self }
     }
 
-    /// Sets the most padded tokens in a batch; no limit by default (beyond `u64::MAX`).
+    /// Sets the limit on padded tokens in a batch; none by default (except `u64::MAX`).
     #[must_use]
     pub fn with_max_tokens(self, max_tokens: u64) -> Self {
         Self { max_tokens: Some(max_tokens), ..self }
     }
 
-    /// Sets the most that a batch may cost, and what a sequence does; no limit by default.
+    /// Sets the limit on the cost of a batch, and the cost of a sequence; no limit by default.
     #[must_use]
     pub fn with_max_cost(self, max_cost: u64, cost: Cost) -> Self {
         Self { max_cost: Some(max_cost), cost, ..self }
     }
 
-    /// Sets the longest sequence allowed; no limit by default.
+    /// Sets the limit on the length of a sequence; none by default.
     #[must_use]
     pub fn with_max_sequence_length(self, max_sequence_length: u64) -> Self {
         Self { max_sequence_length: Some(max_sequence_length), ..self }
     }
 
-    /// Sets what happens to sequences longer than allowed; [`Overlong::Error`] by default.
+    /// Sets the policy for longer sequences; [`Overlong::Error`] by default.
     #[must_use]
     pub fn with_overlong(self, overlong: Overlong) -> Self {
         Self { overlong, ..self }
     }
 
-    /// Sets the number that divides the size of every batch; 1 by default.
+    /// Sets the divisor of every batch size; 1 by default.
     ///
-    /// A batch that is full in between is closed at the last multiple, and the surplus opens the
-    /// next one.
+    /// A batch that is full at another size is closed at the last multiple, and the surplus opens
+    /// the next batch.
     #[must_use]
     pub fn with_batch_size_multiple(self, batch_size_multiple: u64) -> Self {
         Self { batch_size_multiple, ..self }
     }
 
-    /// Sets what happens to sequences that cannot fill up the multiple; [`Remainder::Drop`] by
-    /// default.
+    /// Sets the policy for sequences that cannot fill the multiple; [`Remainder::Drop`] by default.
     #[must_use]
     pub fn with_remainder(self, remainder: Remainder) -> Self {
         Self { remainder, ..self }
     }
 
-    /// Sets the number that divides every padded length; 1 by default.
+    /// Sets the divisor of every padded length; 1 by default.
     #[must_use]
     pub fn with_length_multiple(self, length_multiple: u64) -> Self {
         Self { length_multiple, ..self }
     }
 
-    /// Sets whether batches of a bucket are padded to the longest sequence that may be in it;
-    /// `false` by default.
+    /// Sets whether batches of a bucket are padded to the longest length of the bucket; `false` by
+    /// default.
     #[must_use]
     pub fn with_fixed_shapes(self, fixed_shapes: bool) -> Self {
         Self { fixed_shapes, ..self }
@@ -281,7 +278,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_left_out_has_its_default_and_unknown_names_are_refused() {
+    fn json_has_defaults_and_rejects_unknown_names() {
         let config: BatchConfig =
             serde_json::from_str(r#"{"strategy": {"bucket": {"width": 16}}, "max_tokens": 4096}"#)
                 .unwrap();

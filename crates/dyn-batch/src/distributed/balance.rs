@@ -1,38 +1,40 @@
-//! One batch of sequences, cut into parts of equal size and almost equal cost.
+//! Division of a batch into parts of equal size and almost equal cost.
 
 use core_types::{WorldSize, balance::snake_order};
 
-/// Which sequences of a global batch each rank takes: as many on each, or one more on the first
-/// ones, and so that the largest sum of costs is about as small as can be.
+/// Divides the sequences of a global batch over the ranks, equally many for each rank (or one more
+/// for the first ranks), such that the largest sum of costs is small.
 ///
-/// Part r holds the positions in `costs` that rank r takes, ascending. The parts are filled from
-/// the most expensive sequence on, in turn and back again, and then the most expensive part swaps
-/// sequences with others as long as that makes it cheaper.
+/// Part r has the positions in `costs` for rank r, ascending. The most expensive sequences are
+/// assigned first, in snake order. Then the most expensive part swaps sequences with other parts as
+/// long as that makes it cheaper.
 ///
 /// # Determinism
 ///
-/// Sums of integers and first choices among equals alone: the same parts everywhere.
+/// The result depends only on integer sums, and ties go to the first position, so it is equal
+/// everywhere.
 #[must_use]
 pub fn balance(costs: &[u64], world_size: WorldSize) -> Vec<Vec<usize>> {
-    let mut parts = Parts::deal(costs, world_size);
+    let mut parts = CostParts::deal(costs, world_size);
     while parts.improve() {}
     parts.into_positions()
 }
 
-/// A sequence: its cost and where it stands.
-type Item = (u64, usize);
+/// The cost and the position of a sequence.
+type CostItem = (u64, usize);
 
 #[derive(Debug)]
-struct Parts {
-    /// The sequences of each part, by cost.
-    items: Vec<Vec<Item>>,
+struct CostParts {
+    /// Sequences of each part, by cost.
+    items: Vec<Vec<CostItem>>,
     sums: Vec<u128>,
 }
 
-impl Parts {
-    /// From the most expensive one on: to the first part up to the last, then back, and so on.
+impl CostParts {
+    /// Assigns the most expensive sequences first: to the first part up to the last, then back, and
+    /// so on.
     fn deal(costs: &[u64], world_size: WorldSize) -> Self {
-        let mut items: Vec<Vec<Item>> = vec![Vec::new(); world_size.as_usize()];
+        let mut items: Vec<Vec<CostItem>> = vec![Vec::new(); world_size.as_usize()];
         let parts = snake_order(costs, world_size);
         for ((position, &cost), part) in costs.iter().enumerate().zip(parts) {
             items[part].push((cost, position));
@@ -45,8 +47,8 @@ impl Parts {
         Self { items, sums }
     }
 
-    /// Makes the most expensive part cheaper by the swap that leaves the least to the costlier of
-    /// its two parts; returns whether there was one.
+    /// Makes the best swap of the most expensive part: the larger sum of the two parts becomes
+    /// smallest. Returns true if that made it cheaper.
     fn improve(&mut self) -> bool {
         let largest = self.most_expensive();
         let others = (0..self.sums.len()).filter(|&part| part != largest);
@@ -59,64 +61,67 @@ impl Parts {
         }
     }
 
-    /// The part with the largest sum, the first one of equals.
+    /// Returns the part with the largest sum, the first one of ties.
     #[expect(clippy::expect_used, reason = "a world has at least one rank")]
     fn most_expensive(&self) -> usize {
         let from_last = (0..self.sums.len()).rev();
         from_last.max_by_key(|&part| self.sums[part]).expect("there is a part for each rank")
     }
 
-    /// The swap of one sequence each after which the larger of the two sums is the smallest.
-    fn best_swap(&self, largest: usize, part: usize) -> Option<Swap> {
+    /// Returns the swap of one sequence each that makes the larger of the two sums smallest.
+    fn best_swap(&self, largest: usize, part: usize) -> Option<SequenceSwap> {
         let gap = self.sums[largest] - self.sums[part];
-        let (mine, theirs) = (&self.items[largest], &self.items[part]);
-        let mut best = None;
-        let mut other = 0;
-        // What should move is half of the gap; both lists ascend, so the partner of a costlier
-        // sequence is costlier.
-        for (give, &(cost, _)) in mine.iter().enumerate() {
-            let wanted = |take: usize| u128::from(theirs[take].0) + gap / 2 < u128::from(cost);
-            while other < theirs.len() && wanted(other) {
-                other += 1;
+        let partners = &self.items[part];
+        let mut best: Option<SequenceSwap> = None;
+        let mut next = 0;
+        // A swap should move half of the gap. Both lists ascend, so the partner of a costlier
+        // sequence is costlier, and `next` never moves back.
+        for (give, &(cost, _)) in self.items[largest].iter().enumerate() {
+            while next < partners.len() && u128::from(partners[next].0) + gap / 2 < u128::from(cost)
+            {
+                next += 1;
             }
-            for take in [other.wrapping_sub(1), other] {
-                let Some(&(taken, _)) = theirs.get(take) else { continue };
+            for take in [next.wrapping_sub(1), next] {
+                let Some(&(taken, _)) = partners.get(take) else { continue };
                 if taken < cost {
                     let moved = u128::from(cost - taken);
                     let larger_sum = (self.sums[largest] - moved).max(self.sums[part] + moved);
-                    best = best.into_iter().chain([Swap { larger_sum, part, give, take }]).min();
+                    let swap = SequenceSwap { larger_sum, part, give, take };
+                    best = Some(best.map_or(swap, |best| best.min(swap)));
                 }
             }
         }
         best
     }
 
-    fn swap(&mut self, largest: usize, swap: &Swap) {
+    /// Makes a swap.
+    fn swap(&mut self, largest: usize, swap: &SequenceSwap) {
         let given = self.items[largest].remove(swap.give);
         let taken = self.items[swap.part].remove(swap.take);
         let moved = u128::from(given.0 - taken.0);
         self.sums[largest] -= moved;
         self.sums[swap.part] += moved;
         for (part, item) in [(largest, taken), (swap.part, given)] {
-            let place = self.items[part].partition_point(|other| *other < item);
-            self.items[part].insert(place, item);
+            let position = self.items[part].partition_point(|other| *other < item);
+            self.items[part].insert(position, item);
         }
     }
 
     fn into_positions(self) -> Vec<Vec<usize>> {
-        let positions = self.items.into_iter().map(|items| {
-            let mut positions: Vec<usize> =
-                items.into_iter().map(|(_, position)| position).collect();
+        let mut parts = Vec::with_capacity(self.items.len());
+        for items in self.items {
+            let mut positions: Vec<_> = items.into_iter().map(|(_, position)| position).collect();
             positions.sort_unstable();
-            positions
-        });
-        positions.collect()
+            parts.push(positions);
+        }
+        parts
     }
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-struct Swap {
-    /// What the costlier of the two parts costs then; first, since the smallest swap is the best.
+struct SequenceSwap {
+    /// Cost of the costlier part after the swap. It is the first field, so the best swap is the
+    /// smallest.
     larger_sum: u128,
     part: usize,
     give: usize,
@@ -125,25 +130,24 @@ struct Swap {
 
 #[cfg(test)]
 mod tests {
-    use core_types::{Placement, Seed, split};
+    use core_types::{Seed, split};
 
     use super::*;
 
-    /// Whether part sizes are what `split::balanced` gives, and each position is in one part.
+    /// Checks that the sizes match `split::balanced`, and that each position is in one part.
     fn check_parts(parts: &[Vec<usize>], len: usize, world_size: WorldSize) {
-        let size = |place: Placement| {
+        for (part, place) in parts.iter().zip(world_size.placements()) {
             let range = split::balanced(len as u64, place);
-            range.end - range.start
-        };
-        let sizes: Vec<u64> = world_size.placements().map(size).collect();
-        assert_eq!(parts.iter().map(|part| part.len() as u64).collect::<Vec<_>>(), sizes);
+            assert_eq!(part.len() as u64, range.end - range.start);
+        }
+        assert_eq!(parts.len(), world_size.as_usize());
         let mut all = parts.concat();
         all.sort_unstable();
         assert!(all.into_iter().eq(0..len));
     }
 
     #[test]
-    fn parts_are_of_equal_size_and_hold_everything_once() {
+    fn parts_cover_every_position_once() {
         for seed in 0..200_u64 {
             let draw = |i| Seed::new(seed).derive(i).as_u64();
             let world_size = WorldSize::new(1 + draw(0) % 9).unwrap();
@@ -153,14 +157,14 @@ mod tests {
     }
 
     #[test]
-    fn parts_of_equal_sums_are_found() {
+    fn balance_finds_equal_sums() {
         let costs = [90, 5, 40, 45, 10, 70, 60, 80];
         let parts = balance(&costs, WorldSize::new(2).unwrap());
         assert_eq!(parts, [[0, 1, 3, 6], [2, 4, 5, 7]], "200 each");
     }
 
     #[test]
-    fn the_largest_costs_do_not_overflow() {
+    fn huge_costs_do_not_overflow() {
         let world_size = WorldSize::new(2).unwrap();
         check_parts(&balance(&[u64::MAX; 5], world_size), 5, world_size);
     }

@@ -1,10 +1,10 @@
-//! The choices of a distributed batch sampler: what makes a step, and what fills the last one.
+//! Configuration of a distributed batch sampler: the layout of steps, and the last step.
 
 use core_types::Seed;
 
 use crate::config::Cost;
 
-/// What happens when the number of batches is no multiple of the world size.
+/// The policy if the number of batches is not a multiple of the world size.
 ///
 /// Every rank must take the same number of steps: a rank with one batch less leaves the others
 /// waiting in their collectives.
@@ -14,33 +14,32 @@ use crate::config::Cost;
 #[non_exhaustive]
 #[doc(alias = "drop_last")]
 pub enum StepRemainder {
-    /// The batches with the most padding are split in two: each sequence comes exactly once.
+    /// The batches with the most padding are split in two; each sequence occurs exactly once.
     #[default]
     Split,
-    /// The last batches are left out; the report counts their sequences as dropped.
+    /// The last batches are dropped, and the report counts their sequences.
     Drop,
-    /// The first batches come once more.
+    /// The first batches are repeated.
     Repeat,
 }
 
-/// What makes a step of all ranks.
+/// The layout of a step over all ranks.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 #[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
 #[cfg_attr(feature = "serde", serde(rename_all = "snake_case"))]
 #[non_exhaustive]
 pub enum StepLayout {
-    /// As many batches as there are ranks, of similar cost. The least padding.
+    /// One batch per rank, of similar cost: the least padding.
     #[default]
     Grouped,
-    /// One batch that is as large as those of all ranks together, dealt out:
-    /// as many sequences on each rank, and nearly the same cost. The
-    /// least waiting, above all where attention skips the padding.
+    /// One global batch, divided over the ranks: equally many sequences per rank, of nearly the
+    /// same cost. This is the least waiting, especially if attention skips the padding.
     ///
-    /// Not for buckets and packed rows.
+    /// Buckets and packed rows do not support it.
     Dealt,
 }
 
-/// The choices of a [`DistributedBatchSampler`](crate::DistributedBatchSampler).
+/// The configuration of a [`DistributedBatchSampler`](crate::DistributedBatchSampler).
 ///
 /// # Examples
 ///
@@ -56,13 +55,13 @@ pub enum StepLayout {
 #[cfg_attr(feature = "serde", serde(default, deny_unknown_fields))]
 #[non_exhaustive]
 pub struct DistributedConfig {
-    /// Steps come in a random order, another one each epoch, if there is a seed; none by default.
+    /// Seed for a random order of steps, different in each epoch; no shuffle by default.
     pub shuffle: Option<Seed>,
-    /// What makes a step; [`StepLayout::Grouped`] by default.
+    /// Layout of steps; [`StepLayout::Grouped`] by default.
     pub layout: StepLayout,
-    /// What happens to batches that cannot fill up a step; [`StepRemainder::Split`] by default.
+    /// Policy for batches that cannot fill a step; [`StepRemainder::Split`] by default.
     pub remainder: StepRemainder,
-    /// What to balance across the ranks within a step; the padded tokens by default.
+    /// Cost to balance over the ranks of a step; padded tokens by default.
     pub cost: Cost,
 }
 
@@ -78,26 +77,25 @@ impl Default for DistributedConfig {
 }
 
 impl DistributedConfig {
-    /// Lets steps come in a random order, another one each epoch.
+    /// Shuffles the steps in a different order each epoch.
     #[must_use]
     pub fn with_shuffle(self, seed: Seed) -> Self {
         Self { shuffle: Some(seed), ..self }
     }
 
-    /// Sets what makes a step; [`StepLayout::Grouped`] by default.
+    /// Sets the layout of steps; [`StepLayout::Grouped`] by default.
     #[must_use]
     pub fn with_layout(self, layout: StepLayout) -> Self {
         Self { layout, ..self }
     }
 
-    /// Sets what happens to batches that cannot fill up a step; [`StepRemainder::Split`] by
-    /// default.
+    /// Sets the policy for batches that cannot fill a step; [`StepRemainder::Split`] by default.
     #[must_use]
     pub fn with_remainder(self, remainder: StepRemainder) -> Self {
         Self { remainder, ..self }
     }
 
-    /// Sets what to balance across the ranks within a step; the padded tokens by default.
+    /// Sets the cost to balance over the ranks of a step; padded tokens by default.
     #[must_use]
     pub fn with_cost(self, cost: Cost) -> Self {
         Self { cost, ..self }

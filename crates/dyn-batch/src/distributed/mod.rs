@@ -1,4 +1,4 @@
-//! The batches of one rank: as many on every rank, with almost equal cost in each step.
+//! Batches of one rank: equally many on every rank, with almost equal cost in each step.
 
 pub(crate) mod balance;
 mod config;
@@ -15,16 +15,15 @@ pub use self::{
 };
 use crate::{error::Result, lengths::SequenceLengths, sampler::DynamicBatchSampler};
 
-/// Batches for the ranks of a world, equally many for each rank.
+/// A sampler of batches for one rank, with the same number of batches on every rank.
 ///
-/// Every rank plans all batches of the epoch by itself, from the same lengths and the same order,
-/// so no communication is needed. The order comes from outside; it must be that of the whole world,
-/// not a rank's share. Batches of similar cost make a step, one for each rank, so that no rank
-/// waits long for the slowest.
+/// Every rank plans all batches of the epoch from the same lengths and the same order, so no
+/// communication is needed. The caller passes the order of the whole world, not a rank's share.
+/// Batches of similar cost form a step, one for each rank, so that no rank waits long.
 ///
 /// # Determinism
 ///
-/// Steps depend on the lengths, the order, both configurations, the world size and the epoch alone.
+/// Steps depend only on the lengths, the order, both configurations, the world size and the epoch.
 ///
 /// # Examples
 ///
@@ -62,13 +61,13 @@ pub struct DistributedBatchSampler<L> {
 }
 
 impl<L: SequenceLengths> DistributedBatchSampler<L> {
-    /// Returns a sampler of the batches of one rank.
+    /// Creates a sampler for one rank.
     ///
     /// # Errors
     ///
     /// [`Error::CannotDeal`](crate::Error::CannotDeal) for dealt steps of buckets or packed rows,
     /// and [`Error::MultipleOverLimit`](crate::Error::MultipleOverLimit) if the multiple for all
-    /// ranks together is beyond 64 bits.
+    /// ranks exceeds 64 bits.
     pub fn new(
         batches: DynamicBatchSampler<L>,
         placement: Placement,
@@ -76,7 +75,7 @@ impl<L: SequenceLengths> DistributedBatchSampler<L> {
     ) -> Result<Self> {
         let batches = match config.layout {
             StepLayout::Grouped => batches,
-            StepLayout::Dealt => batches.of_all_ranks(placement.world_size())?,
+            StepLayout::Dealt => batches.for_all_ranks(placement.world_size())?,
         };
         Ok(Self { batches, placement, config })
     }

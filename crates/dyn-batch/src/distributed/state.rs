@@ -1,4 +1,4 @@
-//! Where a rank stands in its batches, so that it can resume there.
+//! The position of a rank in its steps, for resuming.
 
 use std::fmt;
 
@@ -10,29 +10,29 @@ use crate::{
     sampler::plan::BatchPlan,
 };
 
-/// How many of its steps a rank has taken; serializable with feature `serde`.
+/// The number of steps that a rank has taken; serializable with the feature `serde`.
 ///
-/// A state is that of certain batches: sequences, order, configurations, world size and epoch.
-/// [`resume`](crate::DistributedBatchSampler::resume) refuses it for any others.
+/// A state belongs to certain batches: sequences, order, configurations, world size and epoch.
+/// [`resume`](crate::DistributedBatchSampler::resume) rejects it for others.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 #[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
 #[cfg_attr(feature = "serde", serde(deny_unknown_fields))]
 #[non_exhaustive]
 pub struct BatchState {
-    /// The version of this form.
+    /// Version of this format.
     pub format_version: u32,
-    /// The epoch.
+    /// Epoch.
     pub epoch: Epoch,
-    /// How many of its steps have been taken.
+    /// Number of steps taken.
     pub step: u64,
-    /// How many steps it has.
+    /// Number of steps in the epoch.
     pub n_steps: u64,
-    /// How many ranks take part.
+    /// Number of ranks.
     pub world_size: u64,
-    /// A hash that identifies the batches and their order.
+    /// Hash of the batches and their order.
     pub fingerprint: u64,
-    /// Where sorted sequences are cut: a run-length list of batch size and count, the shortest
-    /// sequences first. Empty for other strategies.
+    /// Cuts of sorted sequences: a run-length list of batch size and count, the shortest sequences
+    /// first. Empty for other strategies.
     pub cut: Vec<(u32, u32)>,
 }
 
@@ -44,10 +44,9 @@ impl fmt::Display for BatchState {
     }
 }
 
-/// A hash of the batches in the order of their steps, and of what decides which rank takes which.
+/// Hashes the batches in the order of steps, and the settings that assign them to ranks.
 ///
-/// Every index counts: two orders may cut their batches at the same places, and begin them with the
-/// same sequences.
+/// It includes every index, because two orders can have the same cuts and the same first sequences.
 pub(super) fn fingerprint<L: SequenceLengths>(
     plan: &BatchPlan<'_, L>,
     batches: &[u32],

@@ -1,4 +1,4 @@
-//! The steps of a rank in an epoch, one after the other.
+//! The steps of a rank in an epoch.
 
 use std::{iter::FusedIterator, ops::Range};
 
@@ -19,30 +19,29 @@ use crate::{
     sampler::{plan::BatchPlan, shuffle::shuffle},
 };
 
-/// One step of a rank: its batch, and its share of the work of all ranks.
+/// One step of a rank: its batch, and the totals of all ranks.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 #[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
 #[non_exhaustive]
 pub struct Step {
-    /// The batch of this rank.
+    /// Batch of this rank.
     pub batch: Batch,
-    /// The real tokens in the batches of all ranks.
+    /// Real tokens in the batches of all ranks.
     pub real_tokens: u64,
-    /// How many ranks take the step.
+    /// Number of ranks.
     pub world_size: u64,
 }
 
 impl Step {
-    /// The factor to multiply this rank's mean loss by before gradients are averaged over the
-    /// ranks, so that every token of the step counts as much as any other; 0 for a step without
-    /// tokens.
+    /// Returns the factor for this rank's mean loss before gradients are averaged over the ranks,
+    /// so that every token of the step has the same weight; 0 for a step without tokens.
     ///
-    /// The mean over n tokens here, times n · W / N, summed over the W ranks and divided by W, is
-    /// the mean over all N.
+    /// With n of N tokens on this rank, the factor is n · W / N. The average of the weighted means
+    /// over the W ranks is then the mean over all N tokens.
     ///
     /// # Examples
     ///
-    /// Two ranks, 30 and 10 tokens: gradients are averaged as if all 40 were on one.
+    /// Two ranks have 30 and 10 tokens; gradients are averaged as if one rank had all 40.
     ///
     /// ```
     /// # use core_types::{Epoch, Placement};
@@ -70,14 +69,13 @@ impl Step {
 }
 
 impl<L: SequenceLengths> DistributedBatchSampler<L> {
-    /// The steps of an epoch, in which the sequences come in `order`: that of all ranks, the same
-    /// on each.
+    /// Returns the steps of an epoch. `order` must be the order of all ranks, the same on each.
     ///
     /// # Errors
     ///
-    /// As [`DynamicBatchSampler::iter_order`](crate::DynamicBatchSampler::iter_order), [`Error::TooManySequences`] for an
-    /// index, or for a number of them, from 2^32 on, and [`Error::CannotFillStep`] if there are too few sequences to
-    /// split.
+    /// The errors of [`DynamicBatchSampler::iter_order`](crate::DynamicBatchSampler::iter_order),
+    /// [`Error::TooManySequences`] for 2^32 sequences or more, or such an index, and [`Error::CannotFillStep`] if there
+    /// are too few sequences to split.
     pub fn epoch(
         &self,
         epoch: Epoch,
@@ -86,20 +84,18 @@ impl<L: SequenceLengths> DistributedBatchSampler<L> {
         Steps::new(self, epoch, self.batches().plan_order(order, &[])?)
     }
 
-    /// The steps of an epoch that are left after those that a state has seen, in the same order as
-    /// then.
+    /// Returns the steps of an epoch after a state, in the same order as before.
     ///
     /// # Errors
     ///
-    /// As [`epoch`](Self::epoch), and [`Error::OtherBatches`] if the state is not one of these
-    /// batches.
+    /// The errors of [`epoch`](Self::epoch), and [`Error::OtherBatches`] if the state belongs to
+    /// other batches.
     pub fn resume(
         &self,
         state: &BatchState,
         order: impl IntoIterator<Item = u64>,
     ) -> Result<Steps<'_, L>> {
-        // Where the sorted sequences were cut is in the state, since it takes longer to find than
-        // to sort.
+        // The state has the cuts of sorted sequences, because finding them takes longer than sorting.
         let plan = self.batches().plan_order(order, &state.cut)?;
         let mut steps = Steps::new(self, state.epoch, plan)?;
         match usize::try_from(state.step) {
@@ -115,18 +111,17 @@ impl<L: SequenceLengths> DistributedBatchSampler<L> {
     }
 }
 
-/// The steps of one rank in an epoch; made by [`DistributedBatchSampler::epoch`].
+/// The steps of one rank in an epoch, from [`DistributedBatchSampler::epoch`].
 #[derive(Clone, Debug)]
 #[must_use = "iterators are lazy and do nothing unless consumed"]
 pub struct Steps<'a, L> {
     sampler: &'a DistributedBatchSampler<L>,
     plan: BatchPlan<'a, L>,
-    /// The batches of the first step, rank by rank, then those of the second, and so on; one for
-    /// each if it is dealt.
+    /// Batches of the first step, rank by rank, then of the second, and so on; one per dealt step.
     batches: Vec<u32>,
     batches_per_step: usize,
     remaining: Range<usize>,
-    /// The state of the first step.
+    /// State at the first step.
     start: BatchState,
 }
 
@@ -138,7 +133,7 @@ impl<'a, L: SequenceLengths> Steps<'a, L> {
     ) -> Result<Self> {
         let config = sampler.config();
         let world_size = sampler.placement().world_size();
-        // Before batches are split or joined, so that it fits the plan that is made from it.
+        // The cut must match the plan before batches are split or joined.
         let cut = plan.cut();
         let (batches, batches_per_step) = match config.layout {
             StepLayout::Grouped => {
@@ -152,7 +147,7 @@ impl<'a, L: SequenceLengths> Steps<'a, L> {
             }
         };
         let seed = config.shuffle.map(|seed| seed.derive(epoch.as_u64()));
-        let batches = in_order_of_steps(batches, batches_per_step, seed);
+        let batches = order_steps(batches, batches_per_step, seed);
         let n_steps = batches.len() / batches_per_step;
         let start = BatchState {
             format_version: 1,
@@ -166,13 +161,13 @@ impl<'a, L: SequenceLengths> Steps<'a, L> {
         Ok(Self { sampler, plan, batches, batches_per_step, remaining: 0..n_steps, start })
     }
 
-    /// How far this rank is.
+    /// Returns the state after the steps read so far.
     pub fn state(&self) -> BatchState {
         self.state_at(self.remaining.start)
     }
 
-    /// Each step with the state to [resume](DistributedBatchSampler::resume) by after it: for steps
-    /// that are read before they are taken, whose own [`state`](Self::state) is ahead.
+    /// Returns each step with the state after it, for steps that are read ahead of training. The
+    /// [`state`](Self::state) of the iterator is then too far.
     ///
     /// # Examples
     ///
@@ -183,9 +178,9 @@ impl<'a, L: SequenceLengths> Steps<'a, L> {
     /// let sampler =
     ///     DistributedBatchSampler::new(batches, Placement::SINGLE, DistributedConfig::default())?;
     /// let steps = sampler.epoch(Epoch::ZERO, 0..3)?;
-    /// let ahead: Vec<_> = steps.with_states().collect();
-    /// let (_, after_first) = &ahead[0];
-    /// assert_eq!(sampler.resume(after_first, 0..3)?.next().as_ref(), Some(&ahead[1].0));
+    /// let prefetched: Vec<_> = steps.with_states().collect();
+    /// let (_, first_state) = &prefetched[0];
+    /// assert_eq!(sampler.resume(first_state, 0..3)?.next().as_ref(), Some(&prefetched[1].0));
     /// # Ok::<(), Box<dyn std::error::Error>>(())
     /// ```
     pub fn with_states(mut self) -> impl Iterator<Item = (Step, BatchState)> {
@@ -199,71 +194,73 @@ impl<'a, L: SequenceLengths> Steps<'a, L> {
         BatchState { step: step as u64, ..self.start.clone() }
     }
 
-    /// What the batches of all ranks and steps cost, and how many sequences are in none.
+    /// Reports the batches of all ranks and steps, and the sequences in no batch.
     pub fn report(&self) -> PaddingReport {
         let mut report = self.plan.drop_counts();
-        for nth in 0..self.n_steps() {
-            report.extend(&self.batches_of_all(nth));
+        for step in 0..self.n_steps() {
+            report.extend(&self.step_batches(step));
         }
         report
     }
 
-    /// The batches of all ranks in step `nth`, rank by rank; `None` if there are fewer steps.
-    pub fn step(&self, nth: usize) -> Option<Vec<Batch>> {
-        (nth < self.n_steps()).then(|| self.batches_of_all(nth))
+    /// Returns the batches of all ranks in a step, rank by rank, or `None` if there are fewer steps.
+    #[doc(hidden)]
+    pub fn step(&self, step: usize) -> Option<Vec<Batch>> {
+        (step < self.n_steps()).then(|| self.step_batches(step))
     }
 
     fn n_steps(&self) -> usize {
         self.batches.len() / self.batches_per_step
     }
 
-    /// The batches of step `nth` in the plan: one for each rank, or one that is dealt.
-    fn planned(&self, nth: usize) -> &[u32] {
-        &self.batches[nth * self.batches_per_step..][..self.batches_per_step]
+    /// Returns the planned batches of a step: one per rank, or one that is dealt.
+    fn planned(&self, step: usize) -> &[u32] {
+        &self.batches[step * self.batches_per_step..][..self.batches_per_step]
     }
 
-    fn batches_of_all(&self, nth: usize) -> Vec<Batch> {
+    fn step_batches(&self, step: usize) -> Vec<Batch> {
         match self.sampler.config().layout {
             StepLayout::Grouped => {
-                self.planned(nth).iter().map(|&batch| self.plan.batch(batch as usize)).collect()
+                self.planned(step).iter().map(|&batch| self.plan.batch(batch as usize)).collect()
             }
-            StepLayout::Dealt => self.deal(nth).map(|part| self.batch(part)).collect(),
+            StepLayout::Dealt => self.deal(step).map(|part| self.batch(part)).collect(),
         }
     }
 
-    fn batch_of(&self, rank: usize, nth: usize) -> Option<Batch> {
+    fn rank_batch(&self, rank: usize, step: usize) -> Option<Batch> {
         match self.sampler.config().layout {
             StepLayout::Grouped => {
-                let batch = self.planned(nth).get(rank)?;
+                let batch = self.planned(step).get(rank)?;
                 Some(self.plan.batch(*batch as usize))
             }
-            StepLayout::Dealt => self.deal(nth).nth(rank).map(|part| self.batch(part)),
+            StepLayout::Dealt => self.deal(step).nth(rank).map(|part| self.batch(part)),
         }
     }
 
-    /// The sequences of the only batch of step `nth`, rank by rank.
-    fn deal(&self, nth: usize) -> impl Iterator<Item = Vec<Sequence>> {
+    /// Divides the sequences of a dealt step, rank by rank.
+    fn deal(&self, step: usize) -> impl Iterator<Item = Vec<Sequence>> {
         let cost = self.sampler.config().cost;
-        let batch = self.planned(nth)[0];
+        let batch = self.planned(step)[0];
         let sequences: Vec<Sequence> = self.plan.sequences(batch as usize).collect();
-        let costs: Vec<u64> = sequences.iter().map(|sequence| cost.of(sequence.length)).collect();
+        let lengths = sequences.iter().map(|sequence| sequence.length);
+        let costs: Vec<u64> = lengths.map(|length| cost.for_length(length)).collect();
         let parts = balance(&costs, self.sampler.placement().world_size());
-        let of_part =
-            move |part: Vec<usize>| part.into_iter().map(|place| sequences[place]).collect();
-        parts.into_iter().map(of_part)
+        parts
+            .into_iter()
+            .map(move |part| part.into_iter().map(|position| sequences[position]).collect())
     }
 
     fn batch(&self, sequences: Vec<Sequence>) -> Batch {
         self.plan.limits().batch(sequences.into_iter())
     }
 
-    fn read(&self, nth: usize) -> Step {
+    fn read(&self, step: usize) -> Step {
         let placement = self.sampler.placement();
-        let tokens =
-            self.planned(nth).iter().map(|&batch| self.plan.planned(batch as usize).real_tokens);
+        let batches = self.planned(step).iter();
+        let tokens = batches.map(|&batch| self.plan.planned(batch as usize).real_tokens);
+        let batch = self.rank_batch(placement.rank().as_usize(), step);
         #[expect(clippy::expect_used, reason = "steps are made for the world of the placement")]
-        let batch =
-            self.batch_of(placement.rank().as_usize(), nth).expect("every rank has a batch");
+        let batch = batch.expect("every rank has a batch");
         Step {
             batch,
             real_tokens: tokens.fold(0, u64::saturating_add),
@@ -272,9 +269,9 @@ impl<'a, L: SequenceLengths> Steps<'a, L> {
     }
 }
 
-/// The batches of the first step, then those of the second, and so on: as they come in the plan, or
-/// shuffled, both the steps and the batches of each, so that no rank always gets the larger one.
-fn in_order_of_steps(mut batches: Vec<u32>, per_step: usize, seed: Option<Seed>) -> Vec<u32> {
+/// Orders the batches step by step: by their numbers, or shuffled. A shuffle changes both the order
+/// of steps and the order within each step, so that no rank always gets the larger batches.
+fn order_steps(mut batches: Vec<u32>, per_step: usize, seed: Option<Seed>) -> Vec<u32> {
     let mut steps: Vec<&mut [u32]> = batches.chunks_mut(per_step).collect();
     for step in &mut steps {
         step.sort_unstable();
@@ -282,10 +279,10 @@ fn in_order_of_steps(mut batches: Vec<u32>, per_step: usize, seed: Option<Seed>)
     match seed {
         Some(seed) => {
             shuffle(&mut steps, seed);
-            // A seed for each step, which is not a draw of the shuffle of the steps.
-            let of_steps = seed.derive(u64::MAX);
-            for (nth, step) in (0..).zip(&mut steps) {
-                shuffle(step, of_steps.derive(nth));
+            // The shuffle of the steps never derives this seed, so the steps share no draw with it.
+            let step_seed = seed.derive(u64::MAX);
+            for (index, step) in (0..).zip(&mut steps) {
+                shuffle(step, step_seed.derive(index));
             }
         }
         None => steps.sort_unstable(),
@@ -297,11 +294,11 @@ impl<L: SequenceLengths> Iterator for Steps<'_, L> {
     type Item = Step;
 
     fn next(&mut self) -> Option<Step> {
-        self.remaining.next().map(|nth| self.read(nth))
+        self.remaining.next().map(|step| self.read(step))
     }
 
     fn nth(&mut self, n: usize) -> Option<Step> {
-        self.remaining.nth(n).map(|nth| self.read(nth))
+        self.remaining.nth(n).map(|step| self.read(step))
     }
 
     fn size_hint(&self) -> (usize, Option<usize>) {

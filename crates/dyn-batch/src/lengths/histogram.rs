@@ -1,64 +1,72 @@
-//! Lengths counted, and sequences sorted by them.
+//! Histograms of lengths, and counting sort by length.
 
 #![expect(
     clippy::cast_possible_truncation,
-    reason = "counts, places and table entries fit the memory that holds them"
+    reason = "counts, positions and table entries fit into the memory that has them"
 )]
 
 use std::{collections::BTreeMap, ops::Range};
 
-/// Sequences of one length.
+/// The sequences of one length.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Run {
+pub(crate) struct LengthRun {
     pub(crate) length: u64,
     pub(crate) count: u64,
 }
 
-/// Lengths up to here are counted in a table, longer ones in a map.
+/// Bound of the lengths counted in a table; longer ones are counted in a map.
 const TABLE: u64 = 1 << 20;
 
-/// How many sequences there are of each length.
+/// The number of sequences of each length.
 #[derive(Clone, Debug, Default)]
-pub(crate) struct Histogram {
-    runs: Vec<Run>,
+pub(crate) struct LengthHistogram {
+    runs: Vec<LengthRun>,
 }
 
-impl Histogram {
+impl LengthHistogram {
+    /// Counts lengths.
     pub(crate) fn new(lengths: impl Iterator<Item = u64>) -> Self {
-        let mut counter = Counter::default();
-        lengths.for_each(|length| counter.add(length));
+        let mut counter = LengthCounter::default();
+        for length in lengths {
+            counter.add(length);
+        }
         counter.finish()
     }
 
-    /// One run for each length that occurs, ascending.
-    pub(crate) fn runs(&self) -> &[Run] {
+    /// Returns a run per length, ascending.
+    pub(crate) fn runs(&self) -> &[LengthRun] {
         &self.runs
     }
 
+    /// Returns the number of sequences.
     pub(crate) fn count(&self) -> u64 {
         self.runs.iter().map(|run| run.count).sum()
     }
 
-    /// The sequences at these places, if all are sorted.
-    pub(crate) fn range(&self, places: Range<usize>) -> Self {
-        let (start, end) = (places.start as u64, places.end as u64);
-        let runs = self.runs.iter().scan(0, |below, &Run { length, count }| {
-            let (first, last) = (start.max(*below), end.min(*below + count));
-            *below += count;
-            Some(Run { length, count: last.saturating_sub(first) })
-        });
-        Self { runs: runs.filter(|run| run.count > 0).collect() }
+    /// Returns the histogram of a range of the sorted sequences.
+    pub(crate) fn range(&self, range: Range<usize>) -> Self {
+        let mut runs = Vec::new();
+        let mut run_start = 0;
+        for &LengthRun { length, count } in &self.runs {
+            let first = run_start.max(range.start as u64);
+            run_start += count;
+            let end = run_start.min(range.end as u64);
+            if first < end {
+                runs.push(LengthRun { length, count: end - first });
+            }
+        }
+        Self { runs }
     }
 }
 
-/// A histogram in the making.
+/// A histogram under construction.
 #[derive(Debug, Default)]
-pub(crate) struct Counter {
+pub(crate) struct LengthCounter {
     short: Vec<u64>,
     long: BTreeMap<u64, u64>,
 }
 
-impl Counter {
+impl LengthCounter {
     #[inline]
     pub(crate) fn add(&mut self, length: u64) {
         match self.short.get_mut(length as usize) {
@@ -77,27 +85,30 @@ impl Counter {
         }
     }
 
-    pub(crate) fn finish(self) -> Histogram {
+    pub(crate) fn finish(self) -> LengthHistogram {
         let short = (0..).zip(self.short).filter(|(_, count)| *count > 0);
-        Histogram {
-            runs: short.chain(self.long).map(|(length, count)| Run { length, count }).collect(),
+        LengthHistogram {
+            runs: short
+                .chain(self.long)
+                .map(|(length, count)| LengthRun { length, count })
+                .collect(),
         }
     }
 }
 
-/// What stands in the table for a length that does not occur.
+/// The table entry of a length that does not occur.
 const NO_SLOT: u32 = u32::MAX;
 
-/// Where the next sequence of each length goes if all are sorted by length, and by their order
-/// among equals; for fewer than 2^32 sequences.
+/// The position of the next sequence of each length in the sorted order; equal lengths keep their
+/// order. It supports fewer than 2^32 sequences.
 #[derive(Debug)]
-pub(crate) struct Slots {
+pub(crate) struct SortSlots {
     short: Vec<u32>,
     long: BTreeMap<u64, u32>,
 }
 
-impl Slots {
-    pub(crate) fn new(histogram: &Histogram) -> Self {
+impl SortSlots {
+    pub(crate) fn new(histogram: &LengthHistogram) -> Self {
         let mut slots = Self { short: Vec::new(), long: BTreeMap::new() };
         let mut next = 0;
         for run in histogram.runs() {
@@ -112,16 +123,19 @@ impl Slots {
         slots
     }
 
-    /// The slot of the next sequence of this length, one of those that were counted.
+    /// Returns the position of the next sequence of this length, which must have been counted.
     #[inline]
-    #[expect(clippy::expect_used, reason = "lengths are the same each time, or nothing is sorted")]
+    #[expect(
+        clippy::expect_used,
+        reason = "`SequenceLengths` must return the same length each time"
+    )]
     pub(crate) fn take(&mut self, length: u64) -> usize {
         let next = if length < TABLE {
             self.short.get_mut(length as usize)
         } else {
             self.long.get_mut(&length)
         };
-        let next = next.expect("the sequences that are sorted are those that were counted");
+        let next = next.expect("sorted sequences were counted");
         let slot = *next;
         *next += 1;
         slot as usize

@@ -1,15 +1,15 @@
-//! The smallest entry of each row of a totally monotone matrix.
+//! Row minima of totally monotone matrices.
 
 use std::ops::Range;
 
-/// Finds for each of `rows` the column with the least cost among its `candidates`, the first one of
-/// equals.
+/// Finds for each row the column with the least cost among its `candidates`; ties go to the first
+/// column.
 ///
-/// Every row must have a candidate, and neither bound of them may fall from a row to the next. The
-/// matrix must be totally monotone: no later row has its least entry in an earlier column. Then the
-/// row in the middle halves the columns for the rows on both sides of it, so that n rows and m
-/// columns take O((n + m) log n) looks (Aggarwal et al., "Geometric applications of a
-/// matrix-searching algorithm", 1987, whose own algorithm saves the logarithm).
+/// Every row must have a candidate, and neither bound of the candidates may decrease from row to
+/// row. The matrix must be totally monotone: no later row has its minimum in an earlier column. The
+/// middle row then halves the columns for the rows on both sides, so n rows and m columns take
+/// O((n + m) log n) evaluations. (The algorithm of Aggarwal et al., "Geometric applications of a
+/// matrix-searching algorithm", 1987, avoids the logarithm.)
 pub(crate) fn row_minima<C: Ord>(
     rows: Range<usize>,
     columns: Range<usize>,
@@ -24,7 +24,7 @@ pub(crate) fn row_minima<C: Ord>(
     let Range { start, end } = candidates(row);
     let open = start.max(columns.start)..end.min(columns.end);
     let costs = open.map(|column| (cost(row, column), column));
-    #[expect(clippy::expect_used, reason = "the caller's part, and monotonicity keeps it true")]
+    #[expect(clippy::expect_used, reason = "required of callers, and preserved by monotonicity")]
     let (least, column) = costs.min().expect("every row has a candidate");
     found(row, column, least);
     row_minima(rows.start..row, columns.start..column + 1, candidates, cost, found);

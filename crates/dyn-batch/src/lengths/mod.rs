@@ -1,4 +1,4 @@
-//! How long the sequences of a data set are, without a look at the sequences.
+//! Lengths of the sequences of a data set.
 
 pub(crate) mod histogram;
 pub(crate) mod minima;
@@ -8,23 +8,23 @@ use crate::{
     error::{Error, Result},
 };
 
-/// The lengths of all sequences of a data set, each known in constant time.
+/// The lengths of all sequences of a data set, each available in constant time.
 ///
-/// Slices, arrays and vectors of `u32`, `u64` and `usize` are such a thing, and so is a reference
-/// to one. Implement it for a data set that knows its lengths, from an index file for example: no
-/// sequence is read for its length.
+/// Slices, arrays and vectors of `u32`, `u64` and `usize` implement this trait, and so do
+/// references to them. Implement it for data sets that know their lengths, for example from an
+/// index file.
 ///
 /// # Determinism
 ///
-/// [`length`](Self::length) must give the same answer for the same index each time, and on each
-/// rank. A plan that finds another one than before panics.
+/// [`length`](Self::length) must return the same length for an index each time, and on each rank. A
+/// plan panics if a length changes.
 ///
 /// # Examples
 ///
 /// ```
 /// use dyn_batch::SequenceLengths;
 ///
-/// /// Sentence `i` lies between two offsets.
+/// /// Sentence `i` is between two offsets.
 /// struct Offsets(Vec<u64>);
 ///
 /// impl SequenceLengths for Offsets {
@@ -42,14 +42,14 @@ use crate::{
 /// assert_eq!((corpus.count(), corpus.length(2), corpus.length(3)), (3, Some(25), None));
 /// ```
 pub trait SequenceLengths {
-    /// The number of sequences.
+    /// Returns the number of sequences.
     fn count(&self) -> u64;
 
-    /// The length of sequence `index`, or `None` if there is none.
+    /// Returns the length of sequence `index`, or `None` if the index is out of range.
     fn length(&self, index: u64) -> Option<u64>;
 }
 
-/// A sequence of a data set with its length.
+/// Returns a sequence of a data set with its length.
 pub(crate) fn measure(lengths: &impl SequenceLengths, index: u64) -> Result<Sequence> {
     match lengths.length(index) {
         Some(length) => Ok(Sequence { index, length }),
@@ -66,7 +66,7 @@ macro_rules! slices {
 
             #[allow(
                 clippy::cast_lossless,
-                reason = "the same text serves `usize`, which has no lossless conversion"
+                reason = "the macro also covers `usize`, which has no lossless conversion"
             )]
             fn length(&self, index: u64) -> Option<u64> {
                 self.get(usize::try_from(index).ok()?).map(|&length| length as u64)
@@ -123,7 +123,7 @@ mod tests {
     }
 
     #[test]
-    fn lengths_come_from_slices_arrays_vectors_and_references() {
+    fn common_collections_are_lengths() {
         check([5_u32, 7]);
         let owned = vec![5_u64, 7];
         check(&owned);

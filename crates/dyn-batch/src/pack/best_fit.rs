@@ -1,85 +1,84 @@
-//! Best-fit decreasing: the longest sequence that is left, into the fullest row that has room for
-//! it.
+//! Best-fit decreasing: each sequence, longest first, goes into the fullest row with enough space.
 //!
-//! It needs at most 11/9 of the fewest rows, and 6/9 of a row (Johnson et al., "Worst-case
-//! performance bounds for simple one-dimensional packing algorithms", 1974; Dósa, 2007). Sequences
-//! of equal length are placed together, and rows found by the room they have left, so that it takes
-//! O(n + capacity) steps instead of O(n · rows).
+//! It needs at most 11/9 of the optimum plus 6/9 of a row (Johnson et al., "Worst-case performance
+//! bounds for simple one-dimensional packing algorithms", 1974; Dósa, 2007). Sequences of equal
+//! length are placed together, and rows are indexed by free space, so it takes O(n + capacity)
+//! steps instead of O(n · rows).
 
 #![expect(
     clippy::cast_possible_truncation,
-    reason = "counts, places and table entries fit the memory that holds them"
+    reason = "counts, positions and table entries fit into the memory that has them"
 )]
 
 use crate::{
-    lengths::histogram::{Histogram, Run},
-    limits::Row,
-    pack::Rows,
+    lengths::histogram::{LengthHistogram, LengthRun},
+    limits::RowSpace,
+    pack::PackedRows,
 };
 
-/// No row.
+/// The end of a list of rows.
 const NONE: u32 = u32::MAX;
 
-pub(super) fn assign(histogram: &Histogram, row: Row) -> Rows {
+pub(super) fn assign(histogram: &LengthHistogram, row: RowSpace) -> PackedRows {
     let Some(shortest) = histogram.runs().first() else {
-        return Rows { row_of: Vec::new(), left: Vec::new() };
+        return PackedRows { row_of: Vec::new(), left: Vec::new() };
     };
-    let mut open = Open::new(row, shortest.length);
+    let mut open = RowsBySpace::new(row, shortest.length);
     let mut row_of = Vec::with_capacity(histogram.count() as usize);
-    for &Run { length, count } in histogram.runs().iter().rev() {
-        let mut left = count;
-        while left > 0 {
-            let (row, taken) = open.place(length, left);
-            row_of.extend(std::iter::repeat_n(row, taken as usize));
-            left -= taken;
+    for &LengthRun { length, count } in histogram.runs().iter().rev() {
+        let mut unplaced = count;
+        while unplaced > 0 {
+            let (row, placed) = open.place(length, unplaced);
+            row_of.extend(std::iter::repeat_n(row, placed as usize));
+            unplaced -= placed;
         }
     }
-    Rows { row_of, left: open.left }
+    PackedRows { row_of, left: open.left }
 }
 
-/// Rows by the room they have left.
-struct Open {
-    row: Row,
-    /// The last row that came to have so much room, or [`NONE`].
+/// The rows indexed by free space.
+struct RowsBySpace {
+    row: RowSpace,
+    /// Last row with this much free space, or [`NONE`].
     heads: Vec<u32>,
-    rooms: BitSet,
-    /// For each row: the one that had the same room before, and its room.
+    spaces: BitSet,
+    /// For each row, the next row with the same free space.
     next: Vec<u32>,
-    left: Vec<Row>,
+    /// Free space of each row.
+    left: Vec<RowSpace>,
 }
 
-impl Open {
-    fn new(row: Row, shortest: u64) -> Self {
-        // No row has more room for what is yet to come than a new one with one of the shortest
-        // sequences in it.
-        let most_room = (row.tokens - shortest) as usize;
+impl RowsBySpace {
+    fn new(row: RowSpace, shortest: u64) -> Self {
+        // The most useful free space is in a row with one of the shortest sequences; emptier rows are new.
+        let max_space = (row.tokens - shortest) as usize;
         Self {
             row,
-            heads: vec![NONE; most_room + 1],
-            rooms: BitSet::new(most_room + 1),
+            heads: vec![NONE; max_space + 1],
+            spaces: BitSet::new(max_space + 1),
             next: Vec::new(),
             left: Vec::new(),
         }
     }
 
-    /// Puts as many sequences of `length`, up to `count`, as fit into the fullest row with room for
-    /// one.
+    /// Puts up to `count` sequences of `length` into the fullest row with enough space; returns the
+    /// row and the number placed.
     ///
-    /// One by one they would go there too: a row that has taken one is fuller than all others with
-    /// room.
+    /// They would go there one by one as well, because a row that takes one becomes fuller than all
+    /// other rows with space.
     fn place(&mut self, length: u64, count: u64) -> (u32, u64) {
-        let row = match self.rooms.first_from(length as usize) {
-            Some(room) => self.pop(room),
+        let row = match self.spaces.first_from(length as usize) {
+            Some(space) => self.pop(space),
             None => self.push_new(),
         };
         let left = &mut self.left[row as usize];
-        let taken = count.min(left.capacity(length));
-        *left = left.without(length, taken);
-        let Row { tokens, sequences } = *left;
+        let placed = count.min(left.capacity(length));
+        *left = left.after_adding(length, placed);
+        let RowSpace { tokens, sequences } = *left;
         if sequences > 0 {
             self.push(row, tokens as usize);
         }
-        (row, taken)
+        (row, placed)
     }
 
     fn push_new(&mut self) -> u32 {
@@ -88,23 +87,23 @@ impl Open {
         self.next.len() as u32 - 1
     }
 
-    fn push(&mut self, row: u32, room: usize) {
-        self.next[row as usize] = std::mem::replace(&mut self.heads[room], row);
-        self.rooms.insert(room);
+    fn push(&mut self, row: u32, space: usize) {
+        self.next[row as usize] = std::mem::replace(&mut self.heads[space], row);
+        self.spaces.insert(space);
     }
 
-    fn pop(&mut self, room: usize) -> u32 {
-        let row = self.heads[room];
-        self.heads[room] = self.next[row as usize];
-        if self.heads[room] == NONE {
-            self.rooms.remove(room);
+    fn pop(&mut self, space: usize) -> u32 {
+        let row = self.heads[space];
+        self.heads[space] = self.next[row as usize];
+        if self.heads[space] == NONE {
+            self.spaces.remove(space);
         }
         row
     }
 }
 
-/// A set of numbers below a limit that finds the next one: a bit for each, and above them a bit for
-/// each word that has one, and so on.
+/// A set of bounded numbers with fast successor search: one bit per number, and above it one bit
+/// per nonzero word, and so on.
 struct BitSet {
     levels: Vec<Vec<u64>>,
 }
@@ -135,18 +134,18 @@ impl BitSet {
         }
     }
 
-    /// The smallest number that is not below `from`.
+    /// Returns the smallest number that is at least `from`.
     fn first_from(&self, from: usize) -> Option<usize> {
         let mut number = from;
         for (height, level) in self.levels.iter().enumerate() {
             let word = level.get(number / 64)? >> (number % 64);
             if word != 0 {
                 number += word.trailing_zeros() as usize;
-                // Down again: the first bit of each word below.
-                let below = self.levels[..height].iter().rev();
-                return Some(below.fold(number, |word, level| {
-                    word * 64 + level[word].trailing_zeros() as usize
-                }));
+                // Descend to the first bit of each word below.
+                for level in self.levels[..height].iter().rev() {
+                    number = number * 64 + level[number].trailing_zeros() as usize;
+                }
+                return Some(number);
             }
             number = number / 64 + 1;
         }
@@ -163,9 +162,10 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_set_finds_what_an_ordered_set_finds() {
+    fn bit_set_matches_ordered_set() {
         for len in [1, 63, 64, 65, 4096, 4097, 300_000] {
-            let (mut bits, mut set) = (BitSet::new(len), BTreeSet::new());
+            let mut bits = BitSet::new(len);
+            let mut set = BTreeSet::new();
             for step in 0..2000 {
                 let draw = Seed::new(len as u64).derive(step).as_u64() as usize;
                 let number = draw / 4 % len;
@@ -185,12 +185,14 @@ mod tests {
         }
     }
 
-    /// The rows by the definition: item by item, each row looked at.
-    fn reference(lengths: &[u64], row: Row) -> Vec<u32> {
+    /// Packs by the definition: item by item, looking at each row; returns the space after each
+    /// item.
+    fn reference(lengths: &[u64], row: RowSpace) -> Vec<u32> {
         let mut sorted = lengths.to_vec();
         sorted.sort_unstable_by(|a, b| b.cmp(a));
-        let mut rows: Vec<Row> = Vec::new();
-        let mut place = |length: u64| {
+        let mut rows: Vec<RowSpace> = Vec::new();
+        let mut spaces = Vec::new();
+        for length in sorted {
             let fitting = (0..rows.len())
                 .filter(|&nth| rows[nth].tokens >= length && rows[nth].sequences > 0);
             let tightest = fitting.min_by_key(|&nth| rows[nth].tokens).unwrap_or_else(|| {
@@ -199,32 +201,33 @@ mod tests {
             });
             rows[tightest].tokens -= length;
             rows[tightest].sequences -= 1;
-            rows[tightest].tokens
-        };
-        // Which of equally full rows it was does not matter, so the room left describes the choice.
-        sorted.into_iter().map(|length| place(length) as u32).collect()
+            // Equally full rows are interchangeable, so the free space describes the choice.
+            spaces.push(rows[tightest].tokens as u32);
+        }
+        spaces
     }
 
-    /// Packs random lengths; returns the room that each sequence leaves in its row, and the same by
-    /// the definition.
+    /// Packs random lengths; returns the space that each sequence leaves in its row, and the space
+    /// by the definition.
     fn pack(seed: u64, sequences: u64) -> (Vec<u32>, Vec<u32>) {
         let draw = |i| Seed::new(seed).derive(i).as_u64();
-        let row = Row { tokens: 20 + draw(0) % 100, sequences };
+        let row = RowSpace { tokens: 20 + draw(0) % 100, sequences };
         let lengths: Vec<u64> = (0..seed).map(|i| draw(i + 2) % (row.tokens + 1)).collect();
-        let rows = assign(&Histogram::new(lengths.iter().copied()), row);
+        let rows = assign(&LengthHistogram::new(lengths.iter().copied()), row);
         let mut sorted = lengths.clone();
         sorted.sort_unstable_by(|a, b| b.cmp(a));
         let mut rooms = vec![row; rows.left.len()];
-        let rooms = sorted.iter().zip(&rows.row_of).map(|(length, &of)| {
-            let room = &mut rooms[of as usize];
-            *room = Row { tokens: room.tokens - length, sequences: room.sequences - 1 };
-            room.tokens as u32
-        });
-        (rooms.collect(), reference(&lengths, row))
+        let mut spaces = Vec::new();
+        for (length, &row) in sorted.iter().zip(&rows.row_of) {
+            let room = &mut rooms[row as usize];
+            *room = RowSpace { tokens: room.tokens - length, sequences: room.sequences - 1 };
+            spaces.push(room.tokens as u32);
+        }
+        (spaces, reference(&lengths, row))
     }
 
     #[test]
-    fn every_choice_is_the_tightest() {
+    fn choices_are_tightest() {
         for seed in 0..300 {
             let (rooms, expected) = pack(seed, u64::MAX);
             assert_eq!(rooms, expected, "seed {seed}");
@@ -232,9 +235,8 @@ mod tests {
     }
 
     #[test]
-    fn no_row_takes_more_sequences_than_it_may() {
-        // Which of two rows with the same room may take more sequences is left open, so only sums
-        // can be compared.
+    fn rows_keep_the_sequence_limit() {
+        // Rows with equal space may take different numbers of sequences, so only sums can be compared.
         for seed in 0..300 {
             let (rooms, _) = pack(seed, 1 + seed % 7);
             assert_eq!(rooms.len() as u64, seed);

@@ -1,46 +1,46 @@
-//! Rows that are filled as the sequences come.
+//! Packing in the order of arrival.
 
-use crate::{batch::Sequence, limits::Row};
+use crate::{batch::Sequence, limits::RowSpace};
 
-/// A few rows that still take sequences.
+/// A few open rows.
 #[derive(Clone, Debug)]
 pub(crate) struct OpenRows {
-    empty: Row,
+    empty: RowSpace,
     max_open: usize,
-    /// Each row with the room it has left, in the order in which they were opened.
-    rows: Vec<(Row, Vec<Sequence>)>,
+    /// Free space and sequences of each row, in the order of opening.
+    rows: Vec<(RowSpace, Vec<Sequence>)>,
 }
 
 impl OpenRows {
-    pub(crate) fn new(empty: Row, max_open: usize) -> Self {
+    pub(crate) fn new(empty: RowSpace, max_open: usize) -> Self {
         Self { empty, max_open, rows: Vec::new() }
     }
 
-    /// Puts the sequence into the fullest row that has room for it, and hands out rows that are
-    /// full. If none has room and no more may be open, the fullest one goes.
+    /// Puts a sequence into the fullest row with enough space, and passes full rows to `done`. If
+    /// no row has space and no more may be open, the fullest row is passed on.
     pub(crate) fn push(&mut self, sequence: Sequence, mut done: impl FnMut(Vec<Sequence>)) {
-        let nth = match self.fullest(|room| room.capacity(sequence.length) > 0) {
-            Some(nth) => nth,
+        let index = match self.fullest(|space| space.capacity(sequence.length) > 0) {
+            Some(index) => index,
             None => self.open(&mut done),
         };
-        let (room, sequences) = &mut self.rows[nth];
-        *room = room.without(sequence.length, 1);
+        let (space, sequences) = &mut self.rows[index];
+        *space = space.after_adding(sequence.length, 1);
         sequences.push(sequence);
-        if room.tokens == 0 || room.sequences == 0 {
-            done(self.rows.remove(nth).1);
+        if space.tokens == 0 || space.sequences == 0 {
+            done(self.rows.remove(index).1);
         }
     }
 
-    /// The fullest of these rows, the first one of equals.
-    fn fullest(&self, is_meant: impl Fn(&Row) -> bool) -> Option<usize> {
-        let meant = (0..self.rows.len()).filter(|&nth| is_meant(&self.rows[nth].0));
-        meant.min_by_key(|&nth| self.rows[nth].0.tokens)
+    /// Returns the fullest row that passes the `filter`, the first one of ties.
+    fn fullest(&self, filter: impl Fn(&RowSpace) -> bool) -> Option<usize> {
+        let matching = (0..self.rows.len()).filter(|&index| filter(&self.rows[index].0));
+        matching.min_by_key(|&index| self.rows[index].0.tokens)
     }
 
-    /// Opens one more row, in place of the fullest one if there are as many as may be.
+    /// Opens a row, and closes the fullest one if too many are open.
     fn open(&mut self, done: &mut impl FnMut(Vec<Sequence>)) -> usize {
         if self.rows.len() == self.max_open {
-            #[expect(clippy::expect_used, reason = "a configuration with none is refused")]
+            #[expect(clippy::expect_used, reason = "`BatchLimits` rejects zero open rows")]
             let fullest = self.fullest(|_| true).expect("at least one row may be open");
             done(self.rows.remove(fullest).1);
         }
@@ -48,8 +48,10 @@ impl OpenRows {
         self.rows.len() - 1
     }
 
-    /// Hands out what is left.
-    pub(crate) fn finish(&mut self, done: impl FnMut(Vec<Sequence>)) {
-        self.rows.drain(..).map(|(_, sequences)| sequences).for_each(done);
+    /// Passes the remaining rows to `done`.
+    pub(crate) fn finish(&mut self, mut done: impl FnMut(Vec<Sequence>)) {
+        for (_, sequences) in self.rows.drain(..) {
+            done(sequences);
+        }
     }
 }

@@ -1,4 +1,4 @@
-//! Rows filled with sequences.
+//! Packing of sequences into rows.
 
 mod best_fit;
 mod in_order;
@@ -7,32 +7,31 @@ mod minimum_slack;
 pub(crate) use in_order::OpenRows;
 
 use crate::{
-    lengths::histogram::{Histogram, Run},
-    limits::Row,
+    lengths::histogram::{LengthHistogram, LengthRun},
+    limits::RowSpace,
 };
 
-/// Rows that hold all sequences.
+/// The rows of all sequences.
 #[derive(Debug)]
-pub(crate) struct Rows {
-    /// The row of each sequence, from the longest to the shortest.
+pub(crate) struct PackedRows {
+    /// Row of each sequence, from the longest to the shortest.
     pub(crate) row_of: Vec<u32>,
-    /// The room that is left in each row.
-    pub(crate) left: Vec<Row>,
+    /// Free space of each row.
+    pub(crate) left: Vec<RowSpace>,
 }
 
-/// Assigns all sequences to rows, best-fit decreasing.
-pub(crate) fn best_fit(histogram: &Histogram, empty: Row) -> Rows {
+/// Assigns sequences to rows by best-fit decreasing.
+pub(crate) fn best_fit(histogram: &LengthHistogram, empty: RowSpace) -> PackedRows {
     best_fit::assign(histogram, empty)
 }
 
-/// Assigns all sequences to rows, by the search that needs the fewest; those of best fit if no
-/// search needs fewer. Searches end with the first that needs as few as there can be, or when their
-/// choices are used up.
-pub(crate) fn minimum_slack(histogram: &Histogram, empty: Row) -> Rows {
+/// Assigns sequences to rows by the search that needs the fewest rows, or by best fit if no search
+/// needs fewer. Searching stops at the lower bound, or when the choices are used up.
+pub(crate) fn minimum_slack(histogram: &LengthHistogram, empty: RowSpace) -> PackedRows {
     let mut fewest = best_fit(histogram, empty);
     let bound = lower_bound(histogram, empty);
-    let of_sequences = minimum_slack::CHOICES_PER_SEQUENCE * histogram.count();
-    let mut choices = minimum_slack::CHOICES + of_sequences;
+    let mut choices =
+        minimum_slack::CHOICES + minimum_slack::CHOICES_PER_SEQUENCE * histogram.count();
     for max_steps in minimum_slack::MAX_STEPS {
         if fewest.left.len() as u128 <= bound {
             break;
@@ -46,10 +45,12 @@ pub(crate) fn minimum_slack(histogram: &Histogram, empty: Row) -> Rows {
     fewest
 }
 
-/// How many rows there are if none has room left for tokens, or for sequences: nobody needs fewer.
-fn lower_bound(histogram: &Histogram, empty: Row) -> u128 {
-    let of_run = |run: &Run| u128::from(run.length) * u128::from(run.count);
-    let tokens: u128 = histogram.runs().iter().map(of_run).sum();
+/// Returns a lower bound of the number of rows, from the totals of tokens and of sequences.
+fn lower_bound(histogram: &LengthHistogram, empty: RowSpace) -> u128 {
+    let mut tokens = 0;
+    for &LengthRun { length, count } in histogram.runs() {
+        tokens += u128::from(length) * u128::from(count);
+    }
     let by_count = histogram.count().div_ceil(empty.sequences);
     tokens.div_ceil(empty.tokens.into()).max(by_count.into())
 }

@@ -1,4 +1,4 @@
-//! The batcher: sequences in, batches out, in one pass.
+//! The batcher, which turns a stream of sequences into batches in one pass.
 
 use std::{collections::VecDeque, iter::FusedIterator};
 
@@ -9,25 +9,24 @@ use crate::{
     builder::BatchBuilder,
     config::BatchConfig,
     error::{Error, Result},
-    limits::Limits,
+    limits::BatchLimits,
     report::PaddingReport,
     sampler::shuffle::shuffle,
 };
 
 /// An iterator of batches over an iterator of sequences.
 ///
-/// It takes no more sequences than the next batch needs, so an endless stream is fine, and it holds
-/// the open batches only: one, one for each bucket or open row, or a window of them. Two strategies
-/// need to see all sequences before the first batch:
-/// [`Sorted`](crate::DynamicBatchStrategy::Sorted) without a window, and
-/// [`Pack`](crate::DynamicBatchStrategy::Pack) other than in order.
+/// It reads no more sequences than the next batch needs, so streams may be endless. It holds only
+/// the open batches: one, one per bucket or open row, or a window. Two strategies read all
+/// sequences before the first batch: [`Sorted`](crate::DynamicBatchStrategy::Sorted) without a
+/// window, and [`Pack`](crate::DynamicBatchStrategy::Pack) except in order.
 ///
-/// The stream may fail with an error of its own. The first error, of the stream or of a batch, ends
-/// the iteration, and the sequences of open batches are lost with it.
+/// The stream may return its own errors. The first error, of the stream or of a batch, ends the
+/// iteration and discards the sequences of open batches.
 ///
 /// # Determinism
 ///
-/// The batches depend on the sequences, their order and the configuration alone.
+/// The batches depend only on the sequences, their order and the configuration.
 ///
 /// # Examples
 ///
@@ -51,33 +50,33 @@ use crate::{
 #[derive(Clone, Debug)]
 #[must_use = "iterators are lazy and do nothing unless consumed"]
 pub struct Batches<I> {
-    /// `None` from the end or the first error on.
+    /// `None` after the end or the first error.
     sequences: Option<I>,
-    limits: Limits,
-    assembly: BatchBuilder,
-    /// Batches that are done.
+    limits: BatchLimits,
+    builder: BatchBuilder,
+    /// Completed batches.
     ready: VecDeque<Batch>,
-    /// For batches that are done together.
+    /// Seed for batches that complete together.
     shuffle: Option<Seed>,
     report: PaddingReport,
 }
 
 impl<I: Iterator> Batches<I> {
-    /// Returns the batches of a stream of sequences.
+    /// Creates an iterator of the batches of a stream.
     ///
     /// # Errors
     ///
     /// [`Error::Zero`], [`Error::NoLimit`], [`Error::NoTokenBudget`],
-    /// [`Error::TokenBudgetOverflow`] or [`Error::MultipleOverLimit`] if the configuration
-    /// contradicts itself.
+    /// [`Error::TokenBudgetOverflow`] or [`Error::MultipleOverLimit`] if settings contradict each
+    /// other.
     pub fn new(sequences: impl IntoIterator<IntoIter = I>, config: BatchConfig) -> Result<Self> {
-        Limits::new(config).map(|limits| Self::with_limits(sequences.into_iter(), limits))
+        BatchLimits::new(config).map(|limits| Self::with_limits(sequences.into_iter(), limits))
     }
 
-    pub(crate) fn with_limits(sequences: I, limits: Limits) -> Self {
+    pub(crate) fn with_limits(sequences: I, limits: BatchLimits) -> Self {
         Self {
             sequences: Some(sequences),
-            assembly: BatchBuilder::new(&limits),
+            builder: BatchBuilder::new(&limits),
             limits,
             ready: VecDeque::new(),
             shuffle: None,
@@ -85,8 +84,8 @@ impl<I: Iterator> Batches<I> {
         }
     }
 
-    /// Lets batches that are done together come in a random order, the same for the same seed:
-    /// those of a window, of a whole sorted or packed set, and what is left in buckets at the end.
+    /// Shuffles batches that complete together, reproducibly for a seed: the batches of a window,
+    /// of a whole sorted or packed set, or of the buckets at the end.
     ///
     /// # Examples
     ///
@@ -108,22 +107,22 @@ impl<I: Iterator> Batches<I> {
         Self { shuffle: Some(seed), ..self }
     }
 
-    /// What the batches so far cost, and how many sequences made it into none.
+    /// Reports the batches so far, and the sequences in no batch.
     pub fn report(&self) -> &PaddingReport {
         &self.report
     }
 
-    fn place(&mut self, sequence: Sequence) -> Result<()> {
+    fn add(&mut self, sequence: Sequence) -> Result<()> {
         let admission = self.limits.admit(sequence)?;
         if let Some(sequence) = self.report.count(admission) {
-            self.assembly.push(sequence, &self.limits, &mut self.ready);
+            self.builder.push(sequence, &self.limits, &mut self.ready);
         }
         Ok(())
     }
 
     fn finish(&mut self) -> Result<()> {
         self.sequences = None;
-        self.report.dropped += self.assembly.finish(&self.limits, &mut self.ready)?;
+        self.report.dropped += self.builder.finish(&self.limits, &mut self.ready)?;
         Ok(())
     }
 
@@ -133,14 +132,15 @@ impl<I: Iterator> Batches<I> {
         }
         if let Some(seed) = &mut self.shuffle {
             shuffle(self.ready.make_contiguous(), *seed);
-            // No place of a shuffle takes this one, so that no two shuffles share a draw.
+            // A shuffle never derives this number, so no two shuffles share a draw.
             *seed = seed.derive(u64::MAX);
         }
     }
 
+    /// Discards all pending sequences and batches.
     fn abandon(&mut self) {
         self.sequences = None;
-        self.assembly = BatchBuilder::new(&self.limits);
+        self.builder = BatchBuilder::new(&self.limits);
         self.ready.clear();
     }
 }
@@ -150,10 +150,11 @@ where
     I: Iterator<Item = Result<Sequence, E>>,
     E: From<Error>,
 {
-    /// Takes the next sequence, or makes the last batches if there is none; `None` after that.
+    /// Adds the next sequence, or makes the last batches if there is none; returns `None` after
+    /// that.
     fn advance(&mut self) -> Option<Result<(), E>> {
         Some(match self.sequences.as_mut()?.next() {
-            Some(sequence) => sequence.and_then(|sequence| Ok(self.place(sequence)?)),
+            Some(sequence) => sequence.and_then(|sequence| Ok(self.add(sequence)?)),
             None => self.finish().map_err(E::from),
         })
     }

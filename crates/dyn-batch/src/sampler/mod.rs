@@ -1,4 +1,4 @@
-//! Batches of a data set whose lengths are known.
+//! Batches of a data set with known lengths.
 
 pub(crate) mod batches;
 pub(crate) mod plan;
@@ -11,18 +11,17 @@ use crate::{
     config::{BatchConfig, DynamicBatchStrategy, Remainder},
     error::{Error, Result},
     lengths::{SequenceLengths, measure},
-    limits::Limits,
+    limits::BatchLimits,
     sampler::batches::Batches,
 };
 
-/// Batches of a data set, in its own order or in any other.
+/// A sampler of the batches of a data set, in its order or another one.
 ///
-/// The lengths are looked up one by one as the batches are made; the sequences themselves are never
-/// read.
+/// It looks up lengths one by one as batches are made, and never reads a sequence.
 ///
 /// # Determinism
 ///
-/// The batches depend on lengths, order and configuration alone: ranks that agree on these agree on
+/// The batches depend only on lengths, order and configuration: ranks that agree on these agree on
 /// every batch.
 ///
 /// # Examples
@@ -35,7 +34,7 @@ use crate::{
 ///     BatchConfig::default().with_strategy(DynamicBatchStrategy::Dynamic).with_max_tokens(100);
 /// let sampler = DynamicBatchSampler::new(&lengths, config)?;
 ///
-/// // As the data set has them, or in the order that a sampler gives to this rank.
+/// // In the order of the data set, or in the order of a sampler for this rank.
 /// let indices = |batch: Result<dyn_batch::Batch, _>| batch.map(|batch| batch.indices);
 /// let batches = sampler.iter().map(indices).collect::<Result<Vec<_>, _>>()?;
 /// assert_eq!(batches, [vec![0], vec![1], vec![2], vec![3], vec![4]]);
@@ -46,17 +45,17 @@ use crate::{
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct DynamicBatchSampler<L> {
     lengths: L,
-    limits: Limits,
+    limits: BatchLimits,
 }
 
 impl<L: SequenceLengths> DynamicBatchSampler<L> {
-    /// Returns a sampler of batches over sequences of these lengths.
+    /// Creates a sampler for sequences of these lengths.
     ///
     /// # Errors
     ///
     /// [`Error::Zero`], [`Error::NoLimit`], [`Error::NoTokenBudget`],
-    /// [`Error::TokenBudgetOverflow`] or [`Error::MultipleOverLimit`] if the configuration
-    /// contradicts itself.
+    /// [`Error::TokenBudgetOverflow`] or [`Error::MultipleOverLimit`] if settings contradict each
+    /// other.
     ///
     /// # Examples
     ///
@@ -68,36 +67,37 @@ impl<L: SequenceLengths> DynamicBatchSampler<L> {
     /// assert_eq!(error.to_string(), "batch_size_multiple 8 is above max_batch_size 4");
     /// ```
     pub fn new(lengths: L, config: BatchConfig) -> Result<Self> {
-        Limits::new(config).map(|limits| Self { lengths, limits })
+        BatchLimits::new(config).map(|limits| Self { lengths, limits })
     }
 
-    /// The lengths it was made over.
+    /// Returns the lengths.
+    #[doc(hidden)]
     pub fn lengths(&self) -> &L {
         &self.lengths
     }
 
-    /// The configuration it was made with.
+    /// Returns the configuration.
+    #[doc(hidden)]
     pub fn config(&self) -> &BatchConfig {
         self.limits.config()
     }
 
-    /// The batches in the order of the data set.
+    /// Returns the batches in the order of the data set.
     ///
     /// # Errors
     ///
     /// The last item is [`Error::SequenceTooLong`] or [`Error::SequenceOverBudget`] if a sequence
     /// fits no batch.
-    #[expect(clippy::iter_without_into_iter, reason = "the type of its sequences has no name")]
+    #[expect(clippy::iter_without_into_iter, reason = "the iterator type cannot be named")]
     pub fn iter(&self) -> Batches<impl Iterator<Item = Result<Sequence>>> {
         self.iter_order(0..self.lengths.count())
     }
 
-    /// Returns the batches of the sequences that `order` names, in that order; it may repeat some and leave others
-    /// out.
+    /// Returns the batches of the sequences in `order`, which may repeat or omit sequences.
     ///
     /// # Errors
     ///
-    /// As [`iter`](Self::iter), and [`Error::IndexOutOfRange`] if there is no such sequence.
+    /// The errors of [`iter`](Self::iter), and [`Error::IndexOutOfRange`] for an unknown sequence.
     pub fn iter_order(
         &self,
         order: impl IntoIterator<Item = u64>,
@@ -106,8 +106,8 @@ impl<L: SequenceLengths> DynamicBatchSampler<L> {
         Batches::with_limits(sequences, self.limits.clone())
     }
 
-    /// Batches for all ranks together: limits and multiple are multiplied by their number.
-    pub(crate) fn of_all_ranks(self, world_size: WorldSize) -> Result<Self> {
+    /// Multiplies limits and multiple by the world size, for batches of all ranks together.
+    pub(crate) fn for_all_ranks(self, world_size: WorldSize) -> Result<Self> {
         let config = self.config().clone();
         match config.strategy {
             DynamicBatchStrategy::Bucket(_) | DynamicBatchStrategy::Pack(_) => {
@@ -117,13 +117,13 @@ impl<L: SequenceLengths> DynamicBatchSampler<L> {
             | DynamicBatchStrategy::Dynamic
             | DynamicBatchStrategy::Sorted { .. } => {}
         }
-        let times = |limit: u64| limit.saturating_mul(world_size.as_u64());
-        let limits = Limits::new(BatchConfig {
-            max_batch_size: config.max_batch_size.map(times),
-            max_tokens: config.max_tokens.map(times),
-            max_cost: config.max_cost.map(times),
-            batch_size_multiple: times(config.batch_size_multiple),
-            // Alone the world size need not divide the last step.
+        let scale = |limit: u64| limit.saturating_mul(world_size.as_u64());
+        let limits = BatchLimits::new(BatchConfig {
+            max_batch_size: config.max_batch_size.map(scale),
+            max_tokens: config.max_tokens.map(scale),
+            max_cost: config.max_cost.map(scale),
+            batch_size_multiple: scale(config.batch_size_multiple),
+            // Without a multiple, the world size need not divide the last step.
             remainder: if config.batch_size_multiple == 1 {
                 Remainder::Keep
             } else {
@@ -134,11 +134,11 @@ impl<L: SequenceLengths> DynamicBatchSampler<L> {
         Ok(Self { limits, ..self })
     }
 
-    pub(crate) fn limits(&self) -> &Limits {
+    pub(crate) fn limits(&self) -> &BatchLimits {
         &self.limits
     }
 
-    /// A sequence with its whole length.
+    /// Returns a sequence with its length.
     pub(crate) fn measure(&self, index: u64) -> Result<Sequence> {
         measure(&self.lengths, index)
     }

@@ -1,21 +1,20 @@
-//! A random order of batches.
+//! Shuffles of batches.
 
 use core_types::Seed;
 
-/// Brings `items` into a random order, the same one for the same seed.
+/// Shuffles `items` reproducibly for a seed.
 ///
-/// The draw for each place is derived from the seed by itself, and places are filled from the last
-/// one down: the mirror image of [`core_types::shuffle`], so items are turned round before and
-/// after it.
+/// Each position has a separate draw from the seed, and positions are filled from the last to the
+/// first. That mirrors [`core_types::shuffle`], so items are reversed before and after it.
 pub(crate) fn shuffle<T>(items: &mut [T], seed: Seed) {
     items.reverse();
     core_types::shuffle(items, |n| n - 1 - draw(seed, n));
     items.reverse();
 }
 
-/// A number below `n`.
+/// Returns a number less than `n`.
 fn draw(seed: Seed, n: u64) -> u64 {
-    // The upper half of the product: even but for one in 2^64 / n.
+    // The upper half of the product is uniform, with an error below n / 2^64.
     let product = u128::from(seed.derive(n - 1).as_u64()) * u128::from(n);
     (product >> 64) as u64
 }
@@ -32,14 +31,14 @@ mod tests {
     }
 
     #[test]
-    fn every_order_of_four_comes_as_often() {
+    fn shuffle_is_uniform() {
         let mut counts = std::collections::BTreeMap::<[u8; 4], u32>::new();
         for seed in 0..24_000 {
             let mut items = [0, 1, 2, 3];
             shuffle(&mut items, Seed::new(seed));
             *counts.entry(items).or_default() += 1;
         }
-        // 1000 each; 23 degrees of freedom stay below 60 but for one time in 30,000.
+        // 1000 each; with 23 degrees of freedom the statistic exceeds 60 once in 30,000 seeds.
         let squares: f64 =
             counts.values().map(|&count| (f64::from(count) - 1000.0).powi(2) / 1000.0).sum();
         assert!(counts.len() == 24 && squares < 60.0, "{squares}: {counts:?}");

@@ -1,36 +1,35 @@
-//! Sorted sequences, cut into batches.
+//! Cuts of sorted sequences into batches.
 //!
-//! A batch whose longest row has length p may hold r(p) rows, and a batch of longer ones never
-//! more. So a batch may swap a sequence for a shorter one, and every set of batches can be turned
-//! into as many that are intervals of the sorted sequences. Of these, taking as many of the longest
-//! that are left as possible leaves the least to the others, and so does taking as many of the
-//! shortest: both make the fewest batches there can be. fairseq's batches are the latter; the
-//! greedy cut is whichever of the two has fewer padded tokens.
+//! A batch whose longest row has length p may have r(p) rows, and r never grows with p. So a batch
+//! may replace a sequence by a shorter one, and every set of batches can be turned into equally
+//! many intervals of the sorted sequences. Taking as many of the longest remaining sequences as
+//! possible leaves the fewest to the other batches, and so does taking as many of the shortest:
+//! both make the fewest batches. fairseq takes the shortest; the greedy cut takes whichever gives
+//! fewer padded tokens.
 
 #![expect(
     clippy::cast_possible_truncation,
-    reason = "at most 2^32 sequences are arranged together, and tables are as long"
+    reason = "at most 2^32 sequences are arranged together, and tables are no longer"
 )]
 
 use crate::{
     config::Cut,
-    lengths::histogram::Histogram,
-    limits::Limits,
-    sort::optimal::{self, Level},
+    lengths::histogram::LengthHistogram,
+    limits::BatchLimits,
+    sort::optimal::{self, LengthLevel},
 };
 
-/// Sorted groups that wait to be cut; positions count groups, from the shortest.
+/// Sorted groups of sequences; positions count groups, from the shortest.
 #[derive(Debug)]
-pub(crate) struct Groups {
-    levels: Vec<Level>,
-    /// The number of groups.
+pub(crate) struct SortedGroups {
+    levels: Vec<LengthLevel>,
+    /// Number of groups.
     len: usize,
 }
 
-impl Groups {
-    /// The sequences of a histogram in groups; its number of sequences must be a multiple of
-    /// theirs.
-    pub(crate) fn new(histogram: &Histogram, limits: &Limits) -> Self {
+impl SortedGroups {
+    /// Groups the sequences of a histogram; their number must be a multiple of the group size.
+    pub(crate) fn new(histogram: &LengthHistogram, limits: &BatchLimits) -> Self {
         let group_len = limits.group_len() as u64;
         let count = histogram.count();
         let mut levels = Vec::new();
@@ -41,17 +40,17 @@ impl Groups {
             let end = (n_sequences / group_len) as usize;
             if end > len {
                 let padded_length = limits.padded_length(run.length);
-                // No batch holds more than all groups, of which there are fewer than 2^32.
+                // No batch has more groups than there are, which is less than 2^32.
                 let max_groups = limits.max_rows(padded_length) / group_len;
                 let max_groups = max_groups.min(count) as usize;
-                levels.push(Level { end, padded_length, max_groups });
+                levels.push(LengthLevel { end, padded_length, max_groups });
                 len = end;
             }
         }
         Self { levels, len }
     }
 
-    /// Where batches end, ascending.
+    /// Returns the ends of the batches, ascending.
     pub(crate) fn cut(&self, cut: Cut) -> Vec<usize> {
         match cut {
             Cut::Greedy => self.greedy(),
@@ -59,15 +58,13 @@ impl Groups {
         }
     }
 
-    /// Whether these are ends of batches of all groups, each within the limits.
+    /// Returns true if these ends cut all groups into batches within the limits.
     pub(crate) fn allows(&self, ends: &[usize]) -> bool {
         let mut start = 0;
-        let mut nth = 0;
+        let mut levels = self.levels.iter().peekable();
         for &end in ends {
-            while self.levels.get(nth).is_some_and(|level| level.end < end) {
-                nth += 1;
-            }
-            let Some(level) = self.levels.get(nth) else { return false };
+            while levels.next_if(|level| level.end < end).is_some() {}
+            let Some(level) = levels.peek() else { return false };
             if end <= start || end - start > level.max_groups {
                 return false;
             }
@@ -76,19 +73,23 @@ impl Groups {
         start == self.len
     }
 
-    /// Batches that are full but for one, at that end where this costs less.
+    /// Cuts full batches from the end that gives fewer padded tokens; one batch may not be full.
     fn greedy(&self) -> Vec<usize> {
-        let (longest_first, shortest_first) = (self.longest_first(), self.shortest_first());
-        let saves = self.padded_tokens(&shortest_first) < self.padded_tokens(&longest_first);
-        if saves { shortest_first } else { longest_first }
+        let longest_first = self.longest_first();
+        let shortest_first = self.shortest_first();
+        if self.padded_tokens(&shortest_first) < self.padded_tokens(&longest_first) {
+            shortest_first
+        } else {
+            longest_first
+        }
     }
 
-    /// Batches that take as many of the longest groups as they can; the shortest one gets what is
-    /// left.
+    /// Cuts batches of as many of the longest groups as possible; the shortest batch gets the rest.
     pub(crate) fn longest_first(&self) -> Vec<usize> {
-        let (mut ends, mut end) = (Vec::new(), self.len);
-        for (nth, level) in self.levels.iter().enumerate().rev() {
-            let start = if nth == 0 { 0 } else { self.levels[nth - 1].end };
+        let mut ends = Vec::new();
+        let mut end = self.len;
+        for (index, level) in self.levels.iter().enumerate().rev() {
+            let start = if index == 0 { 0 } else { self.levels[index - 1].end };
             while end > start {
                 ends.push(end);
                 end = end.saturating_sub(level.max_groups);
@@ -98,12 +99,13 @@ impl Groups {
         ends
     }
 
-    /// Batches that take as many of the shortest groups as they can; the longest one gets what is
-    /// left.
+    /// Cuts batches of as many of the shortest groups as possible; the longest batch gets the rest.
     pub(crate) fn shortest_first(&self) -> Vec<usize> {
-        let (mut ends, mut start, mut end) = (Vec::new(), 0_usize, 0);
+        let mut ends = Vec::new();
+        let mut start = 0_usize;
+        let mut end = 0;
         for level in &self.levels {
-            // The open batch goes on into the next level if it has room for all of this one.
+            // The open batch continues in the next level if all of this one fits.
             loop {
                 end = end.max(level.end.min(start.saturating_add(level.max_groups)));
                 if end == level.end {
@@ -119,32 +121,19 @@ impl Groups {
         ends
     }
 
-    /// The padded tokens of batches that end here, per sequence of a group.
+    /// Returns the padded tokens of batches with these ends, per sequence of a group.
     fn padded_tokens(&self, ends: &[usize]) -> u128 {
-        let mut levels = Lengths { levels: &self.levels, nth: 0 };
+        let mut tokens = 0;
         let mut start = 0;
-        let batches = ends.iter().map(|&end| {
-            let tokens = (end - start) as u128 * u128::from(levels.of(end).padded_length);
+        let mut level = 0;
+        for &end in ends {
+            while self.levels[level].end < end {
+                level += 1;
+            }
+            tokens += (end - start) as u128 * u128::from(self.levels[level].padded_length);
             start = end;
-            tokens
-        });
-        batches.sum()
-    }
-}
-
-/// The level of each group in turn.
-struct Lengths<'a> {
-    levels: &'a [Level],
-    nth: usize,
-}
-
-impl Lengths<'_> {
-    /// The level of the last of `end` groups; `end` must not fall from one call to the next.
-    fn of(&mut self, end: usize) -> Level {
-        while self.levels[self.nth].end < end {
-            self.nth += 1;
         }
-        self.levels[self.nth]
+        tokens
     }
 }
 
@@ -155,19 +144,23 @@ mod tests {
     use super::*;
     use crate::config::{BatchConfig, Cost, DynamicBatchStrategy};
 
-    /// Every way to cut the groups, as number of batches and padded tokens.
-    fn brute_force(groups: &Groups) -> (usize, u64) {
+    /// Tries every cut of the groups; returns the smallest number of batches, then of padded
+    /// tokens.
+    fn brute_force(groups: &SortedGroups) -> (usize, u64) {
         let n = groups.len;
-        let cuts = (0..1_u32 << (n - 1)).map(|cuts| {
+        let mut prices = Vec::new();
+        for cuts in 0..1_u32 << (n - 1) {
             let inner = (1..n).filter(|end| cuts >> (end - 1) & 1 == 1);
-            inner.chain([n]).collect::<Vec<_>>()
-        });
-        cuts.filter_map(|ends| price(groups, &ends)).min().unwrap()
+            prices.extend(price(groups, &inner.chain([n]).collect::<Vec<_>>()));
+        }
+        prices.into_iter().min().unwrap()
     }
 
-    /// The batches and their padded tokens by group, or `None` if one is over a limit.
-    fn price(groups: &Groups, ends: &[usize]) -> Option<(usize, u64)> {
-        let (mut start, mut tokens) = (0, 0);
+    /// Returns the number of batches and their padded tokens per group, or `None` if one exceeds a
+    /// limit.
+    fn price(groups: &SortedGroups, ends: &[usize]) -> Option<(usize, u64)> {
+        let mut start = 0;
+        let mut tokens = 0;
         for &end in ends {
             let level = groups.levels.iter().find(|level| end <= level.end).unwrap();
             if end - start > level.max_groups {
@@ -180,7 +173,7 @@ mod tests {
     }
 
     #[test]
-    fn cuts_are_as_good_as_the_best_of_all() {
+    fn cuts_match_exhaustive_search() {
         for seed in 0..600_u64 {
             let draw = |i: u64| Seed::new(seed).derive(i).as_u64();
             let multiple = 1 + draw(0) % 3;
@@ -193,9 +186,9 @@ mod tests {
             if seed % 3 == 0 {
                 config = config.with_max_cost(multiple * 5000, Cost::ATTENTION);
             }
-            let limits = Limits::new(config).unwrap();
+            let limits = BatchLimits::new(config).unwrap();
             let lengths = (0..n_groups * multiple).map(|i| draw(i + 9) % (5 + seed % 30));
-            let groups = Groups::new(&Histogram::new(lengths), &limits);
+            let groups = SortedGroups::new(&LengthHistogram::new(lengths), &limits);
             let best = brute_force(&groups);
             let mut ends = groups.cut(Cut::Optimal);
             assert_eq!(price(&groups, &ends), Some(best), "seed {seed}");
@@ -203,17 +196,17 @@ mod tests {
             ends.remove(ends.len() / 2);
             assert_eq!(groups.allows(&ends), price(&groups, &ends).is_some(), "{ends:?}");
             let greedy = price(&groups, &groups.cut(Cut::Greedy)).unwrap();
-            let of_both = [groups.longest_first(), groups.shortest_first()]
+            let prices = [groups.longest_first(), groups.shortest_first()]
                 .map(|ends| price(&groups, &ends).unwrap());
-            assert!(of_both.iter().all(|&(n_batches, _)| n_batches == best.0), "seed {seed}");
-            assert_eq!(Some(&greedy), of_both.iter().min(), "seed {seed}");
+            assert!(prices.iter().all(|&(n_batches, _)| n_batches == best.0), "seed {seed}");
+            assert_eq!(Some(&greedy), prices.iter().min(), "seed {seed}");
         }
     }
 
     #[test]
-    fn nothing_is_cut_into_nothing() {
-        let limits = Limits::new(BatchConfig::default().with_max_tokens(5)).unwrap();
-        let groups = Groups::new(&Histogram::default(), &limits);
+    fn empty_groups_have_no_batches() {
+        let limits = BatchLimits::new(BatchConfig::default().with_max_tokens(5)).unwrap();
+        let groups = SortedGroups::new(&LengthHistogram::default(), &limits);
         for ends in [groups.cut(Cut::Greedy), groups.cut(Cut::Optimal), groups.shortest_first()] {
             assert!(ends.is_empty());
         }

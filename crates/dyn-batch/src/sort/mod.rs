@@ -1,4 +1,4 @@
-//! Sequences sorted by length, and where sorted ones are cut into batches.
+//! Cuts of sorted sequences into batches.
 
 pub(crate) mod cut;
 mod optimal;

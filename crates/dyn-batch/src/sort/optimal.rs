@@ -1,41 +1,40 @@
-//! Of all cuts into the fewest batches the one with the fewest padded tokens, by dynamic
+//! The cut with the fewest padded tokens among all cuts into the fewest batches, by dynamic
 //! programming.
 //!
-//! The prefixes of the groups that need n batches follow those that need n − 1; here they are a
-//! layer. The last batch of each of the former begins where one of the latter ends. The best such
-//! place is a totally monotone choice: a longer group costs more for every other group in its
-//! batch. Of equally good places the first is taken.
+//! A layer is the set of prefixes of the groups that need the same number of batches; layers are
+//! consecutive. The last batch of a prefix starts where a prefix of the previous layer ends. The
+//! best start is a totally monotone choice: a longer group costs more for every other group in its
+//! batch. Ties go to the first start.
 //!
-//! Prefixes that end with groups of the same padded length are a stretch, and share their choices:
-//! which of two places is better does not depend on the prefix, only how far back it reaches does.
-//! So a stretch looks at each place once, and the stretch in the middle of a layer halves the places
-//! for those on both sides of it (see [`minima`](crate::lengths::minima)). A million sequences have a few
-//! thousand lengths, so most layers are one stretch or two. Looked at prefix by prefix they take two
-//! to four times as long.
+//! A stretch is a run of prefixes in a layer whose last groups have the same padded length. The order of two starts
+//! does not depend on the prefix, only the range of starts does. So a stretch visits each start once, and the middle
+//! stretch of a layer halves the starts for the stretches on both sides (see [`minima`](crate::lengths::minima)). A
+//! million sequences have a few thousand lengths, so most layers have one or two stretches. Prefix by prefix the
+//! algorithm takes two to four times as long.
 
 #![expect(
     clippy::cast_possible_truncation,
-    reason = "at most 2^32 sequences are arranged together, and tables are as long"
+    reason = "at most 2^32 sequences are arranged together, and tables are no longer"
 )]
 
 use std::ops::{Add, Mul, Range};
 
-/// Groups of sequences with the same padded length, by the longest of each group.
+/// Groups with the same padded length, which the longest sequence of each determines.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Level {
-    /// The number of groups up to the last of these.
+pub(super) struct LengthLevel {
+    /// Number of groups up to the last of this level.
     pub(super) end: usize,
     pub(super) padded_length: u64,
-    /// The most groups in a batch whose longest group is one of these.
+    /// Limit on the groups of a batch whose longest group has this level.
     pub(super) max_groups: usize,
 }
 
-/// Where the batches end.
-pub(super) fn ends(levels: &[Level]) -> Vec<usize> {
-    let Some(&Level { end: n_groups, padded_length, .. }) = levels.last() else {
+/// Returns the ends of the batches.
+pub(super) fn ends(levels: &[LengthLevel]) -> Vec<usize> {
+    let Some(&LengthLevel { end: n_groups, padded_length, .. }) = levels.last() else {
         return Vec::new();
     };
-    // Costs in 64 bits take half of the time.
+    // 64-bit costs take half of the time.
     let starts = match padded_length.checked_mul(n_groups as u64 + 1) {
         Some(_) => starts::<u64>(levels, n_groups),
         None => starts::<u128>(levels, n_groups),
@@ -47,43 +46,43 @@ pub(super) fn ends(levels: &[Level]) -> Vec<usize> {
 }
 
 /// A number of padded tokens.
-trait Tokens: Copy + Ord + From<u64> + Add<Output = Self> + Mul<Output = Self> {}
+trait TokenCount: Copy + Ord + From<u64> + Add<Output = Self> + Mul<Output = Self> {}
 
-impl Tokens for u64 {}
-impl Tokens for u128 {}
+impl TokenCount for u64 {}
+impl TokenCount for u128 {}
 
-/// For each prefix, where its last batch starts.
-fn starts<C: Tokens>(levels: &[Level], n_groups: usize) -> Vec<u32> {
+/// Returns the start of the last batch of each prefix.
+fn starts<C: TokenCount>(levels: &[LengthLevel], n_groups: usize) -> Vec<u32> {
     let mut starts = vec![0; n_groups + 1];
-    let mut before = Layer { prefixes: 0..1, costs: vec![C::from(0)] };
+    let mut previous = PrefixLayer { prefixes: 0..1, costs: vec![C::from(0)] };
     let mut stretches = Vec::new();
     let mut levels = levels.iter().copied().peekable();
-    while before.prefixes.end <= n_groups {
-        let first = before.prefixes.end;
+    while previous.prefixes.end <= n_groups {
+        let first = previous.prefixes.end;
         stretches.clear();
         let end = push_stretches(&mut stretches, &mut levels, first);
-        let mut layer = Layer { prefixes: first..end, costs: vec![C::from(0); end - first] };
+        let mut layer = PrefixLayer { prefixes: first..end, costs: vec![C::from(0); end - first] };
         let mut choice =
-            Choice { before: &before, layer: &mut layer, starts: &mut starts[first..] };
-        choice.choose(&stretches, before.prefixes.clone());
-        before = layer;
+            StartChoice { previous: &previous, layer: &mut layer, starts: &mut starts[first..] };
+        choice.choose(&stretches, previous.prefixes.clone());
+        previous = layer;
     }
     starts
 }
 
-/// Adds the stretches of the layer that begins with the prefix of `first` groups, and returns where
-/// it ends.
+/// Adds the stretches of the layer that begins with the prefix of `first` groups, and returns the
+/// end of the layer.
 fn push_stretches(
-    stretches: &mut Vec<Stretch>,
-    levels: &mut std::iter::Peekable<impl Iterator<Item = Level>>,
+    stretches: &mut Vec<PrefixStretch>,
+    levels: &mut std::iter::Peekable<impl Iterator<Item = LengthLevel>>,
     first: usize,
 ) -> usize {
     let mut end = first;
     while let Some(&level) = levels.peek() {
-        // A batch that begins before the layer reaches up to here, if its groups are as long.
+        // A batch that starts in the previous layer reaches up to here, if its groups are as long.
         let reached = first.saturating_add(level.max_groups).min(level.end + 1);
         if end < reached {
-            stretches.push(Stretch { prefixes: end..reached, level });
+            stretches.push(PrefixStretch { prefixes: end..reached, level });
             end = reached;
         }
         if end <= level.end {
@@ -95,67 +94,72 @@ fn push_stretches(
 }
 
 /// The prefixes that need equally many batches, and their padded tokens.
-struct Layer<C> {
+struct PrefixLayer<C> {
     prefixes: Range<usize>,
     costs: Vec<C>,
 }
 
-/// Prefixes of a layer whose last groups are of one level.
-struct Stretch {
+/// The prefixes of a layer with the same level of their last groups.
+struct PrefixStretch {
     prefixes: Range<usize>,
-    level: Level,
+    level: LengthLevel,
 }
 
-impl Stretch {
-    /// The earliest start of the last batch of this prefix.
+impl PrefixStretch {
+    /// Returns the earliest start of the last batch of this prefix.
     fn first_start(&self, prefix: usize) -> usize {
         prefix.saturating_sub(self.level.max_groups)
     }
 }
 
-/// The choice of a start for each prefix of a layer, among the prefixes of the layer before.
-struct Choice<'a, C> {
-    before: &'a Layer<C>,
-    layer: &'a mut Layer<C>,
+/// The choice of a start in the previous layer for each prefix of a layer.
+struct StartChoice<'a, C> {
+    previous: &'a PrefixLayer<C>,
+    layer: &'a mut PrefixLayer<C>,
     starts: &'a mut [u32],
 }
 
-impl<C: Tokens> Choice<'_, C> {
-    /// Chooses for these stretches, whose best starts are among `places`.
-    #[expect(clippy::expect_used, reason = "each layer's batches may begin before it")]
-    fn choose(&mut self, stretches: &[Stretch], places: Range<usize>) {
+impl<C: TokenCount> StartChoice<'_, C> {
+    /// Chooses for these stretches, with best starts in `candidates`.
+    #[expect(clippy::expect_used, reason = "batches can start in the previous layer")]
+    fn choose(&mut self, stretches: &[PrefixStretch], candidates: Range<usize>) {
         let middle = stretches.len() / 2;
         let Some(stretch) = stretches.get(middle) else { return };
-        let (earliest, latest) = self.choose_in(stretch, places.clone()).expect("a start");
-        self.choose(&stretches[..middle], places.start..earliest + 1);
-        self.choose(&stretches[middle + 1..], latest..places.end);
+        let (earliest, latest) = self.choose_in(stretch, candidates.clone()).expect("a start");
+        self.choose(&stretches[..middle], candidates.start..earliest + 1);
+        self.choose(&stretches[middle + 1..], latest..candidates.end);
     }
 
-    /// Chooses for one stretch, and returns the starts of its first prefix and of its last one.
-    fn choose_in(&mut self, stretch: &Stretch, places: Range<usize>) -> Option<(usize, usize)> {
-        let (first, length) = (self.layer.prefixes.start, C::from(stretch.level.padded_length));
-        let mut ends = None;
-        let mut place = places.end;
+    /// Chooses for one stretch, and returns the starts for its first and its last prefix.
+    fn choose_in(
+        &mut self,
+        stretch: &PrefixStretch,
+        candidates: Range<usize>,
+    ) -> Option<(usize, usize)> {
+        let first = self.layer.prefixes.start;
+        let length = C::from(stretch.level.padded_length);
+        let mut start = candidates.end;
         let mut best: Option<(C, usize)> = None;
-        // From the back, where the fewest places are within reach.
+        let mut latest = None;
+        // Go backward, because the last prefix reaches the fewest starts.
         for prefix in stretch.prefixes.clone().rev() {
-            let reach = stretch.first_start(prefix).max(places.start);
-            while reach < place {
-                place -= 1;
-                // As if the batch ended with the layer before, to which all prefixes add as much.
-                let cost = self.before.costs[place - self.before.prefixes.start]
-                    + C::from((first - place) as u64) * length;
+            let earliest = stretch.first_start(prefix).max(candidates.start);
+            while earliest < start {
+                start -= 1;
+                // Cost up to the previous layer's end; the rest is equal for all starts.
+                let cost = self.previous.costs[start - self.previous.prefixes.start]
+                    + C::from((first - start) as u64) * length;
                 if best.is_none_or(|(least, _)| cost <= least) {
-                    best = Some((cost, place));
+                    best = Some((cost, start));
                 }
             }
-            let (cost, start) = best?;
+            let (cost, best_start) = best?;
             let added = C::from((prefix - first) as u64) * length;
             self.layer.costs[prefix - first] = cost + added;
-            self.starts[prefix - first] = start as u32;
-            ends = Some((start, ends.map_or(start, |(_, latest)| latest)));
+            self.starts[prefix - first] = best_start as u32;
+            latest.get_or_insert(best_start);
         }
-        ends
+        Some((best?.1, latest?))
     }
 }
 
@@ -165,9 +169,9 @@ mod tests {
 
     use super::*;
 
-    /// The rule itself: for each prefix the start with the fewest batches, then the fewest tokens,
-    /// then the first one.
-    fn prefix_by_prefix(levels: &[Level]) -> Vec<usize> {
+    /// Applies the definition: for each prefix the start with the fewest batches, then the fewest
+    /// tokens, then the first.
+    fn prefix_by_prefix(levels: &[LengthLevel]) -> Vec<usize> {
         let n_groups = levels.last().map_or(0, |level| level.end);
         let mut best = vec![(0_usize, 0_u64, 0_usize)];
         for end in 1..=n_groups {
@@ -189,39 +193,35 @@ mod tests {
         ends
     }
 
-    /// Levels of random sizes, lengths and limits.
-    fn levels(seed: u64) -> Vec<Level> {
+    /// Draws levels of random sizes, lengths and limits.
+    fn levels(seed: u64) -> Vec<LengthLevel> {
         let draw = |i: u64| Seed::new(seed).derive(i).as_u64();
-        let (sizes, steps) = (1 + draw(0) % 40, 1 + draw(1) % 5);
+        let sizes = 1 + draw(0) % 40;
+        let steps = 1 + draw(1) % 5;
         let budget = 20 + draw(2) % 400;
-        let mut level = Level { end: 0, padded_length: draw(3) % 3, max_groups: 0 };
-        let next = |i: u64| {
+        let mut level = LengthLevel { end: 0, padded_length: draw(3) % 3, max_groups: 0 };
+        let mut levels = Vec::new();
+        for i in 2..2 + draw(4) % 30 {
             level.end += 1 + (draw(2 * i) % sizes) as usize;
             level.padded_length += 1 + draw(2 * i + 1) % steps;
             level.max_groups = (budget / level.padded_length).max(1) as usize;
-            level
-        };
-        (2..2 + draw(4) % 30).map(next).collect()
+            levels.push(level);
+        }
+        levels
     }
 
     #[test]
-    fn of_equally_good_cuts_it_is_the_one_that_starts_first() {
+    fn cuts_match_the_definition() {
         for seed in 0..2000 {
             let levels = levels(seed);
             assert_eq!(ends(&levels), prefix_by_prefix(&levels), "seed {seed}: {levels:?}");
-            let wide: Vec<usize> = match levels.last() {
-                Some(last) => {
-                    let starts = starts::<u128>(&levels, last.end);
-                    prefix_by_prefix(&levels)
-                        .into_iter()
-                        .scan(0, |start, end| Some((std::mem::replace(start, end), end)))
-                        .filter(|&(start, end)| starts[end] as usize != start)
-                        .map(|(_, end)| end)
-                        .collect()
-                }
-                None => Vec::new(),
-            };
-            assert_eq!(wide, [0_usize; 0], "the same in 128 bits, seed {seed}");
+            let Some(last) = levels.last() else { continue };
+            let wide_starts = starts::<u128>(&levels, last.end);
+            let mut start = 0;
+            for end in prefix_by_prefix(&levels) {
+                assert_eq!(wide_starts[end] as usize, start, "128-bit costs, seed {seed}");
+                start = end;
+            }
         }
     }
 }

@@ -1,4 +1,4 @@
-//! Input that makes no batch: each is an error that names value and limit.
+//! Errors: invalid input is rejected with the value and the limit.
 
 #![allow(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
 
@@ -19,7 +19,7 @@ fn dynamic() -> BatchConfig {
     BatchConfig::default().with_strategy(DynamicBatchStrategy::Dynamic)
 }
 
-/// Checks that no sampler can be made, and how the refusal reads.
+/// Checks that a configuration is rejected with this error and message.
 fn check_config(config: BatchConfig, expected: &Error, message: &str) {
     assert_eq!(DynamicBatchSampler::new([1_u32], config.clone()).as_ref(), Err(expected));
     let stream = [Ok::<_, Error>(Sequence { index: 0, length: 1 })];
@@ -28,7 +28,7 @@ fn check_config(config: BatchConfig, expected: &Error, message: &str) {
 }
 
 #[test]
-fn a_limit_of_zero_is_refused() {
+fn zero_limits_are_rejected() {
     let limited = BatchConfig::default().with_max_batch_size(4);
     for (setting, config) in [
         ("bucket width", bucket(0).with_max_batch_size(4)),
@@ -46,7 +46,7 @@ fn a_limit_of_zero_is_refused() {
 }
 
 #[test]
-fn batches_without_a_limit_are_refused() {
+fn missing_limits_are_rejected() {
     let message = "batches have no limit, set max_batch_size, max_tokens or max_cost";
     check_config(BatchConfig::default(), &Error::NoLimit, message);
     check_config(bucket(64).with_max_sequence_length(512), &Error::NoLimit, message);
@@ -60,7 +60,7 @@ fn batches_without_a_limit_are_refused() {
 }
 
 #[test]
-fn a_budget_beyond_64_bits_is_refused() {
+fn overflowing_budgets_are_rejected() {
     check_config(
         dynamic().with_max_batch_size(MAX).with_max_sequence_length(2),
         &Error::TokenBudgetOverflow { max_batch_size: MAX, max_sequence_length: 2 },
@@ -69,7 +69,7 @@ fn a_budget_beyond_64_bits_is_refused() {
 }
 
 #[test]
-fn a_multiple_over_a_limit_is_refused() {
+fn multiples_over_limits_are_rejected() {
     let of_eight = BatchConfig::default().with_batch_size_multiple(8);
     for config in
         [of_eight.clone(), dynamic().with_batch_size_multiple(8).with_max_sequence_length(512)]
@@ -87,7 +87,7 @@ fn a_multiple_over_a_limit_is_refused() {
     );
 }
 
-/// Checks that a sequence ends the batches for good, and how the error reads.
+/// Checks that a sequence ends the batches with this error and message.
 fn check_sequence(lengths: &[u64], config: BatchConfig, expected: &Error, message: &str) {
     let sampler = DynamicBatchSampler::new(lengths, config).unwrap();
     let mut batches = sampler.iter();
@@ -97,7 +97,7 @@ fn check_sequence(lengths: &[u64], config: BatchConfig, expected: &Error, messag
 }
 
 #[test]
-fn a_sequence_over_the_longest_allowed_is_an_error() {
+fn overlong_sequences_are_errors() {
     check_sequence(
         &[8, 9, 1],
         BatchConfig::default().with_max_batch_size(1).with_max_sequence_length(8),
@@ -107,7 +107,7 @@ fn a_sequence_over_the_longest_allowed_is_an_error() {
 }
 
 #[test]
-fn a_sequence_over_the_budget_by_itself_is_an_error() {
+fn sequences_over_the_budget_are_errors() {
     for config in [BatchConfig::default(), bucket(64), dynamic()] {
         check_sequence(
             &[100, 1, 101, 1],
@@ -119,7 +119,7 @@ fn a_sequence_over_the_budget_by_itself_is_an_error() {
 }
 
 #[test]
-fn a_sequence_over_the_budget_of_the_smallest_batch_is_an_error() {
+fn multiples_shrink_the_longest_sequence() {
     let truncated = dynamic().with_overlong(Overlong::Truncate).with_max_sequence_length(26);
     check_sequence(
         &[25, 30],
@@ -136,7 +136,7 @@ fn a_sequence_over_the_budget_of_the_smallest_batch_is_an_error() {
 }
 
 #[test]
-fn an_index_beyond_the_data_set_is_an_error() {
+fn unknown_indices_are_errors() {
     let sampler =
         DynamicBatchSampler::new([5_u32, 6, 7], BatchConfig::default().with_max_batch_size(1))
             .unwrap();
@@ -151,7 +151,7 @@ fn an_index_beyond_the_data_set_is_an_error() {
 }
 
 #[test]
-fn an_error_of_the_stream_is_passed_on_and_ends_it() {
+fn stream_errors_end_the_batches() {
     let stream = [
         Ok(Sequence { index: 0, length: 1 }),
         Err("disk full".into()),
@@ -173,7 +173,7 @@ fn boundaries(boundaries: &[u64]) -> BatchConfig {
 }
 
 #[test]
-fn what_packing_cannot_do_is_refused() {
+fn unsupported_packing_settings_are_rejected() {
     let pack = packing(Packing::BestFit);
     check_config(
         pack.clone().with_max_batch_size(4),
@@ -202,7 +202,7 @@ fn what_packing_cannot_do_is_refused() {
 }
 
 #[test]
-fn settings_of_zero_of_every_strategy_are_refused() {
+fn zero_strategy_settings_are_rejected() {
     let sorted = DynamicBatchStrategy::Sorted { window: Some(0), cut: Cut::Greedy };
     let config = BatchConfig::default().with_max_tokens(9);
     for (setting, config) in [
@@ -221,7 +221,7 @@ fn settings_of_zero_of_every_strategy_are_refused() {
 }
 
 #[test]
-fn buckets_that_make_no_sense_are_refused() {
+fn invalid_buckets_are_rejected() {
     check_config(
         boundaries(&[4, 9, 9]),
         &Error::BoundariesNotAscending { boundary: 9, next: 9 },
@@ -243,7 +243,7 @@ fn buckets_that_make_no_sense_are_refused() {
 }
 
 #[test]
-fn a_sequence_that_costs_too_much_is_an_error() {
+fn sequences_over_the_cost_are_errors() {
     check_sequence(
         &[9, 10, 11],
         BatchConfig::default().with_max_cost(100, Cost::ATTENTION),
@@ -253,7 +253,7 @@ fn a_sequence_that_costs_too_much_is_an_error() {
 }
 
 #[test]
-fn steps_that_cannot_be_are_refused() {
+fn impossible_steps_are_rejected() {
     let sampler = |lengths: Vec<u32>, config, steps| {
         let batches = DynamicBatchSampler::new(lengths, config).unwrap();
         DistributedBatchSampler::new(batches, Placement::new(0, 4).unwrap(), steps)
@@ -275,7 +275,7 @@ fn steps_that_cannot_be_are_refused() {
         error.to_string(),
         "1 batches cannot be split into equally many for each of 4 ranks"
     );
-    // A batch of 4 and one of 3: too many for one batch, too few for two.
+    // Batches of 4 and 3 sequences: too many for one batch, too few for two.
     let of_one = BatchConfig::default().with_max_batch_size(1);
     let sampler_of_seven = sampler(vec![1; 7], of_one, dealt).unwrap();
     let error = sampler_of_seven.epoch(Epoch::ZERO, 0..7).unwrap_err();
@@ -291,9 +291,9 @@ fn steps_that_cannot_be_are_refused() {
 }
 
 #[test]
-fn joined_batches_beyond_64_bits_are_split_in_time() {
-    // Four sequences fill a global batch of two ranks, the fifth is left. Both batches together
-    // have more tokens than 64 bits count.
+fn joining_huge_batches_does_not_overflow() {
+    // Four sequences fill a global batch of two ranks and one remains. Both batches together have more tokens than 64
+    // bits can count.
     let lengths = [MAX / 4; 5];
     let batches = BatchConfig::default().with_max_tokens(MAX).with_max_batch_size(2);
     let batches = DynamicBatchSampler::new(lengths, batches).unwrap();
@@ -304,7 +304,7 @@ fn joined_batches_beyond_64_bits_are_split_in_time() {
     assert_eq!(sizes.collect::<Vec<_>>(), [1, 2]);
 }
 
-/// As many sequences as are asked for, of length 1, the last of which may have none.
+/// A data set of any number of sequences of length 1, the last of which may lack a length.
 #[derive(Debug)]
 struct Ones {
     count: u64,
@@ -321,19 +321,19 @@ impl SequenceLengths for Ones {
     }
 }
 
-/// A world of one rank, which plans all batches at once.
-fn alone<L: SequenceLengths>(batches: DynamicBatchSampler<L>) -> DistributedBatchSampler<L> {
+/// Creates a sampler of a world with one rank, which plans all batches at once.
+fn single_rank<L: SequenceLengths>(batches: DynamicBatchSampler<L>) -> DistributedBatchSampler<L> {
     let config = DistributedConfig::default();
     DistributedBatchSampler::new(batches, Placement::SINGLE, config).unwrap()
 }
 
 #[test]
-fn plans_of_too_many_sequences_are_refused() {
+fn oversized_plans_are_rejected() {
     let count = 1 << 32;
     let config = BatchConfig::default().with_max_batch_size(1);
     let plan = |count, order: &[u64]| {
         let lengths = Ones { count, known: count };
-        let alone = alone(DynamicBatchSampler::new(lengths, config.clone()).unwrap());
+        let alone = single_rank(DynamicBatchSampler::new(lengths, config.clone()).unwrap());
         alone.epoch(Epoch::ZERO, order.iter().copied()).map(|steps| steps.len())
     };
     assert_eq!(plan(count, &[count - 1, count - 2]), Ok(2));
@@ -346,7 +346,7 @@ fn plans_of_too_many_sequences_are_refused() {
 }
 
 #[test]
-fn a_data_set_that_counts_sequences_without_a_length_is_refused() {
+fn missing_lengths_are_errors() {
     let lengths = Ones { count: 3, known: 2 };
     let error = Error::IndexOutOfRange { index: 2, count: 3 };
     assert_eq!(Buckets::quantiles(&lengths, 2), Err(error.clone()));
@@ -356,7 +356,7 @@ fn a_data_set_that_counts_sequences_without_a_length_is_refused() {
     ] {
         let config = BatchConfig::default().with_strategy(strategy).with_max_batch_size(2);
         let sampler = DynamicBatchSampler::new(&lengths, config).unwrap();
-        assert_eq!(alone(sampler.clone()).epoch(Epoch::ZERO, 0..3).unwrap_err(), error);
+        assert_eq!(single_rank(sampler.clone()).epoch(Epoch::ZERO, 0..3).unwrap_err(), error);
         assert_eq!(sampler.iter().find_map(Result::err), Some(error.clone()));
     }
 }

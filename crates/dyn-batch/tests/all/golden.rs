@@ -1,4 +1,4 @@
-//! The first values of every order, and a digest of many more: a change of any shows here.
+//! Pinned values: the first values of every order, and a digest of many more.
 
 #![allow(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
 
@@ -8,7 +8,7 @@ use dyn_batch::{
     DynamicBatchSampler, DynamicBatchStrategy, Packing, StepLayout, StepRemainder,
 };
 
-/// Lengths between 1 and 60, in no order.
+/// Draws lengths between 1 and 60.
 fn lengths(n: u64) -> Vec<u64> {
     (0..n).map(|i| 1 + Seed::new(5).derive(i).as_u64() % 60).collect()
 }
@@ -26,7 +26,7 @@ fn sampler(
     DynamicBatchSampler::new(lengths(n), config).unwrap()
 }
 
-/// The indices of every step, rank by rank, of 3 ranks.
+/// Returns the steps of 3 ranks, rank by rank.
 fn steps(
     batches: &DynamicBatchSampler<Vec<u64>>,
     config: DistributedConfig,
@@ -39,8 +39,7 @@ fn steps(
 }
 
 fn indices(steps: &[Vec<Batch>]) -> Vec<Vec<Vec<u64>>> {
-    let of_step = |step: &Vec<Batch>| step.iter().map(|batch| batch.indices.clone()).collect();
-    steps.iter().map(of_step).collect()
+    steps.iter().map(|step| step.iter().map(|batch| batch.indices.clone()).collect()).collect()
 }
 
 #[test]
@@ -91,7 +90,7 @@ fn dealt_steps_are_pinned() {
 }
 
 #[test]
-fn a_small_last_step_repeats_its_first_sequences() {
+fn small_steps_repeat_sequences() {
     let config = BatchConfig::default().with_max_batch_size(2);
     let batches = DynamicBatchSampler::new(lengths(8), config).unwrap();
     let dealt = DistributedConfig::default().with_layout(StepLayout::Dealt);
@@ -106,16 +105,18 @@ fn add(digest: &mut Fingerprint, batch: &Batch) {
     digest.extend(batch.indices.iter().copied());
 }
 
-/// The shuffle of the crate, over all batches whatever their strategy.
+/// Shuffles all batches like the crate, for every strategy.
 fn shuffle(batches: &mut [Batch], seed: Seed) {
-    let draw = |n: u64| (u128::from(seed.derive(n - 1).as_u64()) * u128::from(n)) >> 64;
     batches.reverse();
-    core_types::shuffle(batches, |n| n - 1 - u64::try_from(draw(n)).unwrap());
+    core_types::shuffle(batches, |n| {
+        let draw = (u128::from(seed.derive(n - 1).as_u64()) * u128::from(n)) >> 64;
+        n - 1 - u64::try_from(draw).unwrap()
+    });
     batches.reverse();
 }
 
-/// Everything that a strategy makes of 300 sequences, as one number: the batches in order and
-/// shuffled, and the steps of every layout that is possible.
+/// Hashes the results of a strategy on 300 sequences: the batches in order and shuffled, and the
+/// steps of every possible layout.
 fn digest(strategy: &DynamicBatchStrategy) -> u64 {
     let batches = sampler(strategy.clone(), 300, 130);
     let mut digest = Fingerprint::new();

@@ -1,8 +1,8 @@
-//! Sequence lengths that look like those of real corpora, from a recipe of a few numbers.
+//! Sequence lengths similar to real corpora, from compact recipes.
 //!
-//! A distribution is a table of knots of its quantile function, linear in between; its draws come
-//! from SplitMix64. The shapes follow published statistics of web documents, of the questions and
-//! contexts of `SQuAD`, of reviews, speech and chats. No text of any is in here.
+//! A distribution is a table of knots of its quantile function, with linear interpolation; draws
+//! use SplitMix64. The shapes follow published statistics of web documents, of questions and
+//! contexts of `SQuAD`, of reviews, speech and chats. The file contains no text.
 
 #![allow(clippy::expect_used, reason = "a recipe with a typo is a failed test")]
 #![allow(
@@ -10,11 +10,11 @@
     reason = "other packages' tests and benches include this file as a public module"
 )]
 
-/// A distribution of lengths, and the seed of its draws.
+/// A distribution of lengths, with the seed of its draws.
 #[derive(Debug)]
 pub struct Recipe {
     seed: u64,
-    /// Pairs of a quantile, times 2^32, and the length there.
+    /// Pairs of a quantile, times 2^32, and its length.
     knots: &'static str,
 }
 
@@ -23,7 +23,7 @@ impl Recipe {
     ///
     /// # Panics
     ///
-    /// If the recipe has a typo.
+    /// Panics if the recipe is malformed.
     #[must_use]
     pub fn draw(&self, n: u64) -> Vec<u32> {
         let knots: Vec<_> = self.knots.split(' ').map(knot).collect();
@@ -128,7 +128,7 @@ pub const SFT32K: Recipe = Recipe {
         4252017623:22187 4264902525:29714 4277787427:32768 4294967296:32768",
 };
 
-/// Every length from 1 to 2048 as often.
+/// Every length from 1 to 2048 with equal probability.
 pub const UNIFORM2K: Recipe = Recipe {
     seed: 106,
     knots: "\
@@ -150,7 +150,7 @@ pub const CONST512: Recipe = Recipe {
         0:512 4294967296:512",
 };
 
-/// Pairs of sentences, cut at 512: a quarter have just that length.
+/// Pairs of sentences, truncated to 512: a quarter have exactly that length.
 pub const SPIKE512: Recipe = Recipe {
     seed: 108,
     knots: "\
@@ -161,7 +161,7 @@ pub const SPIKE512: Recipe = Recipe {
         2684354560:402 2791728742:431 2899102925:461 3006477107:493 3113851290:512 4294967296:512",
 };
 
-/// All of them, with the budget on padded tokens that suits each.
+/// All distributions, each with a suitable budget of padded tokens.
 pub const ALL: [(&str, &Recipe, u64); 8] = [
     ("web", &WEB, 16_384),
     ("squad", &SQUAD, 16_384),

@@ -1,4 +1,4 @@
-//! Laws of every batch, their first values, errors, and the pictures of the crate page.
+//! Laws of batches, pinned values, errors, and the pictures of the crate page.
 
 mod efficiency;
 mod errors;

@@ -1,4 +1,4 @@
-//! The picture on the crate page shows what the code does.
+//! Checks of the pictures on the crate page.
 
 #![allow(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
 
@@ -9,7 +9,7 @@ use dyn_batch::{
 
 const LENGTHS: [usize; 8] = [2, 1, 2, 6, 5, 1, 6, 2];
 
-/// A column of the picture: title, batches row by row, and how much of them is real.
+/// Renders a column of the picture: title, batches row by row, and the fraction of real tokens.
 fn column(title: &str, config: BatchConfig) -> Vec<String> {
     let sampler = DynamicBatchSampler::new(LENGTHS, config).unwrap();
     let batches: Vec<Batch> = sampler.iter().collect::<Result<_, _>>().unwrap();
@@ -24,7 +24,7 @@ fn column(title: &str, config: BatchConfig) -> Vec<String> {
     lines
 }
 
-/// A line for each row; one that several sequences share shows their numbers.
+/// Renders a line per row; a row with several sequences shows their numbers.
 fn rows(batch: &Batch) -> Vec<String> {
     let width = usize::try_from(batch.padded_length).unwrap();
     let length = |index: u64| LENGTHS[usize::try_from(index).unwrap()];
@@ -33,22 +33,27 @@ fn rows(batch: &Batch) -> Vec<String> {
             batch.indices.iter().map(|&index| index.to_string().repeat(length(index))).collect();
         return vec![format!("{row:.<width$}")];
     }
-    let row = |&index: &u64| format!("{index} {real:.<width$}", real = "#".repeat(length(index)));
-    batch.indices.iter().map(row).collect()
+    let mut rows = Vec::new();
+    for &index in &batch.indices {
+        rows.push(format!("{index} {real:.<width$}", real = "#".repeat(length(index))));
+    }
+    rows
 }
 
-/// Checks that the page shows these columns side by side.
+/// Checks that the page has these columns next to each other.
 fn check_picture(columns: &[Vec<String>; 3]) {
-    let line = |i: usize| {
-        format!("{:28}{:32}{}", columns[0][i], columns[1][i], columns[2][i]).trim_end().to_owned()
-    };
-    let picture = (0..15).map(line).collect::<Vec<_>>().join("\n");
+    let [left, middle, right] = columns;
+    let mut lines = Vec::new();
+    for ((left, middle), right) in left.iter().zip(middle).zip(right) {
+        lines.push(format!("{left:28}{middle:32}{right}").trim_end().to_owned());
+    }
+    let picture = lines.join("\n");
     let page = include_str!("../../README.md").replace('\r', "");
     assert!(page.contains(&picture), "the crate page should show\n{picture}");
 }
 
 #[test]
-fn the_pictures_show_what_the_code_does() {
+fn pictures_match_the_code() {
     let config = |strategy| BatchConfig::default().with_strategy(strategy);
     let columns = [
         column(

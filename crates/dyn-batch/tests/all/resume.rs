@@ -1,4 +1,4 @@
-//! A state of the steps resumes those steps, and is refused for any others.
+//! Resuming: a state resumes its steps and is rejected for others.
 
 #![allow(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
 
@@ -8,7 +8,7 @@ use dyn_batch::{
     DynamicBatchSampler, DynamicBatchStrategy, Error, StepLayout,
 };
 
-/// A sampler of neighbors, at most 4 in a batch, for the first of 2 ranks.
+/// Creates a sampler of neighbors, at most 4 in a batch, for the first of 2 ranks.
 fn sampler(lengths: Vec<u64>, config: DistributedConfig) -> DistributedBatchSampler<Vec<u64>> {
     let batches = BatchConfig::default().with_max_batch_size(4);
     let batches = DynamicBatchSampler::new(lengths, batches).unwrap();
@@ -23,7 +23,7 @@ fn shuffled() -> DistributedConfig {
     DistributedConfig::default().with_shuffle(Seed::new(7))
 }
 
-/// The state after two steps of epoch 3.
+/// Returns the state after two steps of epoch 3.
 fn state() -> BatchState {
     let sampler = sampler(lengths(), shuffled());
     let mut steps = sampler.epoch(Epoch::new(3), 0..50).unwrap();
@@ -38,7 +38,7 @@ fn check_refused(config: DistributedConfig, lengths: Vec<u64>, order: impl Itera
 }
 
 #[test]
-fn the_same_steps_are_left() {
+fn resume_continues_the_steps() {
     let sampler = sampler(lengths(), shuffled());
     let resumed = sampler.resume(&state(), 0..50).unwrap();
     assert_eq!((resumed.len(), resumed.state()), (5, state()));
@@ -46,14 +46,14 @@ fn the_same_steps_are_left() {
 }
 
 #[test]
-fn another_shuffle_is_refused() {
+fn another_shuffle_is_rejected() {
     check_refused(shuffled().with_shuffle(Seed::new(8)), lengths(), 0..50);
     check_refused(DistributedConfig::default(), lengths(), 0..50);
 }
 
 #[test]
-fn another_shuffle_is_refused_even_where_there_is_nothing_to_shuffle() {
-    // One step of one rank: every seed gives the same order.
+fn another_shuffle_of_one_step_is_rejected() {
+    // With one step of one rank, every seed gives the same order.
     let sampler = |seed| {
         let config = BatchConfig::default().with_max_batch_size(4);
         let batches = DynamicBatchSampler::new([5_u32, 6], config).unwrap();
@@ -66,13 +66,13 @@ fn another_shuffle_is_refused_even_where_there_is_nothing_to_shuffle() {
 }
 
 #[test]
-fn another_cost_or_layout_is_refused() {
+fn another_cost_or_layout_is_rejected() {
     check_refused(shuffled().with_cost(Cost::ATTENTION), lengths(), 0..50);
     check_refused(shuffled().with_layout(StepLayout::Dealt), lengths(), 0..50);
 }
 
 #[test]
-fn a_layout_that_makes_the_same_batches_is_refused() {
+fn equivalent_layout_is_rejected() {
     let sampler = |layout| {
         let config = BatchConfig::default().with_max_batch_size(1);
         let batches = DynamicBatchSampler::new([5_u32], config).unwrap();
@@ -85,25 +85,25 @@ fn a_layout_that_makes_the_same_batches_is_refused() {
 }
 
 #[test]
-fn another_order_is_refused_even_if_every_batch_begins_alike() {
+fn another_order_is_rejected() {
     check_refused(shuffled(), lengths(), (0..50).rev());
-    // The second and the third sequence of the first batch change places.
+    // The second and the third sequence of the first batch swap positions.
     check_refused(shuffled(), lengths(), [0, 2, 1].into_iter().chain(3..50));
 }
 
 #[test]
-fn other_lengths_are_refused_even_if_the_batches_hold_the_same_sequences() {
+fn other_lengths_are_rejected() {
     let mut lengths = lengths();
     lengths[49] += 1;
     check_refused(shuffled(), lengths.clone(), 0..50);
     lengths[49] -= 1;
-    // Shorter, but no batch is padded less.
+    // They are shorter, but no batch has less padding.
     lengths[0] -= 1;
     check_refused(shuffled(), lengths, 0..50);
 }
 
 #[test]
-fn steps_beyond_the_last_and_forms_of_the_future_are_refused() {
+fn unknown_steps_and_versions_are_rejected() {
     let sampler = sampler(lengths(), shuffled());
     let mut done = state();
     done.step = done.n_steps;
@@ -118,7 +118,7 @@ fn steps_beyond_the_last_and_forms_of_the_future_are_refused() {
 }
 
 #[test]
-fn a_state_cannot_bring_its_own_cut() {
+fn forged_cuts_are_rejected() {
     let strategy = DynamicBatchStrategy::Sorted { window: None, cut: Cut::Optimal };
     let config = BatchConfig::default().with_strategy(strategy).with_max_tokens(120);
     let batches = DynamicBatchSampler::new(lengths(), config).unwrap();

@@ -1,17 +1,17 @@
-//! What a plan costs: bytes on every rank, and what one training step sends.
+//! The cost of a plan: memory on every rank, and transfers of a training step.
 //!
-//! The formulas are those of PyTorch's `fully_shard` (FSDP2) and `FullyShardedDataParallel`
-//! (FSDP1); tests compare them to the byte with what torch answers. [`Runtime::Candle`] gives those
-//! of dist-train's `FullyShard` instead. Nothing here grows with parameters × ranks: see `loads.rs`.
+//! The formulas match PyTorch's `fully_shard` (FSDP2) and `FullyShardedDataParallel` (FSDP1); tests compare them with
+//! torch to the byte. [`Runtime::Candle`] selects the formulas of dist-train's `FullyShard`. No computation grows with
+//! parameters × ranks; `member_bytes.rs` says how.
 
 mod links;
-mod loads;
+mod member_bytes;
 mod model;
 mod ragged;
 pub(crate) mod schedule;
+mod step_peak;
 mod tally;
 pub(crate) mod transfer;
-mod within;
 
 use std::{collections::BTreeMap, num::NonZeroUsize};
 
@@ -21,88 +21,88 @@ use serde::Serialize;
 pub use self::{
     links::{Link, Links},
     model::{Activations, CostModel, Optimizer, Runtime},
-    transfer::{Collectives, Traffic},
+    transfer::{CollectiveTraffic, Collectives},
 };
 use self::{
-    loads::Load,
+    member_bytes::MemberBytes,
     schedule::Schedule,
-    tally::{Tally, Units},
-    within::WithinStep,
+    step_peak::StepPeak,
+    tally::{PlanTally, UnitMembers},
 };
 use crate::{
     error::{Error, Result},
     plan::ShardingPlan,
 };
 
-/// The bytes that one rank holds: between two steps, and for a while within a step.
+/// The memory of one rank: between two steps, and temporarily within a step.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize)]
 #[non_exhaustive]
 pub struct RankCost {
-    /// The rank.
+    /// Rank.
     pub rank: Rank,
-    /// Parameters it owns or keeps a copy of, without padding.
+    /// Owned or copied parameters, without padding.
     pub param_bytes: u64,
-    /// Memory in which it stores them. Where parts are padded: room for the largest share of any rank, of each parameter
-    /// under [`Cut::Dim0`](crate::Cut::Dim0) and of each unit under flat and ragged cuts.
+    /// Storage of these parameters. With padding it has room for the largest share of any rank: of each parameter under
+    /// [`Cut::Dim0`](crate::Cut::Dim0), and of each unit under flat and ragged cuts.
     pub storage_bytes: u64,
-    /// Gradients, in the dtype in which parameters are held, but for halves of [`Runtime::Candle`].
-    /// The padding of [`Cut::Flat`](crate::Cut::Flat) has gradients too. 0 if they are
-    /// [used at once](CostModel::with_optimizer_in_backward).
+    /// Gradients in the storage dtype, except for 16-bit floats of [`Runtime::Candle`]. The padding
+    /// of [`Cut::Flat`](crate::Cut::Flat) has gradients too. 0 with
+    /// [`with_optimizer_in_backward`](CostModel::with_optimizer_in_backward).
     pub grad_bytes: u64,
-    /// What the optimizer remembers.
+    /// Optimizer state.
     ///
-    /// It counts a tensor cut along dim 0 on every rank, also where a rank has no row of it, and a
-    /// flat unit as one tensor, because that is what PyTorch's optimizers are given.
+    /// A tensor cut along dim 0 counts on every rank, even if the rank has no row, and a flat unit
+    /// counts as one tensor, because PyTorch passes these tensors to its optimizers.
     pub optimizer_bytes: u64,
-    /// Parameters gathered at the same time, at most: the root unit and those that stay gathered,
-    /// and the largest run of a unit and those that are gathered ahead of it; all as they travel.
-    /// 0 in a shard group of one, but for [`Runtime::Candle`].
+    /// Largest total of parameters gathered at the same time, in the dtype of transfers: the root
+    /// unit, kept units, and the largest run of a unit and its prefetched units. 0 in a shard group
+    /// of one, except for [`Runtime::Candle`].
     pub gathered_bytes: u64,
-    /// Gradients of the largest unit before they are reduced, as they travel. 0 in a shard group of
-    /// one, but for [`Runtime::Candle`], which also sums those of one unit while it makes the
-    /// next one's if units are [gathered ahead](CostModel::with_prefetch): of two neighbors then.
+    /// Unreduced gradients of the largest unit, in the dtype of transfers. 0 in a shard group of
+    /// one, except for [`Runtime::Candle`]. That runtime reduces one unit while it computes the
+    /// next if units are [prefetched](CostModel::with_prefetch), so two neighboring units count.
     pub unreduced_bytes: u64,
-    /// What the backward pass makes of the largest gradient beside it: twice as much for
-    /// [`Runtime::Candle`], else 0.
+    /// Temporaries of the backward pass: twice the largest gradient for [`Runtime::Candle`], else
+    /// 0.
     #[serde(skip_serializing_if = "is_zero")]
     pub backward_bytes: u64,
-    /// The inputs that units keep, and what the largest of them computes; 0 unless
-    /// [told](CostModel::with_activations).
+    /// Kept inputs of units and activations of the largest unit; 0 without
+    /// [`with_activations`](CostModel::with_activations).
     #[serde(skip_serializing_if = "is_zero")]
     pub activation_bytes: u64,
 }
 
 impl RankCost {
-    /// What the rank holds between two steps: stored parameters, gradients and optimizer state.
+    /// Returns the memory between two steps: stored parameters, gradients and optimizer state.
     pub fn total_bytes(&self) -> u128 {
         [self.storage_bytes, self.grad_bytes, self.optimizer_bytes].map(u128::from).iter().sum()
     }
 
-    /// What the rank holds at most: [`total_bytes`](Self::total_bytes), gathered parameters and
-    /// unreduced gradients, and what the backward pass and activations take where that is known.
+    /// Returns the peak memory: [`total_bytes`](Self::total_bytes), gathered parameters, unreduced
+    /// gradients, and the known parts of backward temporaries and activations.
     pub fn peak_bytes(&self) -> u128 {
         self.own_peak_bytes() + u128::from(self.gathered_bytes)
     }
 
-    /// The same without gathered parameters, which others may share.
+    /// Returns the peak memory without gathered parameters, which ranks of a process may share.
     fn own_peak_bytes(&self) -> u128 {
         let Self { unreduced_bytes, backward_bytes, activation_bytes, .. } = *self;
-        let within = [unreduced_bytes, backward_bytes, activation_bytes].map(u128::from);
-        self.total_bytes() + within.iter().sum::<u128>()
+        let step_peak = [unreduced_bytes, backward_bytes, activation_bytes].map(u128::from);
+        self.total_bytes() + step_peak.iter().sum::<u128>()
     }
 }
 
-/// What a plan costs.
+/// The cost of a plan.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 #[non_exhaustive]
 pub struct PlanCost {
-    /// Every rank in order.
+    /// Costs of the ranks, in order.
     pub ranks: Vec<RankCost>,
-    /// The largest `param_bytes` of a rank over the mean of all ranks; 1 if nobody owns a byte.
+    /// Largest `param_bytes` of a rank over the mean; 1 if the plan has no bytes.
     pub max_over_mean: f64,
-    /// What a rank takes part in within one step.
+    /// Collectives of one rank in one step.
     pub collectives: Collectives,
-    /// How long the collectives of one step take if nothing hides them, in seconds; `None` without
+    /// Seconds that the collectives of a step take without overlap; `None` without
     /// [links](CostModel::with_links).
     #[serde(skip_serializing_if = "Option::is_none")]
     pub step_seconds: Option<f64>,
@@ -111,16 +111,16 @@ pub struct PlanCost {
 }
 
 impl PlanCost {
-    /// The most that a rank holds at any time.
+    /// Returns the largest peak memory of a rank.
     pub fn peak_bytes(&self) -> u128 {
         self.ranks.iter().map(RankCost::peak_bytes).fold(0, u128::max)
     }
 
-    /// The most that a process of so many neighboring ranks holds at any time, if those of a shard
-    /// group share what is gathered: as the slots of a [`Runtime::Candle`] mesh do whose device is
-    /// the processor.
+    /// Returns the largest peak memory of a process with `slots` neighboring ranks, if the ranks of
+    /// a shard group share gathered parameters. The slots of a [`Runtime::Candle`] mesh on the CPU
+    /// do.
     ///
-    /// The first process has the first `slots` ranks, and so on; the last one may have fewer.
+    /// The first process has the first `slots` ranks, and so on; the last process may have fewer.
     ///
     /// # Examples
     ///
@@ -139,36 +139,39 @@ impl PlanCost {
     /// let cost = plan.cost(&CostModel::default().with_runtime(Runtime::Candle))?;
     ///
     /// let all_in_one = cost.process_peak_bytes(NonZeroUsize::new(4).unwrap());
-    /// let apart: u128 = cost.ranks.iter().map(|rank| rank.peak_bytes()).sum();
-    /// assert_eq!(all_in_one, apart - 3 * 128); // the weight is gathered once instead of four times
+    /// let separate: u128 = cost.ranks.iter().map(|rank| rank.peak_bytes()).sum();
+    /// assert_eq!(all_in_one, separate - 3 * 128); // the weight is gathered once, not four times
     /// assert_eq!(cost.process_peak_bytes(NonZeroUsize::MIN), cost.peak_bytes());
     /// # Ok::<(), fsdp_plan::Error>(())
     /// ```
     #[doc(hidden)]
     pub fn process_peak_bytes(&self, slots: NonZeroUsize) -> u128 {
-        let group = self.shard_group.as_usize();
-        let of_process = |ranks: &[RankCost]| {
-            let own: u128 = ranks.iter().map(RankCost::own_peak_bytes).sum();
-            let groups = ranks.chunk_by(|left, right| {
-                left.rank.as_usize() / group == right.rank.as_usize() / group
-            });
-            own + groups.map(|ranks| u128::from(ranks[0].gathered_bytes)).sum::<u128>()
-        };
-        self.ranks.chunks(slots.get()).map(of_process).fold(0, u128::max)
+        let processes = self.ranks.chunks(slots.get());
+        processes.map(|ranks| self.shared_peak_bytes(ranks)).fold(0, u128::max)
+    }
+
+    /// Returns the peak memory of a process with `ranks`: gathered parameters count once per group.
+    fn shared_peak_bytes(&self, ranks: &[RankCost]) -> u128 {
+        let group = |rank: &RankCost| rank.rank.as_usize() / self.shard_group.as_usize();
+        let mut bytes = ranks.iter().map(RankCost::own_peak_bytes).sum();
+        for members in ranks.chunk_by(|left, right| group(left) == group(right)) {
+            bytes += u128::from(members[0].gathered_bytes);
+        }
+        bytes
     }
 }
 
 impl ShardingPlan {
-    /// Computes what this plan costs every rank.
+    /// Computes the cost of this plan on every rank.
     ///
     /// # Complexity
     ///
-    /// Linear in parameters + ranks in memory, and in time as well but for ragged cuts, which take
-    /// up to units × ranks steps, or as many fewer as units are alike.
+    /// Linear in parameters + ranks in memory and time. Ragged cuts take up to units × ranks steps,
+    /// divided by the number of similar units.
     ///
     /// # Errors
     ///
-    /// [`Error::TotalTooLarge`] if a sum does not fit into 64 bits.
+    /// [`Error::TotalTooLarge`] if a sum exceeds 64 bits.
     ///
     /// # Examples
     ///
@@ -195,45 +198,49 @@ impl ShardingPlan {
     /// # Ok::<(), fsdp_plan::Error>(())
     /// ```
     pub fn cost(&self, model: &CostModel) -> Result<PlanCost> {
-        let tally = Tally::of(self, model, &Units::of(self));
-        let within = WithinStep::of(self, model, &tally, |unit| self.keeps_gathered(unit)).fit()?;
+        let tally = PlanTally::new(self, model, &UnitMembers::from_plan(self));
+        let peak = StepPeak::new(self, model, &tally, |unit| self.keeps_gathered(unit)).fit()?;
         let mut ranks = Vec::with_capacity(self.world_size().as_usize());
-        // Shard groups are neighboring ranks.
-        for (place, load) in self.world_size().placements().zip(tally.members().cycle()) {
-            ranks.push(RankCost::new(place.rank(), load, within)?);
+        // A shard group is a run of neighboring ranks, so the members repeat from group to group.
+        for (place, member) in self.world_size().placements().zip(tally.members().cycle()) {
+            ranks.push(RankCost::new(place.rank(), member, peak)?);
         }
         let schedule = Schedule::new(self, model, tally.units)?;
-        let seconds = |links: Links| {
-            let sent = schedule.sent();
-            sent.map(|(collective, transfer)| links.seconds(self, collective, transfer))
-                .fold(0.0, |sum, seconds| sum + seconds)
-        };
         Ok(PlanCost {
             max_over_mean: max_over_mean(&ranks),
             ranks,
             collectives: schedule.collectives()?,
-            step_seconds: model.links().map(seconds),
+            step_seconds: model.links().map(|links| step_seconds(self, &schedule, links)),
             shard_group: self.shard_group(),
         })
     }
 }
 
-/// How many of the last units of `plan` can stay gathered so that no rank ever holds more than
-/// `budget_bytes`; 0 if not even none can.
+fn step_seconds(plan: &ShardingPlan, schedule: &Schedule<'_>, links: Links) -> f64 {
+    let mut seconds = 0.0;
+    for (collective, transfer) in schedule.sent() {
+        seconds += links.seconds(plan, collective, transfer);
+    }
+    seconds
+}
+
+/// Returns how many of the last units of `plan` can stay gathered within `budget_bytes` per rank; 0
+/// if the plan exceeds the budget anyway.
 pub(crate) fn max_kept_units(plan: &ShardingPlan, model: &CostModel, budget_bytes: u64) -> usize {
-    let tally = Tally::of(plan, model, &Units::of(plan));
+    let tally = PlanTally::new(plan, model, &UnitMembers::from_plan(plan));
     let units = plan.units();
     let positions: BTreeMap<&str, usize> =
         units.iter().zip(0..).map(|(&unit, position)| (unit, position)).collect();
     #[expect(clippy::expect_used, reason = "a shard group has at least one member")]
-    let total = tally.members().map(|load| load.total()).max().expect("a member");
-    let rest = i128::from(budget_bytes) - total;
+    let total = tally.members().map(|member| member.total()).max().expect("a member");
+    let remaining = i128::from(budget_bytes) - total;
     let fits = |n_kept: usize| {
-        let stays = |unit: &str| {
-            unit.is_empty() || positions.get(unit).is_some_and(|at| at + n_kept >= units.len())
+        let is_kept = |unit: &str| {
+            let position = positions.get(unit);
+            unit.is_empty() || position.is_some_and(|position| position + n_kept >= units.len())
         };
-        let peak = WithinStep::of(plan, model, &tally, stays).sum();
-        i128::try_from(peak).is_ok_and(|peak| peak <= rest)
+        let peak = StepPeak::new(plan, model, &tally, is_kept).sum();
+        i128::try_from(peak).is_ok_and(|peak| peak <= remaining)
     };
     let mut fitting = 0;
     let mut too_many = units.len() + 1;
@@ -249,31 +256,32 @@ pub(crate) fn max_kept_units(plan: &ShardingPlan, model: &CostModel, budget_byte
 }
 
 impl RankCost {
-    fn new(rank: Rank, load: Load, within: WithinStep<u64>) -> Result<Self> {
+    fn new(rank: Rank, member: MemberBytes, peak: StepPeak<u64>) -> Result<Self> {
         Ok(Self {
             rank,
-            param_bytes: fit(load.owned, "the bytes of a rank's parameters")?,
-            storage_bytes: fit(load.stored, "the bytes that a rank stores")?,
-            grad_bytes: fit(load.grad, "the bytes of a rank's gradients")?,
-            optimizer_bytes: fit(load.optimizer, "the bytes of a rank's optimizer state")?,
-            gathered_bytes: within.gathered,
-            unreduced_bytes: within.unreduced,
-            backward_bytes: within.backward,
-            activation_bytes: within.activations,
+            param_bytes: fit(member.owned, "the bytes of a rank's parameters")?,
+            storage_bytes: fit(member.stored, "the bytes that a rank stores")?,
+            grad_bytes: fit(member.grad, "the bytes of a rank's gradients")?,
+            optimizer_bytes: fit(member.optimizer, "the bytes of a rank's optimizer state")?,
+            gathered_bytes: peak.gathered,
+            unreduced_bytes: peak.unreduced,
+            backward_bytes: peak.backward,
+            activation_bytes: peak.activations,
         })
     }
 }
 
+/// Converts a sum to 64 bits; `what` names it in the error.
 fn fit<T: TryInto<u64>>(bytes: T, what: &'static str) -> Result<u64> {
     bytes.try_into().map_err(|_| Error::TotalTooLarge { what })
 }
 
-#[expect(clippy::trivially_copy_pass_by_ref, reason = "serde hands out a reference")]
+#[expect(clippy::trivially_copy_pass_by_ref, reason = "serde passes a reference")]
 fn is_zero(bytes: &u64) -> bool {
     *bytes == 0
 }
 
-#[expect(clippy::cast_precision_loss, reason = "a ratio is for people; 53 bits are enough of it")]
+#[expect(clippy::cast_precision_loss, reason = "53 bits are enough for an estimate")]
 fn max_over_mean(ranks: &[RankCost]) -> f64 {
     let bytes = || ranks.iter().map(|rank| u128::from(rank.param_bytes));
     match (bytes().max(), bytes().sum::<u128>()) {

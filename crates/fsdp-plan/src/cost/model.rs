@@ -1,60 +1,59 @@
-//! What the cost of a plan depends on besides the plan.
+//! The cost model: settings beyond the plan that determine its cost.
 
-use super::Links;
+use super::{Links, fit};
 use crate::{
     elem::ElemType,
     error::{Error, Result},
     param::ParameterInfo,
 };
 
-/// The runtime that carries out a plan.
+/// The runtime that executes a plan.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
 #[non_exhaustive]
 pub enum Runtime {
     /// PyTorch's `fully_shard` and `FullyShardedDataParallel`: parts are padded to equal sizes, one
-    /// unit is gathered ahead, and the graphs of all units are kept for the backward pass.
+    /// unit is prefetched, and the graphs of all units are kept for the backward pass.
     #[default]
     Torch,
-    /// dist-train's `FullyShard` on candle: no padding, nothing ahead by default. Gradients of halves are
-    /// reduced and held as [`F32`](crate::ElemType::F32). Replicated parameters are copied like the others while
-    /// their unit computes, and so is everything where a shard group has one rank. Units that do not
-    /// stay gathered keep their inputs and are computed again, unless [their graphs are
-    /// kept](crate::cost::CostModel::with_kept_graphs). candle's `backward` makes a
-    /// parameter's gradient of zeros, to which it adds the first contribution: the largest gradient
-    /// is there two times more for a moment.
+    /// dist-train's `FullyShard` on candle. Parts are not padded, and no unit is prefetched by default. Gradients of
+    /// 16-bit floats are reduced and stored as [`F32`](crate::ElemType::F32). Replicated parameters are copied like
+    /// gathered ones while their unit computes, and so are all parameters in a shard group of one rank. Units that do
+    /// not stay gathered keep their inputs and are recomputed, unless [their graphs are
+    /// kept](crate::cost::CostModel::with_kept_graphs). candle's `backward` adds the first contribution of a gradient
+    /// to a tensor of zeros, so the largest gradient exists two more times for a moment.
     Candle,
 }
 
-/// Elements that share a scale in 8-bit states.
+/// Elements per scale in 8-bit states.
 const BLOCK_8BIT: u128 = 256;
 
-/// Tensors smaller than this keep their 8-bit states in 32 bits.
+/// Tensors with fewer elements keep their 8-bit states in 32 bits.
 const MIN_8BIT_NUMEL: u128 = 4096;
 
-/// What the optimizer remembers from step to step, for each tensor it is given.
+/// The optimizer, which determines the state per tensor.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
 #[non_exhaustive]
 pub enum Optimizer {
-    /// Adam and `AdamW` as in PyTorch: two moments in the dtype of the parameter, and a 4-byte step
+    /// Adam and `AdamW` of PyTorch: two moments in the dtype of the parameter, and a 4-byte step
     /// count.
     #[default]
     Adam,
     /// Adam in mixed precision, as in Megatron-LM and `DeepSpeed`: a copy of the parameter and two
-    /// moments, all in [`ElemType::F32`], and a 4-byte step count.
+    /// moments in [`ElemType::F32`], and a 4-byte step count.
     AdamMixed,
-    /// Adam with 8-bit states, as in bitsandbytes from 0.44 on: two moments of one byte per
-    /// element, and 4 bytes for the scale of each 256; tensors of fewer than 4,096 elements have
-    /// moments of 4 bytes. (T. Dettmers and others, "8-bit Optimizers via Block-wise Quantization",
-    /// arXiv 2110.02861.) The 2 KiB of quantization maps, which all tensors share, are not counted.
+    /// Adam with 8-bit states, as in bitsandbytes since 0.44: two moments of one byte per element,
+    /// and a 4-byte scale per 256 elements; tensors of fewer than 4,096 elements have moments of 4
+    /// bytes. (T. Dettmers and others, "8-bit Optimizers via Block-wise Quantization", arXiv
+    /// 2110.02861.) The 2 KiB of quantization maps, shared by all tensors, are not counted.
     Adam8bit,
     /// Gradient descent with momentum: one buffer in the dtype of the parameter.
     Sgd,
-    /// Nothing, as for gradient descent without momentum.
+    /// No state: gradient descent without momentum.
     None,
 }
 
 impl Optimizer {
-    /// The bytes for a tensor of `numel` elements that is held as `dtype`.
+    /// Returns the state bytes of a tensor of `numel` elements stored as `dtype`.
     pub(super) fn state_bytes(self, dtype: ElemType, numel: u128) -> u128 {
         let f32_bytes = |n_buffers| n_buffers * ElemType::F32.bytes(numel);
         match self {
@@ -68,7 +67,7 @@ impl Optimizer {
     }
 }
 
-/// What the cost of a plan depends on besides the plan.
+/// Settings that determine the cost of a plan.
 ///
 /// # Examples
 ///
@@ -102,40 +101,40 @@ impl CostModel {
         self
     }
 
-    /// Updates the parameters of a unit as soon as their gradients are reduced, after which these are
-    /// freed: gradients of one unit are there at a time. Default: they stay until the end of the step.
+    /// Updates the parameters of a unit as soon as their gradients are reduced, then frees these gradients, so that the
+    /// gradients of one unit exist at a time. Default: gradients stay until the end of the step.
     #[must_use]
     pub fn with_optimizer_in_backward(mut self) -> Self {
         self.optimizer_in_backward = true;
         self
     }
 
-    /// Holds trained parameters, their gradients and what the optimizer derives from their dtype as
-    /// `dtype`, whatever the checkpoint has. Default: each in its own dtype.
+    /// Stores trained parameters, their gradients and optimizer state as `dtype`. Default: each
+    /// parameter in the dtype of the checkpoint.
     #[must_use]
     pub fn with_param_dtype(mut self, dtype: ElemType) -> Self {
         self.param_dtype = Some(dtype);
         self
     }
 
-    /// Sends trained parameters as `param_dtype` and gradients as `reduce_dtype`: PyTorch's
-    /// `MixedPrecisionPolicy`.
+    /// Transfers trained parameters as `param_dtype` and gradients as `reduce_dtype`, like
+    /// PyTorch's `MixedPrecisionPolicy`.
     ///
-    /// What ranks hold stays in the dtype of each parameter. Default: everything does.
+    /// The storage dtype does not change. Default: transfers use the storage dtype.
     #[must_use]
     pub fn with_mixed_precision(mut self, param_dtype: ElemType, reduce_dtype: ElemType) -> Self {
         self.mixed_precision = Some((param_dtype, reduce_dtype));
         self
     }
 
-    /// Sets the runtime whose memory and traffic are counted. Default: [`Runtime::Torch`].
+    /// Sets the runtime. Default: [`Runtime::Torch`].
     #[must_use]
     pub fn with_runtime(mut self, runtime: Runtime) -> Self {
         self.runtime = runtime;
         self
     }
 
-    /// Gathers so many units ahead of the one in use. Default: 1 as PyTorch does, 0 for
+    /// Sets the number of units gathered ahead of the current one. Default: 1 as in PyTorch, 0 for
     /// [`Runtime::Candle`].
     #[must_use]
     pub fn with_prefetch(mut self, units: u64) -> Self {
@@ -143,56 +142,58 @@ impl CostModel {
         self
     }
 
-    /// Keeps the graphs of so many of the units that do not [stay
-    /// gathered](crate::ShardingPlan::with_kept_units), while their parameters are freed and
-    /// gathered again: what is kept of the others are their inputs. Default: 0. PyTorch keeps all.
+    /// Keeps the graphs of `units` of the units that do not [stay
+    /// gathered](crate::ShardingPlan::with_kept_units); their parameters are freed and gathered
+    /// again. The other units keep their inputs. Default: 0. PyTorch keeps all graphs.
+    #[doc(hidden)]
     #[must_use]
     pub fn with_kept_graphs(mut self, units: u64) -> Self {
         self.kept_graphs = units;
         self
     }
 
-    /// Also counts what a rank's part of a batch takes. Default: it does not, because a plan knows
-    /// no batch.
+    /// Counts the activations of a rank's batch. Default: not counted, because plans know no batch.
     #[must_use]
     pub fn with_activations(mut self, activations: Activations) -> Self {
         self.activations = Some(activations);
         self
     }
 
-    /// Also tells how long a step's collectives take over these links. Default: it does not.
+    /// Estimates the time of collectives over these links. Default: no estimate.
     #[must_use]
     pub fn with_links(mut self, links: Links) -> Self {
         self.links = Some(links);
         self
     }
 
-    /// The links, if it has any.
+    /// Returns the links, if set.
     pub(crate) fn links(&self) -> Option<Links> {
         self.links
     }
 
-    /// The dtype in which a parameter is held.
-    pub(super) fn held_dtype(&self, info: &ParameterInfo) -> ElemType {
+    /// Returns the storage dtype of a parameter.
+    pub(super) fn stored_dtype(&self, info: &ParameterInfo) -> ElemType {
         self.param_dtype.filter(|_| info.dtype().is_trainable()).unwrap_or(info.dtype())
     }
 
-    /// The dtypes in which a parameter and its gradient travel.
-    pub(super) fn wire_dtypes(&self, info: &ParameterInfo) -> (ElemType, ElemType) {
-        let held = self.held_dtype(info);
-        let unless_mixed = (held, self.grad_dtype(info));
-        self.mixed_precision.filter(|_| held.is_trainable()).unwrap_or(unless_mixed)
-    }
-
-    /// The dtype in which a gradient is held, whatever it was reduced in.
-    pub(super) fn grad_dtype(&self, info: &ParameterInfo) -> ElemType {
-        match (self.runtime, self.held_dtype(info)) {
-            (Runtime::Candle, ElemType::F16 | ElemType::Bf16) => ElemType::F32,
-            (Runtime::Torch | Runtime::Candle, held) => held,
+    /// Returns the dtypes in which a parameter and its gradient are transferred.
+    pub(super) fn transfer_dtypes(&self, info: &ParameterInfo) -> (ElemType, ElemType) {
+        let stored = self.stored_dtype(info);
+        match self.mixed_precision {
+            Some(dtypes) if stored.is_trainable() => dtypes,
+            _ => (stored, self.grad_dtype(info)),
         }
     }
 
-    /// The number of units that are gathered ahead of the one in use.
+    /// Returns the storage dtype of a gradient, independent of the reduce dtype.
+    pub(super) fn grad_dtype(&self, info: &ParameterInfo) -> ElemType {
+        match (self.runtime, self.stored_dtype(info)) {
+            (Runtime::Candle, ElemType::F16 | ElemType::Bf16) => ElemType::F32,
+            (Runtime::Torch | Runtime::Candle, stored) => stored,
+        }
+    }
+
+    /// Returns the number of prefetched units.
     pub(super) fn prefetch(&self) -> u64 {
         self.prefetch.unwrap_or(match self.runtime {
             Runtime::Torch => 1,
@@ -200,13 +201,13 @@ impl CostModel {
         })
     }
 
-    /// Whether parts are padded to equal sizes.
+    /// Returns true if the runtime pads parts to equal sizes.
     pub(super) fn pads(&self) -> bool {
         self.runtime == Runtime::Torch
     }
 }
 
-/// What a rank's part of a batch takes within and between units.
+/// The activation memory of a rank's batch.
 ///
 /// # Examples
 ///
@@ -216,53 +217,51 @@ impl CostModel {
 ///     cost::{Activations, CostModel, Runtime},
 /// };
 ///
-/// // Two sequences of 512 tokens per rank, 768 numbers wide.
-/// let activations = Activations::of_transformer(1024, 768, ElemType::F32, Runtime::Candle)?;
+/// // Two sequences of 512 tokens per rank, with a width of 768.
+/// let activations = Activations::for_transformer(1024, 768, ElemType::F32, Runtime::Candle)?;
 /// assert_eq!(activations.input_bytes, 1024 * 768 * 4);
 /// let model = CostModel::default().with_runtime(Runtime::Candle).with_activations(activations);
 /// # let _ = model;
 /// # Ok::<(), fsdp_plan::Error>(())
 /// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-#[expect(clippy::exhaustive_structs, reason = "whoever knows the model better writes both down")]
+#[expect(clippy::exhaustive_structs, reason = "callers who know their model set both fields")]
 pub struct Activations {
-    /// The bytes of a unit's inputs, which are kept for the backward pass where the unit is computed
-    /// again in it.
+    /// Bytes of a unit's inputs, kept for units that are recomputed in the backward pass.
     pub input_bytes: u64,
-    /// The bytes of everything that the largest unit computes, with the gradients of it that are
-    /// there at the same time.
+    /// Bytes of all activations of the largest unit and of their gradients that exist at the same
+    /// time.
     pub unit_bytes: u64,
 }
 
 impl Activations {
-    /// An estimate for the blocks of a transformer, from the tokens of a rank's part of a batch and
-    /// the width of the values between blocks, of `dtype`.
+    /// Estimates the activations of transformer blocks from the tokens of a rank's batch and the
+    /// width of the values between blocks.
     ///
-    /// A block of PyTorch's keeps 17 numbers for each token and place of the width, attention scores
-    /// not counted: 34 bytes in half precision (V. Korthikanti and others, "Reducing Activation
-    /// Recomputation in Large Transformer Models", arXiv 2205.05198, equation 2). On candle it is
-    /// 56 numbers with the gradients, measured on this project's own transformer.
+    /// A PyTorch block keeps 17 values per token and unit of width without attention scores, that is, 34 bytes in half
+    /// precision (V. Korthikanti and others, "Reducing Activation Recomputation in Large Transformer Models", arXiv
+    /// 2205.05198, equation 2). On candle it is 56 values with gradients, measured on this project's transformer.
     ///
     /// # Errors
     ///
-    /// [`Error::TotalTooLarge`] if the bytes do not fit into 64 bits.
-    pub fn of_transformer(
+    /// [`Error::TotalTooLarge`] if the bytes exceed 64 bits.
+    pub fn for_transformer(
         tokens: u64,
         width: u64,
         dtype: ElemType,
         runtime: Runtime,
     ) -> Result<Self> {
-        let numbers = match runtime {
+        let values_per_place = match runtime {
             Runtime::Torch => 17,
             Runtime::Candle => 56,
         };
-        let bytes = |numbers: u128| {
-            let values = u128::from(tokens).checked_mul(u128::from(width));
-            let values = values.and_then(|values| values.checked_mul(numbers));
-            let bytes = values.and_then(|values| u64::try_from(dtype.bytes(values)).ok());
-            bytes.ok_or(Error::TotalTooLarge { what: "the bytes of activations" })
-        };
-        Ok(Self { input_bytes: bytes(1)?, unit_bytes: bytes(numbers)? })
+        let too_large = Error::TotalTooLarge { what: "the bytes of activations" };
+        let places = u128::from(tokens) * u128::from(width);
+        let values = places.checked_mul(values_per_place).ok_or(too_large)?;
+        Ok(Self {
+            input_bytes: fit(dtype.bytes(places), "the bytes of activations")?,
+            unit_bytes: fit(dtype.bytes(values), "the bytes of activations")?,
+        })
     }
 }
 
@@ -271,8 +270,8 @@ mod tests {
     use super::*;
 
     #[test]
-    fn states_of_a_tensor() {
-        for (optimizer, of_1000, of_4097) in [
+    fn state_bytes_match_each_optimizer() {
+        for (optimizer, small, large) in [
             (Optimizer::Adam, 4004, 16_392),
             (Optimizer::AdamMixed, 12_004, 49_168),
             (Optimizer::Adam8bit, 8000, 8194 + 2 * 17 * 4),
@@ -280,7 +279,7 @@ mod tests {
             (Optimizer::None, 0, 0),
         ] {
             let bytes = |numel| optimizer.state_bytes(ElemType::Bf16, numel);
-            assert_eq!((bytes(1000), bytes(4097)), (of_1000, of_4097), "{optimizer:?}");
+            assert_eq!((bytes(1000), bytes(4097)), (small, large), "{optimizer:?}");
         }
     }
 }

@@ -1,14 +1,13 @@
-//! What travels in a step, and when: plain data that a runtime carries out and that a cost is
-//! added up from.
+//! The transfers of a step, unit by unit: plain data that a runtime executes and a cost adds up.
 
 use core_types::Rank;
 use serde::Serialize;
 
 use super::{
     Collectives, CostModel, fit,
-    loads::Pricing,
-    tally::{Buffer, Tally, UnitTally, Units},
-    transfer::{Collective, IN_A_STEP, Scope, Transfer},
+    member_bytes::ParameterDtypes,
+    tally::{CallBuffer, PlanTally, UnitMembers, UnitTally},
+    transfer::{CollectiveKind, Transfer, TransferScope, add_calls},
 };
 use crate::{
     elem::ElemType,
@@ -16,23 +15,24 @@ use crate::{
     plan::ShardingPlan,
 };
 
-const OF_A_UNIT: &str = "the bytes of a unit";
+const UNIT_BYTES: &str = "the bytes of a unit";
 
-/// What every unit of a plan sends in a training step, and how.
+/// The transfers of every unit of a plan in a training step.
 ///
-/// Before a unit computes, its parameters are put together on every rank of a shard group, in one
-/// `all_gather` whatever the strategy: ranks that own more of it contribute more, so a layer that
-/// one rank owns whole travels in the same call as one that is cut. They are put together again
-/// before the unit's backward pass unless [it is kept](ShardingPlan::with_kept_units). Then
-/// gradients are summed in one `reduce_scatter`, after which each rank has the sums of its own
-/// parts; replicas add these up among themselves, and replicated parameters are added up by all.
+/// Before a unit computes, one `all_gather` collects its parameters on every rank of a shard group,
+/// for every strategy: ranks that own more contribute more, so a layer that one rank owns whole is
+/// part of the same call as cut layers. The parameters are gathered again before the unit's
+/// backward pass unless [the unit is kept](ShardingPlan::with_kept_units). Then one
+/// `reduce_scatter` sums the gradients, each rank receives the sums of its own parts, and an
+/// `all_reduce` adds these over the replicas. Gradients of replicated parameters are added by an
+/// `all_reduce` over all ranks.
 ///
-/// The backward pass is taken to go through every unit. (A runtime gathers frozen units that it
-/// enters before all trained ones once: nothing is differentiated there, and a plan does not know
-/// which come first.)
+/// The backward pass is assumed to visit every unit. (A runtime gathers frozen units before all
+/// trained ones only once, because nothing is differentiated there; a plan does not know which
+/// units come first.)
 ///
-/// The order of units is that in which their parameters first occur. A runtime enters them in the
-/// order of the model's forward pass, which may be another one: the totals are the same.
+/// Units are in order of first occurrence. A runtime visits them in the order of the model's
+/// forward pass, which may differ; the totals are equal.
 ///
 /// # Examples
 ///
@@ -53,7 +53,7 @@ const OF_A_UNIT: &str = "the bytes of a unit";
 ///
 /// let [block] = &schedule.units[..] else { panic!("one unit") };
 /// let gathered = block.all_gather.as_ref().unwrap();
-/// // Once for the forward pass and once for the backward pass. Rows are padded to 4 x 3.
+/// // The forward and the backward pass gather once each. Rows are padded to 4 x 3.
 /// assert_eq!((gathered.count, &gathered.parameters[..]), (2, &[0, 1][..]));
 /// assert_eq!((gathered.bytes, gathered.payload_bytes), (4 * 60, 4 * 50));
 /// assert_eq!(block.reduce_scatter.as_ref().unwrap().parameters, [0]);
@@ -70,81 +70,81 @@ pub struct Schedule<'a> {
     plan: &'a ShardingPlan,
     #[serde(skip)]
     model: CostModel,
-    /// The units, in the order in which their parameters first occur.
+    /// Units, in order of first occurrence.
     pub units: Vec<UnitSchedule<'a>>,
 }
 
-/// What a unit sends in a step.
+/// The transfers of a unit in a step.
 ///
-/// A transfer is there if it has parameters, also among a single rank, where it sends nothing.
-/// Parameters without elements, and those [tied](crate::Cut::Tied) to others, are in none.
+/// A transfer exists if it has parameters, even among a single rank, where it sends nothing.
+/// Parameters without elements and [tied](crate::Cut::Tied) parameters are in no transfer.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 #[non_exhaustive]
 pub struct UnitSchedule<'a> {
-    /// The unit's name; empty for the root unit.
+    /// Name of the unit, empty for the root unit.
     pub unit: &'a str,
-    /// Parameters, to every rank of a shard group.
+    /// Parameters, gathered on every rank of a shard group.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub all_gather: Option<Transfer>,
-    /// Gradients of those that are trained, summed over a shard group: to each rank those of its
-    /// parts.
+    /// Gradients of trained parameters, summed over a shard group: each rank receives the sums of
+    /// its parts.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub reduce_scatter: Option<Transfer>,
-    /// These sums, added up over the replicas, if there are several: over the ranks that have the
-    /// same parts. A rank without any is left out.
+    /// Sums of the same parts, added over several replicas. Ranks without parts do not take part.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub all_reduce_parts: Option<Transfer>,
-    /// Gradients of replicated parameters, over all ranks.
+    /// Gradients of replicated parameters, summed over all ranks.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub all_reduce_copies: Option<Transfer>,
 }
 
-/// What one rank hands over to the others in a step.
+/// The bytes that one rank contributes to the collectives of a step.
 ///
-/// It is what pmap-mesh's `DeviceMesh::traffic` counts of parameters and gradients while dist-train
-/// carries out a plan: of gathered parameters the rank's own parts, of summed gradients the whole.
+/// They equal the counts of pmap-mesh's `DeviceMesh::traffic` for parameters and gradients while
+/// dist-train executes a plan: the rank's parts of gathered parameters, and full gradients.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize)]
 #[non_exhaustive]
 pub struct HandedOver {
-    /// Its parts of parameters.
+    /// Parts of parameters.
     pub all_gather: Calls,
-    /// Whole gradients.
+    /// Full gradients.
     pub reduce_scatter: Calls,
-    /// Sums of its parts, over the replicas, and gradients of replicated parameters.
+    /// Sums of its parts over the replicas, and gradients of replicated parameters.
     pub all_reduce: Calls,
 }
 
-/// How often one kind of collective is called, and with how much.
+/// The calls and bytes that one rank contributes to one kind of collective.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize)]
 #[non_exhaustive]
 pub struct Calls {
-    /// The number of calls.
+    /// Number of calls.
     pub count: u64,
-    /// The bytes that the rank hands over in all of them.
+    /// Contributed bytes of all calls.
     pub bytes: u64,
 }
 
 impl ShardingPlan {
-    /// What travels in a step, unit by unit.
+    /// Returns the transfers of a step, unit by unit.
     ///
-    /// `model` says in which dtypes.
+    /// `model` determines the dtypes.
     ///
     /// # Errors
     ///
-    /// [`Error::TotalTooLarge`] if the bytes of a unit do not fit into 64 bits.
+    /// [`Error::TotalTooLarge`] if the bytes of a unit exceed 64 bits.
     #[doc(hidden)]
     pub fn schedule(&self, model: &CostModel) -> Result<Schedule<'_>> {
-        Schedule::new(self, model, Tally::of(self, model, &Units::of(self)).units)
+        Schedule::new(self, model, PlanTally::new(self, model, &UnitMembers::from_plan(self)).units)
     }
 
-    /// The schedule for other units than those of the plan, each a name with the positions of its
-    /// parameters: one may be in several units, and is sent for each of them.
+    /// Returns the schedule for custom units, each a name with the indices of its parameters. A
+    /// parameter may be in several units, and is sent for each of them.
     ///
-    /// The padding of a buffer that spans a unit counts where the buffer's first parameter is.
+    /// The padding of a buffer that spans several units counts in the unit of the buffer's first
+    /// parameter.
     ///
     /// # Errors
     ///
-    /// [`Error::ParameterOutOfRange`] if there is no such parameter, and those of
+    /// [`Error::ParameterOutOfRange`] for an unknown index, and the errors of
     /// [`schedule`](Self::schedule).
     #[doc(hidden)]
     pub fn schedule_of<'a>(
@@ -152,12 +152,12 @@ impl ShardingPlan {
         model: &CostModel,
         units: impl IntoIterator<Item = (&'a str, Vec<usize>)>,
     ) -> Result<Schedule<'a>> {
-        let units = Units(units.into_iter().collect());
+        let units = UnitMembers(units.into_iter().collect());
         let len = self.parameters().len();
         let mut positions = units.0.iter().flat_map(|(_, members)| members);
         match positions.find(|&&position| position >= len) {
             Some(&index) => Err(Error::ParameterOutOfRange { index, len }),
-            None => Schedule::new(self, model, Tally::of(self, model, &units).units),
+            None => Schedule::new(self, model, PlanTally::new(self, model, &units).units),
         }
     }
 }
@@ -172,77 +172,77 @@ impl<'a> Schedule<'a> {
         Ok(Self { plan, model: *model, units: units.collect::<Result<_>>()? })
     }
 
-    /// The unit of this name, if there is one.
+    /// Returns the unit of this name, if any.
     pub fn unit(&self, name: &str) -> Option<&UnitSchedule<'a>> {
         self.units.iter().find(|unit| unit.unit == name)
     }
 
-    /// Everything that is sent, in the order of the units.
-    pub(super) fn sent(&self) -> impl Iterator<Item = (Collective, &Transfer)> {
+    /// Returns the transfers among several ranks, in the order of the units.
+    pub(super) fn sent(&self) -> impl Iterator<Item = (CollectiveKind, &Transfer)> {
         let transfers = self.units.iter().flat_map(UnitSchedule::transfers);
         transfers.filter(|(_, transfer)| transfer.is_sent())
     }
 
-    /// The collectives of a step, by kind.
+    /// Returns the totals per kind of collective.
     ///
     /// # Errors
     ///
-    /// [`Error::TotalTooLarge`] if their bytes do not fit into 64 bits.
+    /// [`Error::TotalTooLarge`] if the bytes exceed 64 bits.
     pub fn collectives(&self) -> Result<Collectives> {
         let mut collectives = Collectives::default();
         for (collective, transfer) in self.sent() {
             let traffic = match collective {
-                Collective::AllGather => &mut collectives.all_gather,
-                Collective::ReduceScatter => &mut collectives.reduce_scatter,
-                Collective::AllReduce => &mut collectives.all_reduce,
+                CollectiveKind::AllGather => &mut collectives.all_gather,
+                CollectiveKind::ReduceScatter => &mut collectives.reduce_scatter,
+                CollectiveKind::AllReduce => &mut collectives.all_reduce,
             };
             traffic.add(transfer)?;
         }
         Ok(collectives)
     }
 
-    /// What `rank` hands over in a step.
+    /// Returns the bytes that `rank` contributes in a step.
     ///
     /// # Errors
     ///
-    /// [`Error::World`] if there is no such rank, [`Error::TotalTooLarge`] if the bytes do not fit
-    /// into 64 bits.
+    /// [`Error::World`] for an unknown rank, [`Error::TotalTooLarge`] if the bytes exceed 64 bits.
     pub fn handed_over(&self, rank: Rank) -> Result<HandedOver> {
         let sent = |transfer: &&Transfer| transfer.is_sent();
-        let mut all = HandedOver::default();
+        let mut total = HandedOver::default();
         for unit in &self.units {
             if let Some(gather) = unit.all_gather.as_ref().filter(sent) {
                 let own = self.own_bytes(gather, rank, |pricing| pricing.gather)?;
-                all.all_gather.add(gather.count, own)?;
+                total.all_gather.add(gather.count, own)?;
             }
             if let Some(reduce) = unit.reduce_scatter.as_ref().filter(sent) {
-                all.reduce_scatter.add(reduce.count, reduce.payload_bytes.into())?;
+                total.reduce_scatter.add(reduce.count, reduce.payload_bytes.into())?;
             }
             if let Some(parts) = unit.all_reduce_parts.as_ref().filter(sent) {
                 let own = self.own_bytes(parts, rank, |pricing| pricing.reduce)?;
-                all.all_reduce.add(if own > 0 { parts.count } else { 0 }, own)?;
+                total.all_reduce.add(if own > 0 { parts.count } else { 0 }, own)?;
             }
             if let Some(copies) = unit.all_reduce_copies.as_ref().filter(sent) {
-                all.all_reduce.add(copies.count, copies.payload_bytes.into())?;
+                total.all_reduce.add(copies.count, copies.payload_bytes.into())?;
             }
         }
-        Ok(all)
+        Ok(total)
     }
 
-    /// The bytes of a rank's parts of the parameters of a transfer, each of the dtype that
-    /// `dtype_of` picks.
+    /// Returns the bytes of a rank's parts of a transfer; `dtype` selects the dtype of each
+    /// parameter.
     fn own_bytes(
         &self,
         transfer: &Transfer,
         rank: Rank,
-        dtype_of: impl Fn(&Pricing) -> ElemType,
+        dtype: impl Fn(&ParameterDtypes) -> ElemType,
     ) -> Result<u128> {
         let mut bytes = 0;
         for &param_idx in &transfer.parameters {
-            let dtype =
-                dtype_of(&Pricing::of(&self.model, self.plan.parameters()[param_idx].info()));
-            let shards = self.plan.shards(param_idx, rank)?;
-            bytes += shards.map(|shard| dtype.bytes(shard.shard_size.into())).sum::<u128>();
+            let info = self.plan.parameters()[param_idx].info();
+            let dtype = dtype(&ParameterDtypes::new(&self.model, info));
+            for shard in self.plan.shards(param_idx, rank)? {
+                bytes += dtype.bytes(shard.shard_size.into());
+            }
         }
         Ok(bytes)
     }
@@ -250,42 +250,44 @@ impl<'a> Schedule<'a> {
 
 impl<'a> UnitSchedule<'a> {
     fn new(plan: &ShardingPlan, model: &CostModel, unit: UnitTally<'a>) -> Result<Self> {
-        let of = |scope, count, buffer: &Buffer| transfer(plan, scope, count, buffer, model.pads());
+        let transfer = |scope, count, buffer: &CallBuffer| {
+            new_transfer(plan, scope, count, buffer, model.pads())
+        };
         let UnitTally { name, gathered, reduced, copies, .. } = unit;
-        let passes = if plan.keeps_gathered(name) { 1 } else { 2 };
+        let n_gathers = if plan.keeps_gathered(name) { 1 } else { 2 };
         let all_reduce_parts = match plan.replicas() {
             1 => None,
-            _ => of(Scope::Replicas, 1, &reduced.largest_part(plan))?,
+            _ => transfer(TransferScope::Replicas, 1, &reduced.largest_part(plan))?,
         };
         Ok(Self {
             unit: name,
-            all_gather: of(Scope::ShardGroup, passes, &gathered)?,
-            reduce_scatter: of(Scope::ShardGroup, 1, &reduced)?,
+            all_gather: transfer(TransferScope::ShardGroup, n_gathers, &gathered)?,
+            reduce_scatter: transfer(TransferScope::ShardGroup, 1, &reduced)?,
             all_reduce_parts,
-            all_reduce_copies: of(Scope::World, 1, &copies)?,
+            all_reduce_copies: transfer(TransferScope::World, 1, &copies)?,
         })
     }
 
-    /// Everything that is there, each with its kind.
-    pub fn transfers(&self) -> impl Iterator<Item = (Collective, &Transfer)> {
+    /// Returns the existing transfers, each with its kind.
+    pub fn transfers(&self) -> impl Iterator<Item = (CollectiveKind, &Transfer)> {
         let Self { unit: _, all_gather, reduce_scatter, all_reduce_parts, all_reduce_copies } =
             self;
         let kinds = [
-            (Collective::AllGather, all_gather),
-            (Collective::ReduceScatter, reduce_scatter),
-            (Collective::AllReduce, all_reduce_parts),
-            (Collective::AllReduce, all_reduce_copies),
+            (CollectiveKind::AllGather, all_gather),
+            (CollectiveKind::ReduceScatter, reduce_scatter),
+            (CollectiveKind::AllReduce, all_reduce_parts),
+            (CollectiveKind::AllReduce, all_reduce_copies),
         ];
         kinds.into_iter().filter_map(|(kind, transfer)| Some((kind, transfer.as_ref()?)))
     }
 }
 
-/// The transfer of a buffer, if there is anything in it.
-fn transfer(
+/// Creates the transfer of a buffer, or returns `None` for an empty buffer.
+fn new_transfer(
     plan: &ShardingPlan,
-    scope: Scope,
+    scope: TransferScope,
     count: u64,
-    buffer: &Buffer,
+    buffer: &CallBuffer,
     is_padded: bool,
 ) -> Result<Option<Transfer>> {
     if buffer.parameters.is_empty() {
@@ -297,16 +299,16 @@ fn transfer(
         ranks: scope.ranks(plan),
         count,
         parameters: buffer.parameters.clone(),
-        bytes: fit(bytes, OF_A_UNIT)?,
-        payload_bytes: fit(buffer.payload_bytes, OF_A_UNIT)?,
-        smallest_part_bytes: fit(buffer.smallest_part_bytes(plan, is_padded), OF_A_UNIT)?,
+        bytes: fit(bytes, UNIT_BYTES)?,
+        payload_bytes: fit(buffer.payload_bytes, UNIT_BYTES)?,
+        smallest_part_bytes: fit(buffer.smallest_part_bytes(plan, is_padded), UNIT_BYTES)?,
     }))
 }
 
 impl Calls {
-    fn add(&mut self, count: u64, bytes_of_each: u128) -> Result<()> {
-        let bytes = u128::from(self.bytes) + u128::from(count) * bytes_of_each;
-        *self = Self { count: self.count + count, bytes: fit(bytes, IN_A_STEP)? };
+    fn add(&mut self, count: u64, bytes_per_call: u128) -> Result<()> {
+        self.count += count;
+        self.bytes = add_calls(self.bytes, count, bytes_per_call)?;
         Ok(())
     }
 }

@@ -1,4 +1,4 @@
-//! One walk over a plan, which adds up what members hold and what travels between them.
+//! One pass over a plan that adds up the bytes of members and of transfers.
 
 use std::collections::BTreeMap;
 
@@ -6,93 +6,93 @@ use core_types::WorldSize;
 
 use super::{
     CostModel,
-    loads::{Load, Loads, Pricing},
-    ragged::{self, Share},
+    member_bytes::{MemberBytes, MemberTotals, ParameterDtypes},
+    ragged::{self, RaggedShare},
 };
 use crate::{
-    cut::{Chunks, Cut, Division, shares::Shares},
+    cut::{ChunkedCut, Cut, PreparedCut, shares::GroupShares},
     param::{ParameterInfo, groups::NamedGroups},
     plan::ShardingPlan,
 };
 
-/// The units to walk over, each with the positions of its parameters.
-pub(super) struct Units<'a>(pub(super) Vec<(&'a str, Vec<usize>)>);
+/// The units of a pass, each with the indices of its parameters.
+pub(super) struct UnitMembers<'a>(pub(super) Vec<(&'a str, Vec<usize>)>);
 
-impl<'a> Units<'a> {
-    /// Those of a plan, in the order in which their parameters first occur.
-    pub(super) fn of(plan: &'a ShardingPlan) -> Self {
-        let groups =
-            NamedGroups::of(plan.parameters().iter().map(|parameter| parameter.info().unit()));
+impl<'a> UnitMembers<'a> {
+    /// Returns the units of a plan in order of first occurrence.
+    pub(super) fn from_plan(plan: &'a ShardingPlan) -> Self {
+        let names = plan.parameters().iter().map(|parameter| parameter.info().unit());
+        let groups = NamedGroups::from_names(names);
         let mut units: Vec<_> = groups.names.into_iter().map(|name| (name, Vec::new())).collect();
-        for (position, unit) in groups.of_item.into_iter().enumerate() {
+        for (position, unit) in groups.group_of_item.into_iter().enumerate() {
             units[unit].1.push(position);
         }
         Self(units)
     }
 }
 
-/// What a walk over a plan finds.
-pub(super) struct Tally<'a> {
+/// The result of a pass over a plan.
+pub(super) struct PlanTally<'a> {
     model: CostModel,
-    shares: &'a Shares,
-    /// What members hold, if the units are those of the plan: a parameter counts for each of its
-    /// units.
-    loads: Loads,
+    shares: &'a GroupShares,
+    /// Bytes of the members. A parameter counts once per unit that contains it.
+    totals: MemberTotals,
     pub(super) units: Vec<UnitTally<'a>>,
-    /// The bytes of the largest gradient of a parameter, before it is reduced.
+    /// Bytes of the largest unreduced gradient of a parameter.
     pub(super) largest_grad_bytes: u128,
 }
 
-/// What of a unit travels.
+/// The transfers of a unit.
 #[derive(Debug, Default)]
 pub(super) struct UnitTally<'a> {
     pub(super) name: &'a str,
-    /// Parameters that a shard group puts together.
-    pub(super) gathered: Buffer,
-    /// Their gradients.
-    pub(super) reduced: Buffer,
+    /// Parameters gathered in a shard group.
+    pub(super) gathered: CallBuffer,
+    /// Gradients of the gathered parameters.
+    pub(super) reduced: CallBuffer,
     /// Gradients of replicated parameters.
-    pub(super) copies: Buffer,
-    /// The bytes of replicated parameters.
+    pub(super) copies: CallBuffer,
+    /// Bytes of replicated parameters.
     pub(super) replicated_bytes: u128,
 }
 
-/// Parameters or gradients that travel in one call.
+/// Parameters or gradients that one call transfers.
 #[derive(Debug, Default)]
-pub(super) struct Buffer {
+pub(super) struct CallBuffer {
     pub(super) parameters: Vec<usize>,
     pub(super) payload_bytes: u128,
-    /// That of which every member has an equal part, with padding.
+    /// Bytes of which every member has an equal part, padding included.
     even_bytes: u128,
-    /// What single members own besides.
-    of_owner: BTreeMap<u64, u128>,
+    /// Additional bytes of single members.
+    owner_bytes: BTreeMap<u64, u128>,
 }
 
-impl Buffer {
-    /// The bytes of all parts, padding included.
+impl CallBuffer {
+    /// Returns the bytes of all parts, padding included.
     pub(super) fn bytes(&self) -> u128 {
-        self.even_bytes + self.of_owner.values().sum::<u128>()
+        self.even_bytes + self.owner_bytes.values().sum::<u128>()
     }
 
-    /// What the member with the most has, as each brings it to a sum of such parts.
+    /// Returns the buffer of the member with the largest part, for a sum over equal parts.
     pub(super) fn largest_part(&self, plan: &ShardingPlan) -> Self {
         let even = self.even_bytes / u128::from(plan.shard_group().as_u64());
-        let bytes = even + self.of_owner.values().fold(0, |most, &bytes| most.max(bytes));
+        let bytes = even + self.owner_bytes.values().fold(0, |most, &bytes| most.max(bytes));
         let parameters = self.parameters.clone();
         Self { parameters, payload_bytes: bytes, even_bytes: bytes, ..Self::default() }
     }
 
-    /// What the member with the least has, at least, where parts are padded to equal sizes or not.
+    /// Returns a lower bound of the smallest part of a member, with or without padding.
     pub(super) fn smallest_part_bytes(&self, plan: &ShardingPlan, is_padded: bool) -> u128 {
         let members = u128::from(plan.shard_group().as_u64());
         let chunk = self.even_bytes / members;
-        let owned: u128 = self.of_owner.values().sum();
-        // What the others leave to the last one, if all of them have as much as they can.
-        let left_over = (self.payload_bytes - owned).saturating_sub((members - 1) * chunk);
-        let even = if is_padded { chunk } else { left_over };
-        // Whoever is not among the owners owns nothing.
-        let least = self.of_owner.values().min().filter(|_| self.of_owner.len() as u128 == members);
-        even + least.map_or(0, |&bytes| bytes)
+        let owned: u128 = self.owner_bytes.values().sum();
+        // The last member has the remainder if all others have full chunks.
+        let remainder = (self.payload_bytes - owned).saturating_sub((members - 1) * chunk);
+        let even = if is_padded { chunk } else { remainder };
+        if (self.owner_bytes.len() as u128) < members {
+            return even; // some member owns nothing
+        }
+        even + self.owner_bytes.values().fold(u128::MAX, |least, &bytes| least.min(bytes))
     }
 
     fn add_payload(&mut self, position: usize, bytes: u128) {
@@ -101,80 +101,86 @@ impl Buffer {
     }
 }
 
-impl<'a> Tally<'a> {
-    pub(super) fn of(plan: &'a ShardingPlan, model: &CostModel, units: &Units<'a>) -> Self {
+impl<'a> PlanTally<'a> {
+    /// Adds up the bytes of `units`.
+    pub(super) fn new(plan: &'a ShardingPlan, model: &CostModel, units: &UnitMembers<'a>) -> Self {
         let mut tally = Self {
             model: *model,
             shares: plan.shares(),
-            loads: Loads::new(plan.shard_group()),
+            totals: MemberTotals::new(plan.shard_group()),
             units: Vec::with_capacity(units.0.len()),
             largest_grad_bytes: 0,
         };
-        let mut ragged = ragged::Scratch::new(plan.shard_group());
+        let mut ragged = ragged::RaggedTally::new(plan.shard_group());
         for (name, members) in &units.0 {
-            let unit = tally.unit(plan, name, members, &mut ragged);
+            let unit = tally.add_unit(plan, name, members, &mut ragged);
             tally.units.push(unit);
         }
-        ragged.add_middles(&mut tally.loads);
+        ragged.add_middles(&mut tally.totals);
         tally
     }
 
-    /// What each member holds between two steps.
-    pub(super) fn members(&self) -> impl Iterator<Item = Load> + Clone {
+    /// Returns the bytes of each member between two steps.
+    pub(super) fn members(&self) -> impl Iterator<Item = MemberBytes> + Clone {
         let pads = self.model.pads();
-        let without_padding = |load: Load| Load { stored: load.owned, ..load };
-        self.loads.of_members().map(move |load| if pads { load } else { without_padding(load) })
+        self.totals.per_member().map(move |member| {
+            let stored = if pads { member.stored } else { member.owned };
+            MemberBytes { stored, ..member }
+        })
     }
 
     fn group(&self) -> WorldSize {
         self.shares.group()
     }
 
-    fn unit(
+    /// Adds the bytes of one unit.
+    fn add_unit(
         &mut self,
         plan: &'a ShardingPlan,
         name: &'a str,
         members: &[usize],
-        ragged: &mut ragged::Scratch,
+        ragged: &mut ragged::RaggedTally,
     ) -> UnitTally<'a> {
         let mut unit = UnitTally { name, ..UnitTally::default() };
-        let mut of_unit: ragged::Unit<'_> = Vec::new();
+        let mut ragged_parts: ragged::RaggedUnit<'_> = Vec::new();
         for &position in members {
             let parameter = &plan.parameters()[position];
             let info = parameter.info();
             let division = parameter.division();
             self.add_payload(&mut unit, position, info, &division);
             match (parameter.cut(), division) {
-                // Measured below, all of the unit together.
-                (Cut::Ragged { .. }, Division::Ragged(parts)) => of_unit.push((info, parts)),
+                // These are measured below, the whole unit at once.
+                (Cut::Ragged { .. }, PreparedCut::Ragged(parts)) => {
+                    ragged_parts.push((info, parts));
+                }
                 (_, division) => self.add(&mut unit, info, parameter.cut(), division),
             }
         }
-        if !of_unit.is_empty() {
-            let largest = ragged.measure(&of_unit, self.shares, &self.model, &mut self.loads);
+        if !ragged_parts.is_empty() {
+            let largest = ragged.measure(&ragged_parts, self.shares, &self.model, &mut self.totals);
             self.add_ragged(&mut unit, largest);
         }
         unit
     }
 
-    /// Notes which parameters travel how, and what they weigh without padding.
+    /// Records the parameters of each transfer and their bytes without padding.
     fn add_payload(
         &mut self,
         unit: &mut UnitTally<'_>,
         position: usize,
         info: &ParameterInfo,
-        division: &Division,
+        division: &PreparedCut,
     ) {
-        let pricing = Pricing::of(&self.model, info);
+        let pricing = ParameterDtypes::new(&self.model, info);
         let param_bytes = pricing.gather.bytes(info.numel().into());
         let grad_bytes = pricing.reduced_bytes(info.numel().into());
         let reduced = match division {
-            Division::Nothing => return,
-            Division::Replicated { .. } => {
+            PreparedCut::Nothing => return,
+            PreparedCut::Replicated { .. } => {
                 unit.replicated_bytes += param_bytes;
                 &mut unit.copies
             }
-            Division::Chunks(_) | Division::Ragged(_) | Division::Whole { .. } => {
+            PreparedCut::Chunks(_) | PreparedCut::Ragged(_) | PreparedCut::Whole { .. } => {
                 unit.gathered.add_payload(position, param_bytes);
                 &mut unit.reduced
             }
@@ -185,57 +191,71 @@ impl<'a> Tally<'a> {
         }
     }
 
-    /// Adds what a parameter weighs with padding, and what members hold of it.
+    /// Adds the bytes of a parameter, padding included, to its members and transfers.
     fn add(
         &mut self,
         unit: &mut UnitTally<'_>,
         info: &ParameterInfo,
         cut: Cut,
-        division: Division,
+        division: PreparedCut,
     ) {
-        let pricing = Pricing::of(&self.model, info);
+        let pricing = ParameterDtypes::new(&self.model, info);
         match division {
-            Division::Chunks(chunks) => self.add_chunks(unit, pricing, cut, chunks),
-            Division::Ragged(parts) => {
+            PreparedCut::Chunks(chunks) => self.add_chunks(unit, pricing, cut, chunks),
+            PreparedCut::Ragged(parts) => {
                 for (owner, part) in parts.parts(self.shares, 0..info.numel()) {
                     self.add_owned(unit, pricing, owner, part.end - part.start);
                 }
             }
-            Division::Whole { owner, numel } => self.add_owned(unit, pricing, owner, numel),
-            Division::Replicated { numel } => {
-                self.loads.add_all(pricing.piece(numel));
+            PreparedCut::Whole { owner, numel } => self.add_owned(unit, pricing, owner, numel),
+            PreparedCut::Replicated { numel } => {
+                self.totals.add_all(pricing.member_bytes(numel));
                 unit.copies.even_bytes += pricing.reduced_bytes(numel.into());
             }
-            Division::Nothing => {}
+            PreparedCut::Nothing => {}
         }
     }
 
-    fn add_owned(&mut self, unit: &mut UnitTally<'_>, pricing: Pricing, owner: u64, numel: u64) {
-        self.loads.add_one(owner, pricing.piece(numel));
-        *unit.gathered.of_owner.entry(owner).or_default() += pricing.gather.bytes(numel.into());
-        *unit.reduced.of_owner.entry(owner).or_default() += pricing.reduced_bytes(numel.into());
+    fn add_owned(
+        &mut self,
+        unit: &mut UnitTally<'_>,
+        pricing: ParameterDtypes,
+        owner: u64,
+        numel: u64,
+    ) {
+        self.totals.add_one(owner, pricing.member_bytes(numel));
+        let gathered = unit.gathered.owner_bytes.entry(owner).or_default();
+        *gathered += pricing.gather.bytes(numel.into());
+        let reduced = unit.reduced.owner_bytes.entry(owner).or_default();
+        *reduced += pricing.reduced_bytes(numel.into());
     }
 
-    fn add_chunks(&mut self, unit: &mut UnitTally<'_>, pricing: Pricing, cut: Cut, chunks: Chunks) {
+    fn add_chunks(
+        &mut self,
+        unit: &mut UnitTally<'_>,
+        pricing: ParameterDtypes,
+        cut: Cut,
+        chunks: ChunkedCut,
+    ) {
         let group = self.group();
-        // Where there is padding, a flat unit is one tensor, which its first parameter stands for.
+        // A padding runtime has one tensor per flat unit, which counts at the unit's first parameter.
         let is_one_tensor = matches!(cut, Cut::Flat { .. }) && self.model.pads();
         for (members, numel) in chunks.runs(group) {
-            let piece = pricing.piece(numel);
-            let load = if is_one_tensor {
-                Load { owned: piece.owned, ..Load::default() }
+            let bytes = pricing.member_bytes(numel);
+            let added = if is_one_tensor {
+                MemberBytes { owned: bytes.owned, ..MemberBytes::default() }
             } else {
-                Load { stored: 0, ..piece }
+                MemberBytes { stored: 0, ..bytes }
             };
-            self.loads.add_run(members, load);
+            self.totals.add_run(members, added);
         }
         if !chunks.is_first() {
             return;
         }
         let chunk_numel = chunks.chunk_numel(group);
-        let padded = Load { owned: 0, ..pricing.piece(chunk_numel) };
-        let stored = Load { grad: 0, optimizer: 0, ..padded };
-        self.loads.add_all(if is_one_tensor { padded } else { stored });
+        let padded = MemberBytes { owned: 0, ..pricing.member_bytes(chunk_numel) };
+        let stored = MemberBytes { grad: 0, optimizer: 0, ..padded };
+        self.totals.add_all(if is_one_tensor { padded } else { stored });
         if cut == Cut::Dim0 && self.model.pads() {
             self.add_states_of_empty_shards(chunks, pricing);
         }
@@ -244,19 +264,19 @@ impl<'a> Tally<'a> {
         unit.reduced.even_bytes += pricing.reduced_bytes(buffer_numel);
     }
 
-    /// `fully_shard` gives the optimizer a tensor on every rank, also where that has no rows.
-    fn add_states_of_empty_shards(&mut self, chunks: Chunks, pricing: Pricing) {
-        #[expect(clippy::expect_used, reason = "a division without elements is `Nothing`")]
+    /// Adds optimizer state for ranks without rows: `fully_shard` passes a tensor to the optimizer
+    /// on every rank.
+    fn add_states_of_empty_shards(&mut self, chunks: ChunkedCut, pricing: ParameterDtypes) {
+        #[expect(clippy::expect_used, reason = "a cut without elements is `Nothing`")]
         let n_owners =
             chunks.runs(self.group()).map(|(members, _)| members.end).max().expect("rows");
-        self.loads.add_run(n_owners..self.group().as_u64(), pricing.piece(0));
+        self.totals.add_run(n_owners..self.group().as_u64(), pricing.member_bytes(0));
     }
 
-    /// Adds what the ragged parameters of a unit weigh with padding: room for their largest share,
-    /// and what travels.
-    fn add_ragged(&mut self, unit: &mut UnitTally<'_>, largest: Share) {
-        let Share { stored, gather, reduce } = largest;
-        self.loads.add_all(Load { stored, ..Load::default() });
+    /// Adds the padded bytes of a ragged unit: storage for its largest share, and transfers.
+    fn add_ragged(&mut self, unit: &mut UnitTally<'_>, largest: RaggedShare) {
+        let RaggedShare { stored, gather, reduce } = largest;
+        self.totals.add_all(MemberBytes { stored, ..MemberBytes::default() });
         let members = u128::from(self.group().as_u64());
         unit.gathered.even_bytes += gather * members;
         unit.reduced.even_bytes += reduce * members;

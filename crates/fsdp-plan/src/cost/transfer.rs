@@ -1,67 +1,68 @@
-//! What travels in a step: one call, and the sums of each kind of collective.
+//! Transfers of a step: single calls, and totals per kind of collective.
 
 use serde::Serialize;
 
 use super::fit;
 use crate::{error::Result, plan::ShardingPlan};
 
-/// A collective of several parameters, or of their gradients.
+/// One collective over several parameters or gradients.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 #[non_exhaustive]
 pub struct Transfer {
-    /// Which ranks take part.
-    pub scope: Scope,
-    /// How many they are. A transfer among one sends nothing.
+    /// Participating ranks.
+    pub scope: TransferScope,
+    /// Number of participating ranks. A transfer among one rank sends nothing.
     pub ranks: u64,
-    /// How often it is carried out in a step.
+    /// Number of calls in a step.
     pub count: u64,
-    /// The positions of its parameters in the plan, in the order given.
+    /// Indices of the parameters in the plan, in order.
     pub parameters: Vec<usize>,
-    /// The bytes of the whole buffer each time, padding included if the runtime pads: what
-    /// `all_gather` puts out, what `reduce_scatter` takes in, and what the rank that has the most
-    /// adds to an `all_reduce`.
+    /// Bytes of the full buffer per call, padding included if the runtime pads: the output of
+    /// `all_gather`, the input of `reduce_scatter`, and the largest contribution to an
+    /// `all_reduce`.
     pub bytes: u64,
-    /// The same without padding: what is sent where parts of unequal sizes are.
+    /// Like `bytes`, without padding: the bytes that a runtime with unequal parts sends.
     pub payload_bytes: u64,
-    /// How much of `bytes` the rank with the smallest part has already: it receives the most.
+    /// Part of `bytes` on the rank with the smallest part, which receives the most.
     #[serde(skip)]
     pub(super) smallest_part_bytes: u64,
 }
 
-/// Ranks that take part in a collective.
+/// The ranks that take part in a collective.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize)]
 #[serde(rename_all = "snake_case")]
 #[non_exhaustive]
-pub enum Scope {
-    /// A shard group: neighbors.
+pub enum TransferScope {
+    /// The neighboring ranks of a shard group.
     ShardGroup,
-    /// Ranks that hold the same parts: one of each shard group.
+    /// The ranks with the same parts: one of each shard group.
     Replicas,
     /// All ranks.
     World,
 }
 
-/// A kind of collective.
+/// The kind of a collective.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize)]
 #[serde(rename_all = "snake_case")]
 #[non_exhaustive]
-pub enum Collective {
-    /// Everyone's parts, to everyone.
+pub enum CollectiveKind {
+    /// The parts of all ranks go to every rank.
     AllGather,
-    /// Sums, to each rank those of its parts.
+    /// Sums go to the ranks that own them.
     ReduceScatter,
-    /// Sums, to everyone.
+    /// Sums go to every rank.
     AllReduce,
 }
 
 impl Transfer {
-    /// Whether anything is sent: not among a single rank.
+    /// Returns true if anything is sent, that is, among more than one rank.
     pub fn is_sent(&self) -> bool {
         self.ranks > 1
     }
 }
 
-impl Scope {
+impl TransferScope {
+    /// Returns the number of participating ranks.
     pub(super) fn ranks(self, plan: &ShardingPlan) -> u64 {
         match self {
             Self::ShardGroup => plan.shard_group().as_u64(),
@@ -71,52 +72,51 @@ impl Scope {
     }
 }
 
-pub(super) const IN_A_STEP: &str = "the bytes sent in a step";
-
-/// How often one kind of collective runs in a step, and how much it moves.
+/// The calls and bytes of one kind of collective in a step.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize)]
 #[non_exhaustive]
-pub struct Traffic {
-    /// The number of calls.
+pub struct CollectiveTraffic {
+    /// Number of calls.
     pub count: u64,
-    /// The bytes of the whole buffer, padding included, over all calls: what `all_gather` puts out,
-    /// and what `reduce_scatter` takes in.
+    /// Bytes of the full buffers of all calls, padding included: the output of `all_gather` and the
+    /// input of `reduce_scatter`.
     pub bytes: u64,
-    /// The same without padding: what travels where ranks send parts of unequal sizes, as
-    /// dist-train's do.
+    /// Like `bytes`, without padding: the bytes that runtimes with unequal parts send, such as
+    /// dist-train.
     pub payload_bytes: u64,
 }
 
-/// The collectives of one step, one forward and one backward pass, as one rank takes part in them.
+/// The collectives of one step, that is, one forward and one backward pass, on one rank.
 ///
-/// They are the [`Schedule`](super::Schedule) added up. Units are gathered before the forward pass,
-/// and again before the backward pass because they are freed in between; only the root unit and
-/// [kept units](crate::ShardingPlan::with_kept_units) stay, as in PyTorch's `fully_shard`. Gradients
-/// are reduced once per unit. Layers and tensors that one rank owns whole travel in the same calls
-/// as those that are cut. Gradients of replicated parameters are averaged by one `all_reduce` per
-/// unit; with several replicas, so is each rank's part of the reduced gradients, over the ranks that
-/// hold the same part. A world of one rank sends nothing.
+/// They are the totals of the [`Schedule`](super::Schedule). Units are gathered before the forward pass and again
+/// before the backward pass, because they are freed in between; only the root unit and [kept
+/// units](crate::ShardingPlan::with_kept_units) stay, as in PyTorch's `fully_shard`. Gradients are reduced once per
+/// unit. Parameters that one rank owns whole are part of the same calls as cut ones. Gradients of replicated parameters
+/// are averaged by one `all_reduce` per unit; with several replicas, an `all_reduce` over the ranks with the same part
+/// also averages the reduced gradients. A world of one rank sends nothing.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize)]
 #[non_exhaustive]
 pub struct Collectives {
-    /// Parameters, to every rank of the shard group.
-    pub all_gather: Traffic,
-    /// Gradients, to their owners.
-    pub reduce_scatter: Traffic,
-    /// Gradients of replicated parameters, and of all others over the replicas.
-    pub all_reduce: Traffic,
+    /// Parameters, gathered on every rank of the shard group.
+    pub all_gather: CollectiveTraffic,
+    /// Gradients, summed on their owners.
+    pub reduce_scatter: CollectiveTraffic,
+    /// Gradients of replicated parameters, and all other gradients over the replicas.
+    pub all_reduce: CollectiveTraffic,
 }
 
-impl Traffic {
+impl CollectiveTraffic {
+    /// Adds the calls of a transfer.
     pub(super) fn add(&mut self, transfer: &Transfer) -> Result<()> {
-        let sum = |bytes: u64, each: u64| {
-            fit(u128::from(bytes) + u128::from(transfer.count) * u128::from(each), IN_A_STEP)
-        };
-        *self = Self {
-            count: self.count + transfer.count,
-            bytes: sum(self.bytes, transfer.bytes)?,
-            payload_bytes: sum(self.payload_bytes, transfer.payload_bytes)?,
-        };
+        let count = transfer.count;
+        self.count += count;
+        self.bytes = add_calls(self.bytes, count, transfer.bytes.into())?;
+        self.payload_bytes = add_calls(self.payload_bytes, count, transfer.payload_bytes.into())?;
         Ok(())
     }
+}
+
+/// Returns `total` plus the bytes of `count` calls.
+pub(super) fn add_calls(total: u64, count: u64, bytes_per_call: u128) -> Result<u64> {
+    fit(u128::from(total) + u128::from(count) * bytes_per_call, "the bytes sent in a step")
 }

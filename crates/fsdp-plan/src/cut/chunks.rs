@@ -1,48 +1,50 @@
-//! Chunks of equal length: rows of a parameter, or elements of a flat unit.
+//! Equal chunks: rows of a parameter, or elements of a flat unit.
 
 use std::ops::Range;
 
 use core_types::{Placement, WorldSize, split};
 
-use crate::{cut::shares::Shares, param::ParameterInfo};
+use crate::{cut::shares::GroupShares, param::ParameterInfo};
 
-/// A parameter as a run of items, part of `total` items that are cut over the shard group in
-/// chunks.
+/// A parameter as a range of items, within `total` items that are cut into one chunk per member of
+/// the shard group.
 ///
 /// The items are the rows of the parameter, or the elements of its unit.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Chunks {
+pub(crate) struct ChunkedCut {
     start: u64,
     end: u64,
     total: u64,
     item_numel: u64,
 }
 
-impl Chunks {
+impl ChunkedCut {
+    /// Cuts the rows of a parameter.
     pub(super) fn rows(info: &ParameterInfo) -> Self {
-        let rows = info.shape()[0]; // a plan does not cut parameters without dims along dim 0
+        let rows = info.shape()[0]; // plans never cut a parameter without dims along dim 0
         Self { start: 0, end: rows, total: rows, item_numel: info.row_numel() }
     }
 
+    /// Cuts the elements of a flat unit, of which the parameter begins at `offset`.
     pub(super) fn elements(info: &ParameterInfo, offset: u64, total: u64) -> Self {
         Self { start: offset, end: offset + info.numel(), total, item_numel: 1 }
     }
 
-    /// Elements that the chunk of a member has room for, whether or not there are enough for all
-    /// members.
+    /// Returns the capacity of a chunk in elements, even if there are too few elements to fill
+    /// every chunk.
     pub(crate) fn chunk_numel(&self, group: WorldSize) -> u64 {
         self.chunk_items(group) * self.item_numel
     }
 
-    /// Whether the first of all items lies in this run.
+    /// Returns true if the range contains the first item.
     pub(crate) fn is_first(&self) -> bool {
         self.start == 0 && self.end > 0
     }
 
-    /// Members next to each other that hold equally many elements, with that number.
+    /// Returns runs of neighboring members that hold equally many elements, with that number.
     ///
-    /// There are at most three of these runs: part of a chunk, whole chunks, part of a chunk. So a
-    /// sum over all members takes as long for a thousand of them as for two.
+    /// There are at most three runs: part of a chunk, whole chunks, part of a chunk. So a sum over
+    /// members takes the same time for two members as for a thousand.
     pub(crate) fn runs(&self, group: WorldSize) -> impl Iterator<Item = (Range<u64>, u64)> + use<> {
         let Self { start, end, item_numel, .. } = *self;
         let chunk = self.chunk_items(group);
@@ -63,10 +65,10 @@ impl Chunks {
             .map(move |(members, n)| (members, n * item_numel))
     }
 
-    /// The owners of the elements `within`, each with those it has, in order.
+    /// Splits the elements `within` by owner, in order.
     pub(crate) fn parts(
         &self,
-        shares: &Shares,
+        shares: &GroupShares,
         within: Range<u64>,
     ) -> impl Iterator<Item = (u64, Range<u64>)> {
         let chunks = *self;
@@ -74,29 +76,33 @@ impl Chunks {
         let first = first_item / self.chunk_items(shares.group()).max(1);
         (first..shares.group().as_u64()).map_while(move |member| {
             let part = chunks.part(shares, member);
-            let part = part.start.max(within.start)..part.end.min(within.end);
-            (!part.is_empty()).then_some((member, part))
+            let clipped = part.start.max(within.start)..part.end.min(within.end);
+            (!clipped.is_empty()).then_some((member, clipped))
         })
     }
 
-    /// The first member that holds something.
-    pub(super) fn first_owner(&self, shares: &Shares) -> u64 {
+    /// Returns the first member that holds any element.
+    pub(super) fn first_owner(&self, shares: &GroupShares) -> u64 {
         self.start / self.chunk_items(shares.group()).max(1)
     }
 
-    /// The elements that a member holds.
-    pub(super) fn part(&self, shares: &Shares, member: u64) -> Range<u64> {
+    /// Returns the elements of a member.
+    pub(super) fn part(&self, shares: &GroupShares, member: u64) -> Range<u64> {
         #[expect(clippy::expect_used, reason = "shares are checked against the group")]
         let place = Placement::new(member, shares.group().as_u64()).expect("a member of the group");
         let chunk = split::chunk(self.total, place);
-        let within = |item: u64| (item.clamp(self.start, self.end) - self.start) * self.item_numel;
-        within(chunk.start)..within(chunk.end)
+        self.first_element(chunk.start)..self.first_element(chunk.end)
     }
 
+    /// Returns the first element of an item, clamped to the parameter.
+    fn first_element(&self, item: u64) -> u64 {
+        (item.clamp(self.start, self.end) - self.start) * self.item_numel
+    }
+
+    /// Returns the number of items in the first chunk, which is the longest.
     fn chunk_items(&self, group: WorldSize) -> u64 {
         #[expect(clippy::expect_used, reason = "a group has at least one member")]
         let first = group.placements().next().expect("the first member");
-        // No chunk is longer than the first.
         split::chunk(self.total, first).end
     }
 }
@@ -106,25 +112,20 @@ mod tests {
     use super::*;
 
     #[test]
-    fn runs_say_for_all_members_what_parts_say_for_each() {
+    fn runs_agree_with_parts() {
         for (total, members) in
             (0..=12).flat_map(|total| (1..=7).map(move |members| (total, members)))
         {
             let group = WorldSize::new(members).unwrap();
-            let shares = Shares::even(group);
+            let shares = GroupShares::even(group);
             for (start, end) in (0..=total).flat_map(|end| (0..=end).map(move |start| (start, end)))
             {
-                let chunks = Chunks { start, end, total, item_numel: 3 };
-                let by_runs = |member| -> u64 {
-                    chunks
-                        .runs(group)
-                        .filter(|(members, _)| members.contains(&member))
-                        .map(|(_, n)| n)
-                        .sum()
-                };
+                let chunks = ChunkedCut { start, end, total, item_numel: 3 };
                 for member in 0..members {
                     let part = chunks.part(&shares, member);
-                    assert_eq!(by_runs(member), part.end - part.start, "{chunks:?} {member}");
+                    let runs = chunks.runs(group).filter(|(members, _)| members.contains(&member));
+                    let n_elements: u64 = runs.map(|(_, n)| n).sum();
+                    assert_eq!(n_elements, part.end - part.start, "{chunks:?} {member}");
                 }
                 let parts = (0..members).map(|member| (member, chunks.part(&shares, member)));
                 let parts: Vec<_> = parts.filter(|(_, part)| !part.is_empty()).collect();
@@ -138,8 +139,9 @@ mod tests {
     }
 
     #[test]
-    fn chunks_at_the_end_of_the_number_range_do_not_overflow() {
-        let chunks = Chunks { start: u64::MAX - 1, end: u64::MAX, total: u64::MAX, item_numel: 1 };
+    fn huge_chunks_do_not_overflow() {
+        let chunks =
+            ChunkedCut { start: u64::MAX - 1, end: u64::MAX, total: u64::MAX, item_numel: 1 };
         for members in [1, 2, 3] {
             let runs: Vec<_> = chunks.runs(WorldSize::new(members).unwrap()).collect();
             assert_eq!(runs, [(members - 1..members, 1)]);

@@ -1,4 +1,4 @@
-//! How one parameter is divided over a shard group, and which part of it a member holds.
+//! Cuts of a parameter over a shard group, and the part of each member.
 
 mod chunks;
 mod ragged;
@@ -10,77 +10,76 @@ use core_types::Rank;
 use serde::{Deserialize, Serialize};
 
 pub(crate) use self::{
-    chunks::Chunks,
-    ragged::{Middle, Ragged, Stride},
+    chunks::ChunkedCut,
+    ragged::{GranuleStride, RaggedCut, RaggedMiddle},
 };
 use crate::{
-    cut::shares::{OwnedRun, Shares},
+    cut::shares::{GroupShares, OwnedRun},
     param::ParameterInfo,
 };
 
-/// How one parameter is divided over the ranks of a shard group.
+/// The cut of one parameter over the ranks of a shard group.
 ///
-/// This is all that a plan stores for a parameter, however many ranks there are; the part of a rank
-/// is computed when it is asked for.
+/// A plan stores nothing else per parameter; the part of a rank is computed on demand.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 #[non_exhaustive]
 pub enum Cut {
-    /// Along dim 0 by [`split::chunk`](core_types::split::chunk): as `fully_shard` (FSDP2) does it.
+    /// Rows in equal chunks by [`split::chunk`](core_types::split::chunk), like `fully_shard`
+    /// (FSDP2).
     Dim0,
-    /// As a part of its unit's parameters laid end to end, which are cut by
-    /// [`split::chunk`](core_types::split::chunk) and are one tensor to the optimizer: as
-    /// `FullyShardedDataParallel` (FSDP1) does it.
+    /// Elements in equal chunks: the parameters of the unit are concatenated, cut by
+    /// [`split::chunk`](core_types::split::chunk), and are one tensor to the optimizer, like
+    /// `FullyShardedDataParallel` (FSDP1).
     Flat {
         /// Elements of the unit before this parameter.
         offset: u64,
-        /// Elements of the whole unit.
+        /// Elements of the unit.
         unit_numel: u64,
     },
-    /// Like [`Cut::Flat`], with gaps that align each parameter and the end, and each parameter a
-    /// tensor of its own to the optimizer: as FSDP1 does it with `use_orig_params=True`.
+    /// Like [`Cut::Flat`], but gaps align each parameter and the end of the unit, and each
+    /// parameter is a separate tensor to the optimizer, like FSDP1 with `use_orig_params=True`.
     FlatAligned {
         /// Elements of the unit before this parameter, gaps included.
         offset: u64,
-        /// Elements of the whole unit, gaps included.
+        /// Elements of the unit, gaps included.
         unit_numel: u64,
     },
-    /// As a part of its unit's parameters laid end to end, cut into equal parts whose bounds are
-    /// moved to the nearest granule: a row, some rows, or a block of elements.
+    /// Equal parts of the concatenated parameters of the unit, with each bound rounded to a
+    /// granule: a row, some rows, or a block of elements.
     Ragged {
         /// Bytes of the unit before this parameter.
         offset: u64,
-        /// Bytes of the whole unit.
+        /// Bytes of the unit.
         unit_bytes: u64,
-        /// Bytes that are never cut, counted from the start of the parameter; the last granule may
+        /// Bytes that stay together, counted from the start of the parameter; the last granule may
         /// be shorter.
         granule: u64,
-        /// A bound moves forward if at least so many bytes of its granule lie before it, else back;
-        /// from 1 to `granule`.
+        /// A bound rounds up if at least this many bytes of its granule precede it, else down; from
+        /// 1 to `granule`.
         round_up_from: u64,
     },
-    /// As a part of all parameters of the plan laid end to end and cut into equal parts: whole, but
-    /// for at most one parameter between each rank and the next.
+    /// Equal parts of all parameters of the plan concatenated: tensors stay whole, except at most
+    /// one between neighboring ranks.
     Wrapped {
-        /// Bytes of such parameters before this one.
+        /// Bytes of wrapped parameters before this one.
         offset: u64,
-        /// Bytes of all such parameters.
+        /// Bytes of all wrapped parameters.
         total_bytes: u64,
     },
-    /// Not at all: one rank owns the whole.
+    /// One rank owns the whole parameter.
     Whole {
-        /// The rank that owns it, among its shard group.
+        /// Owner, as a rank of the shard group.
         owner: Rank,
     },
-    /// Not at all: every rank keeps a copy.
+    /// Every rank keeps a copy.
     Replicated,
-    /// Not at all: it is another name of the parameter it is tied to, and nothing is held under
-    /// this one.
+    /// The parameter is tied to another and stored under that name.
     Tied,
 }
 
 impl Cut {
-    /// The rank that owns the whole parameter, if one does.
+    /// Returns the rank that owns the whole parameter, if any.
     pub(crate) fn owner(self) -> Option<Rank> {
         match self {
             Self::Whole { owner } => Some(owner),
@@ -93,31 +92,34 @@ impl Cut {
             | Self::Tied => None,
         }
     }
+
+    /// Returns true if the part of a rank may have any size, so that the plan can be resized.
+    pub(crate) fn is_resizable(self) -> bool {
+        matches!(self, Self::Ragged { .. } | Self::Wrapped { .. } | Self::Replicated | Self::Tied)
+    }
 }
 
-/// The part of a parameter that one rank holds, counted in elements of the parameter in row-major
-/// order.
+/// The part of a parameter that one rank holds, in elements in row-major order.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize)]
 #[non_exhaustive]
 pub struct ShardAssignment {
-    /// The rank that holds it.
+    /// Rank that holds the shard.
     pub owner_rank: Rank,
-    /// Which of the parameter's shards it is, from 0, in the order of the elements. Under
-    /// [`Cut::Ragged`] a rank between two others may hold nothing of a parameter, and is counted
-    /// nevertheless.
+    /// Index of the shard among the shards of the parameter, from 0. Under [`Cut::Ragged`] a rank
+    /// between two others counts even if it holds nothing.
     pub shard_index: u64,
     /// Elements of the parameter before the shard.
     pub start_offset: u64,
-    /// Elements in the shard; never 0.
+    /// Elements in the shard, at least 1.
     pub shard_size: u64,
-    /// The first row, if the shard consists of whole rows and the parameter has any.
+    /// First row, if the shard consists of whole rows and the parameter has rows.
     pub dim0_start: Option<u64>,
-    /// The number of rows, if the shard consists of whole rows.
+    /// Number of rows, if the shard consists of whole rows.
     pub dim0_rows: Option<u64>,
 }
 
 impl ShardAssignment {
-    /// The part of `info` that consists of the elements `part`.
+    /// Creates the shard of `info` with the elements `part`.
     pub(crate) fn new(
         owner_rank: Rank,
         shard_index: u64,
@@ -142,54 +144,59 @@ impl ShardAssignment {
     }
 }
 
-/// A parameter's cut, made ready to compute parts of it.
+/// A cut with its parameter, prepared for computing parts.
 #[derive(Clone, Copy, Debug)]
-pub(crate) enum Division {
-    /// Equal chunks of a number of items, the last ones shorter or empty.
-    Chunks(Chunks),
+pub(crate) enum PreparedCut {
+    /// Equal chunks of items; the last ones are shorter or empty.
+    Chunks(ChunkedCut),
     /// Parts of a buffer with bounds at granules.
-    Ragged(Ragged),
-    /// All of `numel` elements to one member.
+    Ragged(RaggedCut),
+    /// All elements on one member.
     Whole { owner: u64, numel: u64 },
-    /// All of `numel` elements to everyone.
+    /// All elements on every member.
     Replicated { numel: u64 },
-    /// Nothing to anyone.
+    /// No elements.
     Nothing,
 }
 
-impl Division {
-    pub(crate) fn of(info: &ParameterInfo, cut: Cut) -> Self {
+impl PreparedCut {
+    pub(crate) fn new(info: &ParameterInfo, cut: Cut) -> Self {
         let numel = info.numel();
         match cut {
             _ if numel == 0 => Self::Nothing,
             Cut::Tied => Self::Nothing,
-            Cut::Dim0 => Self::Chunks(Chunks::rows(info)),
+            Cut::Dim0 => Self::Chunks(ChunkedCut::rows(info)),
             Cut::Flat { offset, unit_numel } | Cut::FlatAligned { offset, unit_numel } => {
-                Self::Chunks(Chunks::elements(info, offset, unit_numel))
+                Self::Chunks(ChunkedCut::elements(info, offset, unit_numel))
             }
             Cut::Ragged { offset, unit_bytes, granule, round_up_from } => {
-                Self::Ragged(Ragged::new(info, offset, unit_bytes, granule, round_up_from))
+                Self::Ragged(RaggedCut::new(info, offset, unit_bytes, granule, round_up_from))
             }
             Cut::Wrapped { offset, total_bytes } => {
                 let block = info.dtype().block_bytes();
-                Self::Ragged(Ragged::new(info, offset, total_bytes, block, block))
+                Self::Ragged(RaggedCut::new(info, offset, total_bytes, block, block))
             }
             Cut::Whole { owner } => Self::Whole { owner: owner.as_u64(), numel },
             Cut::Replicated => Self::Replicated { numel },
         }
     }
 
-    /// How many parts a member may hold that owns `n_runs` runs.
+    /// Returns the largest number of parts that a member with `n_runs` runs may hold.
     pub(crate) fn max_parts(&self, n_runs: usize) -> usize {
         if matches!(self, Self::Ragged(_)) { n_runs } else { n_runs.min(1) }
     }
 
-    /// The elements that belong to the member that owns `run`, and which of the parameter's parts
-    /// they are; an empty range if there are none.
+    /// Returns the elements of the owner of `run` and the index of this part among the parts of the
+    /// parameter. The range is empty if the owner holds nothing.
     ///
-    /// `run` is the one at `position` among the shares. Where bounds do not depend on the shares, a
-    /// member owns one run, at the position of its number.
-    pub(crate) fn part(&self, shares: &Shares, position: u64, run: OwnedRun) -> (u64, Range<u64>) {
+    /// `run` is at `position` in `shares`. Cuts with fixed bounds have one run per member, at the
+    /// position of the member's number.
+    pub(crate) fn part(
+        &self,
+        shares: &GroupShares,
+        position: u64,
+        run: OwnedRun,
+    ) -> (u64, Range<u64>) {
         match *self {
             Self::Chunks(chunks) => (
                 position.saturating_sub(chunks.first_owner(shares)),
@@ -204,17 +211,16 @@ impl Division {
         }
     }
 
-    /// The owners of the elements `within`, each with those it has, in order; `None` stands for
-    /// everyone.
+    /// Splits the elements `within` by owner, in order; `None` means every member.
     pub(crate) fn parts(
         &self,
-        shares: &Shares,
+        shares: &GroupShares,
         within: Range<u64>,
     ) -> Vec<(Option<u64>, Range<u64>)> {
-        let owned = |(owner, part)| (Some(owner), part);
+        let with_owner = |(owner, part)| (Some(owner), part);
         match *self {
-            Self::Chunks(chunks) => chunks.parts(shares, within).map(owned).collect(),
-            Self::Ragged(ragged) => ragged.parts(shares, within).map(owned).collect(),
+            Self::Chunks(chunks) => chunks.parts(shares, within).map(with_owner).collect(),
+            Self::Ragged(ragged) => ragged.parts(shares, within).map(with_owner).collect(),
             Self::Whole { owner, .. } => vec![(Some(owner), within)],
             Self::Replicated { .. } => vec![(None, within)],
             Self::Nothing => Vec::new(),

@@ -1,18 +1,18 @@
-//! Equal parts of a buffer whose bounds are moved to the nearest granule of the parameter they fall
-//! into.
+//! Ragged cuts: equal parts of a buffer, with each bound rounded to a granule of the parameter it
+//! falls into.
 
 use std::ops::Range;
 
 use crate::{
     arithmetic::mul_div,
-    cut::shares::{OwnedRun, Shares},
+    cut::shares::{GroupShares, OwnedRun},
     elem::ElemType,
     param::ParameterInfo,
 };
 
-/// A parameter as the bytes `start..end` of a buffer that is divided by [`Shares`].
+/// A parameter as the bytes `start..end` of a buffer that [`GroupShares`] divide.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Ragged {
+pub(crate) struct RaggedCut {
     start: u64,
     end: u64,
     buffer_bytes: u64,
@@ -21,72 +21,76 @@ pub(crate) struct Ragged {
     dtype: ElemType,
 }
 
-/// Neighbors in the middle of a parameter that hold nothing else of its buffer: all have equally
-/// many granules of it, or one more.
+/// Neighboring members in the middle of a parameter that hold nothing else of its buffer. Each has
+/// the same number of granules, or one more.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Middle {
-    pub(crate) stride: Stride,
-    /// With which rest the first member begins.
+pub(crate) struct RaggedMiddle {
+    pub(crate) stride: GranuleStride,
+    /// Remainder at the first member.
     rest: u64,
 }
 
-/// How the members in the middle of a parameter take their granules, but for where they begin.
+/// The part of a [`RaggedMiddle`] that parameters of similar units have in common.
 ///
-/// What is left of a granule grows by `step` from bound to bound, and whenever it reaches `granule`
-/// it is given to a member. Both are counted in fractions of a byte.
+/// The remainder grows by `step` from bound to bound. Whenever it reaches `granule`, a member gets
+/// one more granule and the remainder shrinks by `granule`. Both count fractions of a byte.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub(crate) struct Stride {
+pub(crate) struct GranuleStride {
     first: u64,
     end: u64,
-    /// The elements that each has at least.
+    /// Elements that each member has at least.
     pub(crate) numel: u64,
-    /// The elements that some have besides.
+    /// Additional elements of the members with one more granule.
     pub(crate) granule_numel: u64,
     step: u64,
     granule: u64,
 }
 
-impl Middle {
-    /// How many members have a granule more than the others.
+impl RaggedMiddle {
+    /// Returns the number of members with one more granule.
     pub(crate) fn n_larger(&self) -> u64 {
-        let Stride { first, end, step, granule, .. } = self.stride;
+        let GranuleStride { first, end, step, granule, .. } = self.stride;
         (self.rest + step * (end - first)) / granule
     }
 
-    /// The members that have a granule more than the others.
+    /// Returns the members with one more granule.
     pub(crate) fn larger(&self) -> impl Iterator<Item = u64> + use<> {
-        let Self { stride: Stride { first, step, granule, .. }, rest } = *self;
+        let Self { stride: GranuleStride { first, step, granule, .. }, rest } = *self;
         (1..=self.n_larger()).map(move |nth| first - 1 + (nth * granule - rest).div_ceil(step))
     }
 }
 
-impl Stride {
+impl GranuleStride {
+    /// Returns the members in the middle.
     pub(crate) fn members(&self) -> Range<u64> {
         self.first..self.end
     }
 
-    /// For each member in turn, in how many of these it has a granule more. They have this stride.
+    /// Returns for each member the number of `middles` in which it has one more granule. All
+    /// `middles` must have this stride.
     ///
-    /// All rests grow alike, so one of them is enough: where it passes what another is short of a
-    /// granule, that one gives its granule.
-    pub(crate) fn granules(&self, middles: &[Middle]) -> impl Iterator<Item = usize> + use<> {
+    /// All remainders grow alike, so tracking one is enough: a middle gives a granule whenever the
+    /// growth passes the distance of its first remainder to a full granule.
+    pub(crate) fn granules(&self, middles: &[RaggedMiddle]) -> impl Iterator<Item = usize> + use<> {
         let Self { step, granule, .. } = *self;
-        let mut short: Vec<u64> = middles.iter().map(|middle| granule - middle.rest).collect();
-        short.sort_unstable();
-        let (mut grown, mut whole, mut given) = (0, 0, 0);
+        let mut distances: Vec<u64> = middles.iter().map(|middle| granule - middle.rest).collect();
+        distances.sort_unstable();
+        let mut growth = 0;
+        let mut n_complete = 0;
+        let mut n_given = 0;
         self.members().map(move |_| {
-            grown += step;
-            if granule <= grown {
-                grown -= granule;
-                whole += short.len();
+            growth += step;
+            if granule <= growth {
+                growth -= granule;
+                n_complete += distances.len();
             }
-            let all = whole + short.partition_point(|&short| short <= grown);
-            all - std::mem::replace(&mut given, all)
+            let n_total = n_complete + distances.partition_point(|&distance| distance <= growth);
+            n_total - std::mem::replace(&mut n_given, n_total)
         })
     }
 }
 
-impl Ragged {
+impl RaggedCut {
     pub(super) fn new(
         info: &ParameterInfo,
         start: u64,
@@ -98,28 +102,28 @@ impl Ragged {
         Self { start, end, buffer_bytes, granule, round_up_from, dtype: info.dtype() }
     }
 
-    /// The elements that lie in `run`.
+    /// Returns the elements in `run`.
     pub(super) fn part(&self, run: OwnedRun) -> Range<u64> {
         self.bound(run.start, run.total)..self.bound(run.end, run.total)
     }
 
-    /// The position of the run in which the parameter begins.
-    pub(super) fn first_position(&self, shares: &Shares) -> u64 {
+    /// Returns the position of the run in which the parameter begins.
+    pub(super) fn first_position(&self, shares: &GroupShares) -> u64 {
         shares.position(mul_div(self.start, shares.total(), self.buffer_bytes))
     }
 
-    /// The owners of the elements `within`, each with those it has, in order.
+    /// Splits the elements `within` by owner, in order.
     pub(crate) fn parts<'a>(
         &self,
-        shares: &'a Shares,
+        shares: &'a GroupShares,
         within: Range<u64>,
     ) -> impl Iterator<Item = (u64, Range<u64>)> + use<'a> {
-        // The granule of the first element may belong to any run that reaches into it, and to none
-        // that ends before it.
-        let granule_start = self.dtype.bytes_of_blocks(within.start) / self.granule * self.granule;
-        let at =
+        // The granule of the first element may belong to any run that reaches into it, but not to a run that ends
+        // before it.
+        let granule_start = self.dtype.block_bytes_for(within.start) / self.granule * self.granule;
+        let point =
             mul_div(self.start.saturating_add(granule_start), shares.total(), self.buffer_bytes);
-        let first = shares.position(at).saturating_sub(1);
+        let first = shares.position(point).saturating_sub(1);
         let parts = self.parts_of_runs(shares, first..shares.len(), within.end);
         let clipped = parts.map(move |(owner, part)| {
             (owner, part.start.max(within.start)..part.end.min(within.end))
@@ -127,11 +131,11 @@ impl Ragged {
         clipped.filter(|(_, part)| !part.is_empty())
     }
 
-    /// The owners of the runs at `positions`, each with the elements that lie in it, in order and
-    /// up to those at `end`.
+    /// Returns the elements of the runs at `positions` up to the element `end`, each with its
+    /// owner, in order.
     fn parts_of_runs<'a>(
         &self,
-        shares: &'a Shares,
+        shares: &'a GroupShares,
         positions: Range<u64>,
         end: u64,
     ) -> impl Iterator<Item = (u64, Range<u64>)> + use<'a> {
@@ -148,24 +152,24 @@ impl Ragged {
         })
     }
 
-    /// The members whose bounds both lie within the parameter, if shares are equal.
+    /// Returns the members with both bounds within the parameter, if shares are equal.
     ///
-    /// `None` if there are none, or if numbers get too large for 64 bits.
-    pub(crate) fn middle(&self, shares: &Shares) -> Option<Middle> {
+    /// Returns `None` if there are none, or if the numbers would exceed 64 bits.
+    pub(crate) fn middle(&self, shares: &GroupShares) -> Option<RaggedMiddle> {
         let total = shares.total();
         let first = self.first_position(shares) + 1;
-        // No bound may lie in the last granule, which may be shorter than others.
+        // A bound in the last granule is excluded, because that granule may be shorter than the others.
         let last = mul_div(self.end.checked_sub(self.granule)?, total, self.buffer_bytes);
         if shares.table().is_some() || first >= last {
             return None;
         }
-        // In fractions of a byte, of which `total` make one, everything is whole: a bound lies
-        // after as many granules as there are in `at`.
+        // With 1 / `total` of a byte as the unit everything is an integer: a bound lies after `offset / granule`
+        // granules.
         let granule = self.granule.checked_mul(total)?;
         self.buffer_bytes.checked_mul(total)?.checked_add(granule)?; // nothing below is larger
-        let at = self.buffer_bytes * first + (self.granule - self.round_up_from) * total
+        let offset = self.buffer_bytes * first + (self.granule - self.round_up_from) * total
             - self.start * total;
-        let stride = Stride {
+        let stride = GranuleStride {
             first,
             end: last,
             numel: self.elements(self.buffer_bytes / granule * self.granule),
@@ -173,15 +177,14 @@ impl Ragged {
             step: self.buffer_bytes % granule,
             granule,
         };
-        Some(Middle { stride, rest: at % granule })
+        Some(RaggedMiddle { stride, rest: offset % granule })
     }
 
-    /// The owners of what lies before and behind the `middle`, each with the elements it has, in
-    /// order.
+    /// Returns the elements before and after the `middle`, each range with its owner, in order.
     pub(crate) fn outer_parts<'a>(
         &self,
-        shares: &'a Shares,
-        middle: Option<&Middle>,
+        shares: &'a GroupShares,
+        middle: Option<&RaggedMiddle>,
     ) -> impl Iterator<Item = (u64, Range<u64>)> + use<'a> {
         let first = self.first_position(shares);
         let end = self.elements(self.end - self.start);
@@ -194,27 +197,26 @@ impl Ragged {
         parts.filter(|(_, part)| !part.is_empty())
     }
 
-    /// The element at which the part `at` of `total` of the buffer ends.
-    fn bound(&self, at: u64, total: u64) -> u64 {
-        let at = mul_div(self.buffer_bytes, at, total);
-        let bytes = if at <= self.start {
-            0
-        } else if at >= self.end {
-            self.end - self.start
-        } else {
-            let granules = (at - self.start) / self.granule;
-            let rest = (at - self.start) % self.granule;
-            let start = granules * self.granule;
-            let end = start.saturating_add(self.granule).min(self.end - self.start);
-            if rest < self.round_up_from { start } else { end }
-        };
-        self.elements(bytes)
+    /// Returns the element at which the part `part` of `total` of the buffer ends.
+    fn bound(&self, part: u64, total: u64) -> u64 {
+        let exact = mul_div(self.buffer_bytes, part, total);
+        if exact <= self.start {
+            return 0;
+        }
+        let len = self.end - self.start;
+        if exact >= self.end {
+            return self.elements(len);
+        }
+        let rest = (exact - self.start) % self.granule;
+        let rounded_down = exact - self.start - rest;
+        let rounded_up = rounded_down.saturating_add(self.granule).min(len);
+        self.elements(if rest < self.round_up_from { rounded_down } else { rounded_up })
     }
 
-    /// The elements in so many bytes, which are whole blocks.
+    /// Returns the number of elements in `bytes`, which must be whole blocks.
     fn elements(&self, bytes: u64) -> u64 {
         match (self.dtype.block_bytes(), self.dtype.block_numel()) {
-            (2, 1) => bytes / 2, // the same as below, without a division: nearly all parameters
+            (2, 1) => bytes / 2, // avoids a division by a variable for the most common dtypes
             (block_bytes, block_numel) => bytes / block_bytes * block_numel,
         }
     }
@@ -229,8 +231,8 @@ mod tests {
     use super::*;
     use crate::arithmetic::index;
 
-    /// The elements of each owner, from the middle and what lies around it.
-    fn owned(ragged: Ragged, shares: &Shares) -> BTreeMap<u64, u64> {
+    /// Adds up the elements of each owner from the middle and the outer parts.
+    fn owned(ragged: RaggedCut, shares: &GroupShares) -> BTreeMap<u64, u64> {
         let middle = ragged.middle(shares);
         let outer = ragged
             .outer_parts(shares, middle.as_ref())
@@ -251,20 +253,25 @@ mod tests {
     }
 
     #[test]
-    fn the_middle_and_what_lies_around_it_are_all_parts() {
+    fn middle_and_outer_parts_cover_everything() {
         let mut n_middles = 0;
         let grid = [1, 2, 3, 7, 16]
             .into_iter()
             .flat_map(|members| (1..=40).map(move |numel| (members, numel)));
         for (members, numel) in grid {
-            let shares = Shares::even(WorldSize::new(members).unwrap());
+            let shares = GroupShares::even(WorldSize::new(members).unwrap());
             let info = ParameterInfo::new("w", [numel], ElemType::U8).unwrap();
             for (start, behind, granule) in
                 [(0, 0, 1), (0, 0, 3), (1, 0, 2), (10, 3, 1), (7, 20, 5), (0, 50, 4)]
             {
                 for round_up_from in 1..=granule {
-                    let ragged =
-                        Ragged::new(&info, start, start + numel + behind, granule, round_up_from);
+                    let ragged = RaggedCut::new(
+                        &info,
+                        start,
+                        start + numel + behind,
+                        granule,
+                        round_up_from,
+                    );
                     let parts = ragged
                         .parts(&shares, 0..numel)
                         .map(|(owner, part)| (owner, part.end - part.start));
@@ -281,13 +288,13 @@ mod tests {
     }
 
     #[test]
-    fn granules_of_several_are_those_of_each() {
+    fn joint_granules_sum_single_granules() {
         for (members, numel, granule) in [(7, 40, 1), (7, 90, 11), (16, 40, 3), (4, 200, 7)] {
-            let shares = Shares::even(WorldSize::new(members).unwrap());
+            let shares = GroupShares::even(WorldSize::new(members).unwrap());
             let info = ParameterInfo::new("w", [numel], ElemType::U8).unwrap();
-            let middles: Vec<Middle> = (1..=granule)
+            let middles: Vec<RaggedMiddle> = (1..=granule)
                 .chain(1..=granule)
-                .map(|round_up_from| Ragged::new(&info, 3, numel + 5, granule, round_up_from))
+                .map(|round_up_from| RaggedCut::new(&info, 3, numel + 5, granule, round_up_from))
                 .map(|ragged| ragged.middle(&shares).unwrap())
                 .collect();
             let stride = &middles[0].stride;

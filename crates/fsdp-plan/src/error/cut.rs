@@ -1,123 +1,124 @@
-//! What can be wrong with the cuts of a plan.
+//! Errors of the cuts in a plan.
 
 use core_types::human::Printable;
 
 use crate::elem::ElemType;
 
-/// Why parameters cannot be cut as a plan says.
+/// An error about the cut of a parameter.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum CutError {
-    /// A parameter without dims was to be cut along its first dim.
+    /// A parameter without dims would be cut along dim 0.
     #[error(
         "parameter {name} has no dims, so there is no dim 0 to cut; gather it always, use the flat layout, or give it shape [1]",
         name = Printable(name)
     )]
     Scalar {
-        /// The parameter.
+        /// Name of the parameter.
         name: String,
     },
-    /// A parameter would be cut within a block of its type.
+    /// A cut would split a block of the dtype.
     #[error(
-        "parameter {name} of shape {shape:?} would be cut within a block of {} elements of {dtype}; use a ragged layout, which never does",
+        "a cut would split a block of {} elements ({dtype}) of parameter {name} of shape {shape:?}; use a ragged layout, which keeps blocks whole",
         dtype.block_numel(),
         name = Printable(name)
     )]
     SplitsBlock {
-        /// The parameter.
+        /// Name of the parameter.
         name: String,
         /// Its shape.
         shape: Vec<u64>,
         /// Its element type.
         dtype: ElemType,
     },
-    /// A granule is empty, ends within a block of the dtype, or is rounded by a threshold outside
-    /// it.
+    /// A granule is not a whole number of blocks, or its rounding threshold is out of range.
     #[error(
-        "parameter {name} cannot be cut at granules of {granule} bytes rounded from byte {round_up_from}: granules are whole blocks of {dtype}, and round from 1 to their size",
+        "parameter {name} has invalid granules of {granule} bytes that round up from byte {round_up_from}: a granule must be whole blocks of {dtype} and round up from a byte between 1 and its size",
         name = Printable(name)
     )]
-    BadGranule {
-        /// The parameter.
+    InvalidGranule {
+        /// Name of the parameter.
         name: String,
         /// Its element type.
         dtype: ElemType,
-        /// The size of the granule.
+        /// Size of a granule in bytes.
         granule: u64,
-        /// From where on a bound moves forward.
+        /// Bytes of a granule from which a bound rounds up.
         round_up_from: u64,
     },
-    /// A plan cuts a parameter that is to be gathered always.
+    /// A plan cuts a parameter that every rank must keep.
     #[error(
-        "parameter {name} is to be gathered always, but the plan cuts it",
+        "the plan cuts parameter {name}, which must always be gathered",
         name = Printable(name)
     )]
     AlwaysGathered {
-        /// The parameter.
+        /// Name of the parameter.
         name: String,
     },
-    /// A plan cuts a parameter that is tied to another, or ties one that is not.
+    /// A plan treats a tied parameter as untied, or an untied one as tied.
     #[error(
-        "parameter {name} is {}tied to another, but the plan says otherwise",
-        if *is_tied { "" } else { "not " },
+        "parameter {name} is {}, but the plan treats it as {}",
+        if *is_tied { "tied" } else { "untied" },
+        if *is_tied { "untied" } else { "tied" },
         name = Printable(name)
     )]
-    Tied {
-        /// The parameter.
+    TieMismatch {
+        /// Name of the parameter.
         name: String,
-        /// Whether its description says that it is tied.
+        /// Whether the parameter is tied.
         is_tied: bool,
     },
-    /// Parameters that cannot share one flat buffer were to be flattened together.
+    /// Two parameters of a unit cannot share a flat buffer.
     #[error(
         "parameters {first} and {second} of unit {unit:?} differ in {property}, so they cannot share a flat buffer; use the dim-0 layout, separate units, or gather one of them always",
         first = Printable(first),
         second = Printable(second)
     )]
-    MixedUnit {
-        /// The unit both belong to.
+    UnitMismatch {
+        /// Name of the unit.
         unit: String,
-        /// The first parameter of the unit.
+        /// First parameter of the unit.
         first: String,
-        /// The parameter that does not fit to it.
+        /// Parameter that differs from the first.
         second: String,
-        /// What they differ in.
+        /// Property that differs.
         property: &'static str,
     },
-    /// The parameters of a buffer overlap, leave a gap where none may be, or do not fit into it.
+    /// A parameter overlaps another, leaves a forbidden gap, or exceeds its buffer.
     #[error(
-        "parameter {name} lies at {offset} of {len} in the buffer of unit {unit:?}, but {expected_offset} of {expected_len} is its place",
+        "parameter {name} is at offset {offset} of {len} in the buffer of unit {unit:?}, expected offset {expected_offset} of {expected_len}",
         name = Printable(name)
     )]
-    BrokenUnit {
-        /// The unit.
+    MisplacedParameter {
+        /// Name of the unit.
         unit: String,
-        /// The parameter that is out of place.
+        /// Name of the misplaced parameter.
         name: String,
-        /// Where the plan puts it: elements of a flat unit, bytes of a ragged one.
+        /// Offset in the plan: elements of a flat unit, bytes of a ragged one.
         offset: u64,
-        /// How long the plan says that the buffer is.
+        /// Length of the buffer in the plan.
         len: u64,
-        /// Where the parameter before it ends.
+        /// End of the previous parameter.
         expected_offset: u64,
-        /// How long the buffer is as far as the others tell.
+        /// Length of the buffer implied by its other parameters.
         expected_len: u64,
     },
-    /// The table of a resized plan's shares is not a division of the whole among its shard group.
-    #[error("the shares do not divide {total} parts over a shard group of {group}")]
-    BrokenShares {
-        /// The parts of the whole.
+    /// The shares of a resized plan do not cover the whole buffer with every member of the shard
+    /// group.
+    #[error("the shares do not divide {total} parts among the {group} ranks of a shard group")]
+    InvalidShares {
+        /// Number of parts in total.
         total: u64,
-        /// The members of the group.
+        /// Size of the shard group.
         group: u64,
     },
-    /// A plan was to be resized whose layout fixes what each rank holds.
+    /// A plan cannot be resized because a parameter's layout fixes the part of each rank.
     #[error(
-        "parameter {name} is cut so that its layout fixes the part of each rank; only ragged and wrapped cuts can be resized",
+        "the cut of parameter {name} cannot be resized; only ragged and wrapped cuts can",
         name = Printable(name)
     )]
     NotResizable {
-        /// The parameter.
+        /// Name of the parameter.
         name: String,
     },
 }

@@ -1,4 +1,4 @@
-//! What can be wrong with a list of parameters, a file that names them, or a plan.
+//! Errors of parameters, files and plans.
 
 mod cut;
 mod parameters;
@@ -12,97 +12,97 @@ use crate::format::FORMAT_VERSION;
 /// The result of reading, planning or costing.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
-/// Why a model cannot be read, planned or costed.
+/// An error of reading, planning or costing.
 ///
-/// Errors of the large subjects are nested; the message is that of the nested error.
+/// Errors of the large subjects are nested enums; their messages pass through unchanged.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
     /// A rank or world size outside its limits.
     #[error(transparent)]
     World(#[from] core_types::Error),
-    /// The list of parameters is not that of a model.
+    /// The list of parameters is invalid.
     #[error(transparent)]
     Parameters(#[from] ParameterError),
-    /// The plan cuts parameters in a way that is not possible.
+    /// A cut of the plan is invalid.
     #[error(transparent)]
     Cut(#[from] CutError),
-    /// The file does not hold a list of parameters.
+    /// The file is not a valid list of parameters.
     #[error(transparent)]
     Source(#[from] SourceError),
 
-    /// The sizes of several parameters together do not fit into 64 bits.
-    #[error("{what} add up to more than {}", u64::MAX)]
+    /// A sum of sizes exceeds 64 bits.
+    #[error("{what} exceed {} in total", u64::MAX)]
     TotalTooLarge {
-        /// What was summed up.
+        /// Description of the summands.
         what: &'static str,
     },
-    /// A number that must be at least 1 is 0.
-    #[error("{what} is 0, it must be at least 1")]
+    /// A number is 0 but must be at least 1.
+    #[error("{what} is 0 but must be at least 1")]
     Zero {
-        /// What the number counts.
+        /// Description of the number.
         what: &'static str,
     },
     /// The world size is not a multiple of the number of replicas.
     #[error("a world of {world_size} ranks does not divide into {replicas} replicas")]
-    Replicas {
-        /// The ranks.
+    ReplicaMismatch {
+        /// Number of ranks.
         world_size: u64,
-        /// The replicas that were asked for.
+        /// Requested number of replicas.
         replicas: u64,
     },
-    /// There is no such parameter in the plan.
-    #[error("parameter {index} is out of range for a plan of {len}")]
+    /// A parameter index is out of range.
+    #[error("parameter index {index} is out of range for a plan of {len} parameters")]
     ParameterOutOfRange {
-        /// The position that was asked for.
+        /// Requested index.
         index: usize,
-        /// The number of parameters.
+        /// Number of parameters.
         len: usize,
     },
-    /// No parameter of the plan has this name.
+    /// The plan has no parameter of this name.
     #[error("the plan has no parameter {name}", name = Printable(name))]
     UnknownParameter {
-        /// The name that was asked for.
+        /// Requested name.
         name: String,
     },
-    /// No parameter of the plan is in this unit.
+    /// The plan has no unit of this name.
     #[error("the plan has no unit {unit:?}")]
     UnknownUnit {
-        /// The unit that was asked for.
+        /// Requested unit.
         unit: String,
     },
-    /// A pattern cannot be read.
+    /// A pattern is malformed.
     #[error("malformed pattern {pattern:?}: {reason}", reason = Printable(reason))]
-    BadPattern {
-        /// The pattern; of a long one the beginning.
+    InvalidPattern {
+        /// Pattern, truncated if long.
         pattern: String,
-        /// What is wrong with it.
+        /// Cause, from the parser.
         reason: String,
     },
-    /// There are more rules than [`Hybrid`](crate::strategy::Hybrid) takes.
+    /// There are more rules than [`Hybrid`](crate::strategy::Hybrid) allows.
     #[error("there are more than {max} rules")]
     TooManyRules {
-        /// The most that are taken.
+        /// Limit on the number of rules.
         max: usize,
     },
-    /// The patterns of all rules together are longer than [`Hybrid`](crate::strategy::Hybrid) takes.
+    /// The patterns of all rules are longer than [`Hybrid`](crate::strategy::Hybrid) allows.
     #[error("the patterns of the rules have more than {max} bytes")]
     RulesTooLong {
-        /// The most bytes that are taken.
+        /// Limit on the total bytes.
         max: usize,
     },
-    /// Two plans are not of the same parameters.
+    /// Two plans describe different parameters.
     #[error("the plans differ in parameter {name}: {what}", name = Printable(name))]
-    DifferentParameters {
-        /// The first parameter that differs.
+    ParameterMismatch {
+        /// Name of the first parameter that differs.
         name: String,
-        /// In what it differs.
+        /// Description of the difference.
         what: &'static str,
     },
-    /// A plan was written by another version of this crate.
-    #[error("plan format version {found} is not supported, only {FORMAT_VERSION} is")]
-    FormatVersion {
-        /// The version of the plan.
+    /// The format version of a plan is unsupported.
+    #[error("plan format version {found} is not supported, only version {FORMAT_VERSION}")]
+    UnsupportedFormat {
+        /// Version of the plan.
         found: u32,
     },
 }

@@ -1,70 +1,70 @@
-//! What can be wrong with a list of parameters.
+//! Errors of a list of parameters.
 
 use core_types::human::Printable;
 
 use crate::elem::ElemType;
 
-/// What is wrong with a list of parameters.
+/// An error about a list of parameters.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum ParameterError {
-    /// There is nothing to plan.
+    /// The list is empty.
     #[error("the list of parameters is empty")]
     Empty,
-    /// Two parameters share a name.
+    /// Two parameters have the same name.
     #[error("parameter {name} is listed twice", name = Printable(name))]
     DuplicateName {
-        /// The name they share.
+        /// Duplicate name.
         name: String,
     },
-    /// A parameter's size does not fit into 64 bits.
+    /// The bytes of a parameter exceed 64 bits.
     #[error(
-        "parameter {name} of shape {shape:?} and dtype {dtype} has more than {} bytes",
+        "parameter {name} of shape {shape:?} and dtype {dtype} exceeds {} bytes",
         u64::MAX,
         name = Printable(name)
     )]
     TooLarge {
-        /// The parameter.
+        /// Name of the parameter.
         name: String,
         /// Its shape.
         shape: Vec<u64>,
         /// Its element type.
         dtype: ElemType,
     },
-    /// A parameter ends within a block of its type; blocks cannot be split.
+    /// A parameter ends within a block of its dtype.
     #[error(
-        "parameter {name} of shape {shape:?} does not consist of whole blocks of {dtype}, which have {} elements",
+        "parameter {name} of shape {shape:?} is not a whole number of {dtype} blocks of {} elements",
         dtype.block_numel(),
         name = Printable(name)
     )]
     PartialBlock {
-        /// The parameter.
+        /// Name of the parameter.
         name: String,
         /// Its shape.
         shape: Vec<u64>,
         /// Its element type.
         dtype: ElemType,
     },
-    /// A tensor has an element type this crate does not know.
+    /// A tensor has an unknown dtype.
     #[error("tensor {name} has unknown dtype {dtype:?}", name = Printable(name))]
     UnknownDtype {
-        /// The tensor.
+        /// Name of the tensor.
         name: String,
-        /// The name of its element type.
+        /// Unknown dtype.
         dtype: String,
     },
-    /// A parameter cannot be another name of the one it is tied to.
+    /// A parameter cannot be tied to its target.
     #[error(
         "parameter {name} cannot be tied to {target}: {reason}",
         name = Printable(name),
         target = Printable(target)
     )]
-    BadTie {
-        /// The parameter.
+    InvalidTie {
+        /// Name of the parameter.
         name: String,
-        /// The parameter it is tied to.
+        /// Name of the target.
         target: String,
-        /// What is in the way.
+        /// Cause of the conflict.
         reason: &'static str,
     },
 }

@@ -1,90 +1,90 @@
-//! What can be wrong with a file that lists parameters.
+//! Errors of files that list parameters.
 
 use std::io;
 
 use core_types::human::Printable;
 
-/// What is wrong with a file that lists parameters.
+/// An error about a file that lists parameters.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum SourceError {
-    /// The reader of a safetensors header fails.
+    /// Reading a safetensors header failed.
     #[error("cannot read the safetensors header: {reason}", reason = Printable(reason))]
     Unreadable {
-        /// The kind of the failure.
+        /// Kind of the I/O error.
         kind: io::ErrorKind,
-        /// What the reader says.
+        /// Message of the I/O error.
         reason: String,
     },
-    /// A safetensors header says it is longer than any header may be.
-    #[error("safetensors header of {len} bytes is longer than the {max} allowed")]
+    /// A safetensors header states a length above the limit.
+    #[error("safetensors header has {len} bytes, the limit is {max}")]
     HeaderTooLong {
-        /// The length it states.
+        /// Stated length in bytes.
         len: u64,
-        /// The largest length accepted.
+        /// Limit in bytes.
         max: u64,
     },
-    /// A safetensors file ends before its header does.
-    #[error("safetensors header ends at byte {needed}, but there are only {available}")]
+    /// A safetensors file ends within its header.
+    #[error("safetensors header ends at byte {needed}, but the file has only {available} bytes")]
     HeaderTruncated {
         /// Bytes from the start of the file to the end of the header.
         needed: u64,
-        /// Bytes there are.
+        /// Bytes in the file.
         available: u64,
     },
-    /// A text is not the JSON it should be.
+    /// A document is not valid JSON of the expected form.
     #[error("malformed {what}: {reason}", reason = Printable(reason))]
     Malformed {
-        /// Which kind of document it should be.
+        /// Kind of the document.
         what: &'static str,
-        /// What the parser found, and where.
+        /// Cause and position, from the parser.
         reason: String,
     },
-    /// A tensor's bytes in a safetensors file are not where, or not as many as, they must be.
+    /// The byte range of a tensor does not follow the previous tensor or match its shape.
     #[error(
-        "tensor {name} lies at bytes {begin}..{end}, but must lie at {expected_begin}..{expected_end}",
+        "tensor {name} is at bytes {begin}..{end}, expected {expected_begin}..{expected_end}",
         name = Printable(name)
     )]
-    BadOffsets {
-        /// The tensor.
+    OffsetMismatch {
+        /// Name of the tensor.
         name: String,
-        /// Its first byte.
+        /// First byte.
         begin: u64,
-        /// The end of its bytes.
+        /// End of the bytes.
         end: u64,
-        /// The end of the tensor before it.
+        /// End of the previous tensor.
         expected_begin: u64,
-        /// `expected_begin` and the size that shape and dtype ask for.
+        /// `expected_begin` plus the size of the tensor.
         expected_end: u64,
     },
     /// An index names a file that is not a plain file name.
-    #[error("index names the file {file:?}, which is not a plain file name")]
-    BadFileName {
-        /// The name.
+    #[error("the index names file {file:?}, which is not a plain file name")]
+    InvalidFileName {
+        /// Name in the index.
         file: String,
     },
-    /// A file has a tensor that the model's index does not place there.
+    /// A file has a tensor that the index does not list for it.
     #[error(
-        "{file} has tensor {tensor}, which the index does not place there",
+        "{file} has tensor {tensor}, which the index does not list for this file",
         file = Printable(file),
         tensor = Printable(tensor)
     )]
     NotInIndex {
-        /// The tensor.
+        /// Name of the tensor.
         tensor: String,
-        /// The file that has it.
+        /// Name of the file.
         file: String,
     },
-    /// A model's index places a tensor in a file that does not have it.
+    /// The index lists a tensor for a file that lacks it.
     #[error(
-        "the index places tensor {tensor} in {file}, which does not have it",
+        "the index lists tensor {tensor} for {file}, which lacks it",
         tensor = Printable(tensor),
         file = Printable(file)
     )]
     NotInFile {
-        /// The tensor.
+        /// Name of the tensor.
         tensor: String,
-        /// The file where it should be.
+        /// Name of the file.
         file: String,
     },
 }

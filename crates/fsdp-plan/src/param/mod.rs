@@ -1,7 +1,7 @@
-//! What a planner must know of a parameter: everything but its values.
+//! Metadata of a parameter: everything but its values.
 
 pub(crate) mod groups;
-pub(crate) mod names;
+pub(crate) mod name_index;
 pub(crate) mod path;
 
 use std::{borrow::Cow, ops::Not, sync::Arc};
@@ -13,17 +13,17 @@ use crate::{
     error::{Error, ParameterError, Result},
 };
 
-/// The description of one parameter of a model.
+/// The metadata of one parameter of a model.
 ///
-/// The **layer** of a parameter is found from its name: the name up to and with its first component
-/// that is a number (`h.10.attn.c_attn.weight` belongs to `h.10`), else the name without its last
-/// component (`wte.weight` belongs to `wte`), else the name itself.
-/// [`with_layer_pattern`](Self::with_layer_pattern) overrides the rule.
+/// The **layer** follows from the name: the name up to its first numeric component
+/// (`h.10.attn.c_attn.weight` belongs to `h.10`), else the name without its last component
+/// (`wte.weight` belongs to `wte`), else the name itself.
+/// [`with_layer_pattern`](Self::with_layer_pattern) overrides this rule.
 ///
-/// The **unit** of a parameter is what one collective gathers. Numbered layers are units of their
-/// own, and all other parameters together form the root unit, whose name is empty: that is what
-/// `fully_shard` makes of a model when it is applied to each block and then to the model.
-/// [`with_unit`](Self::with_unit) overrides it.
+/// The **unit** is the set of parameters that one collective gathers. Each numbered layer is a
+/// unit, and all other parameters form the root unit, whose name is empty. PyTorch makes the same
+/// units when `fully_shard` is applied to each block and then to the model.
+/// [`with_unit`](Self::with_unit) overrides this rule.
 ///
 /// # Examples
 ///
@@ -39,14 +39,14 @@ use crate::{
 /// # Ok::<(), fsdp_plan::Error>(())
 /// ```
 #[derive(Clone, Debug, PartialEq, Eq, Hash, Deserialize)]
-#[serde(try_from = "Unchecked<'_>")]
+#[serde(try_from = "UncheckedParameter<'_>")]
 pub struct ParameterInfo(
-    /// Shared by clones, because every plan has one of each parameter.
-    Arc<Description>,
+    /// Shared between clones, because every plan holds each parameter.
+    Arc<ParameterData>,
 );
 
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
-struct Description {
+struct ParameterData {
     name: Box<str>,
     name_hash: u64,
     shape: Vec<u64>,
@@ -54,56 +54,57 @@ struct Description {
     dtype: ElemType,
     requires_grad: bool,
     always_gather: bool,
-    /// Whether the layer is a unit of its own.
+    /// Whether the layer is a separate unit.
     is_block: bool,
-    /// The bytes of the name that are the layer by the rule, from the first.
+    /// Length in bytes of the prefix of the name that is the layer by the rule.
     layer_len: usize,
-    /// What hardly any parameter has, apart, which halves the memory of large models. `None` if
-    /// there is nothing.
-    given: Option<Box<Given>>,
+    /// Boxed, because few parameters have overrides; this halves the memory of large models. `None`
+    /// without overrides.
+    overrides: Option<Box<Overrides>>,
 }
 
-/// What is not as the name tells.
+/// Values that replace what the name implies.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Hash)]
-struct Given {
+struct Overrides {
     layer: Option<String>,
     unit: Option<String>,
     tied_to: Option<String>,
 }
 
-impl Description {
-    fn layer_by_rule(&self) -> &str {
+impl ParameterData {
+    /// Returns the layer that the name implies.
+    fn implied_layer(&self) -> &str {
         &self.name[..self.layer_len]
     }
 
     fn set_layer(&mut self, layer: Option<String>) {
-        let layer = layer.filter(|layer| layer != self.layer_by_rule());
-        self.is_block = path::is_block(layer.as_deref().unwrap_or(self.layer_by_rule()));
-        self.give(|given| given.layer = layer);
+        let layer = layer.filter(|layer| layer != self.implied_layer());
+        self.is_block = path::is_block(layer.as_deref().unwrap_or(self.implied_layer()));
+        self.edit_overrides(|overrides| overrides.layer = layer);
     }
 
-    fn give(&mut self, give: impl FnOnce(&mut Given)) {
-        give(self.given.get_or_insert_default());
-        self.given.take_if(|given| **given == Given::default());
+    fn edit_overrides(&mut self, edit: impl FnOnce(&mut Overrides)) {
+        edit(self.overrides.get_or_insert_default());
+        self.overrides.take_if(|overrides| **overrides == Overrides::default());
     }
 
-    /// One of the texts that were given.
-    fn given(&self, text: impl Fn(&Given) -> &Option<String>) -> Option<&str> {
-        self.given.as_deref().and_then(|given| text(given).as_deref())
+    /// Returns the override that `field` selects.
+    fn find_override(&self, field: impl Fn(&Overrides) -> &Option<String>) -> Option<&str> {
+        self.overrides.as_deref().and_then(|overrides| field(overrides).as_deref())
     }
 }
 
 impl ParameterInfo {
     /// Describes the parameter `name`.
     ///
-    /// It requires gradients if its type is a float, and is not always gathered.
+    /// A parameter of a float type requires gradients. It is not always gathered.
     ///
     /// # Errors
     ///
-    /// - [`ParameterError::TooLarge`] if the number of elements or bytes does not fit into 64 bits.
-    ///   Dims of size zero do not hide the others: `[0, 2^40, 2^40]` is refused, so that no product
-    ///   of some of the dims can overflow later.
-    /// - [`ParameterError::PartialBlock`] if the elements are not whole blocks of the dtype.
+    /// - [`ParameterError::TooLarge`] if the number of elements or bytes exceeds 64 bits. Dims of
+    ///   size zero do not hide the others: `[0, 2^40, 2^40]` is rejected, so that no product of
+    ///   some of the dims can overflow later.
+    /// - [`ParameterError::PartialBlock`] if the elements do not form whole blocks of the dtype.
     pub fn new(
         name: impl Into<String>,
         shape: impl Into<Vec<u64>>,
@@ -118,9 +119,9 @@ impl ParameterInfo {
         if numel % dtype.block_numel() > 0 {
             return Err(Error::Parameters(ParameterError::PartialBlock { name, shape, dtype }));
         }
-        let layer = path::layer_of(&name);
-        let described = Description {
-            name_hash: names::hash(&name),
+        let layer = path::implied_layer(&name);
+        let data = ParameterData {
+            name_hash: name_index::hash(&name),
             layer_len: layer.len(),
             is_block: path::is_block(layer),
             name: name.into(),
@@ -129,138 +130,139 @@ impl ParameterInfo {
             dtype,
             requires_grad: dtype.is_trainable(),
             always_gather: false,
-            given: None,
+            overrides: None,
         };
-        Ok(Self(Arc::new(described)))
+        Ok(Self(Arc::new(data)))
     }
 
-    fn edited(mut self, edit: impl FnOnce(&mut Description)) -> Self {
+    /// Applies `edit` to a copy, or in place if no clone shares the data.
+    fn edited(mut self, edit: impl FnOnce(&mut ParameterData)) -> Self {
         edit(Arc::make_mut(&mut self.0));
         self
     }
 
-    /// Sets the layer, and with it the unit unless that was set by itself. Default: from the name.
+    /// Sets the layer, and the unit with it unless the unit was set explicitly. Default: from the
+    /// name.
     #[must_use]
     pub(crate) fn with_layer(self, layer: impl Into<String>) -> Self {
-        self.edited(|described| described.set_layer(Some(layer.into())))
+        self.edited(|data| data.set_layer(Some(layer.into())))
     }
 
     /// Sets the unit; an empty name means the root unit. Default: from the layer.
     #[must_use]
     pub fn with_unit(self, unit: impl Into<String>) -> Self {
-        self.edited(|described| described.give(|given| given.unit = Some(unit.into())))
+        self.edited(|data| data.edit_overrides(|overrides| overrides.unit = Some(unit.into())))
     }
 
-    /// Sets whether the parameter is trained. Default: yes for [trainable
-    /// types], others never are.
+    /// Sets whether the parameter is trained. Default: yes for floats of at least 8 bits; other
+    /// types are never trained.
     #[must_use]
     pub fn with_requires_grad(self, requires_grad: bool) -> Self {
-        self.edited(|described| {
-            described.requires_grad = requires_grad && described.dtype.is_trainable();
-        })
+        self.edited(|data| data.requires_grad = requires_grad && data.dtype.is_trainable())
     }
 
-    /// Sets whether every rank keeps the whole parameter, whatever the strategy. Default: no.
+    /// Sets whether every rank keeps a full copy of the parameter, regardless of the strategy.
+    /// Default: no.
     #[must_use]
     pub fn with_always_gather(self, always_gather: bool) -> Self {
-        self.edited(|described| described.always_gather = always_gather)
+        self.edited(|data| data.always_gather = always_gather)
     }
 
-    /// Makes this another name of the parameter `name`: the same values, held once and under that
-    /// name.
+    /// Ties this parameter to the parameter `name`: both names share one set of values, stored
+    /// under `name`.
     ///
-    /// Both must have the same shape and dtype and be in one unit. Default: a parameter of its own.
+    /// Both must have the same shape, dtype and unit. Default: untied.
     #[must_use]
     pub fn with_tied_to(self, name: impl Into<String>) -> Self {
-        self.edited(|described| described.give(|given| given.tied_to = Some(name.into())))
+        self.edited(|data| data.edit_overrides(|overrides| overrides.tied_to = Some(name.into())))
     }
 
-    /// The full name, unique in its model.
+    /// Returns the full name, unique in its model.
     pub fn name(&self) -> &str {
         &self.0.name
     }
 
-    /// The hash by which names are looked up.
+    /// Returns the hash of the name, for lookups.
     pub(crate) fn name_hash(&self) -> u64 {
         self.0.name_hash
     }
 
-    /// The size of each dim.
+    /// Returns the size of each dim.
     pub fn shape(&self) -> &[u64] {
         &self.0.shape
     }
 
-    /// The type of an element.
+    /// Returns the type of the elements.
     pub fn dtype(&self) -> ElemType {
         self.0.dtype
     }
 
-    /// The layer it belongs to: what [`LayerWise`](crate::strategy::LayerWise) never parts.
+    /// Returns the layer. [`LayerWise`](crate::strategy::LayerWise) never splits a layer.
     pub fn layer(&self) -> &str {
-        self.0.given(|given| &given.layer).unwrap_or(self.0.layer_by_rule())
+        self.0.find_override(|overrides| &overrides.layer).unwrap_or(self.0.implied_layer())
     }
 
-    /// The unit it belongs to: what one collective gathers. Empty for the root unit.
+    /// Returns the unit, the parameters that one collective gathers. The root unit's name is empty.
     pub fn unit(&self) -> &str {
-        let of_layer = if self.0.is_block { self.layer() } else { "" };
-        self.0.given(|given| &given.unit).unwrap_or(of_layer)
+        let implied = if self.0.is_block { self.layer() } else { "" };
+        self.0.find_override(|overrides| &overrides.unit).unwrap_or(implied)
     }
 
-    /// Whether it is trained.
+    /// Returns true if the parameter is trained.
     pub fn requires_grad(&self) -> bool {
         self.0.requires_grad
     }
 
-    /// Whether every rank keeps the whole of it.
+    /// Returns true if every rank keeps a full copy.
+    #[doc(hidden)]
     pub fn always_gather(&self) -> bool {
         self.0.always_gather
     }
 
-    /// The parameter whose values these are, if it is another name of one.
+    /// Returns the name of the parameter that this one is tied to.
+    #[doc(hidden)]
     pub fn tied_to(&self) -> Option<&str> {
-        self.0.given(|given| &given.tied_to)
+        self.0.find_override(|overrides| &overrides.tied_to)
     }
 
-    /// The number of elements; 1 for a parameter without dims.
+    /// Returns the number of elements; 1 for a parameter without dims.
     pub fn numel(&self) -> u64 {
         self.0.numel
     }
 
-    /// The number of bytes.
+    /// Returns the number of bytes.
     pub fn bytes(&self) -> u64 {
         let bytes = self.0.dtype.bytes(self.numel().into());
-        #[expect(clippy::expect_used, reason = "the constructor refuses larger parameters")]
+        #[expect(clippy::expect_used, reason = "the constructor rejects larger parameters")]
         let bytes = u64::try_from(bytes).expect("the bytes of a parameter fit into 64 bits");
         bytes
     }
 
-    /// The number of elements in one row, that is, in one step along dim 0.
+    /// Returns the number of elements in a row, that is, in one step along dim 0.
     pub(crate) fn row_numel(&self) -> u64 {
         self.0.shape.iter().skip(1).product()
     }
 }
 
-/// Whether the bytes of the nonzero dims fit into 64 bits.
+/// Returns true if the bytes fit into 64 bits, with dims of size zero left out.
 fn fits(shape: &[u64], dtype: ElemType) -> bool {
     let numel =
         shape.iter().filter(|&&dim| dim > 0).try_fold(1_u64, |numel, &dim| numel.checked_mul(dim));
     numel.is_some_and(|numel| dtype.bytes(numel.into()) <= u64::MAX.into())
 }
 
-/// The type that a file calls `dtype`, for its tensor `name`.
-pub(crate) fn dtype_of(name: &str, dtype: &str) -> Result<ElemType> {
-    let unknown = || {
-        Error::Parameters(ParameterError::UnknownDtype {
-            name: name.to_owned(),
-            dtype: dtype.to_owned(),
-        })
-    };
-    ElemType::from_name(dtype).ok_or_else(unknown)
+/// Parses the dtype of the tensor `name`.
+pub(crate) fn parse_dtype(name: &str, dtype: &str) -> Result<ElemType> {
+    ElemType::from_name(dtype).ok_or_else(|| {
+        let name = name.to_owned();
+        let dtype = dtype.to_owned();
+        Error::Parameters(ParameterError::UnknownDtype { name, dtype })
+    })
 }
 
-/// What a [`ParameterInfo`] looks like in a file.
+/// The serialized form of a [`ParameterInfo`].
 #[derive(Serialize)]
-struct Written<'a> {
+struct ParameterRecord<'a> {
     name: &'a str,
     shape: &'a [u64],
     dtype: ElemType,
@@ -277,24 +279,24 @@ struct Written<'a> {
 
 impl Serialize for ParameterInfo {
     fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
-        let written = Written {
+        let record = ParameterRecord {
             name: self.name(),
             shape: self.shape(),
             dtype: self.dtype(),
             layer: self.layer(),
-            unit: self.0.given(|given| &given.unit),
+            unit: self.0.find_override(|overrides| &overrides.unit),
             requires_grad: self.requires_grad(),
             always_gather: self.always_gather(),
             tied_to: self.tied_to(),
         };
-        written.serialize(serializer)
+        record.serialize(serializer)
     }
 }
 
-/// What a [`ParameterInfo`] looks like before it is checked: in a plan, and but for its name in a
-/// manifest.
+/// An unvalidated [`ParameterInfo`]: an entry of a plan, or of a manifest, where the name comes
+/// from the key.
 #[derive(Deserialize)]
-pub(crate) struct Unchecked<'a> {
+pub(crate) struct UncheckedParameter<'a> {
     #[serde(default)]
     name: String,
     shape: Vec<u64>,
@@ -308,26 +310,27 @@ pub(crate) struct Unchecked<'a> {
     tied_to: Option<String>,
 }
 
-impl Unchecked<'_> {
-    /// Gives it another name.
+impl UncheckedParameter<'_> {
+    /// Sets the name.
     pub(crate) fn with_name(self, name: String) -> Self {
         Self { name, ..self }
     }
 }
 
-impl TryFrom<Unchecked<'_>> for ParameterInfo {
+impl TryFrom<UncheckedParameter<'_>> for ParameterInfo {
     type Error = Error;
 
-    fn try_from(raw: Unchecked<'_>) -> Result<Self> {
-        let Unchecked { name, shape, dtype, layer, unit, requires_grad, always_gather, tied_to } =
-            raw;
-        let dtype = dtype_of(&name, &dtype)?;
-        let edited = Self::new(name, shape, dtype)?.edited(|described| {
-            described.set_layer(layer);
-            described.give(|given| (given.unit, given.tied_to) = (unit, tied_to));
-            described.requires_grad &= requires_grad.unwrap_or(true);
-            described.always_gather = always_gather;
-        });
-        Ok(edited)
+    fn try_from(raw: UncheckedParameter<'_>) -> Result<Self> {
+        let dtype = parse_dtype(&raw.name, &raw.dtype)?;
+        let info = Self::new(raw.name, raw.shape, dtype)?;
+        Ok(info.edited(|data| {
+            data.set_layer(raw.layer);
+            data.edit_overrides(|overrides| {
+                overrides.unit = raw.unit;
+                overrides.tied_to = raw.tied_to;
+            });
+            data.requires_grad &= raw.requires_grad.unwrap_or(true);
+            data.always_gather = raw.always_gather;
+        }))
     }
 }

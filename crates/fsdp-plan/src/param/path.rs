@@ -1,31 +1,34 @@
-//! What the dotted name of a parameter tells: its layer, and which rules it answers to.
+//! Rules about the dotted names of parameters: layers and pattern matches.
 
 use std::iter;
 
-/// Returns the layer that the parameter `name` belongs to: the rule of
+/// Returns the layer that the name of a parameter implies, as defined by
 /// [`ParameterInfo`](crate::ParameterInfo).
-pub(crate) fn layer_of(name: &str) -> &str {
+pub(crate) fn implied_layer(name: &str) -> &str {
     block_end(name).or_else(|| name.rfind('.')).map_or(name, |end| &name[..end])
 }
 
-/// Whether `layer` is one of a numbered series, such as the blocks of a transformer.
+/// Returns true if `layer` belongs to a numbered series, such as the blocks of a transformer.
 pub(crate) fn is_block(layer: &str) -> bool {
     layer.as_bytes().rsplit(|&byte| byte == b'.').next().is_some_and(is_number)
 }
 
-/// Whether the components of `pattern` occur in `path`, side by side: `h.1` is in `h.1.attn`, not
-/// in `h.10.attn`.
+/// Returns true if the components of `pattern` occur in `path` in a row: `h.1` occurs in
+/// `h.1.attn`, not in `h.10.attn`.
 pub(crate) fn has_components(path: &str, pattern: &str) -> bool {
-    let mut tails = iter::successors(Some(path), |tail| tail.split_once('.').map(|(_, rest)| rest));
-    let ends_component = |rest: &str| rest.is_empty() || rest.starts_with('.');
-    tails.any(|tail| tail.strip_prefix(pattern).is_some_and(ends_component))
+    let tails = iter::successors(Some(path), |tail| tail.split_once('.').map(|(_, rest)| rest));
+    for rest in tails.filter_map(|tail| tail.strip_prefix(pattern)) {
+        if rest.is_empty() || rest.starts_with('.') {
+            return true;
+        }
+    }
+    false
 }
 
-/// Where the first number among the components of `name` ends.
+/// Returns the end of the first numeric component of `name`.
 fn block_end(name: &str) -> Option<usize> {
     let mut end = 0;
-    // Components are short, and looking for dots byte by byte is twice as fast as searching text
-    // for them.
+    // Components are short, so splitting bytes is twice as fast as searching the text for dots.
     for component in name.as_bytes().split(|&byte| byte == b'.') {
         end += component.len();
         if is_number(component) {
@@ -45,7 +48,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn layers_end_at_the_first_number() {
+    fn layers_end_at_first_number() {
         for (name, layer) in [
             ("h.10.attn.c_attn.weight", "h.10"),
             ("model.layers.3.mlp.experts.7.up_proj.weight", "model.layers.3"),
@@ -58,7 +61,7 @@ mod tests {
             ("layer10.weight", "layer10"),
             ("é.1.w", "é.1"),
         ] {
-            assert_eq!(layer_of(name), layer, "{name}");
+            assert_eq!(implied_layer(name), layer, "{name}");
         }
     }
 

@@ -1,4 +1,4 @@
-//! What must hold of every plan.
+//! Checks that every plan must pass.
 
 use std::collections::BTreeMap;
 
@@ -11,14 +11,14 @@ use crate::{
     param::{ParameterInfo, groups::NamedGroups},
 };
 
-/// Checks each parameter by itself against its cut.
-pub(crate) fn cuts(parameters: &[PlannedParameter], group: WorldSize) -> Result<()> {
+/// Checks each parameter against its cut.
+pub(crate) fn check_cuts(parameters: &[PlannedParameter], group: WorldSize) -> Result<()> {
     for parameter in parameters {
         let info = parameter.info();
         let cut = parameter.cut();
         let name = || info.name().to_owned();
         if info.tied_to().is_some() != (cut == Cut::Tied) {
-            return Err(Error::Cut(CutError::Tied {
+            return Err(Error::Cut(CutError::TieMismatch {
                 name: name(),
                 is_tied: info.tied_to().is_some(),
             }));
@@ -30,9 +30,11 @@ pub(crate) fn cuts(parameters: &[PlannedParameter], group: WorldSize) -> Result<
             Cut::Dim0 if info.shape().is_empty() => {
                 return Err(Error::Cut(CutError::Scalar { name: name() }));
             }
-            Cut::Dim0 => whole_blocks(info, info.row_numel(), group)?,
-            Cut::Flat { .. } | Cut::FlatAligned { .. } => whole_blocks(info, 1, group)?,
-            Cut::Ragged { granule, round_up_from, .. } => granules(info, granule, round_up_from)?,
+            Cut::Dim0 => check_blocks(info, info.row_numel(), group)?,
+            Cut::Flat { .. } | Cut::FlatAligned { .. } => check_blocks(info, 1, group)?,
+            Cut::Ragged { granule, round_up_from, .. } => {
+                check_granules(info, granule, round_up_from)?;
+            }
             Cut::Whole { owner } => _ = Placement::new(owner.as_u64(), group.as_u64())?,
             Cut::Wrapped { .. } | Cut::Replicated | Cut::Tied => {}
         }
@@ -40,8 +42,8 @@ pub(crate) fn cuts(parameters: &[PlannedParameter], group: WorldSize) -> Result<
     Ok(())
 }
 
-/// Checks that cuts after every `item_numel` elements leave blocks whole.
-fn whole_blocks(info: &ParameterInfo, item_numel: u64, group: WorldSize) -> Result<()> {
+/// Checks that cuts at multiples of `item_numel` elements do not split blocks.
+fn check_blocks(info: &ParameterInfo, item_numel: u64, group: WorldSize) -> Result<()> {
     if group == WorldSize::ONE || item_numel.is_multiple_of(info.dtype().block_numel()) {
         return Ok(());
     }
@@ -52,13 +54,14 @@ fn whole_blocks(info: &ParameterInfo, item_numel: u64, group: WorldSize) -> Resu
     }))
 }
 
-fn granules(info: &ParameterInfo, granule: u64, round_up_from: u64) -> Result<()> {
+/// Checks that a granule consists of whole blocks and rounds up from within it.
+fn check_granules(info: &ParameterInfo, granule: u64, round_up_from: u64) -> Result<()> {
     let dtype = info.dtype();
     let whole_blocks = granule > 0 && granule.is_multiple_of(dtype.block_bytes());
     if whole_blocks && (1..=granule).contains(&round_up_from) {
         return Ok(());
     }
-    Err(Error::Cut(CutError::BadGranule {
+    Err(Error::Cut(CutError::InvalidGranule {
         name: info.name().to_owned(),
         dtype,
         granule,
@@ -66,8 +69,8 @@ fn granules(info: &ParameterInfo, granule: u64, round_up_from: u64) -> Result<()
     }))
 }
 
-/// Checks that every tied parameter is another name of one that is planned like it.
-pub(crate) fn ties<'a>(
+/// Checks that every tied parameter matches its target.
+pub(crate) fn check_ties<'a>(
     parameters: &'a [PlannedParameter],
     find: impl Fn(&str) -> Option<&'a PlannedParameter>,
 ) -> Result<()> {
@@ -75,16 +78,16 @@ pub(crate) fn ties<'a>(
         let Some(target) = info.tied_to() else { continue };
         let reason = match find(target).map(PlannedParameter::info) {
             None => "there is no such parameter",
-            Some(other) if other.tied_to().is_some() => "that is tied itself",
+            Some(other) if other.tied_to().is_some() => "the target is tied to another parameter",
             Some(other) if (other.shape(), other.dtype()) != (info.shape(), info.dtype()) => {
                 "they differ in shape or dtype"
             }
             Some(other) if other.unit() != info.unit() => {
-                "they are in two units, of which one would be gathered without the other; put both into one"
+                "they are in different units, which are gathered separately; put both into one unit"
             }
             Some(_) => continue,
         };
-        return Err(Error::Parameters(ParameterError::BadTie {
+        return Err(Error::Parameters(ParameterError::InvalidTie {
             name: info.name().to_owned(),
             target: target.to_owned(),
             reason,
@@ -93,74 +96,82 @@ pub(crate) fn ties<'a>(
     Ok(())
 }
 
-/// Checks that parameters which share a buffer can do so, and lie in it in order.
-pub(crate) fn buffers(parameters: &[PlannedParameter]) -> Result<()> {
-    let units = NamedGroups::of(parameters.iter().map(|parameter| parameter.info().unit()));
-    let mut buffers: BTreeMap<_, Buffer<'_>> = BTreeMap::new();
-    for (parameter, unit) in parameters.iter().zip(units.of_item) {
+/// Checks that the parameters of each buffer match and lie in order.
+pub(crate) fn check_buffers(parameters: &[PlannedParameter]) -> Result<()> {
+    let units = NamedGroups::from_names(parameters.iter().map(|parameter| parameter.info().unit()));
+    let mut buffers: BTreeMap<_, BufferState<'_>> = BTreeMap::new();
+    for (parameter, unit) in parameters.iter().zip(units.group_of_item) {
         let info = parameter.info();
         let cut = parameter.cut();
         let (kind, offset, size, len) = match cut {
-            Cut::Flat { offset, unit_numel } => (Kind::Flat, offset, info.numel(), unit_numel),
+            Cut::Flat { offset, unit_numel } => {
+                (BufferKind::Flat, offset, info.numel(), unit_numel)
+            }
             Cut::FlatAligned { offset, unit_numel } => {
-                (Kind::Aligned, offset, info.numel(), unit_numel)
+                (BufferKind::Aligned, offset, info.numel(), unit_numel)
             }
             Cut::Ragged { offset, unit_bytes, .. } => {
-                (Kind::Ragged, offset, info.bytes(), unit_bytes)
+                (BufferKind::Ragged, offset, info.bytes(), unit_bytes)
             }
             Cut::Wrapped { offset, total_bytes } => {
-                (Kind::Wrapped, offset, info.bytes(), total_bytes)
+                (BufferKind::Wrapped, offset, info.bytes(), total_bytes)
             }
             Cut::Dim0 | Cut::Whole { .. } | Cut::Replicated | Cut::Tied => continue,
         };
-        let unit = if kind == Kind::Wrapped { 0 } else { unit };
-        let new_buffer = Buffer { kind, first: info, last: info, end: 0, len };
+        let unit = if kind == BufferKind::Wrapped { 0 } else { unit };
+        let new_buffer = BufferState { kind, first: info, last: info, end: 0, len };
         buffers.entry((kind, unit)).or_insert(new_buffer).append(info, offset, size, len)?;
     }
-    buffers.values().try_for_each(Buffer::finish)
+    buffers.values().try_for_each(BufferState::finish)
 }
 
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-enum Kind {
+enum BufferKind {
     Flat,
     Aligned,
     Ragged,
     Wrapped,
 }
 
-/// A buffer, as far as its parameters have been seen.
-struct Buffer<'a> {
-    kind: Kind,
+/// The state of a buffer after some of its parameters.
+struct BufferState<'a> {
+    kind: BufferKind,
     first: &'a ParameterInfo,
     last: &'a ParameterInfo,
     end: u64,
     len: u64,
 }
 
-impl<'a> Buffer<'a> {
+impl<'a> BufferState<'a> {
+    /// Checks that `info` follows the parameters so far.
     fn append(&mut self, info: &'a ParameterInfo, offset: u64, size: u64, len: u64) -> Result<()> {
-        if matches!(self.kind, Kind::Flat | Kind::Aligned) {
-            same_buffer(self.first, info)?;
+        if matches!(self.kind, BufferKind::Flat | BufferKind::Aligned) {
+            check_same_kind(self.first, info)?;
         }
-        // The first parameter stands for the padding of all, so nothing lies before it.
-        let may_leave_gap = self.kind == Kind::Aligned && self.end > 0;
+        // The cost model counts the padding of a buffer at its first parameter, so nothing may precede that one.
+        let may_leave_gap = self.kind == BufferKind::Aligned && self.end > 0;
         let in_place = offset == self.end || may_leave_gap && offset > self.end;
         let end = offset.checked_add(size).filter(|&end| in_place && len == self.len && end <= len);
-        self.end = end.ok_or_else(|| self.broken(info, (offset, len), (self.end, self.len)))?;
+        self.end = end.ok_or_else(|| self.misplaced(info, (offset, len), (self.end, self.len)))?;
         self.last = info;
         Ok(())
     }
 
+    /// Checks that the parameters fill the buffer.
     fn finish(&self) -> Result<()> {
-        if self.end == self.len || self.kind == Kind::Aligned {
+        if self.end == self.len || self.kind == BufferKind::Aligned {
             return Ok(());
         }
-        Err(self.broken(self.last, (self.end, self.len), (self.end, self.end)))
+        Err(self.misplaced(self.last, (self.end, self.len), (self.end, self.end)))
     }
 
-    fn broken(&self, info: &ParameterInfo, found: (u64, u64), expected: (u64, u64)) -> Error {
-        Error::Cut(CutError::BrokenUnit {
-            unit: if self.kind == Kind::Wrapped { String::new() } else { info.unit().to_owned() },
+    fn misplaced(&self, info: &ParameterInfo, found: (u64, u64), expected: (u64, u64)) -> Error {
+        Error::Cut(CutError::MisplacedParameter {
+            unit: if self.kind == BufferKind::Wrapped {
+                String::new()
+            } else {
+                info.unit().to_owned()
+            },
             name: info.name().to_owned(),
             offset: found.0,
             len: found.1,
@@ -170,8 +181,8 @@ impl<'a> Buffer<'a> {
     }
 }
 
-/// Checks that `second` may lie in the flat buffer that begins with `first`.
-fn same_buffer(first: &ParameterInfo, second: &ParameterInfo) -> Result<()> {
+/// Checks that `second` may share a flat buffer with `first`.
+fn check_same_kind(first: &ParameterInfo, second: &ParameterInfo) -> Result<()> {
     let property = if first.dtype() != second.dtype() {
         "dtype"
     } else if first.requires_grad() != second.requires_grad() {
@@ -179,7 +190,7 @@ fn same_buffer(first: &ParameterInfo, second: &ParameterInfo) -> Result<()> {
     } else {
         return Ok(());
     };
-    Err(Error::Cut(CutError::MixedUnit {
+    Err(Error::Cut(CutError::UnitMismatch {
         unit: first.unit().to_owned(),
         first: first.name().to_owned(),
         second: second.name().to_owned(),

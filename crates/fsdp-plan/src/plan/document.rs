@@ -7,14 +7,14 @@ use serde::{Deserialize, Deserializer, Serialize, Serializer, de};
 
 use super::{PlannedParameter, ShardingPlan};
 use crate::{
-    cut::shares::{Shares, Table},
+    cut::shares::{GroupShares, ShareTable},
     error::{Error, Result},
     format::FORMAT_VERSION,
 };
 
 /// The serialized form of a plan, borrowed for writing and owned after reading.
 #[derive(Serialize, Deserialize)]
-struct Document<'a> {
+struct PlanDocument<'a> {
     format_version: FormatVersion,
     world_size: WorldSize,
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -23,13 +23,13 @@ struct Document<'a> {
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     kept_units: Vec<Cow<'a, str>>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    shares: Option<Cow<'a, Table>>,
+    shares: Option<Cow<'a, ShareTable>>,
     parameters: Cow<'a, [PlannedParameter]>,
 }
 
 impl Serialize for ShardingPlan {
     fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
-        let document = Document {
+        let document = PlanDocument {
             format_version: FormatVersion,
             world_size: self.world_size,
             replicas: Some(self.replicas()).filter(|&replicas| replicas > 1),
@@ -44,21 +44,21 @@ impl Serialize for ShardingPlan {
 
 impl<'de> Deserialize<'de> for ShardingPlan {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        Document::deserialize(deserializer)?.into_plan().map_err(de::Error::custom)
+        PlanDocument::deserialize(deserializer)?.into_plan().map_err(de::Error::custom)
     }
 }
 
-impl Document<'_> {
+impl PlanDocument<'_> {
     fn into_plan(self) -> Result<ShardingPlan> {
         let world_size = self.world_size.as_u64();
         let replicas = self.replicas.unwrap_or(1);
         if replicas == 0 || !world_size.is_multiple_of(replicas) {
-            return Err(Error::Replicas { world_size, replicas });
+            return Err(Error::ReplicaMismatch { world_size, replicas });
         }
         let group = WorldSize::new(world_size / replicas)?;
         let shares = match self.shares {
-            Some(table) => Shares::from_table(group, table.into_owned())?,
-            None => Shares::even(group),
+            Some(table) => GroupShares::from_table(group, table.into_owned())?,
+            None => GroupShares::even(group),
         };
         let plan = ShardingPlan::with_shares(
             self.strategy.into_owned(),
@@ -69,7 +69,7 @@ impl Document<'_> {
     }
 }
 
-/// Reads and writes [`FORMAT_VERSION`], and no other.
+/// Serializes as [`FORMAT_VERSION`] and rejects every other version.
 #[derive(Serialize, Deserialize)]
 #[serde(try_from = "u32", into = "u32")]
 #[derive(Clone)]
@@ -79,7 +79,7 @@ impl TryFrom<u32> for FormatVersion {
     type Error = Error;
 
     fn try_from(found: u32) -> Result<Self> {
-        if found == FORMAT_VERSION { Ok(Self) } else { Err(Error::FormatVersion { found }) }
+        if found == FORMAT_VERSION { Ok(Self) } else { Err(Error::UnsupportedFormat { found }) }
     }
 }
 

@@ -3,11 +3,11 @@
 use serde::{Deserialize, Serialize};
 
 use crate::{
-    cut::{Cut, Division},
+    cut::{Cut, PreparedCut},
     param::ParameterInfo,
 };
 
-/// A parameter and how it is cut.
+/// A parameter and its cut.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct PlannedParameter {
     #[serde(flatten)]
@@ -16,30 +16,29 @@ pub struct PlannedParameter {
 }
 
 impl PlannedParameter {
-    /// Joins a parameter and its cut; [`ShardingPlan::new`](crate::ShardingPlan::new) checks
-    /// whether they go together.
+    /// Combines a parameter with its cut; [`ShardingPlan::new`](crate::ShardingPlan::new) checks
+    /// that they match.
     pub fn new(info: ParameterInfo, cut: Cut) -> Self {
         Self { info, cut }
     }
 
-    /// The parameter.
+    /// Returns the parameter.
     pub fn info(&self) -> &ParameterInfo {
         &self.info
     }
 
-    /// How it is cut.
+    /// Returns the cut.
     pub fn cut(&self) -> Cut {
         self.cut
     }
 
-    /// The bytes that are held under this name by all ranks of a shard group together, copies
-    /// counted once.
-    pub(crate) fn held_bytes(&self) -> u64 {
+    /// Returns the bytes that one shard group stores under this name; copies count once.
+    pub(crate) fn unique_bytes(&self) -> u64 {
         if self.cut == Cut::Tied { 0 } else { self.info.bytes() }
     }
 
-    /// The cut, ready to compute parts.
-    pub(crate) fn division(&self) -> Division {
-        Division::of(&self.info, self.cut)
+    /// Prepares the cut for computing parts.
+    pub(crate) fn division(&self) -> PreparedCut {
+        PreparedCut::new(&self.info, self.cut)
     }
 }

@@ -1,4 +1,4 @@
-//! What one rank holds, parameter by parameter.
+//! The shards of one rank, parameter by parameter.
 
 use std::ops::Range;
 
@@ -10,13 +10,13 @@ use crate::{
     error::Result,
 };
 
-/// What one rank holds of some parameters of a plan: each with a part of it, in order.
+/// An iterator over the shards of one rank in a range of parameters.
 #[derive(Clone, Debug)]
-#[must_use = "an iterator does nothing unless it is asked for items"]
+#[must_use = "iterators are lazy and do nothing unless consumed"]
 pub(crate) struct ShardsOfRank<'a> {
     plan: &'a ShardingPlan,
     rank: Rank,
-    /// The runs of the rank's member of the shard group, each with its position.
+    /// Runs of the rank's member of the shard group, each with its position.
     runs: Vec<(u64, OwnedRun)>,
     parameters: Range<usize>,
     next_run: usize,
@@ -30,15 +30,12 @@ impl<'a> ShardsOfRank<'a> {
     ) -> Result<Self> {
         let place = Placement::new(rank.as_u64(), plan.world_size.as_u64())?;
         let member = place.rank().as_u64() % plan.shard_group().as_u64();
-        let runs = plan
-            .shares
-            .of_member(member)
-            .map(|position| (position, plan.shares.run(position)))
-            .collect();
+        let positions = plan.shares.runs_of_member(member);
+        let runs = positions.map(|position| (position, plan.shares.run(position))).collect();
         Ok(Self { plan, rank: place.rank(), runs, parameters, next_run: 0 })
     }
 
-    /// The next part, with the position of its parameter.
+    /// Returns the next shard and the index of its parameter.
     pub(crate) fn next_shard(&mut self) -> Option<(usize, ShardAssignment)> {
         while !self.parameters.is_empty() {
             let position = self.parameters.start;
@@ -51,7 +48,7 @@ impl<'a> ShardsOfRank<'a> {
         None
     }
 
-    /// The next part of `parameter`, if there is one.
+    /// Returns the next shard of `parameter`, if any.
     fn next_part(&mut self, parameter: &PlannedParameter) -> Option<ShardAssignment> {
         let division = parameter.division();
         let n_parts = division.max_parts(self.runs.len());

@@ -1,12 +1,12 @@
-//! What differs between two plans.
+//! Differences between two plans.
 
 use serde::Serialize;
 
 use crate::plan::{PlannedParameter, ShardingPlan};
 
-/// What differs between two plans of the same or of another version of a model.
+/// The differences between two plans, possibly of two versions of a model.
 ///
-/// [`Display`](std::fmt::Display) gives one line for each difference, and no line if there is none.
+/// [`Display`](std::fmt::Display) writes one line per difference.
 ///
 /// # Examples
 ///
@@ -31,38 +31,67 @@ use crate::plan::{PlannedParameter, ShardingPlan};
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 #[non_exhaustive]
 pub struct PlanDiff<'a> {
-    /// Properties of the whole plan that differ: what, before, after.
+    /// Differing properties of the plans: name, old value, new value.
     pub plan: Vec<(&'static str, String, String)>,
-    /// Parameters that only the old plan has, in its order.
+    /// Parameters of the old plan alone, in its order.
     pub removed: Vec<&'a PlannedParameter>,
-    /// Parameters that only the new plan has, in its order.
+    /// Parameters of the new plan alone, in its order.
     pub added: Vec<&'a PlannedParameter>,
-    /// Parameters that differ in anything, before and after, in the order of the new plan.
+    /// Changed parameters, old and new, in the order of the new plan.
     pub changed: Vec<(&'a PlannedParameter, &'a PlannedParameter)>,
 }
 
 impl<'a> PlanDiff<'a> {
     /// Compares `old` with `new`.
     pub fn new(old: &'a ShardingPlan, new: &'a ShardingPlan) -> Self {
-        let find = |plan: &'a ShardingPlan, parameter: &PlannedParameter| {
-            plan.index_of(parameter.info().name()).map(|position| &plan.parameters()[position])
+        let mut diff = Self {
+            plan: changed_properties(old, new),
+            removed: Vec::new(),
+            added: Vec::new(),
+            changed: Vec::new(),
         };
-        let pairs = new.parameters().iter().filter_map(|after| Some((find(old, after)?, after)));
-        Self {
-            plan: properties(old).into_iter().zip(properties(new)).filter_map(differing).collect(),
-            removed: old.parameters().iter().filter(|before| find(new, before).is_none()).collect(),
-            added: new.parameters().iter().filter(|after| find(old, after).is_none()).collect(),
-            changed: pairs.filter(|(before, after)| before != after).collect(),
+        for old_parameter in old.parameters() {
+            if find(new, old_parameter).is_none() {
+                diff.removed.push(old_parameter);
+            }
         }
+        for new_parameter in new.parameters() {
+            match find(old, new_parameter) {
+                None => diff.added.push(new_parameter),
+                Some(same) if same == new_parameter => {}
+                Some(old_parameter) => diff.changed.push((old_parameter, new_parameter)),
+            }
+        }
+        diff
     }
 
-    /// Whether nothing differs but, at most, the order of the parameters.
+    /// Returns true if the plans differ at most in the order of the parameters.
+    #[doc(hidden)]
     pub fn is_empty(&self) -> bool {
         self.plan.is_empty()
             && self.removed.is_empty()
             && self.added.is_empty()
             && self.changed.is_empty()
     }
+}
+
+/// Returns the parameter of `plan` with the name of `parameter`.
+fn find<'a>(plan: &'a ShardingPlan, parameter: &PlannedParameter) -> Option<&'a PlannedParameter> {
+    let index = plan.index_of(parameter.info().name())?;
+    Some(&plan.parameters()[index])
+}
+
+fn changed_properties(
+    old: &ShardingPlan,
+    new: &ShardingPlan,
+) -> Vec<(&'static str, String, String)> {
+    let mut changed = Vec::new();
+    for ((name, old_value), (_, new_value)) in properties(old).into_iter().zip(properties(new)) {
+        if old_value != new_value {
+            changed.push((name, old_value, new_value));
+        }
+    }
+    changed
 }
 
 fn properties(plan: &ShardingPlan) -> [(&'static str, String); 5] {
@@ -75,10 +104,4 @@ fn properties(plan: &ShardingPlan) -> [(&'static str, String); 5] {
         ("kept units", kept_units.join(", ")),
         ("shares", if plan.is_resized() { String::from("resized") } else { String::from("equal") }),
     ]
-}
-
-type Property = (&'static str, String);
-
-fn differing((before, after): (Property, Property)) -> Option<(&'static str, String, String)> {
-    (before != after).then_some((before.0, before.1, after.1))
 }

@@ -1,4 +1,4 @@
-//! A plan with its cost beside it, ready to be printed.
+//! Reports of a plan and its cost.
 
 mod diff;
 mod render;
@@ -18,13 +18,12 @@ use crate::{
     strategy::LayerBalance,
 };
 
-/// A plan and what it costs, as a text for people or as JSON for programs.
+/// A plan and its cost, as text for people or as JSON for programs.
 ///
-/// [`Display`](std::fmt::Display) gives the text, [`Serialize`] the JSON, both from the same
-/// numbers. The JSON object is that of the [`ShardingPlan`] with `ranks`, `max_over_mean` and
-/// `collectives` added, so it can be read back as a plan; `layer_balance`, `step_seconds`, `budget`
-/// and `process` where they are known; with one rank asked for also `rank` and `shards`, the parts it
-/// holds.
+/// [`Display`](std::fmt::Display) writes the text and [`Serialize`] the JSON, from the same numbers. The JSON object is
+/// the [`ShardingPlan`] with `ranks`, `max_over_mean` and `collectives` added, so it can be read back as a plan. It
+/// also has `layer_balance`, `step_seconds`, `budget` and `process` if known, and for a requested rank `rank` and
+/// `shards`.
 ///
 /// # Examples
 ///
@@ -59,36 +58,36 @@ pub struct PlanReport<'a> {
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) layer_balance: Option<LayerBalance>,
     #[serde(skip_serializing_if = "Option::is_none")]
-    pub(crate) budget: Option<Budget>,
+    pub(crate) budget: Option<BudgetReport>,
     #[serde(skip_serializing_if = "Option::is_none")]
-    pub(crate) process: Option<Process>,
+    pub(crate) process: Option<ProcessReport>,
     #[serde(flatten)]
-    pub(crate) of_rank: Option<RankReport<'a>>,
+    pub(crate) rank_report: Option<RankReport<'a>>,
 }
 
-/// Whether the plan fits the memory of a device.
+/// A comparison of the peak memory with a budget.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
-pub(crate) struct Budget {
+pub(crate) struct BudgetReport {
     pub(crate) bytes: u64,
     pub(crate) peak_bytes: u128,
     pub(crate) missing_bytes: u128,
 }
 
-/// What a process of several ranks holds.
+/// The peak memory of a process with several ranks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
-pub(crate) struct Process {
+pub(crate) struct ProcessReport {
     pub(crate) slots: NonZeroUsize,
     pub(crate) peak_bytes: u128,
 }
 
-/// What one rank holds.
+/// The shards of one rank.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub(crate) struct RankReport<'a> {
     pub(crate) rank: Rank,
     pub(crate) shards: Vec<NamedShard<'a>>,
 }
 
-/// A shard and its parameter, which is written to JSON by its name.
+/// A shard with its parameter, serialized by name.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub(crate) struct NamedShard<'a> {
     #[serde(rename = "name", serialize_with = "serialize_name")]
@@ -102,30 +101,31 @@ fn serialize_name<S: Serializer>(info: &ParameterInfo, serializer: S) -> Result<
 }
 
 impl<'a> PlanReport<'a> {
-    /// Costs `plan` under `model`, and lists the shards of `rank` if one is given.
+    /// Computes the cost of `plan` under `model`, and lists the shards of `rank` if given.
     ///
     /// # Errors
     ///
-    /// [`Error::World`](crate::Error::World) if the plan's world has no such rank, and what
-    /// [`ShardingPlan::cost`] returns.
+    /// [`Error::World`](crate::Error::World) for an unknown rank, and the errors of
+    /// [`ShardingPlan::cost`].
     pub fn new(plan: &'a ShardingPlan, model: &CostModel, rank: Option<Rank>) -> Result<Self> {
-        let of_rank = rank.map(|rank| RankReport::new(plan, rank)).transpose()?;
+        let rank_report = rank.map(|rank| RankReport::new(plan, rank)).transpose()?;
         Ok(Self {
             plan,
             cost: plan.cost(model)?,
             layer_balance: plan.layer_balance(),
             budget: None,
             process: None,
-            of_rank,
+            rank_report,
         })
     }
 
-    /// Also tells whether each rank gets along with `bytes` of memory: field `budget` with `bytes`,
+    /// Compares the peak memory with a budget of `bytes` per rank: field `budget` with `bytes`,
     /// `peak_bytes` and `missing_bytes`.
+    #[doc(hidden)]
     #[must_use]
     pub fn with_budget(mut self, bytes: u64) -> Self {
         let peak_bytes = self.cost.peak_bytes();
-        self.budget = Some(Budget {
+        self.budget = Some(BudgetReport {
             bytes,
             peak_bytes,
             missing_bytes: peak_bytes.saturating_sub(bytes.into()),
@@ -133,15 +133,18 @@ impl<'a> PlanReport<'a> {
         self
     }
 
-    /// Also tells what a process of so many ranks needs that share what is gathered: field `process`
-    /// with `slots` and [`peak_bytes`](PlanCost::process_peak_bytes).
+    /// Reports the peak memory of a process with `slots` ranks that share gathered parameters: field `process` with
+    /// `slots` and [`peak_bytes`](PlanCost::process_peak_bytes).
+    #[doc(hidden)]
     #[must_use]
     pub fn with_process(mut self, slots: NonZeroUsize) -> Self {
-        self.process = Some(Process { slots, peak_bytes: self.cost.process_peak_bytes(slots) });
+        self.process =
+            Some(ProcessReport { slots, peak_bytes: self.cost.process_peak_bytes(slots) });
         self
     }
 
-    /// The cost, rank by rank.
+    /// Returns the cost.
+    #[doc(hidden)]
     pub fn cost(&self) -> &PlanCost {
         &self.cost
     }

@@ -1,4 +1,4 @@
-//! A JSON object whose order counts.
+//! Ordered JSON objects.
 
 use std::{collections::BTreeMap, fmt, marker::PhantomData};
 
@@ -9,81 +9,84 @@ use serde::{
 
 use crate::{
     error::{Error, ParameterError, Result},
-    param::{ParameterInfo, names::Names},
+    param::{ParameterInfo, name_index::NameIndex},
 };
 
-/// What stands behind a name.
-pub(super) trait Entry {
-    /// What it becomes together with its name.
+/// The value of a JSON entry.
+pub(super) trait NamedEntry {
+    /// The value together with its name.
     type Named;
 
+    /// Combines the value with its name.
     fn named(self, name: String) -> Result<Self::Named>;
 }
 
-/// The entries of a JSON object in the order of the text; or what is wrong with one of them.
+/// The entries of a JSON object in the order of the text, or the first error among them.
 ///
-/// An ordered map of `serde_json` would lose repeated names, and keeps the order only if a feature
-/// of it is on.
-pub(super) struct Entries<E: Entry> {
+/// The ordered map of `serde_json` would drop duplicate names, and keeps the order only with an
+/// optional feature.
+pub(super) struct JsonEntries<E: NamedEntry> {
     pub(super) named: Result<Vec<E::Named>>,
-    /// The entry `__metadata__`, which does not describe a tensor.
-    pub(super) metadata: Option<Metadata>,
+    /// The entry `__metadata__`, which is not a tensor.
+    pub(super) metadata: Option<HeaderMetadata>,
 }
 
 /// The entry `__metadata__` of a safetensors header.
 ///
-/// Metadata that the format does not allow is kept apart instead of refused: a planner, which reads
-/// tensors alone, has always accepted such files.
+/// Metadata that the format forbids is kept as `Other` instead of rejected: planners read only
+/// tensors, and have always accepted such files.
 #[derive(Clone, Debug, PartialEq, Deserialize)]
 #[serde(untagged)]
-pub(super) enum Metadata {
+pub(super) enum HeaderMetadata {
     Texts(BTreeMap<String, String>),
     Other(IgnoredAny),
 }
 
-impl<'de, E: Entry + Deserialize<'de>> Deserialize<'de> for Entries<E> {
+impl<'de, E: NamedEntry + Deserialize<'de>> Deserialize<'de> for JsonEntries<E> {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        deserializer.deserialize_map(EntriesVisitor(PhantomData))
+        deserializer.deserialize_map(JsonEntriesVisitor(PhantomData))
     }
 }
 
-struct EntriesVisitor<E>(PhantomData<E>);
+struct JsonEntriesVisitor<E>(PhantomData<E>);
 
-impl<'de, E: Entry + Deserialize<'de>> Visitor<'de> for EntriesVisitor<E> {
-    type Value = Entries<E>;
+impl<'de, E: NamedEntry + Deserialize<'de>> Visitor<'de> for JsonEntriesVisitor<E> {
+    type Value = JsonEntries<E>;
 
     fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str("an object with one entry per tensor")
     }
 
-    fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Entries<E>, A::Error> {
+    fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<JsonEntries<E>, A::Error> {
         let mut entries = Ok(Vec::new());
         let mut metadata = None;
         while let Some(name) = map.next_key::<String>()? {
             if name == "__metadata__" {
                 let value = map.next_value()?;
-                metadata =
-                    Some(if metadata.is_none() { value } else { Metadata::Other(IgnoredAny) });
+                metadata = Some(if metadata.is_none() {
+                    value
+                } else {
+                    HeaderMetadata::Other(IgnoredAny)
+                });
                 continue;
             }
-            // Named while its text is still in the cache; an error waits until all the text is
-            // known to be JSON.
+            // Combine each entry with its name while the text is cached. Report an error only after the whole text
+            // parsed as JSON.
             let entry: E = map.next_value()?;
-            if let Ok(so_far) = &mut entries {
+            if let Ok(list) = &mut entries {
                 match entry.named(name) {
-                    Ok(named) => so_far.push(named),
+                    Ok(named) => list.push(named),
                     Err(error) => entries = Err(error),
                 }
             }
         }
-        Ok(Entries { named: entries, metadata })
+        Ok(JsonEntries { named: entries, metadata })
     }
 }
 
-/// Checks that no name occurs twice among `len` names; `name` returns the one at a position, with
-/// its hash.
-pub(super) fn unique<'a>(len: usize, name: impl Fn(usize) -> (u64, &'a str)) -> Result<()> {
-    match Names::new(len, &name) {
+/// Checks that `len` names are distinct; `name` returns the name at a position with its hash.
+pub(super) fn check_unique<'a>(len: usize, name: impl Fn(usize) -> (u64, &'a str)) -> Result<()> {
+    match NameIndex::new(len, &name) {
         Ok(_) => Ok(()),
         Err(position) => Err(Error::Parameters(ParameterError::DuplicateName {
             name: name(position).1.to_owned(),
@@ -91,10 +94,10 @@ pub(super) fn unique<'a>(len: usize, name: impl Fn(usize) -> (u64, &'a str)) -> 
     }
 }
 
-/// Checks that no parameter occurs twice.
-pub(super) fn unique_parameters<'a>(
+/// Checks that the names of parameters are distinct.
+pub(super) fn check_unique_parameters<'a>(
     len: usize,
     info: impl Fn(usize) -> &'a ParameterInfo,
 ) -> Result<()> {
-    unique(len, |position| (info(position).name_hash(), info(position).name()))
+    check_unique(len, |position| (info(position).name_hash(), info(position).name()))
 }

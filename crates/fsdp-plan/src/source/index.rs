@@ -1,29 +1,29 @@
-//! The index of a model that is spread over several safetensors files.
+//! The index of a model stored in several safetensors files.
 
 use std::collections::{BTreeMap, BTreeSet};
 
 use serde::Deserialize;
 
 use super::{
-    entries::{Entries, Entry, unique},
+    entries::{JsonEntries, NamedEntry, check_unique},
     parse,
 };
 use crate::{
     error::{Error, Result, SourceError},
-    param::{ParameterInfo, names},
+    param::{ParameterInfo, name_index},
 };
 
-/// Reads the parameters of a model from its `model.safetensors.index.json`, given a way to `read` those of one of its
-/// files; each is read once, in the order of their names.
+/// Reads the parameters of a model from its `model.safetensors.index.json`. `read` returns the parameters of one file;
+/// it is called once per file, in the order of file names.
 ///
 /// # Errors
 ///
-/// Those of `read`; [`SourceError::Malformed`];
-/// [`ParameterError::DuplicateName`](crate::ParameterError::DuplicateName) if a tensor is listed twice;
-/// [`SourceError::BadFileName`] if a file is not a plain name, since a downloaded index has no say over other folders;
-/// [`SourceError::NotInIndex`] if a file has a tensor that
-/// the index does not place there, and [`SourceError::NotInFile`] if it lacks one that the index
-/// does.
+/// - The errors of `read`;
+/// - [`SourceError::Malformed`];
+/// - [`ParameterError::DuplicateName`](crate::ParameterError::DuplicateName) if a tensor is listed twice;
+/// - [`SourceError::InvalidFileName`] if a file is not a plain name, since a downloaded index must not reach other folders;
+/// - [`SourceError::NotInIndex`] if a file has a tensor that the index does not list for it, and
+///   [`SourceError::NotInFile`] if it lacks one that the index lists.
 ///
 /// # Examples
 ///
@@ -42,12 +42,12 @@ pub fn from_index<E: From<Error>>(
     json: &str,
     mut read: impl FnMut(&str) -> Result<Vec<ParameterInfo>, E>,
 ) -> Result<Vec<ParameterInfo>, E> {
-    let mut places: BTreeMap<String, String> = entries(json)?.into_iter().collect();
+    let mut unread: BTreeMap<String, String> = parse_entries(json)?.into_iter().collect();
     let mut parameters = Vec::new();
-    let files: BTreeSet<String> = places.values().cloned().collect();
+    let files: BTreeSet<String> = unread.values().cloned().collect();
     for file in files {
         for info in read(&file)? {
-            if places.remove(info.name()).as_ref() != Some(&file) {
+            if unread.remove(info.name()).as_ref() != Some(&file) {
                 return Err(Error::Source(SourceError::NotInIndex {
                     tensor: info.name().into(),
                     file,
@@ -57,29 +57,30 @@ pub fn from_index<E: From<Error>>(
             parameters.push(info);
         }
     }
-    match places.pop_first() {
+    match unread.pop_first() {
         Some((tensor, file)) => Err(Error::Source(SourceError::NotInFile { tensor, file }).into()),
         None => Ok(parameters),
     }
 }
 
-/// Every tensor with its file.
-fn entries(json: &str) -> Result<Vec<(String, String)>> {
-    let entries = parse::<Index>("safetensors index", json.as_bytes())?.weight_map.named?;
-    unique(entries.len(), |position| (names::hash(&entries[position].0), &entries[position].0))?;
+/// Returns every tensor with its file.
+fn parse_entries(json: &str) -> Result<Vec<(String, String)>> {
+    let entries = parse::<IndexFile>("safetensors index", json.as_bytes())?.weight_map.named?;
+    let name = |position: usize| entries[position].0.as_str();
+    check_unique(entries.len(), |position| (name_index::hash(name(position)), name(position)))?;
     match entries.iter().find(|(_, file)| !is_plain(file)) {
-        Some((_, file)) => Err(Error::Source(SourceError::BadFileName { file: file.clone() })),
+        Some((_, file)) => Err(Error::Source(SourceError::InvalidFileName { file: file.clone() })),
         None => Ok(entries),
     }
 }
 
 #[derive(Deserialize)]
-struct Index {
-    weight_map: Entries<String>,
+struct IndexFile {
+    weight_map: JsonEntries<String>,
 }
 
-/// The name of a file.
-impl Entry for String {
+/// A file name.
+impl NamedEntry for String {
     type Named = (Self, Self);
 
     fn named(self, name: String) -> Result<Self::Named> {
@@ -87,7 +88,7 @@ impl Entry for String {
     }
 }
 
-/// Whether `file` names an entry of the index's own folder on every system.
+/// Returns true if `file` names an entry of the index's folder on every operating system.
 fn is_plain(file: &str) -> bool {
     !matches!(file, "" | "." | "..") && !file.contains(['/', '\\', ':', '\0'])
 }

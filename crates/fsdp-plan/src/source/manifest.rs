@@ -1,19 +1,19 @@
-//! Manifests: a list of tensors with nothing but dtype and shape.
+//! Manifests: lists of tensors with dtype and shape.
 
 use super::{
-    entries::{Entries, Entry, unique_parameters},
+    entries::{JsonEntries, NamedEntry, check_unique_parameters},
     parse,
 };
 use crate::{
     error::Result,
-    param::{ParameterInfo, Unchecked},
+    param::{ParameterInfo, UncheckedParameter},
 };
 
-/// Reads a manifest `{name: {"dtype": …, "shape": […]}}`, in the order of its text.
+/// Reads a manifest `{name: {"dtype": …, "shape": […]}}` in the order of its text.
 ///
-/// Dtypes are named as [`ElemType`](crate::ElemType) says. An entry may also have the fields
-/// `layer`, `unit`, `requires_grad`, `always_gather` and `tied_to`, which mean what the methods of
-/// [`ParameterInfo`] of these names do. Other fields, and an entry `__metadata__`, are ignored.
+/// Dtypes have the names of [`ElemType`](crate::ElemType). An entry may also have the fields
+/// `layer`, `unit`, `requires_grad`, `always_gather` and `tied_to`, which work like the setters of
+/// [`ParameterInfo`]. Other fields and an entry `__metadata__` are ignored.
 ///
 /// # Errors
 ///
@@ -32,12 +32,12 @@ use crate::{
 /// # Ok::<(), fsdp_plan::Error>(())
 /// ```
 pub fn from_manifest(json: &str) -> Result<Vec<ParameterInfo>> {
-    let infos = parse::<Entries<Unchecked<'_>>>("manifest", json.as_bytes())?.named?;
-    unique_parameters(infos.len(), |position| &infos[position])?;
+    let infos = parse::<JsonEntries<UncheckedParameter<'_>>>("manifest", json.as_bytes())?.named?;
+    check_unique_parameters(infos.len(), |position| &infos[position])?;
     Ok(infos)
 }
 
-impl Entry for Unchecked<'_> {
+impl NamedEntry for UncheckedParameter<'_> {
     type Named = ParameterInfo;
 
     fn named(self, name: String) -> Result<ParameterInfo> {

@@ -1,8 +1,8 @@
-//! Where lists of parameters come from: safetensors headers, indices of several files, manifests.
+//! Readers of parameter lists: safetensors headers, indices of several files, and manifests.
 //!
-//! Everything here takes bytes, text or a reader that the caller has, and opens nothing itself.
-//! Tensors are never looked at. Input may be hostile: memory stays within a small multiple of the
-//! input, and whatever is wrong is an [`Error`].
+//! Functions take bytes, text or a reader, and open no file. They never read tensor data. Input may
+//! be hostile: memory stays within a small multiple of the input, and invalid input is an
+//! [`Error`].
 
 mod entries;
 mod index;
@@ -12,9 +12,9 @@ pub(crate) mod safetensors;
 pub use self::{index::from_index, manifest::from_manifest, safetensors::from_safetensors};
 use crate::error::{Error, Result, SourceError};
 
-/// Parses `json`, which should be a `what`.
+/// Parses `json`; `what` names the document in errors.
 fn parse<'a, T: serde::Deserialize<'a>>(what: &'static str, json: &'a [u8]) -> Result<T> {
-    // Looking at the encoding of all the text at once is much faster than string by string.
+    // Checking the encoding of the whole text at once is much faster than string by string.
     let malformed = |reason: String| Error::Source(SourceError::Malformed { what, reason });
     let text = std::str::from_utf8(json).map_err(|error| malformed(error.to_string()))?;
     serde_json::from_str(text).map_err(|error| malformed(error.to_string()))
@@ -34,23 +34,22 @@ mod tests {
         [&(header.len() as u64).to_le_bytes(), header].concat()
     }
 
-    fn read_everything(bytes: &[u8]) -> bool {
+    fn run_all_readers(bytes: &[u8]) -> bool {
         let text = String::from_utf8_lossy(bytes);
-        let no_file = |_: &str| Ok::<_, Error>(Vec::new());
         from_safetensors(bytes).is_ok()
             | from_manifest(&text).is_ok()
-            | from_index(&text, no_file).is_ok()
+            | from_index(&text, |_| Ok::<_, Error>(Vec::new())).is_ok()
     }
 
     proptest! {
         #[test]
-        fn any_bytes_are_parameters_or_an_error(bytes in proptest::collection::vec(any::<u8>(), 0..200)) {
-            read_everything(&bytes);
-            read_everything(&file(&bytes));
+        fn reading_any_bytes_never_panics(bytes in proptest::collection::vec(any::<u8>(), 0..200)) {
+            run_all_readers(&bytes);
+            run_all_readers(&file(&bytes));
         }
 
         #[test]
-        fn a_damaged_header_is_parameters_or_an_error(
+        fn reading_damaged_headers_never_panics(
             damage in proptest::collection::vec((0..HEADER.len(), any::<u8>()), 1..4),
             end in 0..=HEADER.len(),
         ) {
@@ -58,9 +57,9 @@ mod tests {
             for (position, byte) in damage {
                 header[position] = byte;
             }
-            read_everything(&header);
-            read_everything(&file(&header)[..end]);
-            read_everything(&file(&header[..end]));
+            run_all_readers(&header);
+            run_all_readers(&file(&header)[..end]);
+            run_all_readers(&file(&header[..end]));
         }
     }
 }

@@ -1,4 +1,4 @@
-//! The header of a safetensors file: the length of a JSON text, and the text.
+//! Headers of safetensors files: a length, then a JSON text.
 
 use std::{
     borrow::Cow,
@@ -10,24 +10,23 @@ use std::{
 use serde::Deserialize;
 
 use super::{
-    entries::{Entries, Entry, Metadata, unique_parameters},
+    entries::{HeaderMetadata, JsonEntries, NamedEntry, check_unique_parameters},
     parse,
 };
 use crate::{
     error::{Error, Result, SourceError},
-    param::{ParameterInfo, dtype_of},
+    param::{ParameterInfo, parse_dtype},
 };
 
-/// The bytes at the start of a safetensors file that hold the length of its header.
+/// Size of the length field at the start of a safetensors file, in bytes.
 pub const PREFIX_LEN: u64 = 8;
 
-/// The longest header accepted, the same as in the `safetensors` crate.
+/// Limit on the length of a header in bytes, as in the `safetensors` crate.
 pub const MAX_HEADER_LEN: u64 = 100_000_000;
 
-/// The length of the header that follows `prefix`, the first bytes of a safetensors file.
+/// Returns the length of the header after `prefix`, the first bytes of a safetensors file.
 ///
-/// With it a caller reads as much of a file as [`from_safetensors`] wants, however large the
-/// tensors are.
+/// Callers can then read only the part of a file that [`from_safetensors`] needs.
 ///
 /// # Errors
 ///
@@ -41,15 +40,15 @@ pub fn header_len(prefix: [u8; 8]) -> Result<u64> {
     }
 }
 
-/// Reads the parameters of a safetensors file from its beginning, in the order in which their
-/// tensors lie in the file.
+/// Reads the parameters from the start of a safetensors file, in the order of their tensors in the
+/// file.
 ///
-/// `bytes` begins where the file does, and goes at least to the end of the header; what follows is
-/// not looked at. [`SafetensorsHeader`] also tells where the tensors lie.
+/// `bytes` must cover the whole header; bytes after the header are ignored. [`SafetensorsHeader`]
+/// also gives the position of each tensor.
 ///
 /// # Errors
 ///
-/// Those of [`SafetensorsHeader::parse`].
+/// The errors of [`SafetensorsHeader::parse`].
 ///
 /// # Examples
 ///
@@ -66,11 +65,11 @@ pub fn from_safetensors(bytes: &[u8]) -> Result<Vec<ParameterInfo>> {
     Ok(SafetensorsHeader::parse(bytes)?.tensors.into_iter().map(|tensor| tensor.info).collect())
 }
 
-/// What the header of a safetensors file says: which tensors lie in it, and where.
+/// The header of a safetensors file: its tensors and their byte ranges.
 ///
-/// A header that exists is consistent: tensors lie side by side, each as long as its shape and
-/// dtype ask for, and no name occurs twice. Whether the file is as long as the header says is for
-/// the caller to see, by [`file_len`](Self::file_len).
+/// A header is always consistent: tensors are contiguous, the size of each matches its shape and
+/// dtype, and names are distinct. The caller must compare [`file_len`](Self::file_len) with the
+/// length of the file.
 ///
 /// # Examples
 ///
@@ -98,7 +97,7 @@ pub fn from_safetensors(bytes: &[u8]) -> Result<Vec<ParameterInfo>> {
 #[derive(Clone, Debug, PartialEq)]
 pub struct SafetensorsHeader {
     tensors: Vec<StoredTensor>,
-    metadata: Option<Metadata>,
+    metadata: Option<HeaderMetadata>,
     file_len: u64,
 }
 
@@ -106,20 +105,20 @@ pub struct SafetensorsHeader {
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct StoredTensor {
-    /// Its name, shape and dtype.
+    /// Name, shape and dtype.
     pub info: ParameterInfo,
-    /// Its bytes, counted from the start of the file.
+    /// Byte range, from the start of the file.
     pub range: Range<u64>,
 }
 
 impl SafetensorsHeader {
-    /// Reads a header from the beginning of a file, and nothing behind it.
+    /// Reads a header from the start of a file, and nothing after it.
     ///
-    /// Memory stays in proportion to the bytes there are, whatever length the file states.
+    /// Memory is proportional to the bytes read, not to the stated length.
     ///
     /// # Errors
     ///
-    /// [`SourceError::Unreadable`] if `reader` fails, and those of [`parse`](Self::parse).
+    /// [`SourceError::Unreadable`] if `reader` fails, and the errors of [`parse`](Self::parse).
     pub fn read(mut reader: impl Read) -> Result<Self> {
         let mut bytes = Vec::new();
         reader.by_ref().take(PREFIX_LEN).read_to_end(&mut bytes).map_err(unreadable)?;
@@ -129,8 +128,7 @@ impl SafetensorsHeader {
         Self::parse(&bytes)
     }
 
-    /// Reads a header from `bytes`, which begin where the file does and go at least to the end of
-    /// the header.
+    /// Parses a header from `bytes`, which must cover the whole header.
     ///
     /// # Errors
     ///
@@ -139,51 +137,52 @@ impl SafetensorsHeader {
     ///   [`ParameterError::UnknownDtype`](crate::ParameterError::UnknownDtype),
     ///   [`ParameterError::DuplicateName`](crate::ParameterError::DuplicateName) or
     ///   [`ParameterError::TooLarge`](crate::ParameterError::TooLarge);
-    /// - [`Error::TotalTooLarge`] if the end of a tensor would leave 64 bits;
-    /// - [`SourceError::BadOffsets`] if tensors overlap, leave gaps, or have another size than
-    ///   shape and dtype say.
+    /// - [`Error::TotalTooLarge`] if the end of a tensor exceeds 64 bits;
+    /// - [`SourceError::OffsetMismatch`] if tensors overlap, leave gaps, or do not match their shape
+    ///   and dtype.
     pub fn parse(bytes: &[u8]) -> Result<Self> {
-        let text = header(bytes)?;
-        let Entries { named, metadata } = parse::<Entries<Tensor<'_>>>(HEADER, text)?;
+        let text = header_text(bytes)?;
+        let JsonEntries { named, metadata } = parse::<JsonEntries<HeaderEntry<'_>>>(HEADER, text)?;
         let mut placed = named?;
-        unique_parameters(placed.len(), |position| &placed[position].0)?;
-        // Tensors without bytes begin where the next one does; the sort is stable, so they stay in
-        // the order of the text.
+        check_unique_parameters(placed.len(), |position| &placed[position].0)?;
+        // An empty tensor begins where the next one does; the stable sort keeps them in the order of the text.
         placed.sort_by_key(|&(_, offsets)| offsets);
-        let data_len =
-            placed.iter().try_fold(0, |end, (info, offsets)| next_end(end, info, *offsets))?;
+        let mut data_len = 0;
+        for (info, offsets) in &placed {
+            data_len = next_end(data_len, info, *offsets)?;
+        }
         let data_start = PREFIX_LEN + text.len() as u64;
         let file_len = data_start.checked_add(data_len).ok_or(TOO_LARGE)?;
-        let stored = |(info, (begin, end))| StoredTensor {
-            info,
-            range: data_start + begin..data_start + end,
-        };
-        Ok(Self { tensors: placed.into_iter().map(stored).collect(), metadata, file_len })
+        let tensors = placed.into_iter().map(|(info, (begin, end))| {
+            let range = data_start + begin..data_start + end;
+            StoredTensor { info, range }
+        });
+        Ok(Self { tensors: tensors.collect(), metadata, file_len })
     }
 
-    /// Every tensor, in the order in which they lie in the file.
+    /// Returns the tensors in the order of the file.
     pub fn tensors(&self) -> &[StoredTensor] {
         &self.tensors
     }
 
-    /// The texts of the entry `__metadata__` by their keys; none if there is no such entry.
+    /// Returns the entry `__metadata__`, empty if there is none.
     ///
     /// # Errors
     ///
-    /// [`SourceError::Malformed`] if the entry is anything but an object of texts, or occurs twice.
+    /// [`SourceError::Malformed`] if the entry is not an object of strings, or occurs twice.
     pub fn metadata(&self) -> Result<&BTreeMap<String, String>> {
-        static NONE: BTreeMap<String, String> = BTreeMap::new();
+        static EMPTY: BTreeMap<String, String> = BTreeMap::new();
         match &self.metadata {
-            None => Ok(&NONE),
-            Some(Metadata::Texts(texts)) => Ok(texts),
-            Some(Metadata::Other(_)) => {
-                let reason = String::from("__metadata__ must be one object of texts");
+            None => Ok(&EMPTY),
+            Some(HeaderMetadata::Texts(texts)) => Ok(texts),
+            Some(HeaderMetadata::Other(_)) => {
+                let reason = String::from("__metadata__ must be one object of strings");
                 Err(Error::Source(SourceError::Malformed { what: HEADER, reason }))
             }
         }
     }
 
-    /// The length of the whole file, which ends where its last tensor does.
+    /// Returns the length of the file, which ends with its last tensor.
     pub fn file_len(&self) -> u64 {
         self.file_len
     }
@@ -193,46 +192,52 @@ const HEADER: &str = "safetensors header";
 
 const TOO_LARGE: Error = Error::TotalTooLarge { what: "the bytes of the tensors of a file" };
 
-#[expect(clippy::needless_pass_by_value, reason = "as `map_err` wants it")]
+#[expect(clippy::needless_pass_by_value, reason = "the signature that `map_err` expects")]
 fn unreadable(error: io::Error) -> Error {
     Error::Source(SourceError::Unreadable { kind: error.kind(), reason: error.to_string() })
 }
 
-/// The text of the header.
-fn header(bytes: &[u8]) -> Result<&[u8]> {
+/// Returns the JSON text of the header.
+fn header_text(bytes: &[u8]) -> Result<&[u8]> {
     let available = bytes.len() as u64;
     let truncated = |needed| Error::Source(SourceError::HeaderTruncated { needed, available });
     let (&prefix, rest) = bytes.split_first_chunk::<8>().ok_or_else(|| truncated(PREFIX_LEN))?;
     let len = header_len(prefix)?;
-    #[expect(clippy::expect_used, reason = "`header_len` refuses what is longer than 100 MB")]
+    #[expect(clippy::expect_used, reason = "`header_len` rejects lengths above 100 MB")]
     let end = usize::try_from(len).expect("the length of a header fits into 32 bits");
     rest.get(..end).ok_or_else(|| truncated(PREFIX_LEN + len))
 }
 
 #[derive(Deserialize)]
-struct Tensor<'a> {
+struct HeaderEntry<'a> {
     #[serde(borrow)]
     dtype: Cow<'a, str>,
     shape: Vec<u64>,
     data_offsets: (u64, u64),
 }
 
-impl Entry for Tensor<'_> {
-    /// The parameter, and where it begins and ends.
+impl NamedEntry for HeaderEntry<'_> {
+    /// The parameter with its begin and end offsets.
     type Named = (ParameterInfo, (u64, u64));
 
     fn named(self, name: String) -> Result<Self::Named> {
-        let dtype = dtype_of(&name, &self.dtype)?;
+        let dtype = parse_dtype(&name, &self.dtype)?;
         Ok((ParameterInfo::new(name, self.shape, dtype)?, self.data_offsets))
     }
 }
 
-/// The end of a parameter, which must begin where the one before it ends.
+/// Returns the end of a parameter, which must begin at the end of the previous one.
 fn next_end(expected_begin: u64, info: &ParameterInfo, (begin, end): (u64, u64)) -> Result<u64> {
     let expected_end = expected_begin.checked_add(info.bytes()).ok_or(TOO_LARGE)?;
     if (begin, end) == (expected_begin, expected_end) {
         return Ok(end);
     }
     let name = info.name().to_owned();
-    Err(Error::Source(SourceError::BadOffsets { name, begin, end, expected_begin, expected_end }))
+    Err(Error::Source(SourceError::OffsetMismatch {
+        name,
+        begin,
+        end,
+        expected_begin,
+        expected_end,
+    }))
 }

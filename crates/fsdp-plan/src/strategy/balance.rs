@@ -1,9 +1,7 @@
-//! Weights into bins, so that no bin is much heavier than the others: any items together, or only
-//! neighbors.
+//! Balanced assignment of weights to bins, either of any items or of runs of neighbors.
 //!
-//! A bin stands for what carries the items (a rank, a pipeline stage), a weight for what is to be
-//! balanced (bytes, milliseconds). Everything is computed in integers, and ties are broken by
-//! position, so every rank finds the same answer.
+//! A bin is a rank or a pipeline stage, a weight is bytes or milliseconds. All arithmetic uses
+//! integers, and ties are broken by position, so every rank computes the same assignment.
 //!
 //! # References
 //!
@@ -18,22 +16,21 @@ use std::{cmp::Reverse, collections::BinaryHeap, ops::Range};
 
 use core_types::{WorldSize, balance::longest_first};
 
-/// How many capacities [`multifit`] tries at most.
+/// Limit on the capacities that [`multifit`] tries.
 ///
-/// That is all it needs where the capacities in question are fewer than 2^24. Elsewhere less than a
-/// ten-millionth of them stays open; with 64 tries, no largest sum of the sets it was timed with
-/// changed in the first seven digits.
+/// 24 tries are enough for 2^24 candidate capacities. Of larger ranges less than a ten-millionth
+/// stays unsearched; with 64 tries, no largest sum of the timed sets changed in the first seven
+/// digits.
 const MAX_TRIES: usize = 24;
 
-/// Returns the bin of each item, so that the largest sum of a bin is small.
+/// Returns the bin of each item such that the largest sum of a bin is small.
 ///
-/// This is the better of two rules, neither of which always is: [`longest_first`], and [`multifit`]
-/// where that ends lower. No bin is empty while another has two items.
+/// Runs [`longest_first`], and [`multifit`] if it can improve on that, because neither is always
+/// better. No bin is empty while another has two items.
 ///
 /// # Complexity
 ///
-/// O(n log n) for n items, for each of at most [`MAX_TRIES`] tries. Bins beyond n are never looked
-/// at.
+/// O(n log n) for n items, for each of at most [`MAX_TRIES`] tries, independent of bins beyond n.
 pub(super) fn balanced(weights: &[u64], bins: WorldSize) -> Vec<usize> {
     let order = largest_first(weights);
     let sorted: Vec<_> = order.iter().map(|&item| weights[item]).collect();
@@ -44,13 +41,12 @@ pub(super) fn balanced(weights: &[u64], bins: WorldSize) -> Vec<usize> {
     owners
 }
 
-/// Returns the bin of each item, where bins are runs of neighbors, in order: bin 0 has the first
+/// Returns the bin of each item, where each bin is a run of neighbors and bin 0 has the first
 /// items.
 ///
-/// The largest sum is the smallest that runs can have, and there are exactly as many runs as items
-/// or bins, whichever are fewer, each with an item. The optimum leaves a choice of where to cut;
-/// each run in turn takes as near as it may to an even share of what is left, because runs as long
-/// as possible would starve the last ones.
+/// The largest sum is optimal, and the number of runs is the smaller of items and bins. Several
+/// sets of cuts are optimal; each run takes as close to an even share of the remaining items as it
+/// can, because runs as long as possible would starve the last ones.
 ///
 /// # Complexity
 ///
@@ -69,11 +65,10 @@ pub(super) fn contiguous(weights: &[u64], bins: WorldSize) -> Vec<usize> {
     owners
 }
 
-/// Returns a lower bound of the largest sum, however the bins are filled.
+/// Returns a lower bound of the largest sum of any assignment.
 ///
-/// It is the largest of three: an even share; the largest weight; and, because one of `n_bins` bins
-/// has at least k + 1 of any k × `n_bins` + 1 items, the k + 1 smallest of that many largest
-/// weights, for each k.
+/// It is the maximum of an even share, the largest weight, and, for each k, the k + 1 smallest of
+/// the k × `n_bins` + 1 largest weights, because one bin has at least k + 1 of these.
 ///
 /// # Complexity
 ///
@@ -84,22 +79,22 @@ pub(super) fn lower_bound(weights: &[u64], bins: WorldSize) -> u128 {
     lower_bound_sorted(&sorted, useful_bins(weights, bins).as_usize())
 }
 
-/// The number of bins that can be of use: no more than there are items, and at least one.
+/// Returns the number of usable bins: at most the number of items, and at least one.
 fn useful_bins(weights: &[u64], bins: WorldSize) -> WorldSize {
     let n_bins = bins.as_u64().min(weights.len() as u64).max(1);
     #[expect(clippy::expect_used, reason = "a world size is at least 1, and so is the result")]
     WorldSize::new(n_bins).expect("no more bins than there are ranks")
 }
 
-/// The items from the heaviest to the lightest, equal ones in their order.
+/// Returns the items from the heaviest to the lightest; equal items keep their order.
 fn largest_first(weights: &[u64]) -> Vec<usize> {
     let mut order: Vec<_> = (0..weights.len()).collect();
     order.sort_by_key(|&item| Reverse(weights[item]));
     order
 }
 
-/// The sums of the first 0, 1, … n weights. No sum of `u64`s that fit into memory overflows a
-/// `u128`.
+/// Returns the sums of the first 0, 1, … n weights. Sums of `u64`s that fit into memory never
+/// overflow a `u128`.
 fn prefix_sums(weights: &[u64]) -> Vec<u128> {
     let mut sums = Vec::with_capacity(weights.len() + 1);
     sums.push(0);
@@ -110,35 +105,36 @@ fn prefix_sums(weights: &[u64]) -> Vec<u128> {
     sums
 }
 
-/// [`lower_bound`] of weights that fall, in O(n).
+/// Computes [`lower_bound`] for descending weights, in O(n).
 fn lower_bound_sorted(sorted: &[u64], n_bins: usize) -> u128 {
     let prefix = prefix_sums(sorted);
+    let mut bound = prefix[sorted.len()].div_ceil(n_bins as u128);
     // `k` = 0 is the largest weight alone.
-    let crowded = |k: usize| prefix[k * n_bins + 1] - prefix[k * n_bins - k];
-    let n_crowds = sorted.len().div_ceil(n_bins);
-    (0..n_crowds).map(crowded).fold(prefix[sorted.len()].div_ceil(n_bins as u128), u128::max)
+    for k in 0..sorted.len().div_ceil(n_bins) {
+        bound = bound.max(prefix[k * n_bins + 1] - prefix[k * n_bins - k]);
+    }
+    bound
 }
 
-/// [`balanced`] for weights that fall, and no more bins than items.
+/// Computes [`balanced`] for descending weights and at most as many bins as items.
 ///
-/// Where [`longest_first`] meets the lower bound, as it does for equal weights, no capacity is left
-/// to try.
+/// If [`longest_first`] meets the lower bound, as it does for equal weights, no capacity remains to
+/// try.
 fn pack(sorted: &[u64], bins: WorldSize) -> Vec<usize> {
     let n_bins = bins.as_usize();
-    let dealt = longest_first(sorted, bins);
-    let capacities = lower_bound_sorted(sorted, n_bins)..largest_sum(sorted, &dealt, n_bins);
-    let Some(mut fitted) = multifit(sorted, n_bins, capacities) else { return dealt };
-    fill_empty_bins(sorted, &mut fitted, n_bins);
-    fitted
+    let baseline = longest_first(sorted, bins);
+    let capacities = lower_bound_sorted(sorted, n_bins)..largest_sum(sorted, &baseline, n_bins);
+    let Some(mut better) = multifit(sorted, n_bins, capacities) else { return baseline };
+    fill_empty_bins(sorted, &mut better, n_bins);
+    better
 }
 
-/// What [`first_fit`] does at a small capacity out of `capacities`; `None` if it succeeds at none
-/// that was tried.
+/// Returns the result of [`first_fit`] at a small capacity out of `capacities`, or `None` if all
+/// tries fail.
 ///
-/// This is MULTIFIT (Coffman, Garey and Johnson, 1978), here with both ends of the bisection known
-/// from elsewhere. It ends within 13/11 of the optimum (Yue, 1990) if it ends before [`MAX_TRIES`],
-/// though not always at the smallest capacity there is: first fit may fail at one and succeed at a
-/// smaller one.
+/// This is MULTIFIT (Coffman, Garey and Johnson, 1978) with given bounds for the bisection. If it
+/// ends before [`MAX_TRIES`], the result is within 13/11 of the optimum (Yue, 1990). It may miss
+/// the smallest capacity, because first fit can fail at one capacity and succeed at a smaller one.
 ///
 /// # Complexity
 ///
@@ -151,7 +147,7 @@ fn multifit(sorted: &[u64], n_bins: usize, mut capacities: Range<u128>) -> Optio
         }
         let capacity = u128::midpoint(capacities.start, capacities.end);
         if let Some(bins) = first_fit(sorted, n_bins, capacity) {
-            // First fit would do the same at every capacity down to the largest sum that it made.
+            // First fit gives the same result at every capacity down to its largest sum.
             capacities.end = largest_sum(sorted, &bins, n_bins);
             best = Some(bins);
         } else {
@@ -161,29 +157,28 @@ fn multifit(sorted: &[u64], n_bins: usize, mut capacities: Range<u128>) -> Optio
     best
 }
 
-/// Gives each item in turn to the first bin in which it fits; `None` if one fits nowhere.
+/// Puts each item into the first bin in which it fits; returns `None` if an item fits nowhere.
 ///
-/// What is filled here is bin after bin: with the first item that fits, the next after it that
-/// still does, and so on. The outcome is the same. But the weights are sorted already, while a
-/// search for bins would need a tree; and what a full bin leaves free is lost for certain, so a
-/// capacity is given up as soon as too much is lost. Both together halved the time.
+/// The loop fills bin after bin instead, each with the first item that fits, then the next after it
+/// that fits, and so on; the result is the same. The weights are sorted already, while a search for
+/// bins would need a tree. And the free space of a finished bin is lost for certain, so the loop
+/// stops as soon as it loses too much. Both together halved the time.
 ///
 /// # Complexity
 ///
 /// O(n log n) for n items.
 fn first_fit(sorted: &[u64], n_bins: usize, capacity: u128) -> Option<Vec<usize>> {
     let total: u128 = sorted.iter().copied().map(u128::from).sum();
-    // No overflow: what `longest_first` reaches is less than an even share and the largest weight
-    // together.
+    // This cannot overflow: the result of `longest_first` is less than an even share plus the largest weight.
     let mut spare = (capacity * n_bins as u128).checked_sub(total)?;
-    let fitting =
-        |from, free| from + sorted[from..].partition_point(|&weight| free < u128::from(weight));
-    let mut remaining = Remaining::all(sorted.len());
+    let mut remaining = RemainingItems::all(sorted.len());
     let mut bins = vec![0; sorted.len()];
     for bin in 0..n_bins {
         let mut from = 0;
         let mut free = capacity;
-        while let Some(item) = remaining.first_from(fitting(from, free)) {
+        loop {
+            let n_too_heavy = sorted[from..].partition_point(|&weight| free < u128::from(weight));
+            let Some(item) = remaining.first_from(from + n_too_heavy) else { break };
             remaining.remove(item);
             bins[item] = bin;
             free -= u128::from(sorted[item]);
@@ -194,25 +189,25 @@ fn first_fit(sorted: &[u64], n_bins: usize, capacity: u128) -> Option<Vec<usize>
     Some(bins)
 }
 
-/// Which items of a list are left.
+/// The remaining items of a list.
 ///
-/// An item that is left points to itself, any other to one further on, and none of those between
-/// the two is left. Paths are halved as they are followed, as in a disjoint-set forest, so that a
-/// search takes O(log n) on average.
-struct Remaining(Vec<usize>);
+/// A remaining item points to itself; any other item points to a later one, and no item between the
+/// two remains. Searches halve the paths they follow, as in a disjoint-set forest, so a search
+/// takes O(log n) on average.
+struct RemainingItems(Vec<usize>);
 
-impl Remaining {
-    /// All of `n_items`, and one more that is never removed.
+impl RemainingItems {
+    /// Creates the set of all `n_items`, with a sentinel at the end.
     fn all(n_items: usize) -> Self {
         Self((0..=n_items).collect())
     }
 
-    /// Removes an item that is left, in O(1).
+    /// Removes a remaining item, in O(1).
     fn remove(&mut self, item: usize) {
         self.0[item] = item + 1;
     }
 
-    /// The first item left from `item` on.
+    /// Returns the first remaining item from `item` on.
     fn first_from(&mut self, mut item: usize) -> Option<usize> {
         while self.0[item] != item {
             self.0[item] = self.0[self.0[item]];
@@ -222,14 +217,14 @@ impl Remaining {
     }
 }
 
-/// The largest sum of a bin, in O(m + n).
+/// Returns the largest sum of a bin, in O(m + n).
 pub(super) fn largest_sum(weights: &[u64], bins: &[usize], n_bins: usize) -> u128 {
     #[expect(clippy::expect_used, reason = "a world has at least one rank")]
     let largest = sums(weights, bins, n_bins).into_iter().max().expect("at least one bin");
     largest
 }
 
-/// The sum of each bin, in O(m + n).
+/// Returns the sum of each bin, in O(m + n).
 fn sums(weights: &[u64], bins: &[usize], n_bins: usize) -> Vec<u128> {
     let mut sums = vec![0; n_bins];
     for (&weight, &bin) in weights.iter().zip(bins) {
@@ -238,48 +233,45 @@ fn sums(weights: &[u64], bins: &[usize], n_bins: usize) -> Vec<u128> {
     sums
 }
 
-/// Moves an item into each bin that [`first_fit`] left empty: the lightest of the fullest bin that
-/// has two or more.
+/// Moves an item into each bin that [`first_fit`] left empty: the lightest item of the fullest bin
+/// with two or more.
 ///
-/// First fit opens bins in their order, so the empty ones are the last. Of equally full bins the
-/// first gives, of equally light items the last is given. No bin becomes fuller than the fullest
+/// First fit opens bins in order, so empty bins are the last ones. Of equally full bins the first
+/// gives an item, and of equally light items the last moves. No bin becomes fuller than the fullest
 /// was.
 ///
 /// # Complexity
 ///
 /// O(m + n log m) for n items.
 fn fill_empty_bins(sorted: &[u64], bins: &mut [usize], n_bins: usize) {
-    #[expect(clippy::expect_used, reason = "without items no capacity is tried")]
+    #[expect(clippy::expect_used, reason = "multifit tries no capacity without items")]
     let n_used = bins.iter().max().expect("at least one item") + 1;
     let mut items = vec![Vec::new(); n_used];
     for (item, &bin) in bins.iter().enumerate() {
         items[bin].push(item);
     }
     let sums = sums(sorted, bins, n_used);
-    let givers = (0..n_used).filter(|&bin| items[bin].len() > 1);
-    let mut givers: BinaryHeap<_> = givers.map(|bin| (sums[bin], Reverse(bin))).collect();
+    let donors = (0..n_used).filter(|&bin| items[bin].len() > 1);
+    let mut donors: BinaryHeap<_> = donors.map(|bin| (sums[bin], Reverse(bin))).collect();
     for empty in n_used..n_bins {
         #[expect(clippy::expect_used, reason = "there are at least as many items as bins")]
-        let (sum, Reverse(giver)) =
-            givers.pop().expect("while a bin is empty, another has two items");
-        #[expect(
-            clippy::expect_used,
-            reason = "a bin leaves the givers with its last item but one"
-        )]
-        let item = items[giver].pop().expect("a giver has two items or more");
+        let (sum, Reverse(donor)) =
+            donors.pop().expect("while a bin is empty, another has two items");
+        #[expect(clippy::expect_used, reason = "a bin with one item is not pushed again")]
+        let item = items[donor].pop().expect("a donor has two items or more");
         bins[item] = empty;
-        if items[giver].len() > 1 {
-            givers.push((sum - u128::from(sorted[item]), Reverse(giver)));
+        if items[donor].len() > 1 {
+            donors.push((sum - u128::from(sorted[item]), Reverse(donor)));
         }
     }
 }
 
-/// The smallest largest sum of `n_bins` runs, in O(n log w) for n items of a weight of at most w.
+/// Returns the smallest possible largest sum of `n_bins` runs, in O(n log w) for n items of weights
+/// up to w.
 fn least_capacity(weights: &[u64], prefix: &[u128], n_bins: usize) -> u128 {
     let Some(largest) = weights.iter().copied().max().map(u128::from) else { return 0 };
     let mut low = prefix[weights.len()].div_ceil(n_bins as u128).max(largest);
-    // Enough for sure: a run that has no room for the next item then carries more than an even
-    // share.
+    // This always suffices: a run that has no room for the next item then has more than an even share.
     let mut high = low + largest;
     while low < high {
         let capacity = u128::midpoint(low, high);
@@ -292,8 +284,8 @@ fn least_capacity(weights: &[u64], prefix: &[u128], n_bins: usize) -> u128 {
     low
 }
 
-/// For each number of runs up to `n_bins`, the first item from which on all items fit into so many,
-/// in O(m + n).
+/// Returns, for each number of runs up to `n_bins`, the first item from which all items fit into
+/// that many runs, in O(m + n).
 fn earliest_starts(prefix: &[u128], capacity: u128, n_bins: usize) -> Vec<usize> {
     let mut start = prefix.len() - 1;
     let mut starts = vec![start];
@@ -307,10 +299,10 @@ fn earliest_starts(prefix: &[u128], capacity: u128, n_bins: usize) -> Vec<usize>
     starts
 }
 
-/// Where a run from `start` ends that takes about an even share, fits, and leaves an item for each
-/// of `n_after` runs.
+/// Returns the end of a run from `start` that takes about an even share, fits, and leaves an item
+/// for each of `n_after` runs.
 ///
-/// Takes O(log n).
+/// It takes O(log n).
 fn run_end(prefix: &[u128], start: usize, capacity: u128, n_after: usize) -> usize {
     let n_items = prefix.len() - 1;
     let share = (prefix[n_items] - prefix[start]) / (n_after as u128 + 1);
@@ -318,12 +310,12 @@ fn run_end(prefix: &[u128], start: usize, capacity: u128, n_after: usize) -> usi
     nearest(prefix, prefix[start] + share).max(start + 1).min(fitting).min(n_items - n_after)
 }
 
-/// The position of the sum nearest to `target`, which is no more than the last; the later of two,
-/// in O(log n).
+/// Returns the position of the sum nearest to `target`, which must not exceed the last; the later
+/// of two ties, in O(log n).
 fn nearest(prefix: &[u128], target: u128) -> usize {
-    let above = prefix.partition_point(|&sum| sum < target);
-    let below = above.saturating_sub(1);
-    if target - prefix[below] < prefix[above] - target { below } else { above }
+    let upper = prefix.partition_point(|&sum| sum < target);
+    let lower = upper.saturating_sub(1);
+    if target - prefix[lower] < prefix[upper] - target { lower } else { upper }
 }
 
 #[cfg(test)]
@@ -336,30 +328,32 @@ mod tests {
         WorldSize::new(n_bins as u64).unwrap()
     }
 
-    /// The optimum, by trying everything.
+    /// Computes the optimum by exhaustive search.
     fn optimum(weights: &[u64], sums: &mut [u128]) -> u128 {
         let Some((&weight, rest)) = weights.split_first() else {
             return sums.iter().copied().max().unwrap();
         };
-        let n_bins = sums.len();
-        let put = |bin: usize| {
+        let mut best = u128::MAX;
+        for bin in 0..sums.len() {
             sums[bin] += u128::from(weight);
-            let best = optimum(rest, sums);
+            best = best.min(optimum(rest, sums));
             sums[bin] -= u128::from(weight);
-            best
-        };
-        (0..n_bins).map(put).min().unwrap()
+        }
+        best
     }
 
-    /// The optimum of runs, by trying everything.
+    /// Computes the optimum of runs by exhaustive search.
     fn optimum_of_runs(weights: &[u64], n_bins: usize) -> u128 {
         let sum = |run: &[u64]| run.iter().copied().map(u128::from).sum::<u128>();
         if n_bins == 1 {
             return sum(weights);
         }
-        let cut =
-            |end: usize| sum(&weights[..end]).max(optimum_of_runs(&weights[end..], n_bins - 1));
-        (0..=weights.len()).map(cut).min().unwrap()
+        let mut best = u128::MAX;
+        for end in 0..=weights.len() {
+            let (first, rest) = weights.split_at(end);
+            best = best.min(sum(first).max(optimum_of_runs(rest, n_bins - 1)));
+        }
+        best
     }
 
     fn check_balanced(weights: &[u64], n_bins: usize) {
@@ -397,7 +391,7 @@ mod tests {
         );
     }
 
-    /// As many bins have items as can.
+    /// Checks that as many bins as possible have items.
     fn check_occupied(owners: &[usize], n_bins: usize, weights: &[u64]) {
         assert_eq!(owners.len(), weights.len());
         assert!(owners.iter().all(|&bin| bin < n_bins));
@@ -409,19 +403,20 @@ mod tests {
         largest_first(weights).into_iter().map(|item| weights[item]).collect()
     }
 
-    /// [`first_fit`], item after item.
+    /// Computes [`first_fit`] item by item.
     fn slow_first_fit(sorted: &[u64], n_bins: usize, capacity: u128) -> Option<Vec<usize>> {
         let mut free = vec![capacity; n_bins];
-        let mut put = |&weight: &u64| {
+        let mut bins = Vec::new();
+        for &weight in sorted {
             let bin = free.iter().position(|&free| u128::from(weight) <= free)?;
             free[bin] -= u128::from(weight);
-            Some(bin)
-        };
-        sorted.iter().map(&mut put).collect()
+            bins.push(bin);
+        }
+        Some(bins)
     }
 
     #[test]
-    fn every_small_case_keeps_the_bounds() {
+    fn small_cases_keep_the_bounds() {
         for n_items in 0..=5 {
             for code in 0..5_u64.pow(n_items) {
                 let weights: Vec<_> = (0..n_items).map(|item| code / 5_u64.pow(item) % 5).collect();
@@ -449,7 +444,7 @@ mod tests {
         }
 
         #[test]
-        fn first_fit_is_what_it_is_called(
+        fn first_fit_matches_its_definition(
             weights in proptest::collection::vec(0_u64..30, 0..60), n_bins in 1_usize..20, capacity in 30_u128..200,
         ) {
             let weights = sorted(&weights);
@@ -457,7 +452,7 @@ mod tests {
         }
 
         #[test]
-        fn many_items_leave_no_bin_empty(
+        fn no_bin_stays_empty(
             weights in proptest::collection::vec(0_u64..6, 0..80), n_bins in 1_usize..40,
         ) {
             check_occupied(&balanced(&weights, world(n_bins)), n_bins, &weights);
@@ -466,14 +461,14 @@ mod tests {
     }
 
     #[test]
-    fn multifit_is_taken_where_it_is_better() {
+    fn multifit_wins_if_better() {
         let weights = [3, 3, 2, 2, 2];
         assert_eq!(longest_first(&weights, world(2)), [0, 1, 0, 1, 0]);
         assert_eq!(balanced(&weights, world(2)), [0, 0, 1, 1, 1]);
     }
 
     #[test]
-    fn longest_first_is_kept_where_it_is_as_good() {
+    fn longest_first_wins_ties() {
         let weights = [3, 3, 2, 2, 2, 2];
         assert_eq!(balanced(&weights, world(2)), longest_first(&weights, world(2)));
         // First fit would need a third bin at the same capacity.
@@ -481,9 +476,8 @@ mod tests {
     }
 
     #[test]
-    fn bins_that_first_fit_does_not_need_get_an_item() {
-        // At 6, first fit needs four bins for the threes and three for the twos. The other rule
-        // ends at 7.
+    fn empty_bins_get_an_item() {
+        // At capacity 6, first fit needs four bins for the threes and three for the twos. The other rule ends at 7.
         let weights: Vec<_> = [[3; 8].as_slice(), &[2; 9]].concat();
         assert_eq!(largest_sum(&weights, &longest_first(&weights, world(8)), 8), 7);
         assert_eq!(first_fit(&weights, 8, 6).unwrap().iter().max(), Some(&6));
@@ -494,7 +488,7 @@ mod tests {
     }
 
     #[test]
-    fn the_fullest_bin_gives_first_and_keeps_its_last_item() {
+    fn fullest_bin_gives_an_item_first() {
         let mut bins = [0, 1, 1, 2, 2, 2, 2];
         fill_empty_bins(&[9, 4, 3, 2, 2, 1, 0], &mut bins, 6);
         // Bin 0 has one item; bin 1 gives its 3, then bin 2 gives its 0 and its 1.
@@ -502,7 +496,7 @@ mod tests {
     }
 
     #[test]
-    fn equal_weights_go_round_and_runs_of_them_are_even() {
+    fn equal_weights_are_spread_evenly() {
         assert_eq!(balanced(&[7; 5], world(3)), [0, 1, 2, 0, 1]);
         assert_eq!(balanced(&[0; 5], world(3)), [0, 1, 2, 0, 1]);
         for (n_items, n_bins) in [(126, 8), (12, 5), (7, 5), (61, 16), (9, 9)] {
@@ -516,16 +510,14 @@ mod tests {
     }
 
     #[test]
-    fn runs_share_what_the_heaviest_leaves() {
-        // The largest sum is 9 in any case; runs as long as that allows would have 1, 4 and 1
-        // items.
+    fn light_runs_are_even() {
+        // The largest sum is always 9; the longest runs within that capacity would have 1, 4 and 1 items.
         assert_eq!(contiguous(&[9, 2, 2, 2, 2, 2], world(3)), [0, 1, 1, 1, 2, 2]);
     }
 
     #[test]
-    fn crowds_raise_the_lower_bound() {
-        // Even shares are 8 and 10. But one of two bins gets two of the three fives, and one gets
-        // three of the fours.
+    fn crowded_bins_raise_the_lower_bound() {
+        // Even shares are 8 and 10. But one bin gets two of the three fives, or three of the five fours.
         assert_eq!(lower_bound(&[5, 5, 5, 0, 0], world(2)), 10);
         assert_eq!(lower_bound(&[4, 4, 4, 4, 4], world(2)), 12);
         assert_eq!(lower_bound(&[9, 1], world(2)), 9);

@@ -1,12 +1,11 @@
-//! Every rank owns a part of everything: ZeRO stage 3 (arXiv 1910.02054) and FSDP (arXiv
-//! 2304.11277).
+//! Full sharding: ZeRO stage 3 (arXiv 1910.02054) and FSDP (arXiv 2304.11277).
 
 use core_types::WorldSize;
 
 use super::{Layout, ShardingStrategy, assemble, divisible, layout};
 use crate::{error::Result, param::ParameterInfo, plan::ShardingPlan};
 
-/// Cuts every parameter over all ranks: the least memory per rank, the most traffic.
+/// Cuts every parameter over all ranks: the least memory per rank, and the most traffic.
 ///
 /// # Examples
 ///
@@ -32,7 +31,7 @@ pub struct Full {
 }
 
 impl Full {
-    /// Cuts in the given layout.
+    /// Creates the strategy with a layout.
     pub fn new(layout: Layout) -> Self {
         Self { layout }
     }

@@ -1,4 +1,4 @@
-//! Several copies of a sharded model: hybrid sharding (HSDP).
+//! Hybrid sharding (HSDP): several copies of a sharded model.
 
 use core_types::WorldSize;
 
@@ -9,12 +9,11 @@ use crate::{
     plan::ShardingPlan,
 };
 
-/// Shards the model over groups of neighboring ranks, and repeats that group: PyTorch's
-/// `HYBRID_SHARD`.
+/// Shards the model over groups of neighboring ranks and replicates it over the groups, like
+/// PyTorch's `HYBRID_SHARD`.
 ///
-/// Parameters are then gathered within a group only, usually a node with fast links, and gradients
-/// are averaged over the groups. The price is memory: a rank holds as much as in a world of one
-/// group.
+/// Parameters are gathered only within a group, usually a node with fast links, and gradients are
+/// averaged over the groups. A rank needs as much memory as in a world of one group.
 ///
 /// # Examples
 ///
@@ -38,7 +37,7 @@ pub struct Hsdp<S> {
 }
 
 impl<S: ShardingStrategy> Hsdp<S> {
-    /// Plans each of `replicas` groups as `inner` does.
+    /// Creates a strategy with `replicas` groups, each planned by `inner`.
     pub fn new(inner: S, replicas: u64) -> Self {
         Self { inner, replicas }
     }
@@ -56,7 +55,7 @@ impl<S: ShardingStrategy> ShardingStrategy for Hsdp<S> {
             Some(group) if group * replicas == world_size => {
                 self.inner.plan(parameters, WorldSize::new(group)?)?.with_replicas(replicas)
             }
-            _ => Err(Error::Replicas { world_size, replicas }),
+            _ => Err(Error::ReplicaMismatch { world_size, replicas }),
         }
     }
 }

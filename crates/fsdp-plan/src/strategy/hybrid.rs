@@ -1,4 +1,4 @@
-//! Each parameter by the rule that picks it.
+//! Rules that choose a strategy for each parameter.
 
 use std::fmt;
 
@@ -17,18 +17,17 @@ use crate::{
     plan::ShardingPlan,
 };
 
-/// The most rules. Each parameter is matched against all of them.
+/// Limit on the number of rules. Each parameter is matched against all of them.
 const MAX_RULES: usize = 4096;
 
-/// The most bytes that the patterns of all rules may have together. A compiled pattern takes up to 140 times its text.
+/// Limit on the bytes of all patterns together. A compiled pattern takes up to 140 times its text.
 const MAX_PATTERN_BYTES: usize = 1 << 20;
 
-/// Plans each parameter as the first of several rules says whose pattern picks it, or else by
-/// default.
+/// Plans each parameter by the first rule whose pattern matches it, or else by the default.
 ///
-/// [`new`](Self::new) takes the two lists of the spec: what is cut like [`Full`](super::Full), and
-/// what goes to ranks whole like [`LayerWise`]. [`with_rule`](Self::with_rule) adds rules one by
-/// one, and a rules file is this type as JSON:
+/// [`new`](Self::new) takes two lists: patterns of parameters that are cut as by
+/// [`Full`](super::Full), and patterns of parameters that stay whole as by [`LayerWise`].
+/// [`with_rule`](Self::with_rule) adds single rules. A rules file is this type as JSON:
 ///
 /// ```json
 /// {
@@ -40,8 +39,6 @@ const MAX_PATTERN_BYTES: usize = 1 << 20;
 ///   "default": {"full": "dim0"}
 /// }
 /// ```
-///
-/// [`matches`](Self::matches) lists what each rule picks, what several pick, and what none does.
 ///
 /// # Examples
 ///
@@ -71,33 +68,33 @@ const MAX_PATTERN_BYTES: usize = 1 << 20;
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Hybrid {
-    #[serde(deserialize_with = "bounded")]
-    rules: Vec<Rule>,
+    #[serde(deserialize_with = "deserialize_rules")]
+    rules: Vec<HybridRule>,
     #[serde(default)]
     default: Choice,
 }
 
-/// A pattern, and what becomes of the parameters it picks.
+/// A pattern and the choice for the parameters it matches.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 #[non_exhaustive]
-pub struct Rule {
-    /// Which parameters.
+pub struct HybridRule {
+    /// Pattern of names or layers.
     pub pattern: Pattern,
-    /// What becomes of them.
+    /// Choice for the matched parameters.
     pub choice: Choice,
 }
 
-/// What becomes of a parameter.
+/// The treatment of a parameter.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 #[non_exhaustive]
 pub enum Choice {
-    /// It is cut over all ranks, in this layout.
+    /// Cut over all ranks, in this layout.
     Full(Layout),
-    /// It goes to a rank whole, with its layer, by [`LayerWise`] with its defaults.
+    /// Whole on one rank, with its layer, by the default [`LayerWise`].
     LayerWise,
-    /// Every rank keeps a copy.
+    /// A copy on every rank.
     Replicate,
 }
 
@@ -107,96 +104,105 @@ impl Default for Choice {
     }
 }
 
-/// Which rules pick which parameters.
+/// The parameters that each rule matches.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
 #[non_exhaustive]
 pub struct Matches<'a> {
-    /// The number of parameters that each rule decides.
+    /// Number of parameters that each rule decides.
     pub decided: Vec<usize>,
-    /// Parameters that several rules pick, with the positions of these rules: the first one
-    /// decides.
+    /// Parameters that several rules match, with the indices of these rules; the first one decides.
     pub overlaps: Vec<(&'a str, Vec<usize>)>,
-    /// Parameters that no rule picks.
+    /// Parameters that no rule matches.
     pub unmatched: Vec<&'a str>,
 }
 
 impl Hybrid {
-    /// Cuts what a pattern of `full` picks, and gives to ranks whole what only a pattern of
-    /// `layer_wise` picks. What none picks is cut.
+    /// Cuts parameters that match a pattern of `full`, and assigns parameters that match only a
+    /// pattern of `layer_wise` to ranks whole. Unmatched parameters are cut.
     ///
     /// # Errors
     ///
-    /// As [`with_rule`](Self::with_rule).
+    /// The errors of [`with_rule`](Self::with_rule).
     pub fn new<'a>(
         full: impl IntoIterator<Item = &'a str>,
         layer_wise: impl IntoIterator<Item = &'a str>,
     ) -> Result<Self> {
-        let full = full.into_iter().map(|pattern| (pattern, Choice::default()));
-        let layer_wise = layer_wise.into_iter().map(|pattern| (pattern, Choice::LayerWise));
-        let none = Self { rules: Vec::new(), default: Choice::default() };
-        full.chain(layer_wise)
-            .try_fold(none, |hybrid, (pattern, choice)| hybrid.with_rule(pattern, choice))
+        let mut hybrid = Self { rules: Vec::new(), default: Choice::default() };
+        for pattern in full {
+            hybrid = hybrid.with_rule(pattern, Choice::default())?;
+        }
+        for pattern in layer_wise {
+            hybrid = hybrid.with_rule(pattern, Choice::LayerWise)?;
+        }
+        Ok(hybrid)
     }
 
-    /// Adds a rule, which decides what no rule before it does.
+    /// Adds a rule for parameters that no earlier rule matches.
     ///
     /// # Errors
     ///
-    /// - [`Error::BadPattern`].
+    /// - [`Error::InvalidPattern`] for a malformed pattern.
     /// - [`Error::TooManyRules`] above 4,096 rules.
-    /// - [`Error::RulesTooLong`] if all patterns together have more than a mebibyte.
+    /// - [`Error::RulesTooLong`] if all patterns together exceed a mebibyte.
     pub fn with_rule(mut self, pattern: &str, choice: Choice) -> Result<Self> {
-        push(&mut self.rules, Rule { pattern: pattern.parse()?, choice })?;
+        push_rule(&mut self.rules, HybridRule { pattern: pattern.parse()?, choice })?;
         Ok(self)
     }
 
-    /// The rules. The first one that picks a parameter decides.
-    pub fn rules(&self) -> &[Rule] {
+    /// Returns the rules. The first match decides.
+    #[doc(hidden)]
+    pub fn rules(&self) -> &[HybridRule] {
         &self.rules
     }
 
-    /// What the rules pick among `parameters`, those left out that are gathered always or tied to
-    /// others.
+    /// Lists the matches of all rules, without parameters that are always gathered or tied.
+    #[doc(hidden)]
     pub fn matches<'a>(&self, parameters: &'a [ParameterInfo]) -> Matches<'a> {
         let mut matches = Matches { decided: vec![0; self.rules.len()], ..Matches::default() };
         for info in divisible(parameters) {
-            let picking =
-                (0..self.rules.len()).filter(|&rule| self.rules[rule].pattern.picks(info));
-            let picking: Vec<_> = picking.collect();
-            match picking[..] {
+            let rules = (0..self.rules.len())
+                .filter(|&rule| self.rules[rule].pattern.matches_parameter(info))
+                .collect::<Vec<_>>();
+            match rules[..] {
                 [] => matches.unmatched.push(info.name()),
                 [first] => matches.decided[first] += 1,
                 [first, ..] => {
                     matches.decided[first] += 1;
-                    matches.overlaps.push((info.name(), picking));
+                    matches.overlaps.push((info.name(), rules));
                 }
             }
         }
         matches
     }
 
+    /// Returns the choice for a parameter.
     fn choice(&self, info: &ParameterInfo) -> Choice {
-        self.rules
-            .iter()
-            .find(|rule| rule.pattern.picks(info))
-            .map_or(self.default, |rule| rule.choice)
+        for rule in &self.rules {
+            if rule.pattern.matches_parameter(info) {
+                return rule.choice;
+            }
+        }
+        self.default
     }
 }
 
-/// Cuts `transformer` and `attention`, gives `classifier`, `head` and `lm_head` to ranks whole.
+/// The default rules cut `transformer` and `attention`, and assign `classifier`, `head` and
+/// `lm_head` to ranks whole.
 ///
-/// The last is how language models name their head, which a search for `head` within names would
-/// find as well.
+/// Language models call their head `lm_head`; patterns match only whole components, so `head` does
+/// not cover it.
 impl Default for Hybrid {
     fn default() -> Self {
-        let rule = |(pattern, choice)| Rule { pattern: Pattern::components(pattern), choice };
-        let full = ["transformer", "attention"].map(|pattern| (pattern, Choice::default()));
-        let layer_wise =
-            ["classifier", "head", "lm_head"].map(|pattern| (pattern, Choice::LayerWise));
-        Self {
-            rules: full.into_iter().chain(layer_wise).map(rule).collect(),
-            default: Choice::default(),
-        }
+        let rules = [
+            ("transformer", Choice::default()),
+            ("attention", Choice::default()),
+            ("classifier", Choice::LayerWise),
+            ("head", Choice::LayerWise),
+            ("lm_head", Choice::LayerWise),
+        ];
+        let rules =
+            rules.map(|(text, choice)| HybridRule { pattern: Pattern::components(text), choice });
+        Self { rules: rules.to_vec(), default: Choice::default() }
     }
 }
 
@@ -207,11 +213,11 @@ impl ShardingStrategy for Hybrid {
 
     fn plan(&self, parameters: &[ParameterInfo], world_size: WorldSize) -> Result<ShardingPlan> {
         let infos = divisible(parameters);
-        // Parameters of choices that go together are planned together: they balance, or share
-        // buffers, among themselves.
+        // Parameters with compatible choices are planned together, because they share buffers or are balanced as one
+        // set.
         let mut groups: Vec<Vec<(usize, Choice)>> = Vec::new();
         for (position, choice) in infos.iter().map(|info| self.choice(info)).enumerate() {
-            match groups.iter_mut().find(|group| group[0].1.goes_with(choice)) {
+            match groups.iter_mut().find(|group| group[0].1.is_compatible(choice)) {
                 Some(group) => group.push((position, choice)),
                 None => groups.push(vec![(position, choice)]),
             }
@@ -220,7 +226,7 @@ impl ShardingStrategy for Hybrid {
         for group in groups {
             let chosen: Vec<_> =
                 group.iter().map(|&(position, choice)| (infos[position], choice)).collect();
-            for ((position, _), cut) in group.into_iter().zip(cuts_of(&chosen, world_size)?) {
+            for ((position, _), cut) in group.into_iter().zip(cut_group(&chosen, world_size)?) {
                 cuts[position] = cut;
             }
         }
@@ -228,8 +234,8 @@ impl ShardingStrategy for Hybrid {
     }
 }
 
-/// Adds a rule, unless there are too many then.
-fn push(rules: &mut Vec<Rule>, rule: Rule) -> Result<()> {
+/// Adds a rule and checks the limits.
+fn push_rule(rules: &mut Vec<HybridRule>, rule: HybridRule) -> Result<()> {
     rules.push(rule);
     if rules.len() > MAX_RULES {
         return Err(Error::TooManyRules { max: MAX_RULES });
@@ -241,33 +247,37 @@ fn push(rules: &mut Vec<Rule>, rule: Rule) -> Result<()> {
     Ok(())
 }
 
-/// Reads rules one by one, so that at most one pattern beyond the limits is compiled.
-fn bounded<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Vec<Rule>, D::Error> {
-    struct Rules;
+/// Deserializes rules one by one and stops at the limits, so that at most one excess pattern is
+/// compiled.
+fn deserialize_rules<'de, D: Deserializer<'de>>(
+    deserializer: D,
+) -> Result<Vec<HybridRule>, D::Error> {
+    struct RulesVisitor;
 
-    impl<'de> Visitor<'de> for Rules {
-        type Value = Vec<Rule>;
+    impl<'de> Visitor<'de> for RulesVisitor {
+        type Value = Vec<HybridRule>;
 
         fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
             f.write_str("a list of rules")
         }
 
-        fn visit_seq<A: SeqAccess<'de>>(self, mut list: A) -> Result<Vec<Rule>, A::Error> {
+        fn visit_seq<A: SeqAccess<'de>>(self, mut list: A) -> Result<Vec<HybridRule>, A::Error> {
             let mut rules = Vec::new();
             while let Some(rule) = list.next_element()? {
-                push(&mut rules, rule).map_err(A::Error::custom)?;
+                push_rule(&mut rules, rule).map_err(A::Error::custom)?;
             }
             Ok(rules)
         }
     }
 
-    deserializer.deserialize_seq(Rules)
+    deserializer.deserialize_seq(RulesVisitor)
 }
 
 impl Choice {
-    fn goes_with(self, other: Self) -> bool {
+    /// Returns true if parameters with either choice are planned together.
+    fn is_compatible(self, other: Self) -> bool {
         match (self, other) {
-            (Self::Full(one), Self::Full(other)) => one.goes_with(other),
+            (Self::Full(one), Self::Full(other)) => one.is_compatible(other),
             (Self::LayerWise, Self::LayerWise) | (Self::Replicate, Self::Replicate) => true,
             (Self::Full(_) | Self::LayerWise | Self::Replicate, _) => false,
         }
@@ -281,16 +291,20 @@ impl Choice {
     }
 }
 
-/// The cuts of parameters whose choices go with each other.
-fn cuts_of(chosen: &[(&ParameterInfo, Choice)], group: WorldSize) -> Result<Vec<Cut>> {
+/// Cuts parameters with compatible choices.
+fn cut_group(chosen: &[(&ParameterInfo, Choice)], group: WorldSize) -> Result<Vec<Cut>> {
     let infos: Vec<_> = chosen.iter().map(|&(info, _)| info).collect();
     match chosen.first() {
         Some((_, Choice::Full(_))) => {
-            #[expect(clippy::expect_used, reason = "no other choice goes with a layout")]
-            let layout = |choice: Choice| choice.layout().expect("a layout");
-            let laid_out: Vec<_> =
-                chosen.iter().map(|&(info, choice)| (info, layout(choice))).collect();
-            layout::cuts(&laid_out, group)
+            let mut with_layouts = Vec::with_capacity(chosen.len());
+            for &(info, choice) in chosen {
+                #[expect(
+                    clippy::expect_used,
+                    reason = "only layouts are compatible with a layout"
+                )]
+                with_layouts.push((info, choice.layout().expect("a layout")));
+            }
+            layout::cuts(&with_layouts, group)
         }
         Some((_, Choice::LayerWise)) => LayerWise::default().cuts(&infos, group),
         Some((_, Choice::Replicate)) | None => Ok(vec![Cut::Replicated; infos.len()]),

@@ -1,4 +1,4 @@
-//! Whole layers to ranks: nothing is cut, so a layer is fetched from one place.
+//! Assignment of whole layers to ranks: nothing is cut, so a layer is fetched from one rank.
 
 use core_types::{Placement, Rank, WorldSize};
 use serde::Serialize;
@@ -11,16 +11,16 @@ use crate::{
     plan::ShardingPlan,
 };
 
-/// Gives whole layers to ranks, so that the largest share is small.
+/// Assigns whole layers to ranks such that the largest share is small.
 ///
-/// By default layers go wherever they balance best: the better of the longest-processing-time rule
-/// (R. L. Graham, "Bounds on Multiprocessing Timing Anomalies", 1969) and MULTIFIT (E. G. Coffman,
-/// M. R. Garey, D. S. Johnson, "An Application of Bin-Packing to Multiprocessor Scheduling", 1978).
-/// [`LayerOrder::Contiguous`] gives each rank a run of layers instead, as stages of a pipeline need
-/// it, with the smallest possible largest share. Either way no rank is left without a layer while
-/// another has two.
+/// By default any layers may share a rank; the assignment is the better of the
+/// longest-processing-time rule (R. L. Graham, "Bounds on Multiprocessing Timing Anomalies", 1969)
+/// and MULTIFIT (E. G. Coffman, M. R. Garey, D. S. Johnson, "An Application of Bin-Packing to
+/// Multiprocessor Scheduling", 1978). [`LayerOrder::Contiguous`] gives each rank a run of layers,
+/// as pipeline stages need, with the smallest possible largest share. In both orders no rank stays
+/// without a layer while another has two.
 ///
-/// [`ShardingPlan::layer_balance`] compares the result with a proven lower bound.
+/// [`ShardingPlan::layer_balance`] compares the largest share with a proven lower bound.
 ///
 /// # Examples
 ///
@@ -48,51 +48,46 @@ pub struct LayerWise {
     order: LayerOrder,
 }
 
-/// Which layers may share a rank.
+/// The layers that may share a rank.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
 #[non_exhaustive]
 pub enum LayerOrder {
-    /// Any.
+    /// Any layers.
     #[default]
     Any,
-    /// Neighbors only, in the order of the parameters: the first layers on the first rank, and so
+    /// Only neighbors, in the order of the parameters: the first layers on the first rank, and so
     /// on.
     Contiguous,
 }
 
-/// How well layers are balanced, in bytes.
+/// The balance of whole layers over ranks, in bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize)]
 #[non_exhaustive]
 pub struct LayerBalance {
-    /// The largest share of a rank.
+    /// Largest share of a rank.
     pub largest: u64,
-    /// No assignment of whole layers to these ranks, in any order, has a smaller largest share. The
-    /// optimum may lie above it.
+    /// Lower bound of the largest share of any assignment of whole layers. The optimum may be above
+    /// it.
     pub lower_bound: u64,
-    /// The share that every rank would have if layers could be cut, rounded up: what cutting could
-    /// still gain.
+    /// Share of every rank if layers could be cut, rounded up.
     pub if_cut: u64,
 }
 
 impl LayerWise {
-    /// Sets which layers may share a rank. Default: [`LayerOrder::Any`].
+    /// Sets the layers that may share a rank. Default: [`LayerOrder::Any`].
     #[must_use]
     pub fn with_order(mut self, order: LayerOrder) -> Self {
         self.order = order;
         self
     }
 
-    /// The cuts of `infos`, in their order.
+    /// Returns the cuts of `infos`, in their order.
     pub(super) fn cuts(&self, infos: &[&ParameterInfo], group: WorldSize) -> Result<Vec<Cut>> {
-        let layers = Layers::of(infos)?;
-        let owners = layers.owners(self.order, group);
+        let layers = WeightedLayers::new(infos)?;
+        let owners = layers.assign(self.order, group);
         let ranks: Vec<Rank> = group.placements().map(Placement::rank).collect();
-        Ok(layers
-            .names
-            .of_item
-            .iter()
-            .map(|&layer| Cut::Whole { owner: ranks[owners[layer]] })
-            .collect())
+        let layer_of_item = layers.groups.group_of_item.iter();
+        Ok(layer_of_item.map(|&layer| Cut::Whole { owner: ranks[owners[layer]] }).collect())
     }
 }
 
@@ -107,28 +102,34 @@ impl ShardingStrategy for LayerWise {
     }
 }
 
-/// The layers of some parameters.
-struct Layers<'a> {
-    names: NamedGroups<'a>,
+/// The layers of some parameters with their bytes.
+struct WeightedLayers<'a> {
+    groups: NamedGroups<'a>,
     weights: Vec<u64>,
 }
 
-impl<'a> Layers<'a> {
-    fn of(infos: &[&'a ParameterInfo]) -> Result<Self> {
-        let names = NamedGroups::of(infos.iter().map(|info| info.layer()));
-        let mut weights = vec![0_u64; names.names.len()];
-        for (info, &layer) in infos.iter().zip(&names.of_item) {
-            weights[layer] = weights[layer].checked_add(info.bytes()).ok_or(TOO_LARGE)?;
+impl<'a> WeightedLayers<'a> {
+    /// Groups parameters by layer and adds up their bytes.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::TotalTooLarge`] if the bytes of all layers exceed 64 bits.
+    fn new(infos: &[&'a ParameterInfo]) -> Result<Self> {
+        let groups = NamedGroups::from_names(infos.iter().map(|info| info.layer()));
+        let mut weights = vec![0_u64; groups.names.len()];
+        let mut total = 0_u64;
+        for (info, &layer) in infos.iter().zip(&groups.group_of_item) {
+            total = total.checked_add(info.bytes()).ok_or(TOO_LARGE)?;
+            weights[layer] += info.bytes();
         }
-        let total = weights.iter().try_fold(0_u64, |total, &weight| total.checked_add(weight));
-        total.map(|_| Self { names, weights }).ok_or(TOO_LARGE)
+        Ok(Self { groups, weights })
     }
 
-    /// The number of the rank that owns each layer, given the owner of each parameter; `None` if
-    /// the parameters of a layer have different owners.
+    /// Returns the rank number of each layer, given the owner of each parameter, or `None` if a
+    /// layer has several owners.
     fn single_owners(&self, ranks: &[Rank]) -> Option<Vec<usize>> {
         let mut owners = vec![None; self.weights.len()];
-        for (&layer, rank) in self.names.of_item.iter().zip(ranks) {
+        for (&layer, rank) in self.groups.group_of_item.iter().zip(ranks) {
             if owners[layer].replace(rank).is_some_and(|other| other != rank) {
                 return None;
             }
@@ -136,8 +137,8 @@ impl<'a> Layers<'a> {
         owners.into_iter().map(|owner| owner.map(|rank| rank.as_usize())).collect()
     }
 
-    /// The number of the rank that each layer goes to.
-    fn owners(&self, order: LayerOrder, world_size: WorldSize) -> Vec<usize> {
+    /// Assigns each layer to a rank number.
+    fn assign(&self, order: LayerOrder, world_size: WorldSize) -> Vec<usize> {
         match order {
             LayerOrder::Any => balance::balanced(&self.weights, world_size),
             LayerOrder::Contiguous => balance::contiguous(&self.weights, world_size),
@@ -148,11 +149,14 @@ impl<'a> Layers<'a> {
 const TOO_LARGE: Error = Error::TotalTooLarge { what: "the weights of all layers" };
 
 impl LayerBalance {
-    /// The balance of layers of the given weights on the ranks of the given numbers.
+    /// Computes the balance of layers, given their weights and rank numbers.
     ///
-    /// The weights together fit into 64 bits, so each of the three numbers does.
-    fn of(weights: &[u64], owners: &[usize], world_size: WorldSize) -> Self {
-        #[expect(clippy::expect_used, reason = "`Layers::of` has added up all weights")]
+    /// The sum of the weights must fit into 64 bits.
+    fn new(weights: &[u64], owners: &[usize], world_size: WorldSize) -> Self {
+        #[expect(
+            clippy::expect_used,
+            reason = "`WeightedLayers::new` checks the sum of all weights"
+        )]
         let narrow = |sum: u128| u64::try_from(sum).expect("no rank has more than all weights");
         Self {
             largest: narrow(balance::largest_sum(weights, owners, world_size.as_usize())),
@@ -163,21 +167,25 @@ impl LayerBalance {
 }
 
 impl ShardingPlan {
-    /// How well the layers that this plan keeps whole are balanced over the shard group, in bytes.
+    /// Returns the balance of the whole layers of this plan over the shard group, in bytes.
     ///
-    /// `None` if it keeps none whole, if a layer has several owners, or if their bytes do not fit
-    /// into 64 bits.
+    /// Returns `None` if the plan has no whole layers, if a layer has several owners, or if the
+    /// bytes exceed 64 bits.
+    #[doc(hidden)]
     pub fn layer_balance(&self) -> Option<LayerBalance> {
-        let owned = self
-            .parameters()
-            .iter()
-            .filter_map(|parameter| Some((parameter.info(), parameter.cut().owner()?)));
-        let (infos, ranks): (Vec<_>, Vec<_>) = owned.unzip();
+        let mut infos = Vec::new();
+        let mut ranks = Vec::new();
+        for parameter in self.parameters() {
+            if let Some(owner) = parameter.cut().owner() {
+                infos.push(parameter.info());
+                ranks.push(owner);
+            }
+        }
         if infos.is_empty() {
             return None;
         }
-        let layers = Layers::of(&infos).ok()?;
+        let layers = WeightedLayers::new(&infos).ok()?;
         let owners = layers.single_owners(&ranks)?;
-        Some(LayerBalance::of(&layers.weights, &owners, self.shard_group()))
+        Some(LayerBalance::new(&layers.weights, &owners, self.shard_group()))
     }
 }

@@ -1,4 +1,4 @@
-//! How to decide who owns what: one trait, several answers.
+//! Strategies that assign parameters to ranks.
 
 mod balance;
 mod full;
@@ -13,7 +13,7 @@ use core_types::WorldSize;
 pub use self::{
     full::Full,
     hsdp::Hsdp,
-    hybrid::{Choice, Hybrid, Matches, Rule},
+    hybrid::{Choice, Hybrid, HybridRule, Matches},
     layer_wise::{LayerBalance, LayerOrder, LayerWise},
     layout::Layout,
     whole_tensor::WholeTensor,
@@ -25,13 +25,13 @@ use crate::{
     plan::{PlannedParameter, ShardingPlan},
 };
 
-/// A way to divide parameters over ranks.
+/// A strategy to divide parameters over ranks.
 ///
-/// Write your own by choosing a [`Cut`] for each parameter; [`ShardingPlan::new`] checks the whole.
+/// To write a strategy, choose a [`Cut`] for each parameter; [`ShardingPlan::new`] checks the plan.
 ///
 /// # Determinism
 ///
-/// Every rank plans for itself, so a plan may depend on nothing but the arguments.
+/// Every rank makes its own plan, so a plan must depend on nothing but the arguments.
 ///
 /// # Examples
 ///
@@ -42,7 +42,7 @@ use crate::{
 ///     strategy::ShardingStrategy,
 /// };
 ///
-/// /// Plain data parallelism: everything everywhere.
+/// /// Plain data parallelism: a copy of every parameter on every rank.
 /// struct Ddp;
 ///
 /// impl ShardingStrategy for Ddp {
@@ -65,14 +65,14 @@ use crate::{
 /// # Ok::<(), fsdp_plan::Error>(())
 /// ```
 pub trait ShardingStrategy {
-    /// The name by which plans tell who made them.
+    /// Returns the name of the strategy, as stored in plans.
     fn name(&self) -> &str;
 
-    /// Decides which rank of a world of `world_size` owns which part of each of `parameters`.
+    /// Plans `parameters` for a world of `world_size` ranks.
     ///
     /// # Errors
     ///
-    /// Those of [`ShardingPlan::new`], and whatever else the strategy cannot plan.
+    /// The errors of [`ShardingPlan::new`] and of the strategy.
     fn plan(&self, parameters: &[ParameterInfo], world_size: WorldSize) -> Result<ShardingPlan>;
 }
 
@@ -86,9 +86,9 @@ impl<S: ShardingStrategy + ?Sized> ShardingStrategy for Box<S> {
     }
 }
 
-/// Builds the plan with `cuts` for the [`divisible`] parameters, in their order.
+/// Builds a plan from the cuts of the [`divisible`] parameters, in their order.
 ///
-/// What becomes of the others is decided here, so that no strategy can lose one.
+/// This function alone handles the other parameters, so no strategy can lose one.
 fn assemble(
     name: &str,
     world_size: WorldSize,
@@ -96,23 +96,22 @@ fn assemble(
     cuts: Vec<Cut>,
 ) -> Result<ShardingPlan> {
     let mut cuts = cuts.into_iter();
-    #[expect(clippy::expect_used, reason = "strategies cut what `divisible` gives them")]
-    let mut next_cut = || cuts.next().expect("a cut for each divisible parameter");
-    let planned = parameters.iter().map(|info| {
+    let mut planned = Vec::with_capacity(parameters.len());
+    for info in parameters {
         let cut = if info.tied_to().is_some() {
             Cut::Tied
         } else if info.always_gather() {
             Cut::Replicated
         } else {
-            next_cut()
+            #[expect(clippy::expect_used, reason = "strategies cut every divisible parameter")]
+            cuts.next().expect("a cut for each divisible parameter")
         };
-        PlannedParameter::new(info.clone(), cut)
-    });
-    ShardingPlan::new(name, world_size, planned.collect())
+        planned.push(PlannedParameter::new(info.clone(), cut));
+    }
+    ShardingPlan::new(name, world_size, planned)
 }
 
-/// The parameters that a strategy decides about: those that are neither gathered always nor tied to
-/// others.
+/// Returns the parameters that a strategy cuts: neither always gathered nor tied.
 fn divisible(parameters: &[ParameterInfo]) -> Vec<&ParameterInfo> {
     parameters.iter().filter(|info| !info.always_gather() && info.tied_to().is_none()).collect()
 }

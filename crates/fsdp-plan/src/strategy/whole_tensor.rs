@@ -1,4 +1,4 @@
-//! Whole tensors to ranks, with as few cuts as exact balance allows.
+//! Assignment of whole tensors to ranks, with as few cuts as exact balance allows.
 
 use core_types::WorldSize;
 
@@ -10,14 +10,14 @@ use crate::{
     plan::ShardingPlan,
 };
 
-/// Gives each rank the next tensors in order until its share is full, and cuts a tensor only there.
+/// Gives each rank the next tensors until its share is full, and cuts only the tensor at that
+/// bound.
 ///
-/// At most world size − 1 tensors are cut, and the shares of two ranks differ by one block of a
-/// dtype at most (one element of most types). It is `McNaughton`'s wrap-around rule for machines
-/// that may interrupt jobs (R. `McNaughton`, "Scheduling with Deadlines and Loss Functions", 1959):
-/// no assignment is better balanced, nor can one be with fewer cuts for every list of tensors.
-/// Optimizers that want tensors whole, such as Muon and Shampoo, and ZeRO stages 1 and 2 divide
-/// their work like this.
+/// At most world size − 1 tensors are cut, and shares differ by at most one block of a dtype (one
+/// element of most types). This is `McNaughton`'s wrap-around rule for preemptive scheduling (R.
+/// `McNaughton`, "Scheduling with Deadlines and Loss Functions", 1959): no assignment is better
+/// balanced, and none with fewer cuts exists for every list of tensors. Optimizers that need whole
+/// tensors, such as Muon and Shampoo, and ZeRO stages 1 and 2 divide their work like this.
 ///
 /// # Examples
 ///
@@ -51,15 +51,15 @@ impl ShardingStrategy for WholeTensor {
 
     fn plan(&self, parameters: &[ParameterInfo], world_size: WorldSize) -> Result<ShardingPlan> {
         let divisible = divisible(parameters);
-        let total = divisible.iter().try_fold(0_u64, |total, info| total.checked_add(info.bytes()));
-        let total_bytes =
-            total.ok_or(Error::TotalTooLarge { what: "the bytes of all parameters" })?;
-        let mut end = 0;
-        let cuts = divisible.iter().map(|info| {
-            let offset = end;
-            end += info.bytes();
-            Cut::Wrapped { offset, total_bytes }
-        });
+        let mut offsets = Vec::with_capacity(divisible.len());
+        let mut total_bytes = 0_u64;
+        for info in divisible {
+            offsets.push(total_bytes);
+            let end = total_bytes.checked_add(info.bytes());
+            total_bytes =
+                end.ok_or(Error::TotalTooLarge { what: "the bytes of all parameters" })?;
+        }
+        let cuts = offsets.into_iter().map(|offset| Cut::Wrapped { offset, total_bytes });
         assemble(self.name(), world_size, parameters, cuts.collect())
     }
 }

@@ -1,4 +1,4 @@
-//! Laws of every plan, and plans beside those of PyTorch, pinned and of bad input.
+//! Laws of plans, comparison with PyTorch, snapshots, and invalid input.
 
 mod laws;
 mod plans;

@@ -199,7 +199,7 @@ impl Args {
         let communicated = self.mixed_precision.map(|(param, _)| param);
         let dtype = communicated.or(self.param_dtype).unwrap_or(ElemType::F32);
         let runtime = self.runtime.into();
-        Ok(Some(Activations::of_transformer(tokens, width, dtype, runtime)?))
+        Ok(Some(Activations::for_transformer(tokens, width, dtype, runtime)?))
     }
 }
 

@@ -11,7 +11,7 @@ use candle_distributed::{
     plan::{
         self, ParameterInfo, ShardingPlan,
         report::{PlanDiff, PlanReport},
-        reshard::{Reshard, Volume},
+        reshard::{MoveVolume, Reshard},
         search::Search,
         strategy::{Hsdp, Matches, ShardingStrategy},
     },
@@ -42,8 +42,8 @@ struct Comparison<'a> {
     diff: PlanDiff<'a>,
     /// What moves if the ranks keep their numbers, and if they are renumbered to move less; `None`
     /// if the models differ.
-    reshard: Option<Volume>,
-    reshard_renumbered: Option<Volume>,
+    reshard: Option<MoveVolume>,
+    reshard_renumbered: Option<MoveVolume>,
 }
 
 const MAY_FIT: &str =
@@ -144,7 +144,7 @@ fn write_text(answer: &Answer<'_>, out: &mut dyn Write) -> io::Result<()> {
 fn compare(old: &ShardingPlan, new: &ShardingPlan, format: FormatArg) -> Result<()> {
     let reshard = match Reshard::new(old, new) {
         Ok(reshard) => Some(reshard),
-        Err(plan::Error::DifferentParameters { .. }) => None,
+        Err(plan::Error::ParameterMismatch { .. }) => None,
         Err(error) => return Err(error.into()),
     };
     let comparison = Comparison {
@@ -179,7 +179,7 @@ fn write_comparison(comparison: &Comparison<'_>, out: &mut dyn Write) -> io::Res
     }
 }
 
-fn described(Volume { stay_bytes, move_bytes, moves, .. }: Volume) -> String {
+fn described(MoveVolume { stay_bytes, move_bytes, moves, .. }: MoveVolume) -> String {
     let moving = HumanCount(move_bytes);
     let staying = HumanCount(stay_bytes);
     format!("{moving} bytes move in {moves} parts, {staying} stay")

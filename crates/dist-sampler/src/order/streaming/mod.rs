@@ -1,26 +1,21 @@
-//! The streaming order: a keyed permutation of any length that takes no memory.
+//! The streaming order: a keyed permutation of any length that needs no memory.
 //!
-//! A position is split into two halves of about √N, and each half in turn is changed by a keyed
-//! hash of the other, as in a Feistel network (Luby and Rackoff, 1988). The upper half l runs over
-//! the ⌈N / 2^k⌉ values it needs and changes by addition modulo their number; the lower half r has
-//! k bits and changes by exclusive or. So the permuted set is larger than N by less than 2^k ≈ √N,
-//! and the few positions that leave [0, N) walk on until they are inside (Black and Rogaway,
-//! "Ciphers with Arbitrary Finite Domains", 2002). Nothing divides, every step can be undone, and a
-//! compiler turns a block of positions into vector instructions.
+//! A position is split into two halves of about √N values, and a keyed hash of each half changes
+//! the other in turn, as in a Feistel network (Luby and Rackoff, 1988). The upper half has ⌈N /
+//! 2^k⌉ values and changes by addition modulo their number; the lower half has k bits and changes
+//! by exclusive or. So the permuted set exceeds N by less than 2^k ≈ √N. The few positions that
+//! leave [0, N) are permuted again until they are inside (Black and Rogaway, "Ciphers with
+//! Arbitrary Finite Domains", 2002). The network has no division, every step is invertible, and the
+//! compiler vectorizes a block of positions.
 //!
-//! Google's Grain uses a Feistel-like network for the same purpose. Its domain is a power of four,
-//! which it maps to [0, N) in a way that is not one to one for N = 4^k + 1; ours is, for every N,
-//! by construction.
+//! Google's Grain uses a similar network. Its domain is a power of four, and its mapping to [0, N)
+//! is not one to one for N = 4^k + 1; this one is one to one for every N by construction.
 //!
-//! Six rounds are told apart from a uniform shuffle by the tests in `quality.rs`, [`ROUNDS`] are
-//! not, and cost 7 % more in bulk. With fewer than [`SHORTEST`] samples no number of rounds is
-//! enough, and below a few thousand so few of the N! orders are reachable that the exact shuffle is
-//! the better choice.
+//! The tests in `quality.rs` distinguish six rounds from a uniform shuffle, but not [`ROUNDS`],
+//! which cost 7 % more in bulk. Below [`SHORTEST`] samples no number of rounds suffices, and below
+//! a few thousand so few of the N! orders are reachable that the exact shuffle is better.
 
-#![expect(
-    clippy::inline_always,
-    reason = "a call in the middle of a block would keep it from becoming vectors"
-)]
+#![expect(clippy::inline_always, reason = "a call within a block would prevent vectorization")]
 
 #[cfg(test)]
 mod quality;
@@ -33,40 +28,43 @@ use core_types::Seed;
 /// often by a fraction of N^(1 − r/4): 1/√N after six rounds, 1/N after eight.
 const ROUNDS: usize = 8;
 
-/// The fewest samples whose orders look random: shorter networks make even permutations only.
+/// Smallest number of samples with random-looking orders: smaller networks make only even
+/// permutations.
 pub(super) const SHORTEST: u64 = 128;
 
-/// Positions permuted together in the bulk path: so many that the compiler keeps a round of all of
-/// them a loop, whose steps the processor then overlaps.
+/// Positions permuted together in the bulk path: enough that the compiler keeps each round a loop,
+/// which the processor then overlaps.
 const BLOCK: usize = 256;
 
-/// Halves of shorter orders are hashed in 16 bits: 0.74 ns per index instead of 1.8 (AMD EPYC). One
-/// such hash favors some values of a half. After eight rounds the largest of 96 statistics was 2.7
-/// standard deviations off, as good as 32 bits (2.2); after six rounds it was 33.
+/// Length below which halves are hashed in 16 bits, many of which fit into a vector: 0.74 ns per
+/// index instead of 1.8 (AMD EPYC).
+///
+/// One such hash favors some values of a half. After eight rounds the largest of 96 statistics was
+/// 2.7 standard deviations off, about as good as 32 bits (2.2); after six rounds it was 33.
 const LEN_OF_16_BITS: u64 = 1 << 30;
 
-/// Halves of shorter orders are hashed in 32 bits, which favor some values by no more than one in
+/// Length below which halves are hashed in 32 bits, which favor some values by at most one in
 /// 4,096.
 const LEN_OF_32_BITS: u64 = 1 << 40;
 
-/// A permutation of [0, `len`), `len` from 1 to 2^63, by the size of the words that hold a half.
+/// A permutation of [0, `len`), for `len` from 1 to 2^63, by the word size of the halves.
 #[derive(Clone, Copy, Debug)]
-pub(crate) enum Streaming {
-    Bits16(Network<u16, ROUNDS>),
-    Bits32(Network<u32, ROUNDS>),
-    Bits64(Network<u64, ROUNDS>),
+pub(crate) enum StreamingOrder {
+    Bits16(FeistelNetwork<u16, ROUNDS>),
+    Bits32(FeistelNetwork<u32, ROUNDS>),
+    Bits64(FeistelNetwork<u64, ROUNDS>),
 }
 
-impl Streaming {
+impl StreamingOrder {
     pub(crate) fn new(len: u64, seed: Seed) -> Self {
         match len {
-            ..LEN_OF_16_BITS => Self::Bits16(Network::new(len, seed)),
-            LEN_OF_16_BITS..LEN_OF_32_BITS => Self::Bits32(Network::new(len, seed)),
-            _ => Self::Bits64(Network::new(len, seed)),
+            ..LEN_OF_16_BITS => Self::Bits16(FeistelNetwork::new(len, seed)),
+            LEN_OF_16_BITS..LEN_OF_32_BITS => Self::Bits32(FeistelNetwork::new(len, seed)),
+            _ => Self::Bits64(FeistelNetwork::new(len, seed)),
         }
     }
 
-    /// The sample at `position`, which must be below the length.
+    /// Returns the sample at `position`, which must be less than the length.
     pub(crate) fn get(&self, position: u64) -> u64 {
         match self {
             Self::Bits16(network) => network.get(position),
@@ -75,7 +73,8 @@ impl Streaming {
         }
     }
 
-    /// The position of `sample`, which must be below the length: the inverse of [`get`](Self::get).
+    /// Returns the position of `sample`, which must be less than the length: the inverse of
+    /// [`get`](Self::get).
     pub(crate) fn position(&self, sample: u64) -> u64 {
         match self {
             Self::Bits16(network) => network.position(sample),
@@ -84,7 +83,7 @@ impl Streaming {
         }
     }
 
-    /// Writes the samples at `first`, `first` + `step`, … .
+    /// Writes the samples at `first`, `first` + `step`, ….
     pub(crate) fn fill(&self, first: u64, step: u64, out: &mut [u64]) {
         match self {
             Self::Bits16(network) => vector::fill(network, first, step, out),
@@ -96,30 +95,31 @@ impl Streaming {
 
 /// The arithmetic of one half: [`u16`], [`u32`] and [`u64`].
 pub(crate) trait Word: Copy + Ord + Default {
-    /// A position or a sample, which two halves make up: the smallest type that holds it.
+    /// The type of positions and samples, which have two halves.
     type Number: Copy + Ord + Default + Into<u64>;
 
-    /// Cuts a number to this size.
+    /// Truncates a number to this size.
     fn cut(number: u64) -> Self;
-    /// Cuts a position, a sample or a step to the size of one.
+    /// Truncates a position, a sample or a step to its size.
     fn number(number: u64) -> Self::Number;
-    /// The upper and the lower half of a number.
+    /// Splits a number into the upper and the lower half.
     fn split(number: Self::Number, lower_bits: u32) -> (Self, Self);
-    /// The number of an upper and a lower half.
+    /// Joins an upper and a lower half.
     fn join(halves: (Self, Self), lower_bits: u32) -> Self::Number;
-    /// `first` + `offset`, which may wrap around.
+    /// Returns `first` + `offset`, with wrapping.
     fn advance(first: Self::Number, offset: Self::Number) -> Self::Number;
-    /// A keyed hash whose upper bits depend on all bits of `self`.
+    /// Returns a keyed hash with upper bits that depend on all bits of `self`.
     fn hash(self, key: Self) -> Self;
-    /// `self` as a fraction of 2^bits, times `n`: maps a hash evenly to [0, n).
+    /// Returns `self` / 2^bits · `n`: maps a hash evenly to [0, n).
     fn scale(self, n: Self) -> Self;
-    /// `self` + `other` modulo `n`, both below `n`, which is at most half of the range.
+    /// Returns `self` + `other` modulo `n`; both must be less than `n`, which is at most half of
+    /// the range.
     fn add(self, other: Self, n: Self) -> Self;
-    /// `self` − `other` modulo `n`, both below `n`.
+    /// Returns `self` − `other` modulo `n`; both must be less than `n`.
     fn sub(self, other: Self, n: Self) -> Self;
-    /// The upper `bits` bits of a hash; `len` is 2^`bits`.
+    /// Returns the upper `bits` bits of a hash; `len` is 2^`bits`.
     fn upper(self, bits: u32, len: Self) -> Self;
-    /// `self` xor `other`.
+    /// Returns `self` xor `other`.
     fn xor(self, other: Self) -> Self;
 }
 
@@ -128,7 +128,7 @@ macro_rules! word {
         #[allow(
             clippy::cast_possible_truncation,
             clippy::cast_lossless,
-            reason = "that is what the functions are for"
+            reason = "the functions truncate on purpose"
         )]
         impl Word for $word {
             type Number = $number;
@@ -171,9 +171,8 @@ macro_rules! word {
 
             #[inline(always)]
             fn add(self, other: Self, n: Self) -> Self {
-                // What is below n wraps around when n is taken off, so the smaller one is right;
-                // there is no branch. A sum too large for a word is one of a position behind the
-                // last, which nobody reads.
+                // A sum below n wraps around when n is subtracted, so the smaller value is correct, without a branch. A
+                // sum that overflows a word belongs to a position beyond the end, which is discarded.
                 let sum = self.wrapping_add(other);
                 sum.min(sum.wrapping_sub(n))
             }
@@ -197,7 +196,7 @@ macro_rules! word {
     };
 }
 
-// There is no vector shift of 16 bits by a variable number before AVX-512, but a multiplication.
+// Before AVX-512 there is no vector shift of 16 bits by a variable count, but there is a multiplication.
 word!(u16, u32, u32, [0x88b5_u16, 0xdb2d], 8, |hash: u16, _, len| hash.scale(len));
 word!(u32, u64, u64, [0x7feb_352d_u32, 0x846c_a68b], 15, |hash: u32, bits, _| hash
     >> (u32::BITS - bits));
@@ -210,18 +209,18 @@ word!(
     |hash: u64, bits, _| hash >> (u64::BITS - bits)
 );
 
-/// The network: an even number of rounds over halves of type `W`.
+/// The network, with an even number of rounds over halves of type `W`.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Network<W, const N: usize> {
+pub(crate) struct FeistelNetwork<W, const N: usize> {
     len: u64,
-    /// k: the bits of the lower half, at least 1.
+    /// Bits of the lower half (k), at least 1.
     lower_bits: u32,
-    /// How many values the upper half takes, and how many the lower one, 2^k.
+    /// Number of values of the upper half, and of the lower half, 2^k.
     lens: (W, W),
     keys: [W; N],
 }
 
-impl<W: Word, const N: usize> Network<W, N> {
+impl<W: Word, const N: usize> FeistelNetwork<W, N> {
     pub(crate) fn new(len: u64, seed: Seed) -> Self {
         let lower_bits = ((len - 1).checked_ilog2().map_or(0, |log| log + 1) / 2).max(1);
         let lens = (W::cut(len.div_ceil(1 << lower_bits)), W::cut(1 << lower_bits));
@@ -237,8 +236,8 @@ impl<W: Word, const N: usize> Network<W, N> {
         self.inside(sample, Self::backward)
     }
 
-    /// Takes steps until one ends below the length; the first always exists, because the steps form
-    /// cycles.
+    /// Repeats `step` until the result is less than the length. It always ends, because the steps
+    /// form cycles.
     fn inside(&self, mut number: u64, step: impl Fn(&Self, (W, W)) -> (W, W)) -> u64 {
         loop {
             let halves = W::split(W::number(number), self.lower_bits);
@@ -268,38 +267,40 @@ impl<W: Word, const N: usize> Network<W, N> {
         })
     }
 
-    /// Writes the samples at `first`, `first` + `step`, … , a block at a time.
+    /// Writes the samples at `first`, `first` + `step`, …, a block at a time.
     #[inline(always)]
     fn fill(&self, first: u64, step: u64, out: &mut [u64]) {
-        // Products of positions behind the last may wrap around: nobody reads what becomes of them.
+        // Products for positions beyond the end may wrap; their results are discarded.
         let offsets: [W::Number; BLOCK] =
             std::array::from_fn(|i| W::number(step.wrapping_mul(i as u64)));
-        // One length for all, which the compiler must not know: it would widen it once before the
-        // loop, and then no longer see that 16 bits times 16 bits, cut to the upper 16, are one
-        // vector instruction.
+        // Hide that all lengths are equal: the compiler would widen the length once before the loop, and then miss that
+        // a 16-bit multiplication truncated to the upper 16 bits is one vector instruction.
         let lens = black_box(([self.lens.0; BLOCK], [self.lens.1; BLOCK]));
         for (block, out) in (0..).zip(out.chunks_mut(BLOCK)) {
             let first = W::number(first + block * BLOCK as u64 * step);
             let numbers = self.one_step(offsets.map(|offset| W::advance(first, offset)), &lens);
-            out.iter_mut().zip(numbers).for_each(|(sample, number)| *sample = number.into());
-            // Few leave the order and must walk on: the network permutes hardly more numbers than
-            // there are samples.
+            for (sample, number) in out.iter_mut().zip(numbers) {
+                *sample = number.into();
+            }
+            // Few numbers leave the order and repeat: the network permutes hardly more numbers than there are samples.
             if numbers.into_iter().max().is_some_and(|largest| largest.into() >= self.len) {
-                let outside = out.iter_mut().filter(|number| **number >= self.len);
-                outside.for_each(|number| *number = self.get(*number));
+                for number in out.iter_mut().filter(|number| **number >= self.len) {
+                    *number = self.get(*number);
+                }
             }
         }
     }
 
-    /// One step of the network for all positions of a block: loops without branches, so that they
-    /// become vectors.
+    /// Runs the network once for all positions of a block, in loops without branches that the
+    /// compiler vectorizes.
     #[inline(always)]
     fn one_step(
         &self,
         positions: [W::Number; BLOCK],
         lens: &([W; BLOCK], [W; BLOCK]),
     ) -> [W::Number; BLOCK] {
-        let (mut uppers, mut lowers) = ([W::default(); BLOCK], [W::default(); BLOCK]);
+        let mut uppers = [W::default(); BLOCK];
+        let mut lowers = [W::default(); BLOCK];
         for ((upper, lower), position) in uppers.iter_mut().zip(&mut lowers).zip(positions) {
             (*upper, *lower) = W::split(position, self.lower_bits);
         }
@@ -315,10 +316,10 @@ impl<W: Word, const N: usize> Network<W, N> {
 
 /// The bulk path on processors with 256-bit vectors.
 mod vector {
-    use super::{Network, ROUNDS, Word};
+    use super::{FeistelNetwork, ROUNDS, Word};
 
     pub(super) fn fill<W: Word>(
-        network: &Network<W, ROUNDS>,
+        network: &FeistelNetwork<W, ROUNDS>,
         first: u64,
         step: u64,
         out: &mut [u64],
@@ -327,24 +328,21 @@ mod vector {
         if is_x86_feature_detected!("avx2") {
             #[expect(
                 unsafe_code,
-                reason = "a function for other processors than the compiler's target must be unsafe"
+                reason = "a function for processor features beyond the target must be unsafe"
             )]
-            // SAFETY: the processor has what the function was compiled for.
+            // SAFETY: the processor has the required feature, which was just detected.
             return unsafe { fill_avx2(network, first, step, out) };
         }
         network.fill(first, step, out);
     }
 
-    /// The same code as the safe path and the same result, four times as fast: x86-64 has no 32-bit
-    /// vector multiplication before these instructions.
+    /// Runs the portable code with AVX2, four times as fast: x86-64 without it has no 32-bit vector
+    /// multiplication.
     #[cfg(target_arch = "x86_64")]
     #[target_feature(enable = "avx2")]
-    #[expect(
-        unsafe_code,
-        reason = "it must only be called where the processor has these instructions"
-    )]
+    #[expect(unsafe_code, reason = "it must only be called on processors with these instructions")]
     unsafe fn fill_avx2<W: Word>(
-        network: &Network<W, ROUNDS>,
+        network: &FeistelNetwork<W, ROUNDS>,
         first: u64,
         step: u64,
         out: &mut [u64],
@@ -358,9 +356,9 @@ mod vector {
 mod tests {
     use super::*;
 
-    /// Each sample is below the length and has the position it came from, so no two are the same
-    /// and none is missing.
-    fn check_permutes_and_undoes(order: &Streaming, len: u64) {
+    /// Checks that each sample is less than the length and maps back to its position, so that
+    /// samples are distinct and complete.
+    fn check_permutes_and_undoes(order: &StreamingOrder, len: u64) {
         let mut samples = vec![u64::MAX; len as usize];
         order.fill(0, 1, &mut samples);
         for (position, &sample) in (0..).zip(&samples) {
@@ -375,13 +373,13 @@ mod tests {
     }
 
     #[test]
-    fn all_lengths_up_to_20_000_are_permuted() {
-        // Two threads, because these are 200 million samples.
+    fn short_lengths_are_permuted() {
+        // Two threads, because the test covers 200 million samples.
         std::thread::scope(|scope| {
             for half in 0..2 {
                 scope.spawn(move || {
                     for len in (1 + half..=20_000).step_by(2) {
-                        check_permutes_and_undoes(&Streaming::new(len, Seed::new(len)), len);
+                        check_permutes_and_undoes(&StreamingOrder::new(len, Seed::new(len)), len);
                     }
                 });
             }
@@ -389,26 +387,32 @@ mod tests {
     }
 
     #[test]
-    fn lengths_beside_powers_of_four_are_permuted() {
+    fn lengths_near_powers_are_permuted() {
         let powers = (0..=10).flat_map(|k| [4_u64.pow(k) - 1, 4_u64.pow(k), 4_u64.pow(k) + 1]);
         for len in
             powers.chain([99_991, 131_071, 524_287, 524_289, 1_000_003]).filter(|&len| len > 0)
         {
-            check_permutes_and_undoes(&Streaming::new(len, Seed::new(1)), len);
-            check_permutes_and_undoes(&Streaming::Bits32(Network::new(len, Seed::new(2))), len);
-            check_permutes_and_undoes(&Streaming::Bits64(Network::new(len, Seed::new(3))), len);
+            check_permutes_and_undoes(&StreamingOrder::new(len, Seed::new(1)), len);
+            check_permutes_and_undoes(
+                &StreamingOrder::Bits32(FeistelNetwork::new(len, Seed::new(2))),
+                len,
+            );
+            check_permutes_and_undoes(
+                &StreamingOrder::Bits64(FeistelNetwork::new(len, Seed::new(3))),
+                len,
+            );
         }
     }
 
     #[test]
-    fn long_orders_are_undone() {
+    fn long_orders_are_invertible() {
         let powers = [29, 30, 31, 32, 40, 52, 62, 63].map(|log| 1_u64 << log);
         for len in powers
             .iter()
             .flat_map(|power| [power - 1, *power, power + 1])
             .filter(|&len| len <= 1 << 63)
         {
-            let order = Streaming::new(len, Seed::new(len));
+            let order = StreamingOrder::new(len, Seed::new(len));
             let random = (0..2000).map(|label| Seed::new(3).derive(label).as_u64() % len);
             for number in random.chain([0, 1, len / 2, len - 2, len - 1]) {
                 assert!(order.get(number) < len && order.position(number) < len, "{len}");
@@ -418,8 +422,8 @@ mod tests {
         }
     }
 
-    /// Fills from `first` by `step`, by the vector path where there is one and by the portable one.
-    fn check_bulk<W: Word>(network: Network<W, ROUNDS>, first: u64, step: u64, count: u64) {
+    /// Checks that the vector path and the portable path agree with single samples.
+    fn check_bulk<W: Word>(network: FeistelNetwork<W, ROUNDS>, first: u64, step: u64, count: u64) {
         let [mut vector, mut portable] = [(); 2].map(|()| vec![u64::MAX; count as usize]);
         vector::fill(&network, first, step, &mut vector);
         network.fill(first, step, &mut portable);
@@ -432,20 +436,19 @@ mod tests {
         );
     }
 
-    /// Of the networks of all words that are long enough.
-    fn check_bulk_of_all(len: u64, first: u64, step: u64, count: u64) {
+    /// Checks the networks of all word sizes that are long enough.
+    fn check_bulk_all_words(len: u64, first: u64, step: u64, count: u64) {
         let seed = Seed::new(len);
         if len < LEN_OF_16_BITS {
-            check_bulk::<u16>(Network::new(len, seed), first, step, count);
+            check_bulk::<u16>(FeistelNetwork::new(len, seed), first, step, count);
         }
-        check_bulk::<u32>(Network::new(len, seed), first, step, count);
-        check_bulk::<u64>(Network::new(len, seed), first, step, count);
+        check_bulk::<u32>(FeistelNetwork::new(len, seed), first, step, count);
+        check_bulk::<u64>(FeistelNetwork::new(len, seed), first, step, count);
     }
 
     #[test]
     fn bulk_and_single_samples_agree() {
-        // One more than a power of four leaves the most numbers outside, so that positions walk,
-        // several times even.
+        // One more than a power of four leaves the most numbers outside, so that positions repeat, even several times.
         for len in (1..=300).chain([
             1024,
             1025,
@@ -461,18 +464,18 @@ mod tests {
                 for count in
                     [0, 1, 2, 255, 256, 257, 511, 512, 600].map(|count| available.min(count))
                 {
-                    check_bulk_of_all(len, 0, step, count);
-                    check_bulk_of_all(len, (len - 1) - (count.max(1) - 1) * step, step, count);
+                    check_bulk_all_words(len, 0, step, count);
+                    check_bulk_all_words(len, (len - 1) - (count.max(1) - 1) * step, step, count);
                 }
             }
         }
     }
 
     #[test]
-    fn bulk_and_single_samples_of_the_longest_order_agree() {
+    fn bulk_matches_single_samples_at_max_length() {
         for (first, step) in [(0, 1), (0, 1 << 55), ((1 << 63) - 200, 1), (12_345, (1 << 63) / 200)]
         {
-            let order = Streaming::new(1 << 63, Seed::new(5));
+            let order = StreamingOrder::new(1 << 63, Seed::new(5));
             let mut bulk = [0; 200];
             order.fill(first, step, &mut bulk);
             assert_eq!(
@@ -486,14 +489,16 @@ mod tests {
     #[test]
     fn first_samples_are_pinned() {
         let seed = Seed::new(42);
-        let order = |order: Streaming| move |position| order.get(position);
-        let first = |len| [0, 1, 2, 3].map(order(Streaming::new(len, seed)));
+        let order = |order: StreamingOrder| move |position| order.get(position);
+        let first = |len| [0, 1, 2, 3].map(order(StreamingOrder::new(len, seed)));
         assert_eq!(
-            (0..10).map(order(Streaming::new(10, seed))).collect::<Vec<_>>(),
+            (0..10).map(order(StreamingOrder::new(10, seed))).collect::<Vec<_>>(),
             [6, 7, 0, 2, 8, 1, 4, 9, 3, 5]
         );
         assert_eq!(
-            (0..10).map(order(Streaming::Bits64(Network::new(10, seed)))).collect::<Vec<_>>(),
+            (0..10)
+                .map(order(StreamingOrder::Bits64(FeistelNetwork::new(10, seed))))
+                .collect::<Vec<_>>(),
             [2, 8, 0, 9, 6, 5, 4, 1, 3, 7]
         );
         assert_eq!(first(1_000_000), [427_284, 376_716, 194_288, 219_612]);

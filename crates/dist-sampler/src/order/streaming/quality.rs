@@ -1,80 +1,83 @@
-//! How good the streaming order is. For every length it is a permutation, can be undone, and is the
-//! same one by one and in bulk. And a battery of statistics can't tell it from the exact shuffle,
-//! while it tells apart networks of fewer rounds and an affine order.
+//! Quality of the streaming order.
+//!
+//! The tests check, for every length, that the order is a permutation with an inverse, and that
+//! single and bulk reads agree. A battery of statistics compares it with the exact shuffle and finds
+//! no difference. The same battery detects networks of fewer rounds and an affine order.
 //!
 //! # Thresholds
 //!
-//! Every statistic is given as a z that the exact shuffle takes with probability
+//! Every statistic is a z-score. For the exact shuffle, its tails satisfy
 //!
 //! P(|z| ≥ t) ≤ 2 exp(−t² / 2).
 //!
-//! For a count of rare events (Poisson) and for a sum of squares (chi-square) that is Chernoff's
-//! bound, if z is the signed root of the deviance: [`z_of_count`], [`z_of_squares`]. Correlations,
-//! standardized by their exact moments, are taken as normal. So all n statistics of a battery stay
-//! below √(2 ln(2n / α)) together, whatever their dependence, except with probability α
-//! (Bonferroni's inequality): [`threshold`]. Seeds are fixed, hence so is the outcome.
+//! For a count of rare events (Poisson) and for a sum of squares (chi-square) this is Chernoff's
+//! bound if z is the signed root of the deviance: [`z_of_count`], [`z_of_squares`]. Correlations are
+//! standardized by their exact moments and taken as normal. By Bonferroni's inequality, all n
+//! statistics of a battery stay below √(2 ln(2n / α)) except with probability α, even if they
+//! depend on each other: [`threshold`]. The seeds are fixed, so the result is the same in every run.
 //!
-//! # How many rounds
+//! # Number of rounds
 //!
-//! Two positions with the same lower half, and δ between their upper ones, keep that difference for
-//! two rounds if the hashes of the upper halves agree, about once in √N times; so they keep it for
-//! r rounds with probability N^(−r/4). A random permutation gives them the difference δ with
-//! probability 1 / N. After r rounds it is therefore too frequent by a share of N^(1−r/4): all of
-//! it after 4 rounds, 1 / √N after 6, 1 / N after 8. An epoch shows some √N / 2 such pairs. So it
-//! takes 50·√N epochs to see the share at 5 standard deviations after 6 rounds, and 50·N^1.5 after
-//! 8. Counting just these pairs in 20,000 epochs of 2^14 samples gave z = 9.4 with 6 rounds and 0.0
-//! with 8; the battery sees 6 rounds at N = 128 in 2,343: [`six_rounds_are_too_few`].
+//! Take two positions with equal lower halves and a difference δ between their upper halves. If the
+//! hashes of the upper halves agree, which happens about once in √N times, the pair keeps δ for two
+//! rounds. So it keeps δ for r rounds with probability N^(−r/4). A random permutation gives the pair
+//! the difference δ with probability 1 / N. After r rounds δ is therefore too frequent by a share of
+//! N^(1−r/4): 1 after 4 rounds, 1 / √N after 6, 1 / N after 8. One epoch has about √N / 2 such
+//! pairs. To see the share at 5 standard deviations takes 50·√N epochs after 6 rounds and 50·N^1.5
+//! epochs after 8. A count of only these pairs in 20,000 epochs of 2^14 samples gave z = 9.4 with 6
+//! rounds and z = 0.0 with 8. The battery detects 6 rounds at N = 128 in 2,343 epochs:
+//! [`six_rounds_fail`].
 //!
-//! Below some 60 samples no number of rounds is enough: a network is an even permutation if the
-//! upper half takes an odd number of values, and the lower one more than two. In a longer order
-//! that can be told only from all of its samples.
+//! Below about 60 samples no number of rounds is enough: a network is an even permutation if the
+//! upper half takes an odd number of values and the lower half more than two. In a longer order only
+//! the complete list of samples shows the parity.
 #![expect(clippy::cast_possible_truncation, reason = "tables of orders are short")]
 
 use std::{collections::BTreeMap, fmt};
 
 use core_types::Seed;
 
-use super::{Network, Streaming};
+use super::{FeistelNetwork, StreamingOrder};
 use crate::order::{exact, table};
 
-/// α: how often a battery raises a false alarm when constants or seeds change.
-const ALARM: f64 = 1e-3;
+/// Probability α of a false alarm of one battery when constants or seeds change.
+const FALSE_ALARM: f64 = 1e-3;
 
-/// The sample at each position.
-type Order = Box<dyn Fn(u64) -> u64>;
+/// Maps each position to its sample.
+type SampleOrder = Box<dyn Fn(u64) -> u64>;
 
-/// The orders of [0, length) under every seed.
-type Family = fn(u64, Seed) -> Order;
+/// Creates the order of [0, length) for a seed.
+type OrderFamily = fn(u64, Seed) -> SampleOrder;
 
-fn streaming(len: u64, seed: Seed) -> Order {
-    let streaming = Streaming::new(len, seed);
+fn streaming(len: u64, seed: Seed) -> SampleOrder {
+    let streaming = StreamingOrder::new(len, seed);
     Box::new(move |position| streaming.get(position))
 }
 
-/// The networks for long orders, at any length.
-fn of_32_bits(len: u64, seed: Seed) -> Order {
-    let streaming = Streaming::Bits32(Network::new(len, seed));
+/// Creates an order with 32-bit words, which the sampler uses for long orders, at any length.
+fn streaming_32_bits(len: u64, seed: Seed) -> SampleOrder {
+    let streaming = StreamingOrder::Bits32(FeistelNetwork::new(len, seed));
     Box::new(move |position| streaming.get(position))
 }
 
-fn of_64_bits(len: u64, seed: Seed) -> Order {
-    let streaming = Streaming::Bits64(Network::new(len, seed));
+fn streaming_64_bits(len: u64, seed: Seed) -> SampleOrder {
+    let streaming = StreamingOrder::Bits64(FeistelNetwork::new(len, seed));
     Box::new(move |position| streaming.get(position))
 }
 
-fn rounds<const N: usize>(len: u64, seed: Seed) -> Order {
-    let network = Network::<u16, N>::new(len, seed);
+fn rounds<const N: usize>(len: u64, seed: Seed) -> SampleOrder {
+    let network = FeistelNetwork::<u16, N>::new(len, seed);
     Box::new(move |position| network.get(position))
 }
 
-fn fisher_yates(len: u64, seed: Seed) -> Order {
+fn fisher_yates(len: u64, seed: Seed) -> SampleOrder {
     let mut table = table::allocate(len).unwrap();
     exact::shuffle(&mut table, len, seed);
     Box::new(move |position| u64::from(table[position as usize]))
 }
 
-/// x → a·x + b modulo the length, the usual shortcut.
-fn affine(len: u64, seed: Seed) -> Order {
+/// Creates the affine order x → a·x + b modulo the length, the usual shortcut.
+fn affine(len: u64, seed: Seed) -> SampleOrder {
     let draw = |label| seed.derive(label).as_u64() % len;
     let factor =
         (draw(0)..2 * len).find(|&factor| greatest_common_divisor(factor, len) == 1).unwrap();
@@ -88,42 +91,42 @@ fn greatest_common_divisor(a: u64, b: u64) -> u64 {
     if b == 0 { a } else { greatest_common_divisor(b, a % b) }
 }
 
-/// A statistic, and how far it is from where the exact shuffle has it.
-struct Finding {
+/// A statistic, and its distance from the expected value of the exact shuffle.
+struct TestStatistic {
     statistic: String,
     z: f64,
 }
 
-impl fmt::Debug for Finding {
+impl fmt::Debug for TestStatistic {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{}: z = {:.1}", self.statistic, self.z)
     }
 }
 
-fn finding(statistic: impl Into<String>, z: f64) -> Finding {
-    Finding { statistic: statistic.into(), z }
+fn finding(statistic: impl Into<String>, z: f64) -> TestStatistic {
+    TestStatistic { statistic: statistic.into(), z }
 }
 
 fn threshold(n_statistics: usize) -> f64 {
-    (2.0 * (2.0 * n_statistics as f64 / ALARM).ln()).sqrt()
+    (2.0 * (2.0 * n_statistics as f64 / FALSE_ALARM).ln()).sqrt()
 }
 
-fn worst(findings: &[Finding]) -> &Finding {
+fn worst(findings: &[TestStatistic]) -> &TestStatistic {
     findings.iter().max_by(|a, b| a.z.abs().total_cmp(&b.z.abs())).unwrap()
 }
 
-/// The z of a Poisson variable.
+/// Computes the z of a Poisson variable.
 fn z_of_count(count: f64, mean: f64) -> f64 {
     let log_ratio = if count == 0.0 { 0.0 } else { (count / mean).ln() };
     signed_root(count - mean, 2.0 * (count * log_ratio - count + mean))
 }
 
-/// The z of a chi-square variable, whose mean is its degrees of freedom.
+/// Computes the z of a chi-square variable with `mean` degrees of freedom.
 fn z_of_squares(squares: f64, mean: f64) -> f64 {
     signed_root(squares - mean, squares - mean - mean * (squares / mean).ln())
 }
 
-/// The z of the largest of `n` variables whose own is `z`, by their union bound.
+/// Computes the z of the maximum of `n` variables from the `z` of the largest, by the union bound.
 fn z_of_largest(z: f64, n: f64) -> f64 {
     (z * z - 2.0 * n.ln()).max(0.0).sqrt()
 }
@@ -132,24 +135,24 @@ fn signed_root(sign: f64, deviance: f64) -> f64 {
     deviance.max(0.0).sqrt().copysign(sign)
 }
 
-/// From this many on, the rarest number of fixed points is expected 5 times.
+/// Number of epochs from which the rarest number of fixed points is expected 5 times.
 const MANY_EPOCHS: usize = 264;
 
-/// The orders of successive epochs, in full.
-struct Run {
+/// The complete orders of successive epochs.
+struct EpochOrders {
     len: usize,
     epochs: Vec<Vec<u32>>,
 }
 
-impl Run {
-    fn new(family: Family, len: u64, n_epochs: u64, seed: Seed) -> Self {
+impl EpochOrders {
+    fn new(family: OrderFamily, len: u64, n_epochs: u64, seed: Seed) -> Self {
         let orders = (0..n_epochs).map(|epoch| family(len, seed.derive(epoch)));
         let epochs =
             orders.map(|order| (0..len).map(|position| order(position) as u32).collect()).collect();
         Self { len: len as usize, epochs }
     }
 
-    fn findings(&self) -> Vec<Finding> {
+    fn findings(&self) -> Vec<TestStatistic> {
         let mut findings = vec![self.fixed_points(), self.cycles(), self.first_cycle()];
         if self.epochs.len() >= MANY_EPOCHS {
             findings.push(self.distribution_of_fixed_points());
@@ -164,9 +167,9 @@ impl Run {
         findings.extend(
             strides(self.len as u64).into_iter().flat_map(|stride| self.neighbors(stride as usize)),
         );
-        for cut in CUTS {
-            findings.extend([2, 8].map(|world| self.spread_of_ranks(world, cut)));
-            findings.push(self.landings(cut));
+        for rules in PART_RULES {
+            findings.extend([2, 8].map(|world| self.spread_over_ranks(world, rules)));
+            findings.push(self.landings(rules));
         }
         findings
     }
@@ -175,21 +178,21 @@ impl Run {
         self.epochs.len() as f64
     }
 
-    /// The sum of one standardized variable for each of `n` independent orders.
+    /// Computes the z of a sum of one standardized variable per independent order.
     fn z_of_sum(terms: impl ExactSizeIterator<Item = f64>) -> f64 {
         let n = terms.len() as f64;
         terms.sum::<f64>() / n.sqrt()
     }
 
-    /// A random permutation has Poisson(1) fixed points, but for a part in N!.
-    fn fixed_points(&self) -> Finding {
+    /// Counts fixed points, which are Poisson(1) in a random permutation except for a part in N!.
+    fn fixed_points(&self) -> TestStatistic {
         let positions = identity(self.len);
         let n: usize = self.epochs.iter().map(|epoch| matches(epoch, &positions)).sum();
         finding("fixed points", z_of_count(n as f64, self.n_epochs()))
     }
 
-    /// How many orders have 0, 1, 2, 3 or more fixed points: the last are the fewest, 1.9 %.
-    fn distribution_of_fixed_points(&self) -> Finding {
+    /// Counts orders with 0, 1, 2, 3 and more fixed points; the last class is the smallest, with 1.9 %.
+    fn distribution_of_fixed_points(&self) -> TestStatistic {
         let (positions, mut counts) = (identity(self.len), [0.0; 5]);
         self.epochs.iter().for_each(|epoch| counts[matches(epoch, &positions).min(4)] += 1.0);
         let few = [1.0, 1.0, 1.0 / 2.0, 1.0 / 6.0].map(|weight| weight / std::f64::consts::E);
@@ -203,18 +206,22 @@ impl Run {
         finding("distribution of fixed points", z_of_squares(squares, 4.0))
     }
 
+    /// Counts cycles.
+    ///
     /// The i-th choice of a next element closes a cycle with probability 1 / (N + 1 − i),
-    /// independently of the others, and Chernoff's bound for Poisson variables holds for sums of
+    /// independently of the other choices. Chernoff's bound for Poisson variables holds for sums of
     /// independent events.
-    fn cycles(&self) -> Finding {
+    fn cycles(&self) -> TestStatistic {
         let mean: f64 = (1..=self.len).map(|left| 1.0 / left as f64).sum();
         let n: usize = self.epochs.iter().map(|epoch| n_cycles(epoch)).sum();
         finding("cycles", z_of_count(n as f64, self.n_epochs() * mean))
     }
 
-    /// The cycle of 0 has every length from 1 to N with the same probability, and the tails of such
-    /// a variable are below those of a normal one of the same variance.
-    fn first_cycle(&self) -> Finding {
+    /// Measures the cycle of 0.
+    ///
+    /// The cycle has every length from 1 to N with the same probability. The tails of such a
+    /// variable are below the tails of a normal variable with the same variance.
+    fn first_cycle(&self) -> TestStatistic {
         let n = self.len as f64;
         let deviation = ((n * n - 1.0) / 12.0).sqrt();
         let lens = self.epochs.iter().map(|epoch| cycle_len(epoch, 0) as f64);
@@ -224,13 +231,13 @@ impl Run {
         )
     }
 
-    /// Two independent orders match in as many positions as their quotient has fixed points.
-    fn matches_of_epochs(&self) -> Finding {
+    /// Counts positions where successive orders match, which are the fixed points of their quotient.
+    fn matches_of_epochs(&self) -> TestStatistic {
         let n: usize = self.epochs.windows(2).map(|pair| matches(&pair[0], &pair[1])).sum();
         finding("matches with the next epoch", z_of_count(n as f64, self.n_epochs() - 1.0))
     }
 
-    fn correlation_of_epochs(&self) -> Finding {
+    fn correlation_of_epochs(&self) -> TestStatistic {
         let pairs = self.epochs.windows(2);
         finding(
             "rank correlation with the next epoch",
@@ -238,28 +245,28 @@ impl Run {
         )
     }
 
-    fn correlation_with_positions(&self) -> Finding {
+    fn correlation_with_positions(&self) -> TestStatistic {
         let positions = identity(self.len);
         let correlations = self.epochs.iter().map(|epoch| z_of_ranks(epoch, &positions));
         finding("rank correlation with positions", Self::z_of_sum(correlations))
     }
 
-    fn differences_of_epochs(&self) -> [Finding; 3] {
-        let mut differences = Differences::new(self.len, self.len);
+    fn differences_of_epochs(&self) -> [TestStatistic; 3] {
+        let mut differences = DifferenceCounts::new(self.len, self.len);
         self.epochs.windows(2).for_each(|pair| differences.add(&pair[0], &pair[1]));
         differences.findings("next epoch")
     }
 
-    fn displacements(&self) -> [Finding; 3] {
-        let mut differences = Differences::new(self.len, self.len);
+    fn displacements(&self) -> [TestStatistic; 3] {
+        let mut differences = DifferenceCounts::new(self.len, self.len);
         let positions = identity(self.len);
         self.epochs.iter().for_each(|epoch| differences.add(&positions, epoch));
         differences.findings("position and sample")
     }
 
-    /// The differences of samples `stride` positions apart, never 0, and their correlation.
-    fn neighbors(&self, stride: usize) -> Vec<Finding> {
-        let mut differences = Differences::new(self.len, self.len - 1);
+    /// Tests differences (never 0) and correlation of samples `stride` positions apart.
+    fn neighbors(&self, stride: usize) -> Vec<TestStatistic> {
+        let mut differences = DifferenceCounts::new(self.len, self.len - 1);
         self.epochs
             .iter()
             .for_each(|epoch| differences.add(&epoch[..self.len - stride], &epoch[stride..]));
@@ -276,27 +283,27 @@ impl Run {
         findings
     }
 
-    /// How many samples of each part of the data set each of `world` ranks reads, epoch by epoch.
-    fn spread_of_ranks(&self, world: usize, cut: Cut) -> Finding {
-        let table = Table::new(self.len, world, cut);
+    /// Counts the samples of each part of the data set per rank and epoch.
+    fn spread_over_ranks(&self, world: usize, rules: PartRules) -> TestStatistic {
+        let table = ContingencyTable::new(self.len, world, rules);
         let squares: f64 = self.epochs.chunks(1).map(|epoch| table.squares(epoch)).sum();
         finding(
-            format!("{world} ranks, {}", cut.name),
+            format!("{world} ranks, {}", rules.name),
             z_of_squares(squares, self.n_epochs() * table.mean()),
         )
     }
 
-    /// Where the samples of up to 64 parts of the positions land, over all epochs.
-    fn landings(&self, cut: Cut) -> Finding {
-        let table = Table::new(self.len, self.len.min(64), cut);
+    /// Counts over all epochs which samples appear in each of up to 64 parts of the positions.
+    fn landings(&self, rules: PartRules) -> TestStatistic {
+        let table = ContingencyTable::new(self.len, self.len.min(64), rules);
         finding(
-            format!("landings, {}", cut.name),
+            format!("landings, {}", rules.name),
             z_of_squares(table.squares(&self.epochs), table.mean()),
         )
     }
 }
 
-/// Distances of positions at which a network of halves might show: 2^k, √N and N / 2.
+/// Returns distances of positions at which a network of halves might show: 2^k, √N and N / 2.
 fn strides(len: u64) -> Vec<u64> {
     let powers = (0..63).map(|log| 1 << log).take_while(|&stride| stride < len / 2);
     let mut strides: Vec<u64> = powers.chain([len.isqrt(), len.isqrt() + 1, len / 2]).collect();
@@ -318,10 +325,10 @@ fn n_cycles(order: &[u32]) -> usize {
     let mut n = 0;
     for start in 0..order.len() {
         n += usize::from(!is_seen[start]);
-        let mut at = start;
-        while !is_seen[at] {
-            is_seen[at] = true;
-            at = order[at] as usize;
+        let mut position = start;
+        while !is_seen[position] {
+            is_seen[position] = true;
+            position = order[position] as usize;
         }
     }
     n
@@ -333,7 +340,7 @@ fn cycle_len(order: &[u32], start: u32) -> usize {
         .count()
 }
 
-/// Spearman's correlation of two orders has mean 0 and variance 1 / (N − 1).
+/// Computes Spearman's correlation of two orders, standardized: it has mean 0 and variance 1 / (N − 1).
 fn z_of_ranks(one: &[u32], other: &[u32]) -> f64 {
     let n = one.len() as f64;
     let center = (n - 1.0) / 2.0;
@@ -342,8 +349,8 @@ fn z_of_ranks(one: &[u32], other: &[u32]) -> f64 {
     products.sum::<f64>() / (n * (n * n - 1.0) / 12.0) * (n - 1.0).sqrt()
 }
 
-/// The circular correlation of an order with itself, `stride` on, by its exact moments (Wald and
-/// Wolfowitz, "An Exact Test for Randomness in the Non-Parametric Case Based on Serial
+/// Computes the circular correlation of an order with itself, shifted by `stride`, standardized by
+/// its exact moments (Wald and Wolfowitz, "An Exact Test for Randomness in the Non-Parametric Case Based on Serial
 /// Correlation", 1943).
 fn z_of_serial_correlation(order: &[u32], stride: usize) -> f64 {
     let n = order.len() as f64;
@@ -353,27 +360,26 @@ fn z_of_serial_correlation(order: &[u32], stride: usize) -> f64 {
     let mean = -squares / (n - 1.0);
     let overlapping = (squares * squares - fourths) / (n - 1.0);
     let disjoint = (squares * squares - 2.0 * fourths) / ((n - 1.0) * (n - 2.0));
-    let ahead = order[stride..].iter().chain(&order[..stride]);
+    let shifted = order[stride..].iter().chain(&order[..stride]);
     let products =
-        order.iter().zip(ahead).map(|(&a, &b)| (f64::from(a) - center) * (f64::from(b) - center));
+        order.iter().zip(shifted).map(|(&a, &b)| (f64::from(a) - center) * (f64::from(b) - center));
     (products.sum::<f64>() - mean) / (overlapping + disjoint - mean * mean).sqrt()
 }
 
-/// How often each difference modulo the length occurs among pairs of samples, within each of many
-/// orders.
-struct Differences {
+/// Counts of each difference, modulo the length, between paired samples of many orders.
+struct DifferenceCounts {
     len: usize,
-    /// How many differences there can be: without 0 for samples of one order.
+    /// Number of possible differences; 0 is impossible between samples of one order.
     n_values: f64,
     n_orders: f64,
     pairs_per_order: f64,
     totals: Vec<u32>,
-    /// Pairs of pairs in one order that have the same difference.
+    /// Number of equal differences, as pairs, within one order.
     n_coincidences: u64,
     most_frequent: u32,
 }
 
-impl Differences {
+impl DifferenceCounts {
     fn new(len: usize, n_values: usize) -> Self {
         let n_values = n_values as f64;
         let totals = vec![0; len];
@@ -402,7 +408,7 @@ impl Differences {
         self.totals.iter_mut().zip(counts).for_each(|(total, count)| *total += count);
     }
 
-    fn findings(&self, what: &str) -> [Finding; 3] {
+    fn findings(&self, what: &str) -> [TestStatistic; 3] {
         [
             finding(format!("{what}: coincidences of differences"), self.z_of_coincidences()),
             finding(format!("{what}: differences of all keys"), self.z_of_totals()),
@@ -410,23 +416,29 @@ impl Differences {
         ]
     }
 
-    /// One pair has a given difference of v with probability 1 / v, two pairs have the same with 1
-    /// / (v − 1): given the first, the first sample of the second is free, and its other is one of
-    /// those that are left.
+    /// Computes the z of equal differences within one order.
+    ///
+    /// One pair has a given difference of v possible ones with probability 1 / v. Two pairs have
+    /// equal differences with probability 1 / (v − 1): given the first pair, the first sample of the
+    /// second pair is free, and its other sample is one of the remaining samples.
     fn z_of_coincidences(&self) -> f64 {
         let pairs = self.pairs_per_order * (self.pairs_per_order - 1.0) / 2.0;
         z_of_count(self.n_coincidences as f64, self.n_orders * pairs / (self.n_values - 1.0))
     }
 
-    /// Differences of one order coincide as above, of two orders with probability 1 / v: that makes
-    /// the mean.
+    /// Computes the z of the counts over all orders.
+    ///
+    /// The mean follows from the probability that differences coincide: as above in one order, 1 / v
+    /// between two orders.
     fn z_of_totals(&self) -> f64 {
         let expected = self.n_orders * self.pairs_per_order / self.n_values;
-        let square = |&total: &u32| (f64::from(total) - expected).powi(2) / expected;
+        let mut squares = 0.0;
+        for &total in &self.totals {
+            squares += (f64::from(total) - expected).powi(2) / expected;
+        }
         let unused = self.len as f64 - self.n_values;
-        let squares = self.totals.iter().map(square).sum::<f64>() - unused * expected;
         z_of_squares(
-            squares,
+            squares - unused * expected,
             self.n_values + (self.pairs_per_order - self.n_values) / (self.n_values - 1.0),
         )
     }
@@ -437,8 +449,8 @@ impl Differences {
     }
 }
 
-/// Which of `n` parts of [0, `len`) an item belongs to.
-type Part = fn(item: usize, len: usize, n: usize) -> usize;
+/// Maps an item of [0, `len`) to one of `n` parts.
+type PartRule = fn(item: usize, len: usize, n: usize) -> usize;
 
 fn chunk(item: usize, len: usize, n: usize) -> usize {
     item * n / len
@@ -448,34 +460,49 @@ fn stripe(item: usize, _: usize, n: usize) -> usize {
     item % n
 }
 
-/// A way to cut positions, and samples, into parts.
+/// Rules that divide positions, and samples, into parts.
 #[derive(Clone, Copy)]
-struct Cut {
+struct PartRules {
     name: &'static str,
-    positions: Part,
-    samples: Part,
+    positions: PartRule,
+    samples: PartRule,
 }
 
-const CUTS: [Cut; 4] = [
-    Cut { name: "chunks of positions by chunks of samples", positions: chunk, samples: chunk },
-    Cut { name: "chunks of positions by stripes of samples", positions: chunk, samples: stripe },
-    Cut { name: "stripes of positions by chunks of samples", positions: stripe, samples: chunk },
-    Cut { name: "stripes of positions by stripes of samples", positions: stripe, samples: stripe },
+const PART_RULES: [PartRules; 4] = [
+    PartRules {
+        name: "chunks of positions by chunks of samples",
+        positions: chunk,
+        samples: chunk,
+    },
+    PartRules {
+        name: "chunks of positions by stripes of samples",
+        positions: chunk,
+        samples: stripe,
+    },
+    PartRules {
+        name: "stripes of positions by chunks of samples",
+        positions: stripe,
+        samples: chunk,
+    },
+    PartRules {
+        name: "stripes of positions by stripes of samples",
+        positions: stripe,
+        samples: stripe,
+    },
 ];
 
-/// How many samples of each of `n` parts stand at each of `n` parts of the positions: a table with
-/// fixed margins.
-struct Table {
+/// Contingency table with fixed margins: parts of the positions × parts of the samples, `n` each.
+struct ContingencyTable {
     n: usize,
-    /// The part of each position, and the part of each sample.
+    /// The part of each position, and of each sample.
     parts: [Vec<usize>; 2],
-    /// How long each of those parts is.
+    /// The length of each part, for positions and for samples.
     lens: [Vec<f64>; 2],
 }
 
-impl Table {
-    fn new(len: usize, n: usize, cut: Cut) -> Self {
-        let parts = [cut.positions, cut.samples]
+impl ContingencyTable {
+    fn new(len: usize, n: usize, rules: PartRules) -> Self {
+        let parts = [rules.positions, rules.samples]
             .map(|part| (0..len).map(|item| part(item, len, n)).collect());
         let lens = parts.each_ref().map(|parts: &Vec<usize>| {
             let mut lens = vec![0.0; n];
@@ -487,7 +514,7 @@ impl Table {
         Self { n, parts, lens }
     }
 
-    /// Pearson's sum of squares of the counts over all `epochs`, each a hypergeometric variable.
+    /// Computes Pearson's sum of squares over all `epochs`; each count is a hypergeometric variable.
     fn squares(&self, epochs: &[Vec<u32>]) -> f64 {
         let mut counts = vec![0_u32; self.n * self.n];
         for epoch in epochs {
@@ -506,15 +533,16 @@ impl Table {
             .sum()
     }
 
-    /// The mean of that sum under fixed margins, of one epoch as of many; otherwise it is
-    /// chi-square.
+    /// Returns the mean of [`Self::squares`], for any number of epochs.
+    ///
+    /// Fixed margins change only the mean of the chi-square variable.
     fn mean(&self) -> f64 {
         let n_samples = self.parts[0].len() as f64;
         (self.n as f64 - 1.0).powi(2) * n_samples / (n_samples - 1.0)
     }
 }
 
-/// The z of how evenly numbers spread over [0, `len`), by `n` parts.
+/// Computes the z of the spread of `numbers` over `n` parts of [0, `len`).
 fn z_of_evenness(
     numbers: impl ExactSizeIterator<Item = u64>,
     len: u64,
@@ -529,37 +557,40 @@ fn z_of_evenness(
     z_of_squares(squares, n as f64 - 1.0)
 }
 
-/// Windows of successive epochs of an order too long to be written down.
-struct Windows {
+/// Windows into successive epochs of an order that is too long for a table.
+struct OrderWindows {
     len: u64,
-    orders: Vec<Order>,
+    orders: Vec<SampleOrder>,
     starts: Vec<u64>,
 }
 
-/// Positions in a window.
+/// Number of positions in a window.
 const WINDOW: u64 = 1024;
 
-impl Windows {
-    fn new(family: Family, len: u64, n_epochs: u64, seed: Seed) -> Self {
+impl OrderWindows {
+    fn new(family: OrderFamily, len: u64, n_epochs: u64, seed: Seed) -> Self {
         let orders = (0..n_epochs).map(|epoch| family(len, seed.derive(epoch))).collect();
-        // Half of the order is left behind the window for the strides.
+        // Half of the order follows the window, for the strides.
         let starts =
             (0..n_epochs).map(|epoch| seed.derive(!epoch).as_u64() % (len / 2 - WINDOW)).collect();
         Self { len, orders, starts }
     }
 
-    fn findings(&self) -> Vec<Finding> {
-        let mut findings = self.differences_of("next epoch", |window, offset| {
+    fn findings(&self) -> Vec<TestStatistic> {
+        let mut findings = self.test_differences("next epoch", |window, offset| {
             let next = &self.orders[(window + 1) % self.orders.len()];
             (self.sample(window, offset), next(self.starts[window] + offset))
         });
-        findings.extend(self.differences_of("position and sample", |window, offset| {
+        findings.extend(self.test_differences("position and sample", |window, offset| {
             (self.starts[window] + offset, self.sample(window, offset))
         }));
         for stride in strides(self.len) {
-            findings.extend(self.differences_of(&format!("stride {stride}"), |window, offset| {
-                (self.sample(window, offset), self.sample(window, offset + stride))
-            }));
+            findings.extend(self.test_differences(
+                &format!("stride {stride}"),
+                |window, offset| {
+                    (self.sample(window, offset), self.sample(window, offset + stride))
+                },
+            ));
         }
         findings.extend(self.landings());
         findings
@@ -569,14 +600,20 @@ impl Windows {
         self.orders[window](self.starts[window] + offset)
     }
 
-    fn landings(&self) -> [Finding; 2] {
+    fn landings(&self) -> [TestStatistic; 2] {
         let samples: Vec<u64> = self.pairs(|window, offset| self.sample(window, offset)).concat();
         self.evenness("samples", &samples)
     }
 
-    /// Differences are as good as independent and even here, so that pairs of them coincide once in
-    /// N times.
-    fn differences_of(&self, what: &str, pair: impl Fn(usize, u64) -> (u64, u64)) -> Vec<Finding> {
+    /// Tests the differences between the numbers that `pair` returns for each position.
+    ///
+    /// In such long orders differences are nearly independent and uniform, so two of them are equal
+    /// with probability 1 / N.
+    fn test_differences(
+        &self,
+        what: &str,
+        pair: impl Fn(usize, u64) -> (u64, u64),
+    ) -> Vec<TestStatistic> {
         let mut windows = self.pairs(|window, offset| {
             let (a, b) = pair(window, offset);
             if b < a { b + (self.len - a) } else { b - a }
@@ -599,8 +636,8 @@ impl Windows {
             .collect()
     }
 
-    /// By their leading and by their trailing digits.
-    fn evenness(&self, what: &str, numbers: &[u64]) -> [Finding; 2] {
+    /// Tests the leading digits of `numbers` by chunks, the trailing digits by stripes.
+    fn evenness(&self, what: &str, numbers: &[u64]) -> [TestStatistic; 2] {
         let z = |part: fn(u64, u64, u64) -> u64| {
             z_of_evenness(numbers.iter().copied(), self.len, 256, part)
         };
@@ -614,20 +651,20 @@ impl Windows {
     }
 }
 
-/// How many pairs of `numbers` are equal.
+/// Counts the equal pairs among `numbers`.
 fn n_equal_pairs(numbers: &mut [u64]) -> f64 {
     numbers.sort_unstable();
     numbers.chunk_by(|a, b| a == b).map(|run| (run.len() * (run.len() - 1) / 2) as f64).sum()
 }
 
-/// About so many samples in all epochs of a run.
+/// Approximate number of samples in all epochs of one length.
 const SAMPLES: u64 = 300_000;
 
-/// Small primes, powers of two and of four and their neighbors, and some without a pattern.
+/// Small primes, powers of two and of four and their neighbors, and some other lengths.
 const LENS: [u64; 17] =
     [61, 63, 64, 65, 100, 127, 128, 129, 257, 1000, 1009, 4095, 4096, 4097, 10_007, 16_385, 65_537];
 
-/// A few beside the changes between the sizes of words, and the longest.
+/// Lengths near the limits of each word size, and the longest.
 const LONG_LENS: [u64; 9] = [
     1_000_003,
     100_000_000,
@@ -640,53 +677,62 @@ const LONG_LENS: [u64; 9] = [
     1 << 63,
 ];
 
-fn battery(family: Family, lens: &[u64], seed: u64) -> Vec<Finding> {
-    let run = |len| Run::new(family, len, SAMPLES / len, Seed::new(seed));
-    lens.iter().flat_map(|&len| of_len(len, run(len).findings())).collect()
+fn battery(family: OrderFamily, lens: &[u64], seed: u64) -> Vec<TestStatistic> {
+    let mut findings = Vec::new();
+    for &len in lens {
+        let orders = EpochOrders::new(family, len, SAMPLES / len, Seed::new(seed));
+        findings.extend(with_len(len, orders.findings()));
+    }
+    findings
 }
 
-fn long_battery(family: Family, lens: &[u64]) -> Vec<Finding> {
-    let windows = |len| Windows::new(family, len, 32, Seed::new(7));
-    lens.iter().flat_map(|&len| of_len(len, windows(len).findings())).collect()
+fn long_battery(family: OrderFamily, lens: &[u64]) -> Vec<TestStatistic> {
+    let mut findings = Vec::new();
+    for &len in lens {
+        let windows = OrderWindows::new(family, len, 32, Seed::new(7));
+        findings.extend(with_len(len, windows.findings()));
+    }
+    findings
 }
 
-fn of_len(len: u64, findings: Vec<Finding>) -> impl Iterator<Item = Finding> {
+/// Adds the length to the name of each statistic.
+fn with_len(len: u64, findings: Vec<TestStatistic>) -> impl Iterator<Item = TestStatistic> {
     findings
         .into_iter()
-        .map(move |Finding { statistic, z }| finding(format!("length {len}, {statistic}"), z))
+        .map(move |TestStatistic { statistic, z }| finding(format!("length {len}, {statistic}"), z))
 }
 
-fn check_passes(findings: &[Finding]) {
+fn check_passes(findings: &[TestStatistic]) {
     assert!(worst(findings).z.abs() < threshold(findings.len()), "{:?}", worst(findings));
 }
 
-/// Most seeds give `family` away.
-fn check_fails(family: Family, lens: &[u64]) {
+/// Checks that the battery detects `family` with most seeds.
+fn check_fails(family: OrderFamily, lens: &[u64]) {
     for &len in lens {
         let n_seeds = (0..5).filter(|&seed| is_far_off(&battery(family, &[len], seed))).count();
         assert!(n_seeds >= 3, "{len}: {n_seeds} of 5 seeds");
     }
 }
 
-/// One statistic is at twice its threshold.
-fn is_far_off(findings: &[Finding]) -> bool {
+/// Returns true if a statistic is above twice its threshold.
+fn is_far_off(findings: &[TestStatistic]) -> bool {
     worst(findings).z.abs() > 2.0 * threshold(findings.len())
 }
 
 #[test]
-fn the_exact_shuffle_passes() {
+fn exact_shuffle_passes() {
     check_passes(&battery(fisher_yates, &LENS, 1));
 }
 
 #[test]
-fn the_streaming_order_passes() {
+fn streaming_order_passes() {
     check_passes(&battery(streaming, &LENS, 2));
 }
 
 #[test]
-fn the_streaming_order_of_longer_words_passes() {
-    check_passes(&battery(of_32_bits, &LENS, 2));
-    check_passes(&battery(of_64_bits, &LENS, 3));
+fn longer_words_pass() {
+    check_passes(&battery(streaming_32_bits, &LENS, 2));
+    check_passes(&battery(streaming_64_bits, &LENS, 3));
 }
 
 #[test]
@@ -695,24 +741,24 @@ fn long_streaming_orders_pass() {
 }
 
 #[test]
-fn four_rounds_are_too_few() {
+fn four_rounds_fail() {
     check_fails(rounds::<4>, &[61, 128, 1009, 4096]);
 }
 
 #[test]
-fn six_rounds_are_too_few() {
+fn six_rounds_fail() {
     check_fails(rounds::<6>, &[127, 128]);
 }
 
 #[test]
-fn an_affine_order_fails() {
+fn affine_order_fails() {
     check_fails(affine, &[61, 128, 1009, 10_007]);
     let findings = long_battery(affine, &[1 << 40]);
     assert!(is_far_off(&findings), "{:?}", worst(&findings));
 }
 
 #[test]
-fn up_to_four_samples_come_in_every_order() {
+fn four_samples_take_every_order() {
     for len in 1..=4 {
         let (n_orders, n_seeds) = ((1..=len).product::<u64>(), 24_000);
         let mut counts = BTreeMap::new();

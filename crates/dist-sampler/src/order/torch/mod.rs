@@ -1,13 +1,12 @@
-//! The order of PyTorch's `DistributedSampler`: bit for bit the permutation of `torch.randperm` on
-//! a CPU.
+//! The order of PyTorch's `DistributedSampler`, equal to `torch.randperm` on a CPU to the bit.
 //!
-//! The rule, held by golden tests: slot i is swapped with another one for every i, drawn by plain
-//! remainder from the words of [`Mt19937`] under seed + epoch. Below 2^32 / 20 samples a word
-//! chooses among the slots from i on; from there on, where its remainder would favor some slots too
-//! much, two words choose among those up to i.
+//! Golden tests check the rule: slot i is swapped with another for every i, drawn by remainder from
+//! the words of [`Mt19937`] with seed + epoch. Below 2^32 / 20 samples a word chooses among the
+//! slots from i on. From there on, where the remainder of one word would be too biased, two words
+//! choose among the slots up to i.
 //!
-//! We differ in cost, not in result. An index takes 4 bytes, not 8, with no list of Python integers
-//! on top, and [`swaps`] has the slots of many steps at once, so that the cache misses overlap.
+//! Only the cost differs from PyTorch. An index takes 4 bytes instead of 8 and no list of Python
+//! integers, and [`swaps`] gets the slots of many steps at once, so that cache misses overlap.
 
 mod mersenne;
 
@@ -15,18 +14,17 @@ use mersenne::{BLOCK, Mt19937};
 
 use super::{swaps, table};
 
-/// The length from which a step takes two words.
+/// Length from which a step takes two words.
 const WIDE_FROM: u64 = u32::MAX as u64 / 20;
 
 const _: () = assert!(swaps::BATCH % BLOCK == 0, "a batch ends with a block of words");
 
-/// Makes `table` the permutation of `len` positions that PyTorch draws from a generator seeded with
-/// `seed`.
+/// Fills `table` with the permutation of `len` positions that PyTorch draws for `seed`.
 ///
-/// `seed` is PyTorch's seed + epoch; its generator uses the low 32 bits.
+/// `seed` is PyTorch's seed + epoch; the generator uses the low 32 bits.
 pub(super) fn shuffle(table: &mut Vec<u32>, len: u64, seed: u64) {
-    table::number(table, len);
-    #[expect(clippy::cast_possible_truncation, reason = "as PyTorch does")]
+    table::fill_identity(table, len);
+    #[expect(clippy::cast_possible_truncation, reason = "PyTorch truncates the seed, too")]
     let generator = Mt19937::new(seed as u32);
     if is_wide(len) { wide(table, generator) } else { narrow(table, generator) }
 }
@@ -35,7 +33,7 @@ fn is_wide(len: u64) -> bool {
     WIDE_FROM <= len
 }
 
-/// A word for each step, which chooses a slot from i on: Fisher and Yates' shuffle from the front.
+/// Swaps by one word per step, which chooses a slot from i on: Fisher–Yates from the front.
 #[expect(clippy::cast_possible_truncation, reason = "the length is below `WIDE_FROM`")]
 fn narrow(table: &mut [u32], mut generator: Mt19937) {
     let len = table.len() as u32;
@@ -49,8 +47,8 @@ fn narrow(table: &mut [u32], mut generator: Mt19937) {
     });
 }
 
-/// Two words for each step, the high one first, which choose a slot up to i: the shuffle inside
-/// out.
+/// Swaps by two words per step, the high one first, which choose a slot up to i: the inside-out
+/// shuffle.
 #[expect(clippy::cast_possible_truncation, reason = "a table has at most 2^32 slots")]
 fn wide(table: &mut [u32], mut generator: Mt19937) {
     let len = table.len();
@@ -61,18 +59,18 @@ fn wide(table: &mut [u32], mut generator: Mt19937) {
         let n_slots = steps.len();
         for (slot, (i, pair)) in slots.iter_mut().zip(steps) {
             let draw = u64::from(pair[0]) << 32 | u64::from(pair[1]);
-            // A division, because it hides behind the cache misses: floating point was no faster.
+            // An integer division hides behind the cache misses; floating point was no faster.
             *slot = (i, (draw % (i + 1) as u64) as usize);
         }
         swaps::swap_ahead(table, slots[..n_slots].iter().copied());
     }
 }
 
-/// `word % divisor` for a divisor below 2^31, by floating point, of which processors divide several
-/// at once.
+/// Computes `word % divisor` for a divisor below 2^31 by floating point, which processors
+/// vectorize.
 ///
-/// The quotient is off by at most 2^-21. So, rounded, it is the true one or the next, and the rest
-/// at least -divisor.
+/// The quotient is off by at most 2^-21. So the rounded quotient is exact or one too large, and the
+/// remainder is at least -divisor.
 #[expect(
     clippy::cast_possible_truncation,
     clippy::cast_possible_wrap,
@@ -80,7 +78,7 @@ fn wide(table: &mut [u32], mut generator: Mt19937) {
     reason = "modulo 2^32"
 )]
 fn remainder(word: u32, divisor: u32) -> u32 {
-    /// Numbers from here on are 1 apart: adding it rounds to an integer, found in the low bits.
+    /// Floats from here on are 1 apart: adding it rounds to an integer in the low bits.
     const ROUND: f64 = (1_u64 << 52) as f64;
     let quotient = (f64::from(word) / f64::from(divisor) + ROUND).to_bits() as u32;
     let rest = word.wrapping_sub(quotient.wrapping_mul(divisor)) as i32;
@@ -97,7 +95,7 @@ mod tests {
         table
     }
 
-    /// The rule itself: one step after the other, by the processor's own remainder.
+    /// Applies the definition, step by step with integer remainders.
     fn step_by_step(
         len: u64,
         seed: u32,
@@ -113,24 +111,24 @@ mod tests {
         table
     }
 
-    /// Lengths around one and two blocks, of either kind.
+    /// Lengths around one and two blocks of both kinds.
     const LENS: [usize; 13] = [0, 1, 2, 311, 312, 313, 623, 624, 625, 1247, 1248, 1249, 20_000];
 
     #[test]
-    fn permutations_are_torchs() {
+    fn permutations_match_torch() {
         assert_eq!(permutation(10, 0), [4, 1, 7, 5, 3, 9, 0, 8, 6, 2]);
         assert_eq!(permutation(10, 45), [7, 6, 5, 3, 4, 9, 0, 8, 2, 1]);
         assert_eq!(permutation(17, 7), [9, 5, 3, 11, 7, 8, 6, 16, 12, 10, 13, 1, 15, 14, 4, 2, 0]);
     }
 
     #[test]
-    fn the_generator_sees_32_bits_of_the_seed() {
+    fn seed_is_truncated_to_32_bits() {
         assert_eq!(permutation(17, (1 << 32) + 6), permutation(17, 6));
         assert_eq!(permutation(17, u64::MAX), permutation(17, u64::from(u32::MAX)));
     }
 
     #[test]
-    fn one_word_chooses_among_the_slots_from_here_on() {
+    fn narrow_shuffle_matches_the_definition() {
         for len in LENS {
             let expected = step_by_step(len as u64, 5, |draw, i, len| i + draw() % (len - i));
             assert_eq!(permutation(len, 5), expected, "{len}");
@@ -138,10 +136,10 @@ mod tests {
     }
 
     #[test]
-    fn two_words_choose_among_the_slots_up_to_here() {
+    fn wide_shuffle_matches_the_definition() {
         for len in LENS {
             let mut table = Vec::new();
-            table::number(&mut table, len as u64);
+            table::fill_identity(&mut table, len as u64);
             wide(&mut table, Mt19937::new(5));
             let expected =
                 step_by_step(len as u64, 5, |draw, i, _| ((draw() << 32) + draw()) % (i + 1));
@@ -150,7 +148,7 @@ mod tests {
     }
 
     #[test]
-    fn two_words_are_drawn_from_a_twentieth_of_their_range_on() {
+    fn wide_shuffle_starts_at_its_threshold() {
         assert!(!is_wide(214_748_363));
         assert!(is_wide(214_748_364));
     }

@@ -1,5 +1,5 @@
-//! Sorted, packed and distributed batches: each sequence once, every limit kept, the same number of
-//! steps on every rank.
+//! Laws of sorted, packed and distributed batches: each sequence once, every limit kept, the same
+//! number of steps on every rank.
 
 use std::collections::BTreeSet;
 
@@ -32,11 +32,11 @@ fn is_packing(config: &BatchConfig) -> bool {
     matches!(config.strategy, DynamicBatchStrategy::Pack(_))
 }
 
-/// Every limit, for one batch.
+/// Checks every limit of one batch.
 fn check_batch(batch: &Batch, lengths: &[u64], config: &BatchConfig) {
     let own = batch.indices.iter().map(|&index| lengths[usize::try_from(index).unwrap()]);
-    let (longest, sum) = (own.clone().max().unwrap(), own.sum::<u64>());
-    assert_eq!(batch.real_tokens, sum);
+    let longest = own.clone().max().unwrap();
+    assert_eq!(batch.real_tokens, own.sum::<u64>());
     assert!(
         batch.padded_tokens() <= config.max_tokens.unwrap_or(u64::MAX),
         "{batch:?} with {config:?}"
@@ -57,41 +57,41 @@ fn check_batch(batch: &Batch, lengths: &[u64], config: &BatchConfig) {
     };
     assert_eq!(batch.padded_length, padded_length.next_multiple_of(config.length_multiple));
     assert_eq!(batch.rows, batch.len() as u64);
-    let cost = config.cost.of(batch.padded_length).checked_mul(batch.rows);
+    let cost = config.cost.for_length(batch.padded_length).checked_mul(batch.rows);
     assert!(
         config.max_cost.is_none_or(|max| cost.is_some_and(|cost| cost <= max)),
         "{batch:?} with {config:?}"
     );
 }
 
-fn misfit(error: &Error) -> bool {
+fn is_misfit(error: &Error) -> bool {
     matches!(
         error,
         Error::SequenceOverBudget { .. } | Error::SequenceOverCost { .. } | Error::NoBucket { .. }
     )
 }
 
-/// The batches of a world of one rank, which are planned all at once, and their report.
-fn steps_of_one(
+/// Returns the batches of a world with one rank, planned all at once, and their report.
+fn single_rank_batches(
     sampler: &DynamicBatchSampler<&[u64]>,
 ) -> Result<(Vec<Batch>, PaddingReport), Error> {
     let config = DistributedConfig::default();
-    let alone = DistributedBatchSampler::new(sampler.clone(), Placement::SINGLE, config)?;
-    let steps = alone.epoch(Epoch::ZERO, 0..sampler.lengths().len() as u64)?;
+    let single = DistributedBatchSampler::new(sampler.clone(), Placement::SINGLE, config)?;
+    let steps = single.epoch(Epoch::ZERO, 0..sampler.lengths().len() as u64)?;
     let report = steps.report();
     Ok((steps.map(|step| step.batch).collect(), report))
 }
 
-/// All laws of one configuration; returns how many batches there are, or `None` if a sequence fits
-/// none.
+/// Checks all laws of one configuration; returns the number of batches, or `None` if a sequence
+/// fits none.
 fn check(lengths: &[u64], config: &BatchConfig) -> Option<usize> {
     let sampler = DynamicBatchSampler::new(lengths, config.clone()).unwrap();
     let mut stream = sampler.iter();
     let batches = match stream.by_ref().collect::<Result<Vec<Batch>, _>>() {
         Ok(batches) => batches,
         Err(error) => {
-            assert!(misfit(&error), "{error}");
-            assert_eq!(steps_of_one(&sampler).unwrap_err(), error);
+            assert!(is_misfit(&error), "{error}");
+            assert_eq!(single_rank_batches(&sampler).unwrap_err(), error);
             return None;
         }
     };
@@ -105,7 +105,8 @@ fn check(lengths: &[u64], config: &BatchConfig) -> Option<usize> {
     assert_eq!(indices.len() as u64 + dropped, lengths.len() as u64);
     assert!(config.remainder == Remainder::Drop && config.batch_size_multiple > 1 || dropped == 0);
 
-    assert_eq!(steps_of_one(&sampler), Ok((batches.clone(), *stream.report())), "{config:?}");
+    let single = single_rank_batches(&sampler);
+    assert_eq!(single, Ok((batches.clone(), *stream.report())), "{config:?}");
     let mut shuffled: Vec<Batch> =
         sampler.iter().shuffled(Seed::new(1)).map(Result::unwrap).collect();
     assert_eq!(PaddingReport::from_iter(&shuffled), PaddingReport::from_iter(&batches));
@@ -134,7 +135,7 @@ fn configs(strategy: &DynamicBatchStrategy) -> Vec<BatchConfig> {
 }
 
 #[test]
-fn all_laws_hold_on_every_small_input() {
+fn laws_hold_on_small_inputs() {
     for lengths in all_lengths(&[0, 1, 3, 4, 9], 5) {
         for strategy in strategies() {
             for config in configs(&strategy) {
@@ -145,7 +146,7 @@ fn all_laws_hold_on_every_small_input() {
 }
 
 #[test]
-fn no_packing_makes_more_rows_than_best_fit_with_minimum_slack() {
+fn minimum_slack_never_exceeds_best_fit() {
     for lengths in all_lengths(&[2, 3, 4, 5, 7], 5) {
         let rows = |packing| {
             let config = BatchConfig::default()
@@ -157,29 +158,31 @@ fn no_packing_makes_more_rows_than_best_fit_with_minimum_slack() {
     }
 }
 
-/// All laws of the steps of one world.
+/// Checks all laws of the steps of one world.
 fn check_steps(lengths: &[u64], batch_config: &BatchConfig, world: u64, config: DistributedConfig) {
     let batches = DynamicBatchSampler::new(lengths, batch_config.clone()).unwrap();
-    let sampler = |rank| {
-        DistributedBatchSampler::new(batches.clone(), Placement::new(rank, world).unwrap(), config)
-            .unwrap()
-    };
     let order = || 0..lengths.len() as u64;
-    let samplers: Vec<_> = (0..world).map(sampler).collect();
+    let mut samplers = Vec::new();
+    for rank in 0..world {
+        let place = Placement::new(rank, world).unwrap();
+        samplers.push(DistributedBatchSampler::new(batches.clone(), place, config).unwrap());
+    }
     let mut ranks =
         match samplers.iter().map(|sampler| sampler.epoch(Epoch::new(2), order())).collect() {
             Ok::<Vec<_>, Error>(ranks) => ranks,
             Err(error) => {
                 let is_too_few = matches!(error, Error::CannotFillStep { .. });
                 assert!(
-                    is_too_few && config.remainder == StepRemainder::Split || misfit(&error),
+                    is_too_few && config.remainder == StepRemainder::Split || is_misfit(&error),
                     "{error}"
                 );
                 return;
             }
         };
-    let (n_steps, report) = (ranks[0].len(), ranks[0].report());
-    let (mut seen, mut kept) = (Vec::new(), BTreeSet::new());
+    let n_steps = ranks[0].len();
+    let report = ranks[0].report();
+    let mut seen = Vec::new();
+    let mut kept = BTreeSet::new();
     for nth in 0..n_steps {
         let batches = ranks[0].step(nth).unwrap();
         let state = ranks[0].state();
@@ -205,10 +208,10 @@ fn check_steps(lengths: &[u64], batch_config: &BatchConfig, world: u64, config: 
     }
     assert!(ranks.iter_mut().all(|rank| rank.next().is_none()));
     if n_steps > 0 {
-        let other = ranks[0].state();
-        let elsewhere = Placement::new(0, world + 1).unwrap();
-        let elsewhere = DistributedBatchSampler::new(batches.clone(), elsewhere, config).unwrap();
-        assert!(elsewhere.resume(&other, order()).is_err());
+        let state = ranks[0].state();
+        let place = Placement::new(0, world + 1).unwrap();
+        let other = DistributedBatchSampler::new(batches.clone(), place, config).unwrap();
+        assert!(other.resume(&state, order()).is_err());
     }
     let repeats = seen.len() - kept.len();
     assert!(repeats == 0 || config.remainder == StepRemainder::Repeat);
@@ -233,7 +236,7 @@ fn can_deal(strategy: &DynamicBatchStrategy) -> bool {
 }
 
 #[test]
-fn steps_are_alike_on_every_rank() {
+fn steps_agree_on_every_rank() {
     let mut strategies = strategies();
     strategies.extend([DynamicBatchStrategy::PadToMax, DynamicBatchStrategy::Dynamic]);
     for n in 0..40_u64 {
@@ -252,7 +255,7 @@ fn steps_are_alike_on_every_rank() {
 
 proptest! {
     #[test]
-    fn all_laws_hold_on_random_input(
+    fn laws_hold_on_random_inputs(
         lengths in prop::collection::vec(0_u64..300, 0..120),
         nth in 0_usize..12,
         max_tokens in 300_u64..5000,
@@ -275,7 +278,7 @@ proptest! {
     }
 
     #[test]
-    fn no_number_is_too_large(
+    fn huge_numbers_do_not_overflow(
         lengths in prop::collection::vec(
             prop_oneof![any::<u64>(), Just(u64::MAX), 0_u64..3],
             0..12,

@@ -1,7 +1,8 @@
-//! Batches: each sequence once, every limit kept, and exactly the batches that a naive rule gives.
+//! Laws of streamed batches: each sequence once, every limit kept, and the batches of a naive
+//! reference.
 //!
-//! These are the acceptance criteria of the spec of dynamic batching: padded to the longest (1), similar lengths (2),
-//! the token limit (3), valid batches (4), no sequence over the limit (5), actual sizes (6), each strategy's rule (7).
+//! They are the acceptance criteria of the spec of dynamic batching: padding to the longest (1), similar lengths (2),
+//! the token limit (3), valid batches (4), no overlong sequence (5), actual sizes (6), the rule of each strategy (7).
 
 use std::{cell::Cell, collections::BTreeMap, iter};
 
@@ -13,8 +14,9 @@ use proptest::prelude::*;
 
 use crate::laws::support::all_lengths;
 
-/// Criterion 5: the length that counts, cut or not, or `None` if the sequence is skipped.
-fn counted(length: u64, config: &BatchConfig) -> Option<u64> {
+/// Returns the counted length, truncated or not, or `None` if the sequence is skipped (criterion
+/// 5).
+fn counted_length(length: u64, config: &BatchConfig) -> Option<u64> {
     match (config.max_sequence_length, config.overlong) {
         (Some(max), Overlong::Truncate) => Some(length.min(max)),
         (Some(max), Overlong::Skip) => (length <= max).then_some(length),
@@ -29,7 +31,8 @@ fn bucket(length: u64, config: &BatchConfig) -> u64 {
     }
 }
 
-/// Whether a batch is within its limits; `Dynamic` without a budget takes the product of the others (criterion 3).
+/// Returns true if a batch is within its limits; `Dynamic` without a budget takes the product of the others (criterion
+/// 3).
 fn is_allowed(size: u64, padded_length: u64, config: &BatchConfig) -> bool {
     let (max_batch_size, max_tokens) = match (&config.strategy, config.max_tokens) {
         (DynamicBatchStrategy::Dynamic, None) => (
@@ -47,23 +50,23 @@ fn is_allowed(size: u64, padded_length: u64, config: &BatchConfig) -> bool {
             .is_some_and(|tokens| max_tokens.is_none_or(|max| tokens <= max))
 }
 
-/// The first sequence that must end the batches with an error.
+/// Returns the first sequence that must end the batches with an error.
 fn first_misfit(lengths: &[u64], config: &BatchConfig) -> Option<u64> {
-    let is_misfit = |&length: &u64| {
+    let misfit = lengths.iter().position(|&length| {
         let is_overlong = config.max_sequence_length.is_some_and(|max| length > max);
         (is_overlong && config.overlong == Overlong::Error)
-            || counted(length, config)
+            || counted_length(length, config)
                 .is_some_and(|length| !is_allowed(config.batch_size_multiple, length, config))
-    };
-    lengths.iter().position(is_misfit).map(|index| index as u64)
+    });
+    misfit.map(|index| index as u64)
 }
 
-/// Criterion 7: the batches of each bucket by the naive rule, again and again the longest prefix that is a
-/// multiple and within limits.
+/// Computes the batches of each bucket by the naive rule: repeatedly the longest prefix that is a multiple and within
+/// limits (criterion 7).
 fn reference(lengths: &[u64], config: &BatchConfig) -> BTreeMap<u64, Vec<Vec<u64>>> {
     let mut queues = BTreeMap::<u64, Vec<(u64, u64)>>::new();
     for (index, &length) in (0..).zip(lengths) {
-        if let Some(length) = counted(length, config) {
+        if let Some(length) = counted_length(length, config) {
             queues.entry(bucket(length, config)).or_default().push((index, length));
         }
     }
@@ -112,14 +115,14 @@ fn check(lengths: &[u64], config: &BatchConfig) {
     }
 }
 
-/// Criteria 1, 2, 4 and 6.
+/// Checks criteria 1, 2, 4 and 6.
 fn check_batches(batches: &[Batch], lengths: &[u64], config: &BatchConfig) {
     let mut by_bucket = BTreeMap::<u64, Vec<Vec<u64>>>::new();
     for batch in batches {
         let counted = batch
             .indices
             .iter()
-            .map(|&index| counted(lengths[usize::try_from(index).unwrap()], config));
+            .map(|&index| counted_length(lengths[usize::try_from(index).unwrap()], config));
         let counted: Vec<u64> =
             counted.map(|length| length.expect("a skipped sequence is in no batch")).collect();
         assert_eq!(batch.padded_length, counted.iter().copied().max().expect("no batch is empty"));
@@ -146,8 +149,8 @@ fn check_batches(batches: &[Batch], lengths: &[u64], config: &BatchConfig) {
 
 fn check_sizes(bucket: &[Vec<u64>], config: &BatchConfig) {
     assert!(bucket.concat().is_sorted_by(|a, b| a < b), "each sequence once, in order");
-    let is_whole = |batch: &Vec<u64>| batch.len() as u64 % config.batch_size_multiple == 0;
-    let n_whole = bucket.iter().take_while(|batch| is_whole(batch)).count();
+    let multiple = config.batch_size_multiple;
+    let n_whole = bucket.iter().take_while(|batch| batch.len() as u64 % multiple == 0).count();
     assert!(
         n_whole == bucket.len()
             || (config.remainder == Remainder::Keep && n_whole + 1 == bucket.len())
@@ -161,8 +164,12 @@ fn check_report(report: PaddingReport, batches: &[Batch], lengths: &[u64], confi
         .iter()
         .filter(|&&length| config.max_sequence_length.is_some_and(|max| length > max))
         .count();
-    let of_policy = |policy| if config.overlong == policy { n_overlong as u64 } else { 0 };
-    assert_eq!((skipped, truncated), (of_policy(Overlong::Skip), of_policy(Overlong::Truncate)));
+    let expected = match config.overlong {
+        Overlong::Skip => (n_overlong as u64, 0),
+        Overlong::Truncate => (0, n_overlong as u64),
+        _ => (0, 0),
+    };
+    assert_eq!((skipped, truncated), expected);
     assert!(config.remainder == Remainder::Drop || dropped == 0);
 
     let collected = PaddingReport::from_iter(batches);
@@ -176,13 +183,15 @@ fn check_report(report: PaddingReport, batches: &[Batch], lengths: &[u64], confi
     );
     assert!((0.0..=1.0).contains(&collected.efficiency()));
     let mut rest = report;
-    (rest.skipped, rest.truncated, rest.dropped) = (0, 0, 0);
-    assert_eq!(rest, collected, "what the iterator reports is what its batches add up to");
+    rest.skipped = 0;
+    rest.truncated = 0;
+    rest.dropped = 0;
+    assert_eq!(rest, collected, "the report sums its batches");
 }
 
 type With = fn(BatchConfig) -> BatchConfig;
 
-/// Every sound configuration of a few values of each setting.
+/// Returns every valid combination of a few values of each setting.
 fn all_configs() -> Vec<BatchConfig> {
     let choices: [&[With]; 5] = [
         &[
@@ -206,22 +215,23 @@ fn all_configs() -> Vec<BatchConfig> {
             |c| c.with_batch_size_multiple(3).with_remainder(Remainder::Keep),
         ],
     ];
-    let vary = |configs: Vec<BatchConfig>, choice: &[With]| {
-        configs.iter().flat_map(|config| choice.iter().map(|with| with(config.clone()))).collect()
-    };
-    let mut configs = choices.into_iter().fold(vec![BatchConfig::default()], vary);
-    configs.retain(is_sound);
+    let mut configs = vec![BatchConfig::default()];
+    for choice in choices {
+        let varied = configs.iter().flat_map(|config| choice.iter().map(|set| set(config.clone())));
+        configs = varied.collect();
+    }
+    configs.retain(is_valid);
     configs
 }
 
-fn is_sound(config: &BatchConfig) -> bool {
+fn is_valid(config: &BatchConfig) -> bool {
     DynamicBatchSampler::new([0_u64; 0], config.clone()).is_ok()
 }
 
 #[test]
-fn all_laws_hold_on_every_small_input() {
+fn laws_hold_on_small_inputs() {
     let configs = all_configs();
-    assert_eq!(configs.len(), 457, "sound configurations");
+    assert_eq!(configs.len(), 457, "valid configurations");
     for lengths in all_lengths(&[0, 1, 2, 5], 6) {
         for config in &configs {
             check(&lengths, config);
@@ -230,7 +240,7 @@ fn all_laws_hold_on_every_small_input() {
 }
 
 #[test]
-fn a_batch_comes_out_with_the_very_sequence_that_makes_it_certain() {
+fn batches_are_returned_early() {
     let lengths = [1, 2, 1, 5, 5, 2, 2, 1, 1, 1];
     let mut configs = all_configs();
     configs.retain(|config| !matches!(config.strategy, DynamicBatchStrategy::Bucket(_)));
@@ -242,7 +252,7 @@ fn a_batch_comes_out_with_the_very_sequence_that_makes_it_certain() {
         let mut batches =
             Batches::new(endless.inspect(|_| n_taken.set(n_taken.get() + 1)), config.clone())
                 .unwrap();
-        // If empty sequences that follow do not join a batch, then nothing does.
+        // If no following empty sequence joins a batch, nothing does.
         let if_empty_follow = |n_taken: usize, nth: usize| {
             let known = lengths.into_iter().cycle().take(n_taken);
             let lengths: Vec<_> = known.chain(iter::repeat_n(0, 20)).collect();
@@ -251,16 +261,16 @@ fn a_batch_comes_out_with_the_very_sequence_that_makes_it_certain() {
         for nth in 0..20 {
             let indices = batches.next().unwrap().unwrap().indices;
             assert_eq!(if_empty_follow(n_taken.get(), nth), indices, "too early with {config:?}");
-            let before = n_taken.get() - 1;
+            let previous = n_taken.get() - 1;
             let needs_the_last =
-                indices.contains(&(before as u64)) || if_empty_follow(before, nth) != indices;
+                indices.contains(&(previous as u64)) || if_empty_follow(previous, nth) != indices;
             assert!(needs_the_last, "too late with {config:?}");
         }
     }
 }
 
 #[test]
-fn the_names_of_the_sequences_do_not_matter() {
+fn batches_do_not_depend_on_indices() {
     let config = BatchConfig::default()
         .with_strategy(DynamicBatchStrategy::Bucket(Buckets::Width(3)))
         .with_max_tokens(14);
@@ -294,7 +304,8 @@ prop_compose! {
         remainder in prop::sample::select(&[Remainder::Drop, Remainder::Keep]),
     ) -> BatchConfig {
         let mut config = BatchConfig::default().with_strategy(strategy).with_overlong(overlong);
-        (config.max_batch_size, config.max_tokens) = (max_batch_size, max_tokens);
+        config.max_batch_size = max_batch_size;
+        config.max_tokens = max_tokens;
         config.max_sequence_length = max_sequence_length;
         config.with_batch_size_multiple(multiple).with_remainder(remainder)
     }
@@ -302,16 +313,16 @@ prop_compose! {
 
 proptest! {
     #[test]
-    fn all_laws_hold_on_random_input(
+    fn laws_hold_on_random_inputs(
         lengths in prop::collection::vec(0_u64..300, 0..80),
         config in any_config(),
     ) {
-        prop_assume!(is_sound(&config));
+        prop_assume!(is_valid(&config));
         check(&lengths, &config);
     }
 
     #[test]
-    fn no_number_is_too_large(
+    fn huge_numbers_do_not_overflow(
         lengths in prop::collection::vec(
             prop_oneof![any::<u64>(), Just(u64::MAX), 0_u64..3],
             0..20,

@@ -1,6 +1,6 @@
-//! Inputs that several laws share.
+//! Inputs shared by several laws.
 
-/// Every list of up to `max_len` lengths from `alphabet`.
+/// Returns every list of up to `max_len` lengths from `alphabet`.
 pub(crate) fn all_lengths(alphabet: &[u64], max_len: usize) -> Vec<Vec<u64>> {
     let mut all = vec![Vec::new()];
     let mut n_shorter = 0;

@@ -1,4 +1,4 @@
-//! The differences of two plans, line by line.
+//! Text of the differences between two plans.
 
 use core_types::human::Printable;
 
@@ -6,28 +6,35 @@ use super::text;
 use crate::{plan::PlannedParameter, report::PlanDiff};
 
 pub(super) fn lines(diff: &PlanDiff<'_>) -> Vec<String> {
-    let plan = diff.plan.iter().map(|(what, before, after)| {
-        let [before, after] = [before, after].map(|value| Printable(value).to_string());
-        format!("{what}: {before} → {after}")
-    });
-    let removed = diff.removed.iter().map(|parameter| format!("- {}", described(parameter)));
-    let added = diff.added.iter().map(|parameter| format!("+ {}", described(parameter)));
-    plan.chain(removed).chain(added).chain(diff.changed.iter().map(changed)).collect()
+    let mut lines = Vec::new();
+    for (name, old, new) in &diff.plan {
+        lines.push(format!("{name}: {} → {}", Printable(old), Printable(new)));
+    }
+    for parameter in &diff.removed {
+        lines.push(format!("- {}", describe(parameter)));
+    }
+    for parameter in &diff.added {
+        lines.push(format!("+ {}", describe(parameter)));
+    }
+    for (old, new) in &diff.changed {
+        lines.push(describe_change(old, new));
+    }
+    lines
 }
 
-fn changed((before, after): &(&PlannedParameter, &PlannedParameter)) -> String {
-    let name = Printable(after.info().name());
-    if before.info() == after.info() {
+fn describe_change(old: &PlannedParameter, new: &PlannedParameter) -> String {
+    let name = Printable(new.info().name());
+    if old.info() == new.info() {
         return format!(
             "~ {name}: {} → {}",
-            text::cut_words(before.cut()),
-            text::cut_words(after.cut())
+            text::cut_words(old.cut()),
+            text::cut_words(new.cut())
         );
     }
-    format!("~ {name}: {} → {}", properties(before), properties(after))
+    format!("~ {name}: {} → {}", properties(old), properties(new))
 }
 
-fn described(parameter: &PlannedParameter) -> String {
+fn describe(parameter: &PlannedParameter) -> String {
     format!("{}: {}", Printable(parameter.info().name()), properties(parameter))
 }
 

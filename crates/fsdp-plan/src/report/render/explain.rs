@@ -1,4 +1,6 @@
-//! Why one rank holds what it does, and what becomes of one parameter.
+//! Explanations of one rank or one parameter.
+
+use std::ops::Range;
 
 use core_types::human::{HumanBytes, Printable};
 
@@ -13,8 +15,7 @@ use crate::{
     plan::{PlannedParameter, ShardingPlan, ShardsOfRank},
 };
 
-/// What becomes of the parameter at `param_idx`: its cut, and the ranks of the first replica that
-/// hold parts of it.
+/// Explains the parameter at `param_idx`: its cut, and the ranks of the first replica that hold it.
 pub(super) fn parameter(plan: &ShardingPlan, param_idx: usize) -> String {
     let parameter = &plan.parameters()[param_idx];
     let info = parameter.info();
@@ -27,7 +28,7 @@ pub(super) fn parameter(plan: &ShardingPlan, param_idx: usize) -> String {
             counted(info.numel().into(), "element"),
             counted(info.bytes().into(), "byte"),
         ),
-        format!("layer {}, {}", Printable(info.layer()), travels(plan, info.unit())),
+        format!("layer {}, {}", Printable(info.layer()), describe_gathering(plan, info.unit())),
         format!(
             "{}{}",
             text::cut_words(parameter.cut()),
@@ -35,13 +36,13 @@ pub(super) fn parameter(plan: &ShardingPlan, param_idx: usize) -> String {
         ),
     ];
     if let Some(target) = info.tied_to() {
-        lines.push(format!("its values are those of {}", Printable(target)));
+        lines.push(format!("tied to {}", Printable(target)));
     }
     lines.extend(holders(plan, parameter));
     lines.join("\n")
 }
 
-fn travels(plan: &ShardingPlan, unit: &str) -> String {
+fn describe_gathering(plan: &ShardingPlan, unit: &str) -> String {
     let unit_name = if unit.is_empty() {
         String::from("the root unit")
     } else {
@@ -55,34 +56,37 @@ fn travels(plan: &ShardingPlan, unit: &str) -> String {
     format!("{unit_name}, which {stays}")
 }
 
-/// Lines that tell who holds how much, ranks with equally many elements on one line.
+/// Returns a line per run of ranks that hold equally many elements.
 fn holders(plan: &ShardingPlan, parameter: &PlannedParameter) -> Vec<String> {
     let info = parameter.info();
     let parts = parameter.division().parts(plan.shares(), 0..info.numel());
-    let numel = |part: &(Option<u64>, std::ops::Range<u64>)| part.1.end - part.1.start;
-    let follows = |left: &(Option<u64>, _), right: &(Option<u64>, _)| {
-        left.0.zip(right.0).is_some_and(|(left, right)| left + 1 == right)
-    };
-    let runs = parts.chunk_by(|left, right| numel(left) == numel(right) && follows(left, right));
-    let lines = runs.map(|run| {
-        let (first, part) = &run[0];
+    let mut lines = Vec::new();
+    for run in parts.chunk_by(is_same_run) {
+        let (first, range) = &run[0];
         let (last, _) = &run[run.len() - 1];
-        let who = match (first, last) {
+        let owners = match (first, last) {
             (None, _) | (_, None) => String::from("every rank"),
             (Some(first), Some(last)) if first == last => format!("rank {first}"),
             (Some(first), Some(last)) => format!("ranks {first}–{last}"),
         };
         let each = if run.len() > 1 { " each" } else { "" };
-        format!(
-            "{who}: {}{each}, from element {}",
-            amount(parameter, part.end - part.start),
-            grouped(part.start.into())
-        )
-    });
-    lines.collect()
+        let amount = amount(parameter, range.end - range.start);
+        let start = grouped(range.start.into());
+        lines.push(format!("{owners}: {amount}{each}, from element {start}"));
+    }
+    lines
 }
 
-/// Elements, as rows where they are whole ones.
+/// A range of elements and its owner; `None` means every rank.
+type OwnedRange = (Option<u64>, Range<u64>);
+
+/// Returns true if neighboring ranks own equally many elements.
+fn is_same_run(left: &OwnedRange, right: &OwnedRange) -> bool {
+    let is_same_size = left.1.end - left.1.start == right.1.end - right.1.start;
+    is_same_size && left.0.zip(right.0).is_some_and(|(left, right)| left + 1 == right)
+}
+
+/// Formats a number of elements, as rows too if they are whole.
 fn amount(parameter: &PlannedParameter, numel: u64) -> String {
     let row = parameter.info().row_numel();
     let elements = counted(numel.into(), "element");
@@ -94,13 +98,14 @@ fn amount(parameter: &PlannedParameter, numel: u64) -> String {
     }
 }
 
-/// What one rank holds, category by category and unit by unit.
+/// Explains the memory of one rank by unit and by category.
 pub(super) fn rank(plan: &ShardingPlan, cost: &PlanCost, rank: &RankCost) -> Result<String> {
-    let units = NamedGroups::of(plan.parameters().iter().map(|parameter| parameter.info().unit()));
+    let units =
+        NamedGroups::from_names(plan.parameters().iter().map(|parameter| parameter.info().unit()));
     let mut owned = vec![(0_u128, 0_u128); units.names.len()];
     let mut shards = ShardsOfRank::new(plan, rank.rank, 0..plan.parameters().len())?;
     while let Some((position, shard)) = shards.next_shard() {
-        let (n_shards, bytes) = &mut owned[units.of_item[position]];
+        let (n_shards, bytes) = &mut owned[units.group_of_item[position]];
         *n_shards += 1;
         *bytes += plan.parameters()[position].info().dtype().bytes(shard.shard_size.into());
     }
@@ -117,53 +122,51 @@ pub(super) fn rank(plan: &ShardingPlan, cost: &PlanCost, rank: &RankCost) -> Res
         1 => String::new(),
         replicas => format!(", member {member} of {group} in replica {replica} of {replicas}"),
     };
-    Ok(format!("rank {}{place}\n\n{table}\n\n{}", rank.rank, categories(cost, rank).join("\n")))
+    let categories = category_lines(cost, rank).join("\n");
+    Ok(format!("rank {}{place}\n\n{table}\n\n{categories}", rank.rank))
 }
 
-/// What there is, how many bytes it takes, and why.
-pub(super) type Term<'a> = (&'a str, u128, &'a str);
+/// A category of memory, its bytes, and an explanation.
+pub(super) type MemoryTerm<'a> = (&'a str, u128, &'a str);
 
-/// What a rank holds for a while within a step; without what it holds nothing of for want of a
-/// batch, or because the runtime has none of it.
-pub(super) fn within_step(rank: &RankCost) -> Vec<Term<'static>> {
+/// Lists the temporary memory of a rank within a step. Activations and backward buffers are left
+/// out if they are zero.
+pub(super) fn within_step(rank: &RankCost) -> Vec<MemoryTerm<'static>> {
     let RankCost { gathered_bytes, unreduced_bytes, backward_bytes, activation_bytes, .. } = *rank;
     let mut terms = vec![
         (
             "gathered units",
             gathered_bytes.into(),
-            "those that stay, and the largest with the ones gathered ahead",
+            "kept units, and the largest unit with prefetched units",
         ),
         ("unreduced gradients", unreduced_bytes.into(), "of the largest unit"),
     ];
-    let backward = "a gradient of zeros and its first contribution, beside the largest one";
-    let activations = "the inputs of units, and what the largest computes";
+    let backward = "two temporary copies of the largest gradient";
+    let activations = "inputs of units, and activations of the largest unit";
     let optional = [
-        ("gradients that are made", u128::from(backward_bytes), backward),
+        ("gradient temporaries", u128::from(backward_bytes), backward),
         ("activations", activation_bytes.into(), activations),
     ];
     terms.extend(optional.into_iter().filter(|&(_, bytes, _)| bytes > 0));
     terms
 }
 
-fn categories(cost: &PlanCost, rank: &RankCost) -> Vec<String> {
+fn category_lines(cost: &PlanCost, rank: &RankCost) -> Vec<String> {
     let padding = rank.storage_bytes - rank.param_bytes.min(rank.storage_bytes);
     let stored = [
         ("owned parameters", rank.param_bytes.into(), ""),
-        (
-            "padding",
-            padding.into(),
-            "so that all ranks store as much as the one that owns the most",
-        ),
+        ("padding", padding.into(), "all ranks store as much as the largest owner"),
         ("gradients", rank.grad_bytes.into(), ""),
         ("optimizer state", rank.optimizer_bytes.into(), ""),
         ("between steps", rank.total_bytes(), "the sum of these"),
     ];
-    let but = if rank.activation_bytes == 0 { "activations not counted" } else { "" };
-    let most =
-        [("at most", rank.peak_bytes(), but), ("at most on any rank", cost.peak_bytes(), "")];
-    let line = |(what, bytes, why): Term<'_>| {
-        let why = if why.is_empty() { String::new() } else { format!(": {why}") };
-        format!("{what}: {} ({}){why}", counted(bytes, "byte"), HumanBytes(bytes))
-    };
-    stored.into_iter().chain(within_step(rank)).chain(most).map(line).collect()
+    let note = if rank.activation_bytes == 0 { "activations not counted" } else { "" };
+    let peaks =
+        [("at most", rank.peak_bytes(), note), ("at most on any rank", cost.peak_bytes(), "")];
+    stored.into_iter().chain(within_step(rank)).chain(peaks).map(category_line).collect()
+}
+
+fn category_line((category, bytes, reason): MemoryTerm<'_>) -> String {
+    let line = format!("{category}: {} ({})", counted(bytes, "byte"), HumanBytes(bytes));
+    if reason.is_empty() { line } else { format!("{line}: {reason}") }
 }

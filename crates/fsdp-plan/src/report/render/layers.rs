@@ -1,4 +1,4 @@
-//! The table of layers: how much is in each, and how it is divided.
+//! The table of layers: the size of each and its cuts.
 
 use std::collections::BTreeSet;
 
@@ -11,103 +11,105 @@ use crate::{
     plan::{PlannedParameter, ShardingPlan},
 };
 
-/// The most owners of a layer that are named.
+/// Limit on the owners of a layer that are named.
 const MAX_OWNERS: usize = 2;
 
-/// A line for each layer, neighbors that differ in nothing but the name on one line.
+/// Renders the table with one line per layer; neighbors that differ only in name share a line.
 pub(super) fn table(plan: &ShardingPlan) -> String {
-    let layers = Layer::all(plan);
+    let layers = LayerRow::all(plan);
     let mut rows: Vec<_> =
         layers.chunk_by(|left, right| left.content == right.content).map(line).collect();
     rows.push(sums(&layers, plan));
     columns(&["layer", "layers", "parameters", "elements", "bytes", "held as"], 1..5, rows)
 }
 
-fn sums(layers: &[Layer<'_>], plan: &ShardingPlan) -> Vec<String> {
+fn sums(layers: &[LayerRow<'_>], plan: &ShardingPlan) -> Vec<String> {
     let bytes = layers.iter().map(|layer| layer.content.bytes).sum();
     let sums =
         [layers.len() as u128, plan.parameters().len() as u128, plan.numel(), bytes].map(grouped);
     [vec![String::from("total")], sums.to_vec()].concat()
 }
 
-/// The line for neighbors that are alike: sums over all of them, so that the columns add up.
-fn line(alike: &[Layer<'_>]) -> Vec<String> {
+/// Returns the line for equal neighbors. It has their sums, so that the columns add up to the
+/// total.
+fn line(alike: &[LayerRow<'_>]) -> Vec<String> {
     let first = &alike[0];
     let last = &alike[alike.len() - 1];
     let mut name = Printable(first.name).to_string();
     if alike.len() > 1 {
         name = format!("{name} … {}", Printable(last.name));
     }
-    let Content { n_parameters, numel, bytes, .. } = first.content;
+    let LayerTotals { n_parameters, numel, bytes, .. } = first.content;
     let sums = [1, n_parameters, numel, bytes].map(|each| grouped(each * alike.len() as u128));
     [vec![name], sums.to_vec(), vec![first.content.held_as()]].concat()
 }
 
-/// The parameters of a layer, summed up.
-struct Layer<'a> {
+/// A layer and its totals.
+struct LayerRow<'a> {
     name: &'a str,
-    content: Content,
+    content: LayerTotals,
 }
 
 #[derive(Default, PartialEq)]
-struct Content {
+struct LayerTotals {
     n_parameters: u128,
     numel: u128,
     bytes: u128,
-    /// In the order in which they first occur.
-    cuts: Vec<Held>,
-    /// The ranks that hold parameters whole.
+    /// Kinds of cuts, in order of first occurrence.
+    cuts: Vec<CutKind>,
+    /// Ranks that own whole parameters.
     owners: BTreeSet<Rank>,
 }
 
-impl<'a> Layer<'a> {
-    /// Every layer, in the order in which they first occur.
+impl<'a> LayerRow<'a> {
+    /// Returns the layers in order of first occurrence.
     fn all(plan: &'a ShardingPlan) -> Vec<Self> {
-        let groups =
-            NamedGroups::of(plan.parameters().iter().map(|parameter| parameter.info().layer()));
-        let layers =
-            groups.names.into_iter().map(|name| Self { name, content: Content::default() });
-        let mut layers: Vec<Self> = layers.collect();
-        for (parameter, layer) in plan.parameters().iter().zip(groups.of_item) {
+        let names = plan.parameters().iter().map(|parameter| parameter.info().layer());
+        let groups = NamedGroups::from_names(names);
+        let mut layers = Vec::new();
+        for name in groups.names {
+            layers.push(Self { name, content: LayerTotals::default() });
+        }
+        for (parameter, layer) in plan.parameters().iter().zip(groups.group_of_item) {
             layers[layer].content.add(parameter);
         }
         layers
     }
 }
 
-impl Content {
+impl LayerTotals {
     fn add(&mut self, parameter: &PlannedParameter) {
         self.n_parameters += 1;
         self.numel +=
             if parameter.cut() == Cut::Tied { 0 } else { parameter.info().numel().into() };
-        self.bytes += u128::from(parameter.held_bytes());
+        self.bytes += u128::from(parameter.unique_bytes());
         self.owners.extend(parameter.cut().owner());
-        let held = Held::from(parameter.cut());
+        let held = CutKind::from(parameter.cut());
         if !self.cuts.contains(&held) {
             self.cuts.push(held);
         }
     }
 
     fn held_as(&self) -> String {
-        let words: Vec<_> = self.cuts.iter().map(|held| self.words(*held)).collect();
+        let words: Vec<_> = self.cuts.iter().map(|held| self.kind_text(*held)).collect();
         words.join(", ")
     }
 
-    fn words(&self, held: Held) -> String {
+    fn kind_text(&self, held: CutKind) -> String {
         match held {
-            Held::Rows => String::from("rows"),
-            Held::Elements => String::from("elements"),
-            Held::Granules => String::from("granules"),
-            Held::Wrapped => String::from("whole tensors"),
-            Held::Whole => self.whole(),
-            Held::Copies => String::from("copies"),
-            Held::Tied => String::from("tied"),
+            CutKind::Rows => String::from("rows"),
+            CutKind::Elements => String::from("elements"),
+            CutKind::Granules => String::from("granules"),
+            CutKind::Wrapped => String::from("whole tensors"),
+            CutKind::Whole => self.owners_text(),
+            CutKind::Copies => String::from("copies"),
+            CutKind::Tied => String::from("tied"),
         }
     }
 
-    /// The owners of whole parameters. Many are counted instead of named, because one cell with
-    /// hundreds of ranks makes every line of the table as long as itself.
-    fn whole(&self) -> String {
+    /// Names the owners of whole parameters, or counts them if there are many: a cell with hundreds
+    /// of ranks would widen every line of the table.
+    fn owners_text(&self) -> String {
         if self.owners.len() > MAX_OWNERS {
             return format!("whole, on {} ranks", grouped(self.owners.len() as u128));
         }
@@ -116,9 +118,9 @@ impl Content {
     }
 }
 
-/// A cut without the numbers that differ from parameter to parameter.
+/// The kind of a cut, without its numbers.
 #[derive(Clone, Copy, PartialEq)]
-enum Held {
+enum CutKind {
     Rows,
     Elements,
     Granules,
@@ -128,7 +130,7 @@ enum Held {
     Tied,
 }
 
-impl From<Cut> for Held {
+impl From<Cut> for CutKind {
     fn from(cut: Cut) -> Self {
         match cut {
             Cut::Dim0 => Self::Rows,

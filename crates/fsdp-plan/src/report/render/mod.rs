@@ -1,4 +1,4 @@
-//! The text form of a report: what a person reads before a run.
+//! The text form of reports.
 
 mod diff;
 mod explain;
@@ -17,17 +17,17 @@ use core_types::{
 
 use self::text::{counted, grouped};
 use crate::{
-    cost::{Collectives, CostModel, RankCost, Traffic},
+    cost::{CollectiveTraffic, Collectives, CostModel, RankCost},
     error::{Error, Result},
     plan::ShardingPlan,
-    report::{Budget, PlanDiff, PlanReport, Process},
+    report::{BudgetReport, PlanDiff, PlanReport, ProcessReport},
     strategy::LayerBalance,
 };
 
-/// The whole report, without a line break at the end.
+/// Writes the report without a final line break.
 impl fmt::Display for PlanReport<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let PlanReport { plan, cost, layer_balance, budget, process, of_rank } = self;
+        let PlanReport { plan, cost, layer_balance, budget, process, rank_report } = self;
         write!(
             f,
             "{}\n\n{}\n\n{}\n\n",
@@ -39,29 +39,28 @@ impl fmt::Display for PlanReport<'_> {
             f,
             "largest rank over mean: {:.3}\neach step: {}",
             cost.max_over_mean,
-            calls(&cost.collectives)
+            collectives_line(&cost.collectives)
         )?;
-        let seconds = cost.step_seconds.map(|seconds| {
-            format!("sending takes {:.3} ms a step if nothing hides it", seconds * 1e3)
-        });
-        let more = [
-            kept_units(plan),
-            seconds,
-            within_step(&cost.ranks[0]),
-            layer_balance.as_ref().map(balance),
-            process.as_ref().map(sharing),
-            budget.as_ref().map(|budget| fitting(budget, &cost.ranks[0])),
+        let optional_lines = [
+            kept_units_line(plan),
+            cost.step_seconds.map(time_line),
+            within_step_line(&cost.ranks[0]),
+            layer_balance.as_ref().map(balance_line),
+            process.as_ref().map(process_line),
+            budget.as_ref().map(|budget| budget_line(budget, &cost.ranks[0])),
         ];
-        more.into_iter().flatten().try_for_each(|line| write!(f, "\n{line}"))?;
-        match of_rank {
+        for line in optional_lines.into_iter().flatten() {
+            write!(f, "\n{line}")?;
+        }
+        match rank_report {
             None => Ok(()),
-            Some(of_rank) => write!(f, "\n\n{}", shards::table(of_rank, plan)),
+            Some(report) => write!(f, "\n\n{}", shards::table(report, plan)),
         }
     }
 }
 
-/// The units that stay gathered besides the root unit.
-fn kept_units(plan: &ShardingPlan) -> Option<String> {
+/// Names the units that stay gathered besides the root unit.
+fn kept_units_line(plan: &ShardingPlan) -> Option<String> {
     let units = plan.units();
     let kept: Vec<_> = units.iter().filter(|unit| plan.keeps_gathered(unit)).collect();
     let ([first, ..], [.., last]) = (&kept[..], &kept[..]) else { return None };
@@ -77,34 +76,41 @@ fn kept_units(plan: &ShardingPlan) -> Option<String> {
     ))
 }
 
-/// What every rank holds for a while within a step, term by term, if there is more than what is
-/// gathered and reduced.
-fn within_step(rank: &RankCost) -> Option<String> {
-    let terms = explain::within_step(rank);
-    let has_more = rank.backward_bytes > 0 || rank.activation_bytes > 0;
-    let term = |&(what, bytes, _): &explain::Term<'_>| format!("{what} {}", grouped(bytes));
-    let terms: Vec<_> = terms.iter().map(term).collect();
-    has_more.then(|| format!("bytes for a while within a step: {}", terms.join(", ")))
+/// Lists the temporary memory of a rank within a step, if there is more than gathered parameters
+/// and unreduced gradients.
+fn within_step_line(rank: &RankCost) -> Option<String> {
+    if rank.backward_bytes == 0 && rank.activation_bytes == 0 {
+        return None;
+    }
+    let mut terms = Vec::new();
+    for (category, bytes, _) in explain::within_step(rank) {
+        terms.push(format!("{category} {}", grouped(bytes)));
+    }
+    Some(format!("temporary bytes within a step: {}", terms.join(", ")))
 }
 
-fn sharing(process: &Process) -> String {
-    let Process { slots, peak_bytes } = *process;
+fn time_line(seconds: f64) -> String {
+    format!("sending takes {:.3} ms a step without overlap", seconds * 1e3)
+}
+
+fn process_line(process: &ProcessReport) -> String {
+    let ProcessReport { slots, peak_bytes } = *process;
     let ranks = counted(slots.get() as u128, "rank");
     let peak = counted(peak_bytes, "byte");
-    format!("a process of {ranks} that share what is gathered needs at most {peak}")
+    format!("a process of {ranks} that share gathered parameters needs at most {peak}")
 }
 
-fn fitting(budget: &Budget, rank: &RankCost) -> String {
+fn budget_line(budget: &BudgetReport, rank: &RankCost) -> String {
     let verdict = match budget.missing_bytes {
         0 => String::from("it fits"),
         missing => format!("{} ({}) are missing", counted(missing, "byte"), HumanBytes(missing)),
     };
     let [peak, bytes] = [budget.peak_bytes, budget.bytes.into()].map(grouped);
-    let but = if rank.activation_bytes == 0 { ", activations not counted" } else { "" };
-    format!("a rank needs at most {peak} of {bytes} bytes{but}: {verdict}")
+    let note = if rank.activation_bytes == 0 { ", activations not counted" } else { "" };
+    format!("a rank needs at most {peak} of {bytes} bytes{note}: {verdict}")
 }
 
-/// A line for each difference, without a line break at the end.
+/// Writes one line per difference, without a final line break.
 impl fmt::Display for PlanDiff<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(&diff::lines(self).join("\n"))
@@ -112,7 +118,7 @@ impl fmt::Display for PlanDiff<'_> {
 }
 
 impl ShardingPlan {
-    /// The plan in one line: strategy, ranks, parameters, elements and bytes.
+    /// Summarizes the plan in one line: strategy, ranks, parameters, elements and bytes.
     ///
     /// # Examples
     ///
@@ -131,9 +137,10 @@ impl ShardingPlan {
     /// );
     /// # Ok::<(), fsdp_plan::Error>(())
     /// ```
+    #[doc(hidden)]
     pub fn summary(&self) -> String {
         let bytes =
-            self.parameters().iter().map(|parameter| u128::from(parameter.held_bytes())).sum();
+            self.parameters().iter().map(|parameter| u128::from(parameter.unique_bytes())).sum();
         let groups = match self.replicas() {
             1 => String::new(),
             replicas => format!(
@@ -152,12 +159,11 @@ impl ShardingPlan {
         )
     }
 
-    /// Tells in words what becomes of the parameter `name`: how it is cut, when it travels, and who
-    /// holds which part.
+    /// Explains the parameter `name` in words: its cut, when it is gathered, and its owners.
     ///
     /// # Errors
     ///
-    /// [`Error::UnknownParameter`].
+    /// [`Error::UnknownParameter`] for an unknown name.
     ///
     /// # Examples
     ///
@@ -176,16 +182,20 @@ impl ShardingPlan {
     /// ));
     /// # Ok::<(), fsdp_plan::Error>(())
     /// ```
+    #[doc(hidden)]
     pub fn explain_parameter(&self, name: &str) -> Result<String> {
-        let unknown = || Error::UnknownParameter { name: name.to_owned() };
-        self.index_of(name).map(|position| explain::parameter(self, position)).ok_or_else(unknown)
+        match self.index_of(name) {
+            Some(index) => Ok(explain::parameter(self, index)),
+            None => Err(Error::UnknownParameter { name: name.to_owned() }),
+        }
     }
 
-    /// Tells in words what `rank` holds, unit by unit and category by category.
+    /// Explains the memory of `rank` in words, by unit and by category.
     ///
     /// # Errors
     ///
-    /// [`Error::World`] if there is no such rank, and what [`cost`](Self::cost) returns.
+    /// [`Error::World`] for an unknown rank, and the errors of [`cost`](Self::cost).
+    #[doc(hidden)]
     pub fn explain_rank(&self, rank: Rank, model: &CostModel) -> Result<String> {
         let place = Placement::new(rank.as_u64(), self.world_size().as_u64())?;
         let cost = self.cost(model)?;
@@ -193,19 +203,19 @@ impl ShardingPlan {
     }
 }
 
-fn balance(balance: &LayerBalance) -> String {
+fn balance_line(balance: &LayerBalance) -> String {
     let [largest, lower_bound, if_cut] =
         [balance.largest, balance.lower_bound, balance.if_cut].map(u128::from);
     format!(
-        "whole layers: at most {} on a rank; {} is a lower bound, and {} the share if layers were cut",
+        "whole layers: at most {} on a rank; the lower bound is {}, and cut layers would take {}",
         counted(largest, "byte"),
         grouped(lower_bound),
         grouped(if_cut),
     )
 }
 
-/// The collectives that are used.
-fn calls(collectives: &Collectives) -> String {
+/// Lists the collectives of a step.
+fn collectives_line(collectives: &Collectives) -> String {
     let Collectives { all_gather, reduce_scatter, all_reduce } = *collectives;
     let named = [
         ("all_gather", all_gather),
@@ -213,12 +223,12 @@ fn calls(collectives: &Collectives) -> String {
         ("all_reduce", all_reduce),
     ];
     let used = named.into_iter().filter(|(_, traffic)| traffic.count > 0);
-    let calls: Vec<_> = used.map(|(name, traffic)| call(name, traffic)).collect();
+    let calls: Vec<_> = used.map(|(name, traffic)| collective_text(name, traffic)).collect();
     if calls.is_empty() { String::from("nothing is sent") } else { calls.join("; ") }
 }
 
-fn call(name: &str, traffic: Traffic) -> String {
-    let Traffic { count, bytes, payload_bytes, .. } = traffic;
+fn collective_text(name: &str, traffic: CollectiveTraffic) -> String {
+    let CollectiveTraffic { count, bytes, payload_bytes, .. } = traffic;
     let payload = match payload_bytes {
         all if all == bytes => String::new(),
         _ => format!(" ({} without padding)", grouped(payload_bytes.into())),
@@ -226,7 +236,7 @@ fn call(name: &str, traffic: Traffic) -> String {
     format!("{} {name}, {} in all{payload}", grouped(count.into()), counted(bytes.into(), "byte"))
 }
 
-/// Lays out `rows` under `header`; the columns at `numbers` are aligned to the right.
+/// Renders a table of `rows` with a `header`; the columns at `numbers` are aligned to the right.
 fn columns(header: &[&str], numbers: Range<usize>, rows: Vec<Vec<String>>) -> String {
     let mut table = Table::new();
     table

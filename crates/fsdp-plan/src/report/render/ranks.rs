@@ -1,4 +1,4 @@
-//! The table of ranks: what each holds, with a bar for all of it.
+//! The table of ranks: the memory of each, with a bar of the total.
 
 use super::{
     columns,
@@ -6,7 +6,7 @@ use super::{
 };
 use crate::cost::RankCost;
 
-/// Up to so many ranks each have a line; of more, neighbors share one.
+/// Up to this many ranks have a line each; in larger worlds neighbors share lines.
 const MAX_LINES: usize = 16;
 
 pub(super) fn table(ranks: &[RankCost]) -> String {
@@ -21,20 +21,19 @@ pub(super) fn table(ranks: &[RankCost]) -> String {
     )
 }
 
-/// The ranks that share a line: those that hold equally much, or where that makes too many lines,
-/// equally many.
+/// Groups the ranks that share a line: neighbors with equal memory, or else groups of equal size.
 fn lines(ranks: &[RankCost]) -> Vec<&[RankCost]> {
-    let alike =
-        |left: &RankCost, right: &RankCost| ranks.len() > MAX_LINES && bytes(left) == bytes(right);
-    let lines: Vec<_> = ranks.chunk_by(alike).collect();
-    if lines.len() > MAX_LINES {
-        ranks.chunks(ranks.len().div_ceil(MAX_LINES)).collect()
-    } else {
-        lines
+    if ranks.len() <= MAX_LINES {
+        return ranks.chunks(1).collect();
     }
+    let equal: Vec<_> = ranks.chunk_by(|left, right| bytes(left) == bytes(right)).collect();
+    if equal.len() <= MAX_LINES {
+        return equal;
+    }
+    ranks.chunks(ranks.len().div_ceil(MAX_LINES)).collect()
 }
 
-/// The line for neighbors: the most that one of them holds.
+/// Returns the line for neighboring ranks, with the maximum of each column.
 fn line(neighbors: &[RankCost], largest: u128) -> Vec<String> {
     let first = &neighbors[0];
     let last = &neighbors[neighbors.len() - 1];
@@ -43,13 +42,14 @@ fn line(neighbors: &[RankCost], largest: u128) -> Vec<String> {
     } else {
         format!("{}–{}", first.rank, last.rank)
     };
-    let most = neighbors.iter().map(bytes).fold([0; 6], |most, bytes| zip(most, bytes, u128::max));
-    let all_alike = neighbors.iter().all(|rank| bytes(rank) == most);
-    let number = |bytes| if all_alike { grouped(bytes) } else { format!("≤ {}", grouped(bytes)) };
-    [vec![name], most.map(number).to_vec(), vec![bar(most_bytes(neighbors), largest)]].concat()
+    let columns = neighbors.iter().map(bytes);
+    let most = columns.fold([0; 6], |most, bytes| combine_columns(most, bytes, u128::max));
+    let prefix = if neighbors.iter().all(|rank| bytes(rank) == most) { "" } else { "≤ " };
+    let numbers = most.map(|bytes| format!("{prefix}{}", grouped(bytes)));
+    [vec![name], numbers.to_vec(), vec![bar(most_bytes(neighbors), largest)]].concat()
 }
 
-#[expect(clippy::expect_used, reason = "a world has a rank, and so has each line")]
+#[expect(clippy::expect_used, reason = "a world has at least one rank, and so has each line")]
 fn most_bytes(ranks: &[RankCost]) -> u128 {
     ranks.iter().map(RankCost::total_bytes).max().expect("at least one rank")
 }
@@ -58,17 +58,20 @@ fn sums(ranks: &[RankCost]) -> Vec<String> {
     let sums = ranks
         .iter()
         .map(bytes)
-        .fold([0; 6], |sums, bytes| zip(sums, bytes, |sum, bytes| sum + bytes));
+        .fold([0; 6], |sums, bytes| combine_columns(sums, bytes, |sum, bytes| sum + bytes));
     [vec![String::from("all")], sums.map(grouped).to_vec()].concat()
 }
 
-fn zip(left: [u128; 6], right: [u128; 6], join: impl Fn(u128, u128) -> u128) -> [u128; 6] {
-    let mut joined = left;
-    joined.iter_mut().zip(right).for_each(|(left, right)| *left = join(*left, right));
-    joined
+/// Combines two rows column by column.
+fn combine_columns(
+    left: [u128; 6],
+    right: [u128; 6],
+    combine: impl Fn(u128, u128) -> u128,
+) -> [u128; 6] {
+    std::array::from_fn(|column| combine(left[column], right[column]))
 }
 
-/// The columns of the table.
+/// Returns the columns of the table.
 fn bytes(rank: &RankCost) -> [u128; 6] {
     let RankCost { param_bytes, storage_bytes, grad_bytes, optimizer_bytes, .. } = *rank;
     let [owned, stored, grad, optimizer] =

@@ -1,4 +1,4 @@
-//! The table of shards: which part of each parameter one rank holds.
+//! The table of the shards of one rank.
 
 use core_types::human::Printable;
 
@@ -11,15 +11,15 @@ use crate::{
     report::{NamedShard, RankReport},
 };
 
-pub(super) fn table(of_rank: &RankReport<'_>, plan: &ShardingPlan) -> String {
-    let rows = of_rank.shards.iter().map(line).collect();
+pub(super) fn table(report: &RankReport<'_>, plan: &ShardingPlan) -> String {
+    let rows = report.shards.iter().map(line).collect();
     let table =
         columns(&["parameter", "shape", "dtype", "first element", "elements", "rows"], 3..5, rows);
     let n_parameters = counted(plan.parameters().len() as u128, "parameter");
     format!(
         "rank {} holds parts of {} of {n_parameters}\n\n{table}",
-        of_rank.rank,
-        of_rank.shards.len()
+        report.rank,
+        report.shards.len()
     )
 }
 

@@ -1,24 +1,24 @@
-//! Numbers and cuts in words.
+//! Text forms of numbers and cuts.
 
 use core_types::human::HumanCount;
 
 use crate::cut::Cut;
 
-/// The width of the longest bar.
+/// Width of the longest bar.
 const BAR_WIDTH: u128 = 20;
 
-/// Digits in groups of three, as a cell of a table: `16,060,522,496`.
+/// Formats a number with separators: `16,060,522,496`.
 pub(super) fn grouped(number: u128) -> String {
     HumanCount(number).to_string()
 }
 
-/// A number with its noun: `1 rank`, `8 ranks`.
+/// Formats a number with its noun: `1 rank`, `8 ranks`.
 pub(super) fn counted(number: u128, noun: &str) -> String {
     let plural = if number == 1 { "" } else { "s" };
     format!("{} {noun}{plural}", HumanCount(number))
 }
 
-/// A bar as long as `part` is large beside `largest`, rounded.
+/// Draws a bar for `part` on the scale of `largest`, rounded.
 pub(super) fn bar(part: u128, largest: u128) -> String {
     if largest == 0 {
         return String::new();
@@ -27,7 +27,7 @@ pub(super) fn bar(part: u128, largest: u128) -> String {
     (0..width).map(|_| '█').collect()
 }
 
-/// What a cut does, in a few words.
+/// Describes a cut in a few words.
 pub(super) fn cut_words(cut: Cut) -> String {
     match cut {
         Cut::Dim0 => String::from("along dim 0"),
@@ -50,7 +50,7 @@ pub(super) fn cut_words(cut: Cut) -> String {
         }
         Cut::Whole { owner } => format!("whole on {owner}"),
         Cut::Replicated => String::from("a copy on every rank"),
-        Cut::Tied => String::from("tied, so that nothing is held under this name"),
+        Cut::Tied => String::from("tied, stored under another name"),
     }
 }
 

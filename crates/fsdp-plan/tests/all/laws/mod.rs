@@ -1,4 +1,4 @@
-//! Laws that hold for every input: exhaustively on small grids, by random cases beyond.
+//! Laws for every input: exhaustive on small grids, random beyond.
 
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 

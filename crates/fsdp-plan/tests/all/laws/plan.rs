@@ -1,12 +1,12 @@
-//! Laws of sharding plans: every element has its owner, costs are the sums of what ranks hold,
-//! layers are balanced.
+//! Laws of sharding plans: every element has an owner, costs are sums over ranks, and layers are
+//! balanced.
 
 use core_types::{Placement, Rank, WorldSize};
 use fsdp_plan::{
     Cut, ElemType, ParameterInfo, PlannedParameter, ShardingPlan,
     cost::{Collectives, CostModel, Links, Optimizer, PlanCost},
     report::PlanReport,
-    search::{Outcome, Search},
+    search::{Search, SearchOutcome},
     strategy::{Full, Hsdp, Hybrid, LayerOrder, LayerWise, Layout, ShardingStrategy, WholeTensor},
 };
 use proptest::prelude::*;
@@ -44,7 +44,7 @@ pub(crate) fn ranks(plan: &ShardingPlan) -> impl Iterator<Item = Rank> + use<> {
 }
 
 /// Calls `check` with the plan of every strategy for every three shapes of the grid on every small
-/// world, the second of the parameters gathered always or not.
+/// world. The second parameter is always gathered in half of the cases.
 pub(crate) fn for_each_plan(
     check: impl Fn(&[ParameterInfo], &dyn ShardingStrategy, &ShardingPlan),
 ) {
@@ -67,7 +67,7 @@ pub(crate) fn for_each_plan(
 }
 
 #[test]
-fn every_element_is_owned_once_or_by_all() {
+fn every_element_has_its_owner() {
     for_each_plan(|parameters, _, plan| {
         for (param_idx, info) in parameters.iter().enumerate() {
             let shards: Vec<_> =
@@ -91,8 +91,7 @@ fn every_element_is_owned_once_or_by_all() {
             let mut end = 0;
             for (shard_index, shard) in (0..).zip(&shards) {
                 assert_eq!(shard.start_offset, end, "{plan:?}");
-                // Between the owners of a ragged parameter there may be ranks that hold nothing of
-                // it, which count.
+                // Ranks between the owners of a ragged parameter may hold nothing of it, and still count.
                 assert!(
                     shard.shard_index == shard_index
                         || is_ragged && shard.shard_index > shard_index,
@@ -108,7 +107,7 @@ fn every_element_is_owned_once_or_by_all() {
 }
 
 #[test]
-fn shards_of_a_rank_are_its_shards_of_each_parameter() {
+fn shards_of_rank_matches_shards() {
     for_each_plan(|parameters, _, plan| {
         for rank in ranks(plan) {
             let of_rank: Vec<_> = plan
@@ -132,7 +131,7 @@ fn shards_of_a_rank_are_its_shards_of_each_parameter() {
 }
 
 #[test]
-fn rows_say_the_same_as_elements() {
+fn rows_match_elements() {
     for_each_plan(|_, _, plan| {
         for (parameter, shard) in ranks(plan).flat_map(|rank| plan.shards_of_rank(rank).unwrap()) {
             let row: u64 = parameter.info().shape()[1..].iter().product();
@@ -168,11 +167,9 @@ fn costs_are_sums_over_shards() {
         }
         let max = cost.ranks.iter().map(|rank| rank.param_bytes).max().unwrap();
         let total: u64 = cost.ranks.iter().map(|rank| rank.param_bytes).sum();
-        let ratio = |owned: u64, of: u64| {
-            f64::from(u32::try_from(owned).unwrap()) / f64::from(u32::try_from(of).unwrap())
-        };
-        let expected =
-            if total == 0 { 1.0 } else { ratio(max * plan.world_size().as_u64(), total) };
+        let [scaled_max, total] =
+            [max * plan.world_size().as_u64(), total].map(|bytes| u32::try_from(bytes).unwrap());
+        let expected = if total == 0 { 1.0 } else { f64::from(scaled_max) / f64::from(total) };
         assert_eq!(cost.max_over_mean.to_bits(), expected.to_bits());
     });
 }
@@ -186,8 +183,8 @@ fn padding_stays_within_its_bound() {
         let row = |info: &ParameterInfo| info.shape()[1..].iter().product::<u64>();
         let padding: u64 =
             cost.ranks.iter().map(|rank| rank.storage_bytes - rank.param_bytes).sum();
-        // Less than a granule per rank and parameter, or per rank and unit, of which there are
-        // three at most; and less than 16 bytes for each parameter that is aligned.
+        // Padding is less than a granule per rank and parameter, or per rank and unit (at most three units), and less
+        // than 16 bytes per aligned parameter.
         let bound = match strategy.name() {
             "full" | "hybrid" => 2 * cut().map(row).sum::<u64>(),
             "full-flat" | "full-flat-aligned" => 2 * 3,
@@ -204,7 +201,7 @@ fn padding_stays_within_its_bound() {
 }
 
 #[test]
-fn ragged_shares_are_within_a_granule_of_the_mean() {
+fn ragged_shares_stay_near_the_mean() {
     for_each_plan(|_, strategy, plan| {
         if !strategy.name().ends_with("ragged") {
             return;
@@ -223,8 +220,7 @@ fn ragged_shares_are_within_a_granule_of_the_mean() {
                     .unwrap()
                     .filter(|(parameter, _)| parameter.info().unit() == unit);
                 let share: u64 = shards.map(|(_, shard)| 2 * shard.shard_size).sum();
-                // Less than a granule more or less than the exact share, so that all ranks can
-                // store that much.
+                // The difference to the exact share is less than a granule, so all ranks can store that much.
                 let world_size = plan.world_size().as_u64();
                 assert!(
                     (share * world_size).abs_diff(unit_bytes) < (granule + 1) * world_size,
@@ -236,17 +232,16 @@ fn ragged_shares_are_within_a_granule_of_the_mean() {
 }
 
 #[test]
-fn wrapping_cuts_fewer_tensors_than_there_are_ranks() {
+fn wrapping_cuts_few_tensors() {
     for_each_plan(|_, strategy, plan| {
         if strategy.name() == "whole-tensor" {
-            let n_owners = |position| {
-                ranks(plan)
-                    .filter(move |&rank| plan.shards(position, rank).unwrap().next().is_some())
-            };
-            let wrapped = (0..3).filter(|&position| {
-                matches!(plan.parameters()[position].cut(), Cut::Wrapped { .. })
-            });
-            let n_cut = wrapped.filter(|&position| n_owners(position).count() > 1).count() as u64;
+            let mut n_cut = 0;
+            for (index, parameter) in plan.parameters().iter().enumerate() {
+                let owners =
+                    ranks(plan).filter(|&rank| plan.shards(index, rank).unwrap().next().is_some());
+                let is_wrapped = matches!(parameter.cut(), Cut::Wrapped { .. });
+                n_cut += u64::from(is_wrapped && owners.count() > 1);
+            }
             assert!(n_cut < plan.world_size().as_u64());
             let shares = plan.cost(&CostModel::default()).unwrap().ranks;
             let shares = || shares.iter().map(|rank| rank.param_bytes);
@@ -259,7 +254,7 @@ fn wrapping_cuts_fewer_tensors_than_there_are_ranks() {
 }
 
 #[test]
-fn one_rank_owns_everything_and_sends_nothing() {
+fn single_rank_sends_nothing() {
     for_each_plan(|parameters, _, plan| {
         if plan.world_size() == WorldSize::ONE {
             let cost = plan.cost(&CostModel::default()).unwrap();
@@ -273,13 +268,13 @@ fn one_rank_owns_everything_and_sends_nothing() {
 }
 
 #[test]
-fn the_same_arguments_give_the_same_plan() {
+fn plans_are_deterministic() {
     for_each_plan(|parameters, strategy, plan| {
         assert_eq!(&strategy.plan(parameters, plan.world_size()).unwrap(), plan);
     });
 }
 
-/// The rank that has the whole of a parameter.
+/// Returns the rank that owns a whole parameter.
 fn owner(plan: &ShardingPlan, name: &str) -> Option<Rank> {
     match plan.parameters()[plan.index_of(name)?].cut() {
         Cut::Whole { owner } => Some(owner),
@@ -287,7 +282,7 @@ fn owner(plan: &ShardingPlan, name: &str) -> Option<Rank> {
     }
 }
 
-/// A plan as a strategy, for [`Hsdp`] to repeat.
+/// A strategy that returns a fixed plan, for [`Hsdp`] to replicate.
 struct Fixed<'a>(&'a ShardingPlan);
 
 impl ShardingStrategy for Fixed<'_> {
@@ -300,14 +295,14 @@ impl ShardingStrategy for Fixed<'_> {
     }
 }
 
-/// Several copies of a plan.
+/// Replicates a plan.
 pub(crate) fn replicated(plan: &ShardingPlan, replicas: u64) -> ShardingPlan {
     let world_size = WorldSize::new(plan.shard_group().as_u64() * replicas).unwrap();
     Hsdp::new(Fixed(plan), replicas).plan(&[], world_size).unwrap()
 }
 
 #[test]
-fn layers_are_never_parted_and_balanced() {
+fn layers_stay_whole_and_balanced() {
     let lists =
         (0..5_u64.pow(5)).map(|code| [0, 1, 2, 3, 4].map(|digit| code / 5_u64.pow(digit) % 5));
     for sizes in lists {
@@ -326,10 +321,11 @@ fn layers_are_never_parted_and_balanced() {
                 (min.min(n_layers(rank)), max.max(n_layers(rank)))
             });
             assert!(min > 0 || max <= 1, "{plan:?}");
-            // Neither more nor less than the bytes of ranks.
+            // The reported balance must match the bytes of ranks.
             let balance = plan.layer_balance().unwrap();
             let cost = plan.cost(&CostModel::default()).unwrap();
-            let (total, largest) = (4 * sizes.iter().sum::<u64>(), 4 * sizes.iter().max().unwrap());
+            let total = 4 * sizes.iter().sum::<u64>();
+            let largest = 4 * sizes.iter().max().unwrap();
             assert_eq!(
                 balance.largest,
                 cost.ranks.iter().map(|rank| rank.param_bytes).max().unwrap()
@@ -339,8 +335,8 @@ fn layers_are_never_parted_and_balanced() {
                 balance.if_cut.max(largest) <= balance.lower_bound
                     && balance.lower_bound <= balance.largest
             );
-            // Longest-first is at most 4/3 - 1/(3W) above the optimum; how far above the bound that
-            // is depends on the sizes.
+            // Longest-first is at most 4/3 - 1/(3W) above the optimum; its distance from the bound depends on the
+            // sizes.
             assert!(
                 balance.largest * world_size.as_u64()
                     <= total + (world_size.as_u64() - 1) * largest,
@@ -363,7 +359,7 @@ fn layers_are_never_parted_and_balanced() {
 }
 
 #[test]
-fn searches_find_the_fastest_plan_that_fits_or_what_the_smallest_lacks() {
+fn search_agrees_with_exhaustive_search() {
     let blocks = (0..3).flat_map(|block| {
         [(format!("h.{block}.a"), vec![12, 5]), (format!("h.{block}.b"), vec![7])]
     });
@@ -385,12 +381,12 @@ fn searches_find_the_fastest_plan_that_fits_or_what_the_smallest_lacks() {
             let fitting = costs.iter().filter(|cost| cost.peak_bytes() <= budget.into());
             let fastest = fitting.filter_map(|cost| cost.step_seconds).min_by(f64::total_cmp);
             match (Search::new(world_size, budget).run(&parameters).unwrap(), fastest) {
-                (Outcome::Fits(found), Some(fastest)) => {
+                (SearchOutcome::Fits(found), Some(fastest)) => {
                     assert!(found.cost.peak_bytes() <= budget.into());
                     assert!(found.cost.step_seconds.unwrap() <= fastest);
                     assert_eq!(found.plan.cost(&model).unwrap(), found.cost);
                 }
-                (Outcome::Missing { bytes, .. }, None) => {
+                (SearchOutcome::Missing { bytes, .. }, None) => {
                     let smallest = costs.iter().map(PlanCost::peak_bytes).min().unwrap();
                     assert_eq!(smallest, u128::from(budget + bytes));
                 }
@@ -402,7 +398,7 @@ fn searches_find_the_fastest_plan_that_fits_or_what_the_smallest_lacks() {
 
 proptest! {
     #[test]
-    fn shards_meet_whatever_the_sizes(
+    fn neighboring_shards_are_contiguous(
         rows in 1..1_u64 << 40,
         columns in 1..1_u64 << 16,
         world in 2..=WorldSize::MAX.as_u64(),
@@ -414,18 +410,21 @@ proptest! {
         for layout in [Layout::Dim0, Layout::Flat] {
             let plan = Full::new(layout).plan(&parameters, world_size).unwrap();
             let mut pair = ranks(&plan).skip(rank);
-            let (here, next) = (pair.next().unwrap(), pair.next().unwrap());
+            let rank = pair.next().unwrap();
+            let next_rank = pair.next().unwrap();
             for param_idx in [0, 1] {
-                if let (Some(here), Some(next)) = (plan.shards(param_idx, here).unwrap().next(), plan.shards(param_idx, next).unwrap().next()) {
-                    prop_assert_eq!(here.start_offset + here.shard_size, next.start_offset);
-                    prop_assert_eq!(here.shard_index + 1, next.shard_index);
+                let shard = plan.shards(param_idx, rank).unwrap().next();
+                let next_shard = plan.shards(param_idx, next_rank).unwrap().next();
+                if let (Some(shard), Some(next)) = (shard, next_shard) {
+                    prop_assert_eq!(shard.start_offset + shard.shard_size, next.start_offset);
+                    prop_assert_eq!(shard.shard_index + 1, next.shard_index);
                 }
             }
         }
     }
 }
 
-/// Two parameters of one layer on ranks of their own, and one of another layer.
+/// Plans parameters of one layer on the given owners, and a parameter of another layer.
 fn whole(owners: &[u64], world_size: u64) -> ShardingPlan {
     let planned = owners.iter().enumerate().map(|(position, &owner)| {
         let owner = Placement::new(owner, world_size).unwrap().rank();
@@ -437,7 +436,7 @@ fn whole(owners: &[u64], world_size: u64) -> ShardingPlan {
 }
 
 #[test]
-fn a_layer_of_several_owners_has_no_balance() {
+fn split_layers_have_no_balance() {
     assert_eq!(whole(&[1, 0], 2).layer_balance(), None);
     assert_eq!(whole(&[1, 1, 0], 2).layer_balance(), None);
     let balance = whole(&[1, 1], 2).layer_balance().unwrap();
@@ -446,7 +445,7 @@ fn a_layer_of_several_owners_has_no_balance() {
 }
 
 #[test]
-fn many_owners_of_a_layer_are_counted_and_lines_stay_short() {
+fn many_owners_are_counted() {
     for (owners, held_as) in [
         (vec![1], "whole on 1"),
         (vec![3, 1, 3], "whole on 1, whole on 3"),

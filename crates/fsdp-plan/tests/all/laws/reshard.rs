@@ -1,12 +1,11 @@
-//! Laws of resharding: whatever two plans, each rank ends up with exactly what the new one gives
-//! it.
+//! Laws of resharding: for any two plans, the moves give each rank exactly its new shards.
 
 use std::collections::BTreeMap;
 
 use core_types::{Placement, WorldSize};
 use fsdp_plan::{
     Cut, ElemType, ParameterInfo, PlannedParameter, ShardingPlan,
-    reshard::{Move, Reshard},
+    reshard::{Reshard, ShardMove},
     strategy::{Full, Hsdp, LayerWise, Layout, ShardingStrategy, WholeTensor},
 };
 
@@ -25,13 +24,14 @@ fn parameters() -> Vec<ParameterInfo> {
         ("h.1.b", &[0, 3], false),
         ("out.w", &[1, 9], false),
     ];
-    let parameter = |(name, shape, gather): (&str, &[u64], bool)| {
+    let parameters = shapes.map(|(name, shape, gather)| {
         ParameterInfo::new(name, shape, ElemType::Bf16).unwrap().with_always_gather(gather)
-    };
-    shapes.map(parameter).to_vec()
+    });
+    parameters.to_vec()
 }
 
-/// Plans of the same parameters of every kind, with and without replicas, resized once and twice.
+/// Makes plans of every kind for the same parameters, with and without replicas, resized once and
+/// twice.
 fn plans() -> Vec<ShardingPlan> {
     let layouts = [
         Layout::Dim0,
@@ -52,15 +52,15 @@ fn plans() -> Vec<ShardingPlan> {
     };
     let plans: Vec<_> = strategies.flat_map(plan).collect();
     let resized = plans.iter().filter_map(|plan| plan.resized(world(3)).ok()).collect::<Vec<_>>();
-    let again = resized.iter().map(|plan| replicated(&plan.resized(world(5)).unwrap(), 2));
-    let again: Vec<_> = again.collect();
-    [plans, resized, again].concat()
+    let resized_twice = resized.iter().map(|plan| replicated(&plan.resized(world(5)).unwrap(), 2));
+    let resized_twice: Vec<_> = resized_twice.collect();
+    [plans, resized, resized_twice].concat()
 }
 
-/// The bytes of each parameter that a rank holds, by position.
+/// The bytes of each parameter on a rank, by position.
 type Held = BTreeMap<(usize, u64), u8>;
 
-/// What `rank` holds under `plan`, each byte with a value of its own.
+/// Returns the bytes of `rank` under `plan`; each byte depends on its parameter and position.
 fn held(plan: &ShardingPlan, rank: u64) -> Held {
     let rank = Placement::new(rank, plan.world_size().as_u64()).unwrap().rank();
     let shards = plan.shards_of_rank(rank).unwrap().flat_map(|(parameter, shard)| {
@@ -73,13 +73,13 @@ fn held(plan: &ShardingPlan, rank: u64) -> Held {
     shards.collect()
 }
 
-/// What rank `rank` holds after it kept what it had and got what `moves` bring.
+/// Applies `moves` to the old bytes of `rank` and returns the result.
 fn moved(
     reshard: &Reshard<'_>,
     from: &ShardingPlan,
     to: &ShardingPlan,
     rank: u64,
-    moves: &[Move],
+    moves: &[ShardMove],
 ) -> Held {
     let wanted = held(to, rank);
     let place =
@@ -94,7 +94,7 @@ fn moved(
             assert_eq!(
                 held_now.insert((part.param_idx, byte), value),
                 None,
-                "{part:?} brings what was there"
+                "{part:?} was already there"
             );
         }
     }
@@ -102,13 +102,13 @@ fn moved(
 }
 
 #[test]
-fn moves_bring_every_rank_what_it_lacks_and_nothing_else() {
+fn moves_complete_every_rank() {
     let plans = plans();
     for (from, to) in plans.iter().flat_map(|from| plans.iter().map(move |to| (from, to))) {
         for reshard in
             [Reshard::new(from, to).unwrap(), Reshard::new(from, to).unwrap().renumbered()]
         {
-            let moves: Vec<Move> = reshard.moves().collect();
+            let moves: Vec<ShardMove> = reshard.moves().collect();
             for rank in 0..to.world_size().as_u64() {
                 assert_eq!(
                     moved(&reshard, from, to, rank, &moves),
@@ -121,12 +121,12 @@ fn moves_bring_every_rank_what_it_lacks_and_nothing_else() {
 }
 
 #[test]
-fn volumes_are_sums_over_moves() {
+fn volume_sums_the_moves() {
     let plans = plans();
     for (from, to) in plans.iter().flat_map(|from| plans.iter().map(move |to| (from, to))) {
         let reshard = Reshard::new(from, to).unwrap().renumbered();
         let volume = reshard.volume();
-        let moves: Vec<Move> = reshard.moves().collect();
+        let moves: Vec<ShardMove> = reshard.moves().collect();
         assert_eq!(volume.moves, moves.len() as u64);
         assert_eq!(
             volume.move_bytes,
@@ -134,13 +134,14 @@ fn volumes_are_sums_over_moves() {
         );
         let all: usize = (0..to.world_size().as_u64()).map(|rank| held(to, rank).len()).sum();
         assert_eq!(volume.stay_bytes + volume.move_bytes, all as u128);
-        let of_ranks =
-            to.world_size().placements().flat_map(|place| reshard.moves_to(place.rank()).unwrap());
-        let mut of_ranks: Vec<Move> = of_ranks.collect();
-        of_ranks.sort_by_key(|part| (part.param_idx, part.start, part.to));
+        let mut rank_by_rank: Vec<ShardMove> = Vec::new();
+        for place in to.world_size().placements() {
+            rank_by_rank.extend(reshard.moves_to(place.rank()).unwrap());
+        }
+        rank_by_rank.sort_by_key(|part| (part.param_idx, part.start, part.to));
         let mut sorted = moves;
         sorted.sort_by_key(|part| (part.param_idx, part.start, part.to));
-        assert_eq!(of_ranks, sorted);
+        assert_eq!(rank_by_rank, sorted);
     }
 }
 
@@ -164,16 +165,15 @@ fn places_are_distinct() {
 }
 
 #[test]
-fn nothing_moves_between_equal_plans() {
+fn equal_plans_need_no_moves() {
     for plan in plans() {
         assert_eq!(Reshard::new(&plan, &plan).unwrap().moves().count(), 0);
     }
 }
 
-/// A parameter of `n` elements that are granules of their own, ragged over `from` ranks and resized
-/// to `to`.
+/// Resizes a parameter with granules of one element from `from` to `to` ranks.
 #[test]
-fn resizing_is_optimal_on_every_small_grid() {
+fn resizing_is_optimal() {
     for (from, to) in (1..=9_u64).flat_map(|from| (1..=9).map(move |to| (from, to))) {
         let numel = 2520; // divisible by every number up to 9 and by most of their products
         let info = ParameterInfo::new("w", [numel], ElemType::U8).unwrap();
@@ -182,8 +182,7 @@ fn resizing_is_optimal_on_every_small_grid() {
             ShardingPlan::new("test", world(from), vec![PlannedParameter::new(info, cut)]).unwrap();
         let resized = plan.resized(world(to)).unwrap();
         let stay = Reshard::new(&plan, &resized).unwrap().volume().stay_bytes;
-        // Each rank that stays keeps the smaller of its two shares; every bound may lose one
-        // element to rounding.
+        // Each remaining rank keeps the smaller of its two shares; every bound may lose one element to rounding.
         let optimum = u128::from(from.min(to) * (numel / from).min(numel / to));
         assert!(
             stay.abs_diff(optimum) <= u128::from(from + to),

@@ -1,9 +1,9 @@
-//! Laws of schedules: everything travels once, the parts of all ranks are the whole, and what the
-//! runtime on candle holds follows from it.
+//! Laws of schedules: every parameter is sent once, parts of all ranks form the whole, and the
+//! memory of the candle runtime follows.
 
 use std::collections::BTreeSet;
 
-use core_types::WorldSize;
+use core_types::{Rank, WorldSize};
 use fsdp_plan::{
     Cut, ElemType, ParameterInfo, ShardingPlan,
     cost::{Activations, CostModel, Link, Links, RankCost, Runtime},
@@ -17,13 +17,13 @@ fn candle() -> CostModel {
     CostModel::default().with_runtime(Runtime::Candle)
 }
 
-/// The bytes of a parameter as it is held, in half precision.
+/// Returns the bytes of a parameter in half precision.
 fn bytes(plan: &ShardingPlan, param_idx: usize) -> u64 {
     2 * plan.parameters()[param_idx].info().numel()
 }
 
 #[test]
-fn gradients_of_neighbors_are_there_at_once_where_sums_are_under_way() {
+fn pending_sums_keep_neighboring_gradients() {
     let units = [("h.0.w", 8), ("h.1.w", 16), ("h.2.w", 4)];
     let parameters =
         units.map(|(name, rows)| ParameterInfo::new(name, [rows, 4], ElemType::F32).unwrap());
@@ -36,7 +36,7 @@ fn gradients_of_neighbors_are_there_at_once_where_sums_are_under_way() {
 }
 
 #[test]
-fn gradients_are_held_in_single_precision_whatever_they_were_reduced_in() {
+fn gradients_are_stored_in_f32() {
     let held = |dtype, reduce| {
         let parameter = ParameterInfo::new("h.0.w", [8, 4], dtype).unwrap();
         let plan = Full::default().plan(&[parameter], WorldSize::new(2).unwrap()).unwrap();
@@ -50,7 +50,7 @@ fn gradients_are_held_in_single_precision_whatever_they_were_reduced_in() {
 }
 
 #[test]
-fn every_parameter_with_elements_travels_with_its_unit_once() {
+fn parameters_are_sent_with_their_unit() {
     for_each_plan(|_, _, plan| {
         let schedule = plan.schedule(&CostModel::default()).unwrap();
         for (param_idx, parameter) in plan.parameters().iter().enumerate() {
@@ -71,7 +71,7 @@ fn every_parameter_with_elements_travels_with_its_unit_once() {
 }
 
 #[test]
-fn what_all_ranks_hand_over_is_the_payload() {
+fn rank_contributions_sum_to_the_payload() {
     for_each_plan(|_, _, plan| {
         for model in [CostModel::default(), candle()] {
             let schedule = plan.schedule(&model).unwrap();
@@ -98,29 +98,30 @@ fn what_all_ranks_hand_over_is_the_payload() {
 }
 
 #[test]
-fn replicas_gather_apart_and_add_up_their_parts() {
+fn replicas_sum_their_parts() {
     for_each_plan(|_, _, plan| {
         if plan.world_size().as_u64() > 4 {
-            return; // it takes as many steps as ranks
+            return; // the check takes one step per rank
         }
-        let apart = plan.schedule(&candle()).unwrap();
+        let single = plan.schedule(&candle()).unwrap();
         let replicated = replicated(plan, 2);
         let schedule = replicated.schedule(&candle()).unwrap();
         let group = plan.world_size().as_usize();
         for (member, rank) in ranks(&replicated).enumerate() {
             let handed = schedule.handed_over(rank).unwrap();
-            let alone = apart.handed_over(ranks(plan).nth(member % group).unwrap()).unwrap();
-            assert_eq!(handed.all_gather, alone.all_gather);
-            assert_eq!(handed.reduce_scatter, alone.reduce_scatter);
-            // Sums of its own parts, in single precision, unit by unit; and those of copies.
+            let expected = single.handed_over(ranks(plan).nth(member % group).unwrap()).unwrap();
+            assert_eq!(handed.all_gather, expected.all_gather);
+            assert_eq!(handed.reduce_scatter, expected.reduce_scatter);
+            // Each unit adds sums of the rank's parts in single precision, and sums of copies.
             let mut parts = Calls::default();
             for unit in &schedule.units {
-                let of_unit = |param_idx: &usize| {
-                    let shards = replicated.shards(*param_idx, rank).unwrap();
-                    shards.map(|shard| 4 * shard.shard_size).sum::<u64>()
-                };
-                let own = unit.all_reduce_parts.as_ref();
-                let own: u64 = own.iter().flat_map(|own| &own.parameters).map(of_unit).sum();
+                let mut own = 0;
+                if let Some(transfer) = &unit.all_reduce_parts {
+                    for &param_idx in &transfer.parameters {
+                        let shards = replicated.shards(param_idx, rank).unwrap();
+                        own += shards.map(|shard| 4 * shard.shard_size).sum::<u64>();
+                    }
+                }
                 let copies = unit.all_reduce_copies.as_ref();
                 parts.count += u64::from(own > 0) + u64::from(copies.is_some());
                 parts.bytes += own + copies.map_or(0, |copies| copies.payload_bytes);
@@ -130,14 +131,14 @@ fn replicas_gather_apart_and_add_up_their_parts() {
     });
 }
 
-/// The parameters of a unit, the root unit among them.
+/// Returns the indices of the parameters of a unit, possibly the root unit.
 fn members<'a>(plan: &'a ShardingPlan, unit: &'a str) -> impl Iterator<Item = usize> + 'a {
     let numbered = plan.parameters().iter().enumerate();
     numbered.filter(move |(_, parameter)| parameter.info().unit() == unit).map(|(n, _)| n)
 }
 
 #[test]
-fn the_runtime_on_candle_holds_whole_units_without_padding() {
+fn candle_runtime_has_no_padding() {
     let activations = Activations { input_bytes: 10, unit_bytes: 1000 };
     for_each_plan(|parameters, _, plan| {
         let cost = plan.cost(&candle().with_activations(activations)).unwrap();
@@ -145,7 +146,7 @@ fn the_runtime_on_candle_holds_whole_units_without_padding() {
         let passing = plan.units().into_iter().map(unit_bytes).max().unwrap();
         let reduced = passing.max(unit_bytes(""));
         let largest = (0..3).map(|param_idx| bytes(plan, param_idx)).max().unwrap();
-        // The root stays gathered, with its graph.
+        // The root unit stays gathered, with its graph.
         for (n_graphs, bytes) in [(1, 10 + 3 * 1000), (2, 3 * 1000), (3, 3 * 1000)] {
             let model = candle().with_activations(activations).with_kept_graphs(n_graphs);
             let kept = plan.cost(&model).unwrap();
@@ -154,12 +155,12 @@ fn the_runtime_on_candle_holds_whole_units_without_padding() {
         }
         for rank in &cost.ranks {
             assert_eq!(rank.storage_bytes, rank.param_bytes, "{plan:?}");
-            // In single precision once they are reduced.
+            // Reduced gradients are in single precision.
             assert_eq!(rank.grad_bytes, 2 * rank.param_bytes, "{plan:?}");
             assert_eq!(rank.gathered_bytes, unit_bytes("") + passing, "the root unit stays");
             assert_eq!(rank.unreduced_bytes, 2 * reduced, "{plan:?}");
             assert_eq!(rank.backward_bytes, 2 * 2 * largest, "{plan:?}");
-            // Two blocks keep their inputs, and one of them and the root have graphs.
+            // Two blocks keep their inputs; one of them and the root have graphs.
             assert_eq!(rank.activation_bytes, 2 * 10 + 2 * 1000);
             let terms = [
                 rank.gathered_bytes,
@@ -178,20 +179,22 @@ fn the_runtime_on_candle_holds_whole_units_without_padding() {
     });
 }
 
+/// Returns the bytes of a rank's part of a unit in single precision, with full copies.
+fn part_bytes(plan: &ShardingPlan, unit: &str, rank: Rank) -> u64 {
+    let shards = members(plan, unit).flat_map(|index| plan.shards(index, rank).unwrap());
+    4 * shards.map(|shard| shard.shard_size).sum::<u64>()
+}
+
 #[test]
-fn gradients_that_are_used_at_once_are_those_of_one_unit() {
+fn optimizer_in_backward_frees_gradients() {
     for_each_plan(|_, _, plan| {
         let kept = plan.cost(&candle()).unwrap();
         let used = plan.cost(&candle().with_optimizer_in_backward()).unwrap();
-        // A unit's part of a rank, in single precision, all that it has of copies.
-        let of_unit = |unit: &str, rank| {
-            let shards = members(plan, unit).flat_map(|n| plan.shards(n, rank).unwrap());
-            4 * shards.map(|shard| shard.shard_size).sum::<u64>()
-        };
         let units: Vec<&str> = plan.units().into_iter().chain([""]).collect();
         for (kept, used) in kept.ranks.iter().zip(&used.ranks) {
             assert_eq!((used.grad_bytes, used.optimizer_bytes), (0, kept.optimizer_bytes));
-            let largest = units.iter().map(|unit| of_unit(unit, used.rank)).max().unwrap();
+            let parts = units.iter().map(|unit| part_bytes(plan, unit, used.rank));
+            let largest = parts.max().unwrap();
             assert!(used.unreduced_bytes >= largest, "{plan:?}");
             assert!(used.unreduced_bytes <= 2 * kept.unreduced_bytes + 4 * 9, "{plan:?}");
             if plan.world_size().as_u64() == 1 {
@@ -202,10 +205,10 @@ fn gradients_that_are_used_at_once_are_those_of_one_unit() {
 }
 
 #[test]
-fn a_process_holds_what_its_ranks_do_and_one_gathered_copy_for_each_group() {
+fn process_shares_gathered_parameters() {
     for_each_plan(|_, _, plan| {
         if plan.world_size().as_u64() > 4 {
-            return; // it takes as many steps as ranks
+            return; // the check takes one step per rank
         }
         let replicated = replicated(plan, 3);
         let cost = replicated.cost(&candle()).unwrap();
@@ -225,7 +228,7 @@ fn a_process_holds_what_its_ranks_do_and_one_gathered_copy_for_each_group() {
 }
 
 #[test]
-fn other_units_than_those_of_the_plan_send_a_parameter_for_each() {
+fn custom_units_send_shared_parameters_repeatedly() {
     for_each_plan(|_, _, plan| {
         let units = [("first", vec![0, 2]), ("second", vec![0, 1, 2])];
         let schedule = plan.schedule_of(&candle(), units).unwrap();
@@ -234,18 +237,18 @@ fn other_units_than_those_of_the_plan_send_a_parameter_for_each() {
             let gathered = unit.all_gather.as_ref();
             (unit.unit.to_owned(), gathered.map_or(0, |gathered| gathered.payload_bytes))
         };
-        let is_cut = |param_idx: usize| plan.parameters()[param_idx].cut() != Cut::Replicated;
-        let of = |members: &[usize]| {
-            let cut = members.iter().filter(|&&param_idx| is_cut(param_idx));
-            cut.map(|&param_idx| bytes(plan, param_idx)).sum::<u64>()
+        let cut_bytes = |members: &[usize]| {
+            let cuts = members.iter().map(|&index| (index, plan.parameters()[index].cut()));
+            let cut = cuts.filter(|&(_, cut)| cut != Cut::Replicated);
+            cut.map(|(index, _)| bytes(plan, index)).sum::<u64>()
         };
-        assert_eq!(payload(0, &schedule), ("first".to_owned(), of(&[0, 2])));
-        assert_eq!(payload(1, &schedule), ("second".to_owned(), of(&[0, 1, 2])));
+        assert_eq!(payload(0, &schedule), ("first".to_owned(), cut_bytes(&[0, 2])));
+        assert_eq!(payload(1, &schedule), ("second".to_owned(), cut_bytes(&[0, 1, 2])));
         assert!(plan.schedule_of(&candle(), [("third", vec![3])]).is_err());
     });
 }
 
-/// How long a step's collectives take at a byte per second, if calls take no time.
+/// Returns the seconds of a step's collectives at one byte per second without latency.
 fn seconds(plan: &ShardingPlan, model: CostModel) -> f64 {
     let slow = Link { latency_ns: 0, bytes_per_s: 1 };
     let links = Links::new(1 << 20, slow, slow).unwrap();
@@ -253,7 +256,7 @@ fn seconds(plan: &ShardingPlan, model: CostModel) -> f64 {
 }
 
 #[test]
-fn everyone_receives_all_but_its_own_part() {
+fn ranks_receive_all_other_parts() {
     for_each_plan(|_, strategy, plan| {
         if plan.world_size().as_u64() == 1 {
             assert!(seconds(plan, CostModel::default()).abs() < f64::EPSILON);
@@ -270,7 +273,7 @@ fn everyone_receives_all_but_its_own_part() {
                 shards.sum::<u64>()
             };
             let least = ranks(plan).map(own).min().unwrap();
-            // Gradients in single precision, once.
+            // Gradients count once, in single precision.
             expected += (gathered.count + 2) as f64 * (gathered.payload_bytes - least) as f64;
         }
         let copies = schedule.units.iter().filter_map(|unit| unit.all_reduce_copies.as_ref());
@@ -282,7 +285,7 @@ fn everyone_receives_all_but_its_own_part() {
         if is_exact {
             assert!((found - expected).abs() < 1e-9 * expected.max(1.0), "{found}, {expected}");
         }
-        // The bounds of ragged units are known member by member, their smallest share is estimated.
+        // The cost model estimates the smallest share of a ragged unit, because exact bounds need a step per member.
         assert!(found >= expected * (1.0 - 1e-9), "{found}, {expected}: {plan:?}");
     });
 }

@@ -1,5 +1,4 @@
-//! What cannot be planned is refused with an error that says why; what can be, however odd, is
-//! planned.
+//! Invalid input is rejected with a reason; unusual but valid input is planned.
 
 use std::slice;
 
@@ -31,20 +30,20 @@ fn build(cuts: &[(ParameterInfo, Cut)]) -> Result<ShardingPlan, Error> {
 }
 
 #[test]
-fn the_factory_makes_each_strategy() {
+fn strategies_have_their_names() {
     let names: Vec<_> = strategies().iter().map(|strategy| strategy.name().to_owned()).collect();
     assert_eq!(names, ["full", "layer-wise", "whole-tensor", "hybrid", "full-flat"]);
 }
 
 #[test]
-fn empty_lists_are_refused() {
+fn empty_lists_are_rejected() {
     for strategy in strategies() {
         assert_eq!(strategy.plan(&[], world(2)), Err(Error::Parameters(ParameterError::Empty)));
     }
 }
 
 #[test]
-fn duplicate_names_are_refused() {
+fn duplicate_names_are_rejected() {
     let parameters = [f32_parameter("a", &[1]), f32_parameter("b", &[1]), f32_parameter("a", &[2])];
     for strategy in strategies() {
         assert_eq!(
@@ -55,7 +54,7 @@ fn duplicate_names_are_refused() {
 }
 
 #[test]
-fn parameters_without_dims_have_no_dim_0() {
+fn scalars_cannot_be_cut_along_dim_0() {
     let scalar = f32_parameter("scale", &[]);
     let error = Full::default().plan(slice::from_ref(&scalar), world(2)).unwrap_err();
     assert_eq!(error, Error::Cut(CutError::Scalar { name: "scale".into() }));
@@ -72,7 +71,7 @@ fn parameters_without_dims_have_no_dim_0() {
 }
 
 #[test]
-fn parameters_without_elements_are_planned_and_owned_by_nobody() {
+fn empty_parameters_have_no_owner() {
     let parameters =
         [[0, 4], [4, 0]].map(|shape| f32_parameter(&format!("empty{}", shape[0]), &shape));
     for strategy in strategies() {
@@ -94,22 +93,22 @@ fn parameters_without_elements_are_planned_and_owned_by_nobody() {
 }
 
 #[test]
-fn sums_that_overflow_are_refused() {
+fn overflowing_sums_are_rejected() {
     let parameters =
         ["a", "b"].map(|name| ParameterInfo::new(name, [u64::MAX], ElemType::U8).unwrap());
     let cost = full(&parameters, 1).cost(&CostModel::default());
     assert!(matches!(cost, Err(Error::TotalTooLarge { .. })), "{cost:?}");
     let flat = Full::new(Layout::Flat).plan(&parameters, world(2));
     assert_eq!(flat, Err(Error::TotalTooLarge { what: "the parameters of a unit" }));
-    // Each rank stores the one row that rank 0 owns, so the padded buffer is 2^20 times as large as
-    // the parameter.
+    // Each rank stores a row for the one that rank 0 owns, so the padded buffer is 2^20 times as large as the
+    // parameter.
     let wide = ParameterInfo::new("wide", [1, 1 << 60], ElemType::U8).unwrap();
     let cost = full(&[wide], 1 << 20).cost(&CostModel::default());
     assert_eq!(cost, Err(Error::TotalTooLarge { what: "the bytes gathered at the same time" }));
 }
 
 #[test]
-fn flat_units_hold_parameters_of_one_kind() {
+fn flat_units_reject_mixed_parameters() {
     let first = f32_parameter("h.0.a", &[2]);
     let half = ParameterInfo::new("h.0.b", [2], ElemType::Bf16).unwrap();
     let frozen = f32_parameter("h.0.b", &[2]).with_requires_grad(false);
@@ -117,16 +116,16 @@ fn flat_units_hold_parameters_of_one_kind() {
         let error =
             Full::new(Layout::Flat).plan(&[first.clone(), second.clone()], world(2)).unwrap_err();
         assert!(
-            matches!(error, Error::Cut(CutError::MixedUnit { property, .. }) if property == expected),
+            matches!(error, Error::Cut(CutError::UnitMismatch { property, .. }) if property == expected),
             "{error}"
         );
-        let apart = [first.clone(), second.with_unit("other")];
-        assert!(Full::new(Layout::Flat).plan(&apart, world(2)).is_ok());
+        let separate = [first.clone(), second.with_unit("other")];
+        assert!(Full::new(Layout::Flat).plan(&separate, world(2)).is_ok());
     }
 }
 
 #[test]
-fn cuts_that_contradict_their_parameters_are_refused() {
+fn contradictory_cuts_are_rejected() {
     let info = f32_parameter("a", &[3]);
     let gathered = info.clone().with_always_gather(true);
     assert_eq!(
@@ -151,7 +150,7 @@ fn cuts_that_contradict_their_parameters_are_refused() {
     ] {
         let built = build(&[(info.clone(), cuts[0]), (other.clone(), cuts[1])]);
         assert!(
-            matches!(&built, Err(Error::Cut(CutError::BrokenUnit { name, .. })) if name == at_fault),
+            matches!(&built, Err(Error::Cut(CutError::MisplacedParameter { name, .. })) if name == at_fault),
             "{built:?}"
         );
     }
@@ -159,7 +158,7 @@ fn cuts_that_contradict_their_parameters_are_refused() {
 }
 
 #[test]
-fn what_a_plan_does_not_have_is_an_error() {
+fn unknown_ranks_and_parameters_are_errors() {
     let plan = full(&[f32_parameter("a", &[8])], 2);
     let no_rank = Error::World(types::Error::RankOutOfRange { rank: 2, world_size: world(2) });
     assert_eq!(plan.shards(0, rank(2, 3)).err(), Some(no_rank.clone()));
@@ -173,7 +172,7 @@ fn what_a_plan_does_not_have_is_an_error() {
 }
 
 #[test]
-fn reading_a_plan_checks_what_building_it_checks() {
+fn deserialized_plans_are_checked() {
     let json =
         serde_json::to_string(&full(&[f32_parameter("a", &[3]), f32_parameter("b", &[3])], 2))
             .unwrap();
@@ -207,7 +206,7 @@ fn reading_a_plan_checks_what_building_it_checks() {
 }
 
 #[test]
-fn whatever_a_parameter_is_survives_the_way_through_json() {
+fn parameters_round_trip_through_json() {
     let infos = [
         f32_parameter("h.1.a", &[4])
             .with_layer_pattern(&"h".parse().unwrap())
@@ -225,7 +224,7 @@ fn whatever_a_parameter_is_survives_the_way_through_json() {
 }
 
 #[test]
-fn hybrid_works_when_either_list_finds_nothing() {
+fn hybrid_handles_unmatched_lists() {
     let parameters =
         [f32_parameter("transformer.h.0.w", &[4]), f32_parameter("classifier.w", &[4])];
     let cuts = |strategy: &Hybrid| {
@@ -240,7 +239,7 @@ fn hybrid_works_when_either_list_finds_nothing() {
 }
 
 #[test]
-fn ties_join_two_names_of_one_unit() {
+fn ties_are_checked() {
     let embedding = f32_parameter("wte.weight", &[5, 2]);
     let tied = |name: &str, shape: &[u64], to: &str| f32_parameter(name, shape).with_tied_to(to);
     for strategy in strategies() {
@@ -259,13 +258,13 @@ fn ties_join_two_names_of_one_unit() {
         assert_eq!(owned, 40);
         for (second, reason) in [
             (tied("b", &[5, 2], "c"), "there is no such parameter"),
-            (tied("b", &[5, 2], "b"), "that is tied itself"),
+            (tied("b", &[5, 2], "b"), "the target is tied"),
             (tied("b", &[2, 5], "wte.weight"), "they differ in shape or dtype"),
-            (tied("h.0.b", &[5, 2], "wte.weight"), "they are in two units"),
+            (tied("h.0.b", &[5, 2], "wte.weight"), "they are in different units"),
         ] {
             let error = strategy.plan(&[embedding.clone(), second], world(2)).unwrap_err();
             assert!(
-                matches!(&error, Error::Parameters(ParameterError::BadTie { reason: found, .. }) if found.starts_with(reason)),
+                matches!(&error, Error::Parameters(ParameterError::InvalidTie { reason: found, .. }) if found.starts_with(reason)),
                 "{error}"
             );
         }
@@ -273,14 +272,14 @@ fn ties_join_two_names_of_one_unit() {
     let untied = build(&[(embedding.clone(), Cut::Tied)]);
     assert_eq!(
         untied,
-        Err(Error::Cut(CutError::Tied { name: "wte.weight".into(), is_tied: false }))
+        Err(Error::Cut(CutError::TieMismatch { name: "wte.weight".into(), is_tied: false }))
     );
     let cut = build(&[(embedding, Cut::Dim0), (tied("b", &[5, 2], "wte.weight"), Cut::Dim0)]);
-    assert_eq!(cut, Err(Error::Cut(CutError::Tied { name: "b".into(), is_tied: true })));
+    assert_eq!(cut, Err(Error::Cut(CutError::TieMismatch { name: "b".into(), is_tied: true })));
 }
 
 #[test]
-fn blocks_of_a_type_are_never_cut() {
+fn dtype_blocks_are_never_cut() {
     let block = |name: &str, shape: &[u64], dtype| ParameterInfo::new(name, shape, dtype);
     let partial = block("a", &[3], ElemType::F4);
     assert!(
@@ -316,20 +315,20 @@ fn blocks_of_a_type_are_never_cut() {
         |granule, round_up_from| Cut::Ragged { offset: 0, unit_bytes: 216, granule, round_up_from };
     for (bytes, round_up_from) in [(0, 0), (18, 0), (18, 19), (20, 1)] {
         let built = build(&[(rows.clone(), granule(bytes, round_up_from))]);
-        assert!(matches!(built, Err(Error::Cut(CutError::BadGranule { .. }))), "{built:?}");
+        assert!(matches!(built, Err(Error::Cut(CutError::InvalidGranule { .. }))), "{built:?}");
     }
     assert!(build(&[(rows, granule(36, 36))]).is_ok());
 }
 
 #[test]
-fn numbers_of_nothing_are_refused() {
+fn zero_counts_are_rejected() {
     let parameters = [f32_parameter("a", &[4, 4])];
     for layout in [Layout::RowRagged { rows: 0 }, Layout::BlockRagged { block: 0 }] {
         assert!(matches!(Full::new(layout).plan(&parameters, world(2)), Err(Error::Zero { .. })));
     }
     for (replicas, world_size) in [(0, 4), (3, 4), (8, 4)] {
         let plan = Hsdp::new(Full::default(), replicas).plan(&parameters, world(world_size));
-        assert_eq!(plan, Err(Error::Replicas { world_size, replicas }));
+        assert_eq!(plan, Err(Error::ReplicaMismatch { world_size, replicas }));
     }
     assert_eq!(
         full(&parameters, 2).with_kept_units(["h.9"]),
@@ -342,7 +341,7 @@ fn numbers_of_nothing_are_refused() {
 }
 
 #[test]
-fn the_largest_granules_and_worlds_do_not_overflow() {
+fn huge_granules_do_not_overflow() {
     let wide = ParameterInfo::new("wide", [1 << 20, 1 << 43], ElemType::U8).unwrap();
     for layout in [
         Layout::ROWS,
@@ -360,9 +359,10 @@ fn the_largest_granules_and_worlds_do_not_overflow() {
 }
 
 #[test]
-fn plans_of_different_parameters_cannot_be_resharded() {
+fn resharding_rejects_parameter_mismatches() {
     let plan = |parameters: &[ParameterInfo]| full(parameters, 2);
-    let (a, b) = (f32_parameter("a", &[4]), f32_parameter("b", &[4]));
+    let a = f32_parameter("a", &[4]);
+    let b = f32_parameter("b", &[4]);
     let from = plan(&[a.clone(), b.clone()]);
     for (to, name) in [
         (plan(&[b.clone(), a.clone()]), "b"),
@@ -372,13 +372,13 @@ fn plans_of_different_parameters_cannot_be_resharded() {
     ] {
         let error = Reshard::new(&from, &to).unwrap_err();
         assert!(
-            matches!(&error, Error::DifferentParameters { name: found, .. } if found == name),
+            matches!(&error, Error::ParameterMismatch { name: found, .. } if found == name),
             "{error}"
         );
     }
 }
 
-/// A plan of one row for each of eight elements, resized from 2 to 3 ranks.
+/// Plans twelve rows of one element on 2 ranks and resizes the plan to 3.
 fn resized_json() -> serde_json::Value {
     let parameters = [f32_parameter("w", &[12])];
     let plan = Full::new(Layout::ROWS).plan(&parameters, world(2)).unwrap();
@@ -392,11 +392,10 @@ fn read_shares(total: u64, runs: &[(u64, u64)]) -> Result<ShardingPlan, String> 
 }
 
 #[test]
-fn shares_that_do_not_divide_the_whole_are_refused() {
+fn invalid_shares_are_rejected() {
     let right = [(2, 0), (4, 1), (6, 2)];
     assert!(read_shares(6, &right).is_ok());
     assert!(read_shares(6, &[(1, 2), (2, 0), (4, 1), (6, 2)]).is_ok());
-    let broken = |total| CutError::BrokenShares { total, group: 3 }.to_string();
     for (total, runs) in [
         (6, &[][..]),
         (7, &right),
@@ -408,26 +407,27 @@ fn shares_that_do_not_divide_the_whole_are_refused() {
         (6, &[(2, 0), (4, 1), (6, 3)]),
         (6, &[(2, 0), (3, 1), (4, 2), (6, 3)]),
     ] {
-        assert_eq!(read_shares(total, runs), Err(broken(total)), "{runs:?} of {total}");
+        let error = CutError::InvalidShares { total, group: 3 };
+        assert_eq!(read_shares(total, runs), Err(error.to_string()), "{runs:?} of {total}");
     }
 }
 
 #[test]
-fn documents_of_other_versions_are_refused() {
+fn other_format_versions_are_rejected() {
     let mut json = resized_json();
     json["format_version"] = 2.into();
     let error = serde_json::from_value::<ShardingPlan>(json).unwrap_err();
-    assert_eq!(error.to_string(), Error::FormatVersion { found: 2 }.to_string());
+    assert_eq!(error.to_string(), Error::UnsupportedFormat { found: 2 }.to_string());
 }
 
 #[test]
-fn what_is_not_in_a_plan_is_named() {
+fn unknown_names_are_reported() {
     let plan = full(&[f32_parameter("w", &[4])], 2);
     let unknown = Error::UnknownParameter { name: "v".into() };
     assert_eq!(plan.explain_parameter("v"), Err(unknown));
     assert!(plan.explain_parameter("w").is_ok());
     let bad = Hybrid::default().with_rule("a.[", Choice::Replicate);
-    assert!(matches!(bad, Err(Error::BadPattern { pattern, .. }) if pattern == "a.["));
+    assert!(matches!(bad, Err(Error::InvalidPattern { pattern, .. }) if pattern == "a.["));
 }
 
 #[test]

@@ -1,4 +1,4 @@
-//! Equal to PyTorch: `golden/` holds what torch 2.15 answered, and every number of it is checked.
+//! Comparison with PyTorch: `golden/` has the results of torch 2.15, and every number is checked.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -20,7 +20,7 @@ fn parameters(models: &Models, model: &str) -> Vec<ParameterInfo> {
     models[model].iter().map(|(name, shape)| f32_parameter(name, shape)).collect()
 }
 
-/// What each rank of `plan` holds of the parameter at `param_idx`.
+/// Returns the shard of each rank of the parameter at `param_idx`.
 fn shards(plan: &ShardingPlan, param_idx: usize) -> Vec<Option<ShardAssignment>> {
     let world_size = plan.world_size().as_u64();
     (0..world_size).map(|r| plan.shards(param_idx, rank(r, world_size)).unwrap().next()).collect()
@@ -38,9 +38,9 @@ struct Dim0Case {
     world: u64,
     local_bytes: Vec<u64>,
     storage_bytes: Vec<u64>,
-    /// Name, number of parameters, and elements on each rank with padding.
+    /// Name, number of parameters, and padded elements per rank.
     groups: Vec<(String, usize, u64)>,
-    /// Bytes stored on each rank; rows of each rank; first row of each rank.
+    /// Stored bytes per rank; rows per rank; first row per rank.
     params: Vec<(u64, Vec<u64>, Vec<Option<u64>>)>,
 }
 
@@ -49,7 +49,7 @@ fn dim0() -> Dim0 {
 }
 
 #[test]
-fn fsdp2_gives_every_rank_the_same_rows() {
+fn fsdp2_rows_match() {
     let Dim0 { models, cases } = dim0();
     assert_eq!(cases.len(), 28);
     for case in cases {
@@ -57,7 +57,7 @@ fn fsdp2_gives_every_rank_the_same_rows() {
         let plan = full(&parameters, case.world);
         for (param_idx, (info, (_, rows, start0))) in parameters.iter().zip(case.params).enumerate()
         {
-            // Of parameters without elements torch says that they have no rows, and so do we.
+            // Torch reports no rows for parameters without elements, and so does the plan.
             let shards = shards(&plan, param_idx);
             let found_rows =
                 shards.iter().map(|shard| shard.map_or(0, |shard| shard.dim0_rows.unwrap()));
@@ -75,7 +75,7 @@ fn fsdp2_gives_every_rank_the_same_rows() {
 }
 
 #[test]
-fn fsdp2_stores_the_same_bytes() {
+fn fsdp2_storage_matches() {
     let Dim0 { models, cases } = dim0();
     for case in cases {
         let parameters = parameters(&models, &case.model);
@@ -101,7 +101,7 @@ fn fsdp2_stores_the_same_bytes() {
 }
 
 #[test]
-fn fsdp2_has_the_same_units() {
+fn fsdp2_units_match() {
     let Dim0 { models, cases } = dim0();
     for case in cases {
         let parameters = parameters(&models, &case.model);
@@ -132,7 +132,7 @@ struct FlatCase {
     units: Vec<FlatUnit>,
 }
 
-/// The offset in the shard of a rank, the number of elements, and the first of them.
+/// Offset in the shard of a rank, number of elements, and first element.
 type FlatPart = (u64, u64, u64);
 
 #[derive(Deserialize)]
@@ -142,23 +142,23 @@ struct FlatUnit {
     padded_numel: u64,
     shard_numel: u64,
     pad_per_rank: Vec<u64>,
-    /// Name, shape, and what each rank holds.
+    /// Name, shape, and part of each rank.
     params: Vec<(String, Vec<u64>, Vec<Option<FlatPart>>)>,
-    /// How many units are like this one.
+    /// Number of equal units.
     repeats: u64,
 }
 
 impl FlatUnit {
     fn plan(&self, layout: Layout, world_size: u64) -> ShardingPlan {
-        let parameter = |(name, shape, _): &(String, Vec<u64>, _)| {
-            f32_parameter(name, shape).with_unit(&self.unit)
-        };
-        let parameters: Vec<_> = self.params.iter().map(parameter).collect();
+        let mut parameters = Vec::new();
+        for (name, shape, _) in &self.params {
+            parameters.push(f32_parameter(name, shape).with_unit(&self.unit));
+        }
         Full::new(layout).plan(&parameters, world(world_size)).unwrap()
     }
 }
 
-/// The cases of FSDP1 without and with `use_orig_params`, each with our name for it.
+/// Returns the cases of FSDP1 without and with `use_orig_params`, each with its layout.
 fn flat() -> [(Layout, Vec<FlatCase>); 2] {
     let cases = |json| serde_json::from_str::<Flat>(json).unwrap().cases;
     [
@@ -168,7 +168,7 @@ fn flat() -> [(Layout, Vec<FlatCase>); 2] {
 }
 
 #[test]
-fn fsdp1_gives_every_rank_the_same_elements() {
+fn fsdp1_elements_match() {
     for (layout, cases) in flat() {
         assert_eq!(cases.len(), 28);
         for (case, unit) in
@@ -190,15 +190,15 @@ fn fsdp1_gives_every_rank_the_same_elements() {
 }
 
 #[test]
-fn fsdp1_puts_the_padding_at_the_same_places() {
+fn fsdp1_padding_matches() {
     for (layout, cases) in flat() {
         for (case, unit) in
             cases.iter().flat_map(|case| case.units.iter().map(move |unit| (case, unit)))
         {
             let plan = unit.plan(layout, case.world);
-            let shard_bytes = |of: fn(&RankCost) -> u64| {
+            let shard_bytes = |field: fn(&RankCost) -> u64| {
                 let cost = plan.cost(&CostModel::default()).unwrap();
-                cost.ranks.iter().map(of).collect::<Vec<_>>()
+                cost.ranks.iter().map(field).collect::<Vec<_>>()
             };
             let at = format!("{} over {} {layout:?}", unit.unit, case.world);
             assert_eq!(
@@ -216,7 +216,7 @@ fn fsdp1_puts_the_padding_at_the_same_places() {
                     "{at}"
                 );
             }
-            // What lies before a parameter in its first shard is what torch says.
+            // The offset of a parameter in its first shard must match torch.
             for (param_idx, (name, _, expected)) in unit.params.iter().enumerate() {
                 let Cut::FlatAligned { offset, .. } = plan.parameters()[param_idx].cut() else {
                     continue;
@@ -234,24 +234,17 @@ fn fsdp1_puts_the_padding_at_the_same_places() {
 }
 
 #[test]
-fn fsdp1_shards_are_as_large_as_those_of_the_whole_model() {
+fn fsdp1_shard_sizes_match() {
     for (layout, cases) in flat() {
         for case in cases {
-            let numel = |unit: &FlatUnit| {
+            let mut numel = 0;
+            for unit in &case.units {
                 let cost = unit.plan(layout, case.world).cost(&CostModel::default()).unwrap();
-                cost.ranks[0].storage_bytes / 4 * unit.repeats
-            };
-            assert_eq!(
-                case.units.iter().map(numel).sum::<u64>(),
-                case.shard_numel_total,
-                "{} ranks",
-                case.world
-            );
-            let plain = |unit: &FlatUnit| {
-                layout == Layout::FlatAligned
-                    || unit.plan(layout, 1).numel() == unit.unpadded_numel.into()
-            };
-            assert!(case.units.iter().all(plain));
+                numel += cost.ranks[0].storage_bytes / 4 * unit.repeats;
+                let plan_numel = unit.plan(layout, 1).numel();
+                assert!(layout == Layout::FlatAligned || plan_numel == unit.unpadded_numel.into());
+            }
+            assert_eq!(numel, case.shard_numel_total, "{} ranks", case.world);
         }
     }
 }
@@ -272,11 +265,11 @@ struct StepCase {
     param_storage: Vec<u64>,
     grad_bytes: Vec<u64>,
     opt_bytes: Vec<u64>,
-    /// Collectives by name, with calls and bytes.
+    /// Calls and bytes of each collective.
     calls: BTreeMap<String, (u64, u64)>,
 }
 
-/// What torch calls `fp32`, or `bf16` with gradients reduced as `fp32`.
+/// Returns the cost model for torch's `fp32`, or `bf16` with gradients reduced as `fp32`.
 fn cost_model(precision: &str) -> CostModel {
     match precision {
         "fp32" => CostModel::default(),
@@ -290,7 +283,7 @@ fn step() -> Step {
 }
 
 #[test]
-fn a_step_of_fsdp2_with_adamw_holds_and_sends_the_same_bytes() {
+fn fsdp2_step_matches() {
     let Step { models, cases } = step();
     assert_eq!(cases.len(), 20);
     for case in cases {
@@ -300,7 +293,7 @@ fn a_step_of_fsdp2_with_adamw_holds_and_sends_the_same_bytes() {
         let cost = plan.cost(&cost_model(&case.precision)).unwrap();
         let at =
             format!("{} in {} over {} / {}", case.model, case.precision, case.world, case.replicas);
-        let column = |of: fn(&RankCost) -> u64| cost.ranks.iter().map(of).collect::<Vec<_>>();
+        let column = |field: fn(&RankCost) -> u64| cost.ranks.iter().map(field).collect::<Vec<_>>();
         assert_eq!(column(|rank| rank.param_bytes), case.param_bytes, "{at}");
         assert_eq!(column(|rank| rank.storage_bytes), case.param_storage, "{at}");
         assert_eq!(column(|rank| rank.grad_bytes), case.grad_bytes, "{at}");
@@ -333,7 +326,7 @@ struct Fsdp1Case {
 }
 
 #[test]
-fn a_step_of_fsdp1_with_adamw_holds_and_sends_the_same_bytes() {
+fn fsdp1_step_matches() {
     let Fsdp1Step { models, cases } =
         serde_json::from_str(include_str!("golden/fsdp1_step.json")).unwrap();
     assert_eq!(cases.len(), 12);
@@ -343,12 +336,11 @@ fn a_step_of_fsdp1_with_adamw_holds_and_sends_the_same_bytes() {
             Full::new(layout).plan(&parameters(&models, &case.model), world(case.world)).unwrap();
         let cost = plan.cost(&CostModel::default()).unwrap();
         let at = format!("{} {layout:?} over {}", case.model, case.world);
-        let column = |of: fn(&RankCost) -> u64| cost.ranks.iter().map(of).collect::<Vec<_>>();
+        let column = |field: fn(&RankCost) -> u64| cost.ranks.iter().map(field).collect::<Vec<_>>();
         assert_eq!(column(|rank| rank.storage_bytes), case.param_storage, "{at}");
         assert_eq!(column(|rank| rank.grad_bytes), case.grad_bytes, "{at}");
         assert_eq!(column(|rank| rank.optimizer_bytes), case.opt_bytes, "{at}");
-        // The flat parameter of `use_orig_params=False` includes its padding in the bytes that
-        // torch reports.
+        // With `use_orig_params=False` torch counts the padding of the flat parameter, too.
         if case.use_orig_params {
             assert_eq!(column(|rank| rank.param_bytes), case.param_bytes, "{at}");
         }
@@ -363,7 +355,7 @@ struct Peak {
     cases: Vec<PeakCase>,
 }
 
-/// Bytes by category when the second step of training holds the most, in the tracker's words.
+/// Bytes by category at the peak of the second step, in the terms of torch's memory tracker.
 #[derive(Deserialize)]
 #[serde(rename_all = "SCREAMING_SNAKE_CASE")]
 struct PeakCase {
@@ -382,7 +374,7 @@ struct PeakCase {
 }
 
 #[test]
-fn torch_tracks_the_same_peak_of_parameters_and_optimizer() {
+fn fsdp2_peak_matches() {
     let models = step().models;
     let Peak { cases } = serde_json::from_str(include_str!("golden/fsdp2_peak.json")).unwrap();
     assert_eq!(cases.len(), 24);
@@ -393,11 +385,11 @@ fn torch_tracks_the_same_peak_of_parameters_and_optimizer() {
         let plan = full(&parameters, case.world).with_kept_units(kept).unwrap();
         let cost = plan.cost(&cost_model(&case.precision)).unwrap();
         let at = format!("{} in {} over {}", case.model, case.precision, case.world);
-        let column = |of: fn(&RankCost) -> u64| cost.ranks.iter().map(of).collect::<Vec<_>>();
+        let column = |field: fn(&RankCost) -> u64| cost.ranks.iter().map(field).collect::<Vec<_>>();
         assert_eq!(column(|rank| rank.storage_bytes), case.sharded_param, "{at}");
         assert_eq!(column(|rank| rank.optimizer_bytes), case.opt, "{at}");
-        // In fp32 the peak is where the largest units are gathered: all if they stay, else one and
-        // the next one's buffer.
+        // In fp32 the peak occurs while the largest units are gathered: all of them if they stay, else one unit and the
+        // buffer of the next.
         if case.precision == "fp32" {
             let passing = if case.reshard_after_forward == "False" {
                 vec![0; case.opt.len()]
@@ -412,7 +404,7 @@ fn torch_tracks_the_same_peak_of_parameters_and_optimizer() {
 }
 
 #[test]
-fn the_optimizer_decides_what_is_remembered() {
+fn optimizer_determines_its_state() {
     let parameters =
         [f32_parameter("a", &[3, 2]), f32_parameter("frozen", &[5]).with_requires_grad(false)];
     for (optimizer, expected) in [

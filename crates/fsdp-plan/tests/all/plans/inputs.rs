@@ -1,4 +1,4 @@
-//! What the other tests plan for, and short ways to plan it.
+//! Inputs of the other tests.
 
 use core_types::{Placement, Rank, WorldSize};
 use fsdp_plan::{
@@ -6,12 +6,12 @@ use fsdp_plan::{
     strategy::{Full, ShardingStrategy},
 };
 
-/// GPT-2 with 124 million parameters, in `F32`.
+/// Returns GPT-2 with 124 million parameters, in `F32`.
 pub(crate) fn gpt2() -> Vec<ParameterInfo> {
     source::from_manifest(fixtures::GPT2).unwrap()
 }
 
-/// Qwen2.5 with 494 million parameters, in `BF16`; its head is tied to its embedding.
+/// Returns Qwen2.5 with 494 million parameters, in `BF16`; its head is tied to its embedding.
 pub(crate) fn qwen() -> Vec<ParameterInfo> {
     let mut parameters = source::from_manifest(fixtures::QWEN).unwrap();
     let shape = parameters[0].shape().to_vec();
@@ -20,22 +20,22 @@ pub(crate) fn qwen() -> Vec<ParameterInfo> {
     parameters
 }
 
-/// Mixtral 8x7B, in `BF16`.
+/// Returns Mixtral 8x7B, in `BF16`.
 pub(crate) fn mixtral() -> Vec<ParameterInfo> {
     source::from_manifest(fixtures::MIXTRAL).unwrap()
 }
 
-/// ViT-Large with patches of 16, in `F32`.
+/// Returns ViT-Large with patches of 16, in `F32`.
 pub(crate) fn vit() -> Vec<ParameterInfo> {
     source::from_manifest(fixtures::VIT).unwrap()
 }
 
-/// Llama 3.1 with 8 billion parameters, in `BF16`.
+/// Returns Llama 3.1 with 8 billion parameters, in `BF16`.
 pub(crate) fn llama() -> Vec<ParameterInfo> {
     source::from_manifest(fixtures::LLAMA).unwrap()
 }
 
-/// DeepSeek-V3 with 671 billion parameters, most in `BF16`.
+/// Returns DeepSeek-V3 with 671 billion parameters, mostly in `BF16`.
 pub(crate) fn deepseek() -> Vec<ParameterInfo> {
     source::from_safetensors(&fixtures::deepseek_v3()).unwrap()
 }
@@ -52,7 +52,7 @@ pub(crate) fn rank(rank: u64, world_size: u64) -> Rank {
     Placement::new(rank, world_size).unwrap().rank()
 }
 
-/// The plan of `Full` in its default layout.
+/// Plans with `Full` in its default layout.
 pub(crate) fn full(parameters: &[ParameterInfo], world_size: u64) -> ShardingPlan {
     Full::default().plan(parameters, world(world_size)).unwrap()
 }

@@ -1,11 +1,11 @@
-//! JSON that a person can compare: a line for each field, and for each entry of a field.
+//! Readable JSON: one line per field, and per entry of a field.
 
 use std::io::{Result, Write};
 
 use serde::Serialize;
 use serde_json::ser::{Formatter, Serializer};
 
-/// Writes `value` with line breaks down to the entries of its fields, and none below.
+/// Serializes `value` with line breaks down to the entries of its fields, and none below.
 pub(crate) fn json_lines(value: &impl Serialize) -> String {
     let mut json = Vec::new();
     value.serialize(&mut Serializer::with_formatter(&mut json, JsonLines::default())).unwrap();

@@ -1,10 +1,10 @@
-//! The largest open model over 16,384 ranks: what a plan of it may cost and must reach.
+//! DeepSeek-V3 on 16,384 ranks: limits on the size and balance of its plans.
 
 use crate::plans::inputs::{deepseek, world};
 use fsdp_plan::{
     cost::CostModel,
-    reshard::{Reshard, Volume},
-    search::{Outcome, Search},
+    reshard::{MoveVolume, Reshard},
+    search::{Search, SearchOutcome},
     source,
     strategy::{Full, Layout, ShardingStrategy, WholeTensor},
 };
@@ -15,16 +15,16 @@ fn max_over_mean(strategy: &dyn ShardingStrategy) -> f64 {
 }
 
 #[test]
-fn ragged_plans_balance_the_largest_model_over_16384_ranks() {
+fn ragged_plans_balance_deepseek() {
     assert!(max_over_mean(&Full::new(Layout::ROWS)) <= 1.004);
     assert!(max_over_mean(&Full::new(Layout::BLOCKS)) <= 1.0005);
     assert!(max_over_mean(&WholeTensor) <= 1.000_001);
-    // Rows of each parameter by itself cannot.
+    // Dim-0 cuts cannot balance it.
     assert!(max_over_mean(&Full::default()) > 6.0);
 }
 
 #[test]
-fn a_plan_is_not_much_larger_than_the_header_it_was_made_from() {
+fn plan_size_is_near_header_size() {
     let file = fixtures::deepseek_v3();
     let parameters = source::from_safetensors(&file).unwrap();
     for layout in [Layout::Dim0, Layout::ROWS, Layout::BLOCKS] {
@@ -34,14 +34,14 @@ fn a_plan_is_not_much_larger_than_the_header_it_was_made_from() {
     }
 }
 
-fn staying(volume: Volume) -> f64 {
+fn staying(volume: MoveVolume) -> f64 {
     let [stay, all] = [volume.stay_bytes, volume.stay_bytes + volume.move_bytes]
         .map(|bytes| f64::from(u32::try_from(bytes >> 20).unwrap()));
     stay / all
 }
 
 #[test]
-fn resizing_moves_as_little_as_can_be() {
+fn resizing_moves_the_minimum() {
     let parameters = deepseek();
     for (from, to, optimum) in [(8, 16, 0.5), (64, 48, 0.75), (16_384, 12_288, 0.75)] {
         let plan = Full::new(Layout::ROWS).plan(&parameters, world(from)).unwrap();
@@ -54,7 +54,7 @@ fn resizing_moves_as_little_as_can_be() {
 }
 
 #[test]
-fn renumbering_finds_ranks_that_hold_what_is_needed() {
+fn renumbering_keeps_bytes_in_place() {
     let parameters = deepseek();
     for (from, to, at_least) in [(8, 16, 0.499), (64, 48, 0.66)] {
         let [from, to] =
@@ -66,18 +66,18 @@ fn renumbering_finds_ranks_that_hold_what_is_needed() {
 }
 
 #[test]
-fn a_search_tells_what_is_missing() {
+fn search_reports_missing_bytes() {
     let budget = 40 << 30;
     let search = Search::new(world(2048), budget);
-    let Outcome::Missing { smallest, bytes } = search.run(&deepseek()).unwrap() else {
+    let SearchOutcome::Missing { smallest, bytes } = search.run(&deepseek()).unwrap() else {
         panic!("layers of 22 GB fit")
     };
     assert_eq!(smallest.cost.peak_bytes(), u128::from(budget + bytes));
-    // Gathered expert by expert it does fit.
+    // It fits if each expert is gathered separately.
     let experts = "model.layers.*.mlp.experts.*".parse().unwrap();
     let parameters: Vec<_> =
         deepseek().into_iter().map(|info| info.with_layer_pattern(&experts)).collect();
-    let Outcome::Fits(found) = search.run(&parameters).unwrap() else {
+    let SearchOutcome::Fits(found) = search.run(&parameters).unwrap() else {
         panic!("experts of 88 MB do not fit")
     };
     assert!(found.cost.peak_bytes() <= u128::from(budget));

@@ -1,4 +1,4 @@
-//! Sharding plans: equal to PyTorch's, pinned by snapshots, and safe against bad input.
+//! Tests of plans: comparison with PyTorch, snapshots, and invalid input.
 
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 

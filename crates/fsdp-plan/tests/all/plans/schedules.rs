@@ -1,4 +1,4 @@
-//! Schedules as programs see them, and reports of what the runtime on candle takes.
+//! Snapshots of schedules as JSON, and of reports for the candle runtime.
 
 use fsdp_plan::{
     ElemType, ParameterInfo,
@@ -12,7 +12,7 @@ use crate::plans::{
     json_lines::json_lines,
 };
 
-/// An embedding, two blocks with a frozen bias, and a head.
+/// Returns an embedding, two blocks with a frozen bias, and a head.
 fn parameters() -> Vec<ParameterInfo> {
     let block = |block: u64| {
         [
@@ -30,7 +30,7 @@ fn parameters() -> Vec<ParameterInfo> {
 }
 
 #[test]
-fn json_of_the_schedule_of_every_strategy() {
+fn json_of_every_schedule() {
     let hybrid = Hybrid::default()
         .with_rule("norm", Choice::Replicate)
         .unwrap()
@@ -53,10 +53,10 @@ fn json_of_the_schedule_of_every_strategy() {
 }
 
 #[test]
-fn text_of_what_the_runtime_on_candle_takes() {
+fn text_for_candle_runtime() {
     let plan = Full::new(Layout::ROWS).plan(&gpt2(), world(4)).unwrap();
     let activations =
-        Activations::of_transformer(1024, 768, ElemType::F32, Runtime::Candle).unwrap();
+        Activations::for_transformer(1024, 768, ElemType::F32, Runtime::Candle).unwrap();
     let model = CostModel::default().with_runtime(Runtime::Candle).with_activations(activations);
     let report = PlanReport::new(&plan, &model, None).unwrap();
     let report = report.with_process(4.try_into().unwrap()).with_budget(1 << 30);

@@ -1,9 +1,9 @@
-//! Plans as people and programs see them.
+//! Snapshots of plans as text and JSON.
 
 use std::fmt::Write;
 
 use fsdp_plan::{
-    ParameterInfo, ShardingPlan,
+    ShardingPlan,
     cost::{CostModel, Links},
     report::PlanReport,
     strategy::{Full, Hsdp, Hybrid, LayerOrder, LayerWise, Layout, ShardingStrategy, WholeTensor},
@@ -19,8 +19,8 @@ use crate::{
 
 type Strategies = Vec<(&'static str, Box<dyn ShardingStrategy>)>;
 
-/// The strategies as they are pinned. The names that the default rules of `Hybrid` look for occur
-/// in few models, so here it keeps whole what stands outside the blocks.
+/// Returns the strategies of the snapshots. Few models contain the names in the default rules of
+/// `Hybrid`, so its rules keep everything outside the blocks whole.
 fn strategies() -> Strategies {
     let whole = [
         "wte",
@@ -55,7 +55,7 @@ fn report(plan: &ShardingPlan) -> PlanReport<'_> {
 }
 
 #[test]
-fn text_of_every_strategy_and_world() {
+fn text_of_every_strategy() {
     let models = [
         ("gpt2", gpt2()),
         ("qwen2.5-0.5b", qwen()),
@@ -83,7 +83,7 @@ fn text_of_replicas() {
 }
 
 #[test]
-fn json_of_the_whole_report_with_the_shards_of_one_rank() {
+fn json_of_one_rank() {
     for (name, strategy) in strategies() {
         let plan = strategy.plan(&gpt2(), world(3)).unwrap();
         let report = PlanReport::new(&plan, &CostModel::default(), Some(rank(1, 3))).unwrap();
@@ -92,17 +92,17 @@ fn json_of_the_whole_report_with_the_shards_of_one_rank() {
 }
 
 #[test]
-fn text_of_the_shards_of_one_rank() {
+fn text_of_one_rank() {
     let plan = Full::default().plan(&gpt2()[..8], world(3)).unwrap();
     let report = PlanReport::new(&plan, &CostModel::default(), Some(rank(2, 3))).unwrap();
     insta::assert_snapshot!(report);
 }
 
 #[test]
-fn text_of_a_large_world_has_few_lines() {
+fn text_of_a_large_world() {
     for (name, strategy) in strategies() {
         if name == "full-flat" || name == "full-flat-aligned" {
-            continue; // the model mixes dtypes within its layers, which a flat buffer cannot
+            continue; // the model mixes dtypes within its layers, which flat buffers reject
         }
         let plan = strategy.plan(&deepseek(), world(16_384)).unwrap();
         insta::assert_snapshot!(format!("deepseek-v3_{name}_w16384"), report(&plan));
@@ -110,7 +110,7 @@ fn text_of_a_large_world_has_few_lines() {
 }
 
 #[test]
-fn explanations_of_parameters_and_ranks() {
+fn explanations_of_parameter_and_rank() {
     for (name, strategy) in strategies() {
         let plan = strategy.plan(&gpt2(), world(8)).unwrap();
         let parameter = plan.explain_parameter("h.3.attn.c_attn.weight").unwrap();
@@ -120,12 +120,13 @@ fn explanations_of_parameters_and_ranks() {
 }
 
 #[test]
-fn always_gathered_parameters_stay_in_every_plan() {
-    let gathered = |info: ParameterInfo| match info.name() {
-        "wte.weight" | "h.3.ln_1.bias" => info.with_always_gather(true),
-        _ => info,
-    };
-    let parameters: Vec<_> = gpt2().into_iter().map(gathered).collect();
+fn text_with_always_gathered_parameters() {
+    let mut parameters = gpt2();
+    for info in &mut parameters {
+        if matches!(info.name(), "wte.weight" | "h.3.ln_1.bias") {
+            *info = info.clone().with_always_gather(true);
+        }
+    }
     for (name, strategy) in strategies() {
         let plan = strategy.plan(&parameters, world(3)).unwrap();
         insta::assert_snapshot!(format!("always_gathered_{name}"), report(&plan));
@@ -133,7 +134,7 @@ fn always_gathered_parameters_stay_in_every_plan() {
 }
 
 #[test]
-fn json_can_be_read_back() {
+fn json_round_trips() {
     for (name, strategy) in strategies() {
         let plan = strategy.plan(&qwen(), world(8)).unwrap();
         let kept = replicated(&plan, 2).with_kept_units(["model.layers.23"]).unwrap();

@@ -1,4 +1,4 @@
-//! Reading lists of parameters, well-formed or hostile.
+//! Readers of parameter lists, with valid and hostile input.
 
 use std::io::{self, Read};
 
@@ -10,7 +10,7 @@ use fsdp_plan::{
 
 use crate::plans::inputs::gpt2;
 
-/// The beginning of a safetensors file with this header.
+/// Builds the start of a safetensors file with this header.
 fn safetensors(header: &str) -> Vec<u8> {
     [&(header.len() as u64).to_le_bytes(), header.as_bytes()].concat()
 }
@@ -23,14 +23,14 @@ fn names(parameters: &[ParameterInfo]) -> Vec<&str> {
     parameters.iter().map(ParameterInfo::name).collect()
 }
 
-/// A file without tensors.
-#[expect(clippy::unnecessary_wraps, reason = "the type of a reader of files")]
+/// Reads a file without tensors.
+#[expect(clippy::unnecessary_wraps, reason = "the signature of a file reader")]
 fn no_parameters(_: &str) -> Result<Vec<ParameterInfo>> {
     Ok(Vec::new())
 }
 
 #[test]
-fn a_manifest_keeps_the_order_of_its_text() {
+fn manifest_keeps_text_order() {
     let parameters = gpt2();
     assert_eq!(names(&parameters)[..3], ["wte.weight", "wpe.weight", "h.0.ln_1.weight"]);
     assert_eq!(parameters.len(), 148);
@@ -38,7 +38,7 @@ fn a_manifest_keeps_the_order_of_its_text() {
 }
 
 #[test]
-fn a_header_gives_the_order_of_the_file() {
+fn header_keeps_file_order() {
     let header = r#"{"__metadata__": {"format": "pt", "deep": [[{}]]},
         "second": {"dtype": "BF16", "shape": [2, 3], "data_offsets": [8, 20]},
         "empty": {"dtype": "I64", "shape": [0], "data_offsets": [8, 8]},
@@ -53,7 +53,7 @@ fn a_header_gives_the_order_of_the_file() {
 }
 
 #[test]
-fn tensors_behind_the_header_are_not_looked_at() {
+fn tensor_data_is_ignored() {
     let header = r#"{"a": {"dtype": "U8", "shape": [3], "data_offsets": [0, 3]}}"#;
     let file = [safetensors(header), vec![0xff; 3]].concat();
     assert_eq!(from_safetensors(&file), read(header));
@@ -61,7 +61,7 @@ fn tensors_behind_the_header_are_not_looked_at() {
 }
 
 #[test]
-fn files_that_end_too_early_are_refused() {
+fn truncated_files_are_rejected() {
     let file = safetensors("{}");
     assert_eq!(
         from_safetensors(&file[..5]),
@@ -75,7 +75,7 @@ fn files_that_end_too_early_are_refused() {
 }
 
 #[test]
-fn hostile_lengths_are_refused_before_anything_is_allocated() {
+fn hostile_lengths_allocate_nothing() {
     for len in [MAX_HEADER_LEN + 1, u64::MAX] {
         let error = Error::Source(SourceError::HeaderTooLong { len, max: MAX_HEADER_LEN });
         assert_eq!(header_len(len.to_le_bytes()), Err(error.clone()));
@@ -88,12 +88,12 @@ fn hostile_lengths_are_refused_before_anything_is_allocated() {
 }
 
 #[test]
-fn tensors_must_lie_side_by_side() {
+fn tensors_must_be_contiguous() {
     for (begin, end) in [(0, 4), (0, 12), (4, 12), (8, 0), (0, u64::MAX)] {
         let header = format!(
             r#"{{"a": {{"dtype": "F32", "shape": [2], "data_offsets": [{begin}, {end}]}}}}"#
         );
-        let error = Error::Source(SourceError::BadOffsets {
+        let error = Error::Source(SourceError::OffsetMismatch {
             name: "a".into(),
             begin,
             end,
@@ -105,12 +105,12 @@ fn tensors_must_lie_side_by_side() {
     let overlap = r#"{"a": {"dtype": "U8", "shape": [4], "data_offsets": [0, 4]},
         "b": {"dtype": "U8", "shape": [4], "data_offsets": [2, 6]}}"#;
     assert!(
-        matches!(read(overlap), Err(Error::Source(SourceError::BadOffsets { name, expected_begin: 4, .. })) if name == "b")
+        matches!(read(overlap), Err(Error::Source(SourceError::OffsetMismatch { name, expected_begin: 4, .. })) if name == "b")
     );
 }
 
 #[test]
-fn malformed_json_is_refused_with_its_place() {
+fn malformed_json_reports_its_position() {
     let deep = "[".repeat(10_000);
     let header_of = |shape: &str| {
         format!(r#"{{"a": {{"dtype": "F32", "shape": {shape}, "data_offsets": [0, 4]}}}}"#)
@@ -157,7 +157,7 @@ fn malformed_json_is_refused_with_its_place() {
 }
 
 #[test]
-fn a_header_says_where_tensors_lie_and_how_long_the_file_is() {
+fn header_has_ranges_and_file_length() {
     let header = r#"{"b": {"dtype": "F32", "shape": [2], "data_offsets": [3, 11]},
         "a": {"dtype": "U8", "shape": [3], "data_offsets": [0, 3]}, "__metadata__": {"step": "7"}}"#;
     let bytes = safetensors(header);
@@ -171,14 +171,14 @@ fn a_header_says_where_tensors_lie_and_how_long_the_file_is() {
         parsed.metadata().unwrap().iter().collect::<Vec<_>>(),
         [(&"step".into(), &"7".into())]
     );
-    // The reader stops where the header does.
+    // The reader stops at the end of the header.
     let mut file = bytes.as_slice().chain(&[0; 11][..]);
     assert_eq!(SafetensorsHeader::read(&mut file), Ok(parsed));
     assert_eq!(file.bytes().count(), 11);
 }
 
 #[test]
-fn metadata_must_be_texts_for_those_who_ask() {
+fn metadata_must_be_strings() {
     let metadata =
         |header: &str| SafetensorsHeader::parse(&safetensors(header)).unwrap().metadata().cloned();
     assert_eq!(metadata("{}").map(|texts| texts.len()), Ok(0));
@@ -199,7 +199,7 @@ fn metadata_must_be_texts_for_those_who_ask() {
 }
 
 #[test]
-fn a_reader_that_fails_or_ends_early_is_an_error() {
+fn failing_readers_are_errors() {
     struct Failing;
 
     impl Read for Failing {
@@ -226,7 +226,7 @@ fn a_reader_that_fails_or_ends_early_is_an_error() {
 }
 
 #[test]
-fn offsets_beyond_64_bits_are_refused() {
+fn offsets_beyond_64_bits_are_rejected() {
     let header = r#"{"a": {"dtype": "U8", "shape": [18446744073709551615], "data_offsets": [0, 18446744073709551615]},
         "b": {"dtype": "U8", "shape": [], "data_offsets": [18446744073709551615, 18446744073709551615]}}"#;
     assert_eq!(
@@ -236,7 +236,7 @@ fn offsets_beyond_64_bits_are_refused() {
 }
 
 #[test]
-fn hostile_nesting_is_refused() {
+fn hostile_nesting_is_rejected() {
     let nested = format!("{}{}", "[".repeat(10_000), "]".repeat(10_000));
     for text in
         [format!(r#"{{"a": {nested}}}"#), format!(r#"{{"a": {{"shape": {nested}}}}}"#), nested]
@@ -251,7 +251,7 @@ fn hostile_nesting_is_refused() {
 }
 
 #[test]
-fn repeated_names_are_refused() {
+fn duplicate_tensors_are_rejected() {
     let twice = Error::Parameters(ParameterError::DuplicateName { name: "a".into() });
     let entry = r#""a": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}"#;
     assert_eq!(read(&format!("{{{entry}, {entry}}}")), Err(twice.clone()));
@@ -261,7 +261,7 @@ fn repeated_names_are_refused() {
 }
 
 #[test]
-fn unknown_dtypes_are_refused_by_name() {
+fn unknown_dtypes_are_named() {
     let error = from_manifest(r#"{"a": {"dtype": "Q3_X", "shape": [1]}}"#).unwrap_err();
     assert_eq!(
         error,
@@ -271,7 +271,7 @@ fn unknown_dtypes_are_refused_by_name() {
 }
 
 #[test]
-fn shapes_that_overflow_are_refused() {
+fn overflowing_shapes_are_rejected() {
     for shape in [vec![u64::MAX, 2], vec![1 << 62], vec![1 << 40, 0, 1 << 40]] {
         let error = Error::Parameters(ParameterError::TooLarge {
             name: "a".into(),
@@ -289,7 +289,7 @@ fn shapes_that_overflow_are_refused() {
 }
 
 #[test]
-fn each_file_of_an_index_is_read_once() {
+fn index_files_are_read_once() {
     let json = r#"{"metadata": {"total_size": 1}, "weight_map": {"b": "2.safetensors", "a": "1.safetensors", "c": "2.safetensors"}}"#;
     let mut files = Vec::new();
     let read = from_index(json, |file| {
@@ -302,17 +302,17 @@ fn each_file_of_an_index_is_read_once() {
         let json = serde_json::json!({ "weight_map": { "a": file } }).to_string();
         assert_eq!(
             from_index(&json, no_parameters),
-            Err(Error::Source(SourceError::BadFileName { file: file.into() }))
+            Err(Error::Source(SourceError::InvalidFileName { file: file.into() }))
         );
     }
 }
 
 #[test]
-fn an_index_and_its_files_must_agree() {
+fn index_must_match_its_files() {
     let json = r#"{"weight_map": {"a": "1.safetensors", "b": "2.safetensors"}}"#;
-    let read = |of_first: &'static [&'static str]| {
+    let read = |first_names: &'static [&'static str]| {
         from_index(json, move |file| {
-            let names = if file == "1.safetensors" { of_first } else { &["b"] };
+            let names = if file == "1.safetensors" { first_names } else { &["b"] };
             names
                 .iter()
                 .map(|name| ParameterInfo::new(*name, [2], ElemType::F32))
@@ -337,10 +337,10 @@ fn an_index_and_its_files_must_agree() {
 }
 
 #[test]
-fn a_tensor_that_only_ends_in_the_right_place_is_refused() {
+fn misplaced_start_is_rejected() {
     let header = r#"{"a": {"dtype": "U8", "shape": [4], "data_offsets": [0, 4]},
         "b": {"dtype": "U8", "shape": [2], "data_offsets": [3, 6]}}"#;
-    let misplaced = SourceError::BadOffsets {
+    let misplaced = SourceError::OffsetMismatch {
         name: "b".into(),
         begin: 3,
         end: 6,
