@@ -86,7 +86,7 @@ fn violations() -> Result<Vec<Violation>> {
 /// Leaves out the known violations, one for each entry of the list; an entry too many is a violation.
 fn without_known(mut violations: Vec<Violation>) -> Vec<Violation> {
     for (place, rule) in KNOWN {
-        match violations.iter().position(|violation: &Violation| {
+        match violations.iter().position(|violation| {
             let text = violation.to_string();
             text.starts_with(place) && text.contains(rule)
         }) {

@@ -210,7 +210,7 @@ mod tests {
         let violations = unused(&tree, &[&NameUses::add_code(code), &NameUses::add_page(page)]);
         violations
             .into_iter()
-            .map(|violation: Violation| violation.rule.split('`').nth(1).unwrap().to_owned())
+            .map(|violation| violation.rule.split('`').nth(1).unwrap().to_owned())
             .collect()
     }
 

@@ -319,7 +319,7 @@ mod tests {
             assert_eq!(
                 files
                     .iter()
-                    .map(|file: &PlannedFile| {
+                    .map(|file| {
                         file.tensors
                             .iter()
                             .map(|info| info.name.as_str())

@@ -46,7 +46,7 @@ impl<T> Mailbox<T> {
     fn put(&self, index: usize, content: T) -> Result<u16> {
         let mut letters = self.lock();
         let ticket = (1..=u16::MAX)
-            .find(|ticket: &u16| letters.iter().all(|letter| letter.ticket != *ticket))
+            .find(|ticket| letters.iter().all(|letter| letter.ticket != *ticket))
             .ok_or_else(|| {
                 candle_core::Error::msg(format!(
                     "{} backward passes through one operation have not ended",

@@ -143,7 +143,7 @@ pub fn cross_entropy(
     let targets = weighted_targets(targets, config, classes)?;
     let weight = targets
         .iter()
-        .map(|target: &RowTarget| match &class_weights {
+        .map(|target| match &class_weights {
             None => target.weight,
             Some(weights) => target.weight * weights[target.class],
         })

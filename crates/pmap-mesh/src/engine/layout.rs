@@ -172,7 +172,7 @@ fn group_by_tensor(
 fn checked_size(tensor: usize, (shape, dtype): &(Shape, DType)) -> Result<usize, LayoutFault> {
     let dims = shape.dims();
     let size = dims.iter().try_fold(1_usize, |size, &dim| size.checked_mul(dim));
-    size.filter(|size: &usize| {
+    size.filter(|size| {
         size.checked_mul(dtype.size_in_bytes()).is_some_and(|n| n <= isize::MAX.unsigned_abs())
     })
     .ok_or_else(|| LayoutFault::TooLarge { tensor, dims: dims.to_vec() })

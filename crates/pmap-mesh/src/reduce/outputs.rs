@@ -158,13 +158,8 @@ mod tests {
     use crate::reduce::{REDUCIBLE, same, shared_work::SharedWork, whole};
 
     fn values(n: usize, items: usize, dtype: DType) -> Tensor {
-        Tensor::from_iter(
-            (0..items).map(|i: usize| ((i * 7919 + n * 104_729) % 251) as f32 * 0.5),
-            &Device::Cpu,
-        )
-        .unwrap()
-        .to_dtype(dtype)
-        .unwrap()
+        let values = (0..items).map(|i| ((i * 7919 + n * 104_729) % 251) as f32 * 0.5);
+        Tensor::from_iter(values, &Device::Cpu).unwrap().to_dtype(dtype).unwrap()
     }
 
     fn run_alone(output: SharedOutput) -> Tensor {

@@ -77,24 +77,19 @@ impl SharedWork {
     /// Divides the outputs into chunks for `members` members.
     pub(crate) fn new(outputs: Vec<SharedOutput>, members: usize) -> Self {
         let mut n_chunks = 0;
-        let first_chunks = outputs
-            .iter()
-            .map(|output: &SharedOutput| {
-                let first = n_chunks;
-                n_chunks += output.n_chunks;
-                first
-            })
-            .collect();
-        let shares = (0..members)
-            .map(|member| {
-                let chunks = balanced(n_chunks, member, members);
-                ChunkShare { next: AtomicUsize::new(chunks.start), end: chunks.end }
-            })
-            .collect();
+        let mut first_chunks = Vec::with_capacity(outputs.len());
+        for output in &outputs {
+            first_chunks.push(n_chunks);
+            n_chunks += output.n_chunks;
+        }
+        let shares = (0..members).map(|member| {
+            let chunks = balanced(n_chunks, member, members);
+            ChunkShare { next: AtomicUsize::new(chunks.start), end: chunks.end }
+        });
         let outcome = if outputs.is_empty() { OnceLock::from(Ok(())) } else { OnceLock::new() };
         Self {
             first_chunks,
-            shares,
+            shares: shares.collect(),
             results: outputs.iter().map(|_| OnceLock::new()).collect(),
             missing: AtomicUsize::new(outputs.len()),
             outcome,

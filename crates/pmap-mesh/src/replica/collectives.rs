@@ -89,13 +89,10 @@ impl Collectives {
         root: usize,
     ) -> Result<Option<Tensor>> {
         self.count(ctx, CollectiveKind::Reduce, n_bytes(x));
-        let all = Run { tensor: 0, items: 0..x.elem_count() };
-        let wanted = WantedTensors::ByRank(
-            (0..ctx.size())
-                .map(|rank| if rank == root { vec![all.clone()] } else { Vec::new() })
-                .collect(),
-        );
-        let mut sums = self.run(ctx, sums(vec![x.detach()], wanted))?;
+        let mut wanted = vec![Vec::new(); ctx.size()];
+        wanted[root].push(Run { tensor: 0, items: 0..x.elem_count() });
+        let request = sums(vec![x.detach()], WantedTensors::ByRank(wanted.into()));
+        let mut sums = self.run(ctx, request)?;
         sums.pop().map(|sum| sum.reshape(x.shape())).transpose()
     }
 
@@ -130,16 +127,12 @@ impl Collectives {
         let rows_first = to_contiguous(&x.detach().transpose(0, dim)?)?;
         let row_items: usize = rows_first.dims()[1..].iter().product();
         let mut end = 0;
-        let wanted = WantedTensors::ByRank(
-            sizes
-                .iter()
-                .map(|&rows: &usize| {
-                    let start = end;
-                    end += rows * row_items;
-                    vec![Run { tensor: 0, items: start..end }]
-                })
-                .collect(),
-        );
+        let runs = sizes.iter().map(|rows| {
+            let start = end;
+            end += rows * row_items;
+            vec![Run { tensor: 0, items: start..end }]
+        });
+        let wanted = WantedTensors::ByRank(runs.collect());
         let mut own_dims = rows_first.dims().to_vec();
         own_dims[0] = sizes[ctx.rank];
         let sum = self.run(ctx, sums(vec![rows_first], wanted))?.swap_remove(0);

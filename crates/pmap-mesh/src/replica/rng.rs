@@ -209,9 +209,6 @@ mod tests {
         let drawn: Vec<f32> = rng.normal(4).unwrap().to_vec1().unwrap();
         let pinned = [-0.782_466, -0.207_448_4, -1.299_551_5, -0.460_909_5];
         // Systems round logarithms and cosines differently in the last bit.
-        assert!(
-            drawn.iter().zip(&pinned).all(|(a, b): (&f32, &f32)| (a - b).abs() < 1e-6),
-            "{drawn:?}"
-        );
+        assert!(drawn.iter().zip(&pinned).all(|(a, b)| (a - b).abs() < 1e-6), "{drawn:?}");
     }
 }

@@ -100,9 +100,7 @@ fn ranks_follow_the_mesh_order() {
             [[].into(), "a".into(), "c".into(), ["a", "c"].into(), ["c", "a"].into(), ALL];
         let seats: Vec<Vec<u32>> = axis_set
             .iter()
-            .map(|axes: &MeshAxes| {
-                Ok(vec![ctx.axis_index(axes)? as u32, ctx.axis_size(axes)? as u32])
-            })
+            .map(|axes| Ok(vec![ctx.axis_index(axes)? as u32, ctx.axis_size(axes)? as u32]))
             .collect::<Result<_>>()?;
         Ok(vec![Tensor::new(seats, ctx.device())?])
     });
@@ -520,10 +518,7 @@ fn gradient(loss: &Tensor, var: &Var) -> Result<Tensor> {
 fn close(found: &[f64], expected: &[f64], tolerance: f64, label: &str) {
     assert_eq!(found.len(), expected.len(), "{label}");
     assert!(
-        found
-            .iter()
-            .zip(expected)
-            .all(|(a, b): (&f64, &f64)| (a - b).abs() <= tolerance * b.abs().max(1.0)),
+        found.iter().zip(expected).all(|(a, b)| (a - b).abs() <= tolerance * b.abs().max(1.0)),
         "{label}: {found:?} for {expected:?}"
     );
 }
@@ -718,7 +713,7 @@ impl Step {
         let seats = seats(grid, &self.set);
         seats
             .iter()
-            .map(|(members, rank): &(Vec<usize>, usize)| {
+            .map(|(members, rank)| {
                 let passed: Vec<&Array> = members.iter().map(|&member| &inputs[member]).collect();
                 self.op.model(&passed, *rank, self.dtype)
             })

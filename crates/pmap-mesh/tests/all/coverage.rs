@@ -8,7 +8,7 @@ use crate::differential::{
     gradients::{Chain, Link},
     op::Op,
     pending::{Job, Kind, LARGE_BYTES},
-    program::{Numbers, Program, Step},
+    program::{Program, Step},
     reference::Outcome,
 };
 
@@ -99,7 +99,7 @@ impl Coverage {
         if runs.is_some_and(|runs| {
             runs.tensors
                 .iter()
-                .map(|numbers: &Numbers| {
+                .map(|numbers| {
                     numbers.shape.iter().product::<usize>() * numbers.dtype.size_in_bytes()
                 })
                 .sum::<usize>()

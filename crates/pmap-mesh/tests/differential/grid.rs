@@ -74,7 +74,7 @@ impl Grid {
     pub(crate) fn members(&self, axes: &Axes, slot: usize) -> Vec<usize> {
         let others = self.others(axes);
         (0..self.slots())
-            .filter(|other: &usize| {
+            .filter(|other| {
                 others
                     .iter()
                     .all(|&axis| self.coordinate(slot, axis) == self.coordinate(*other, axis))
@@ -103,7 +103,7 @@ impl Grid {
         }
         axes.iter()
             .map(
-                |axis: &usize| {
+                |axis| {
                     if *axis < self.0.len() { NAMES[*axis].to_owned() } else { UNKNOWN.to_owned() }
                 },
             )

@@ -86,7 +86,7 @@ impl Runs {
             self.tensors.iter().map(|value| (Shape::from(value.shape.clone()), value.dtype));
         let owned = self.owned.iter().map(|runs| {
             runs.iter()
-                .map(|(tensor, items): &OwnedRun| Run { tensor: *tensor, items: items.clone() })
+                .map(|(tensor, items)| Run { tensor: *tensor, items: items.clone() })
                 .collect()
         });
         RunLayout::new("runs", tensors, owned).unwrap()
@@ -126,7 +126,7 @@ impl Job {
                 let own = &runs.owned[grid.rank(&self.axes, slot)];
                 runs.is_reducible().then(|| {
                     own.iter()
-                        .map(|run: &OwnedRun| {
+                        .map(|run| {
                             let passed: Vec<Array> =
                                 members.iter().map(|m| runs.run(run, *m)).collect();
                             Array::folded(&passed.iter().collect::<Vec<_>>(), Fold::Sum)

@@ -101,7 +101,7 @@ fn run(program: &Program, mesh: &DeviceMesh) -> std::result::Result<Outcome, Str
     let values = values
         .shards()
         .iter()
-        .map(|lists: &Vec<Vec<Tensor>>| {
+        .map(|lists| {
             lists.iter().map(|list| list.iter().map(Array::from_tensor).collect()).collect()
         })
         .collect();
@@ -116,9 +116,7 @@ fn arguments(program: &Program) -> Vec<Tensor> {
     program
         .arguments
         .iter()
-        .map(|argument: &crate::differential::program::Argument| {
-            argument.layout.tensor(&argument.numbers.array())
-        })
+        .map(|argument| argument.layout.tensor(&argument.numbers.array()))
         .collect()
 }
 

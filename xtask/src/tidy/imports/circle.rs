@@ -42,7 +42,7 @@ fn tangle(graph: &Graph, start: &str) -> Option<Vec<String>> {
     let reached = reached(graph, start);
     let files: BTreeSet<_> = reached
         .keys()
-        .filter(|file: &&&str| self::reached(graph, file).contains_key(start))
+        .filter(|file| self::reached(graph, file).contains_key(start))
         .map(ToString::to_string)
         .collect();
     (files.len() > 1).then(|| files.into_iter().collect())

@@ -307,13 +307,10 @@ impl InFlightCollective {
             CollectiveStage::Texts { messages, own, other, .. } => {
                 let arrived = engine.checked(&self.ctx, messages.arrived());
                 let own_rank = self.ctx.rank;
-                exit_all(
-                    &engine.session.world,
-                    &disagreement(&self.ctx, other, |rank| {
-                        if rank == own_rank { own.clone() } else { arrived[&rank].clone() }
-                    })
-                    .to_string(),
-                )
+                let error = disagreement(&self.ctx, other, |rank| {
+                    if rank == own_rank { own.clone() } else { arrived[&rank].clone() }
+                });
+                exit_all(&engine.session.world, &error.to_string())
             }
             CollectiveStage::Data { stream, round, index } => {
                 // Free its buffers before allocating the buffers of the next round.

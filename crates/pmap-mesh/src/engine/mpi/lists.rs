@@ -20,10 +20,7 @@ impl MpiCall<'_> {
     ) -> Result<Vec<Vec<usize>>> {
         let own = flags(list.len(), wanted)?;
         let all = self.exchange_bytes(list, &own)?;
-        Ok(all
-            .iter()
-            .map(|flags: &Vec<u8>| (0..flags.len()).filter(|&n| flags[n] != 0).collect())
-            .collect())
+        Ok(all.iter().map(|flags| (0..flags.len()).filter(|&n| flags[n] != 0).collect()).collect())
     }
 
     /// Exchanges byte strings of equal length; returns them by rank.
@@ -64,7 +61,7 @@ impl MpiCall<'_> {
         // Sums for a single rank are sent to it directly.
         let runs: Arc<[Vec<Run>]> = wanted
             .iter()
-            .map(|wanted: &Vec<usize>| -> Vec<Run> {
+            .map(|wanted| -> Vec<Run> {
                 let sole = wanted.iter().filter(|&&n| n_receivers[n] == 1);
                 sole.map(|&tensor| Run { tensor, items: 0..list[tensor].elem_count() }).collect()
             })

@@ -27,17 +27,14 @@ impl OwnedMessages {
         outgoing: impl IntoIterator<Item = (usize, Vec<u8>)>,
     ) -> Result<Self> {
         let incoming = incoming.into_iter().filter(|(_, n_bytes)| *n_bytes > 0);
-        let mut messages = Self {
-            receives: incoming
-                .map(|(from, n_bytes)| {
-                    Ok((from, comm.recv_init(vec![0; n_bytes], rank_of(from), tag)?))
-                })
-                .collect::<Result<_>>()?,
-            sends: outgoing
-                .into_iter()
-                .map(|(to, bytes)| Ok((to, comm.send_init(bytes, rank_of(to), tag)?)))
-                .collect::<Result<_>>()?,
-        };
+        let mut messages = Self { sends: Vec::new(), receives: Vec::new() };
+        for (from, n_bytes) in incoming {
+            let receive = comm.recv_init(vec![0; n_bytes], rank_of(from), tag)?;
+            messages.receives.push((from, receive));
+        }
+        for (to, bytes) in outgoing {
+            messages.sends.push((to, comm.send_init(bytes, rank_of(to), tag)?));
+        }
         messages.requests().try_for_each(PersistentRequest::start)?;
         Ok(messages)
     }

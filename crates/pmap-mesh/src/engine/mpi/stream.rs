@@ -117,7 +117,7 @@ fn channels(
     let most = max_chunk_words(n_words.clone().count());
     n_words
         .filter(|(_, n_words)| *n_words > 0)
-        .map(|(rank, n_words): (usize, usize)| {
+        .map(|(rank, n_words)| {
             let chunk_words = chunk_words(n_words, most);
             let request = request(vec![0; chunk_words], rank).map_err(Error::wrap)?;
             Ok(ChunkChannel { rank, n_words, request, chunk_words, start: 0 })

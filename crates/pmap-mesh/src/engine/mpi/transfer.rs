@@ -104,15 +104,10 @@ impl MpiCall<'_> {
     /// Broadcasts `bytes` of `root` to all members, through a tree.
     pub(super) fn broadcast(&self, bytes: &mut [u8], root: usize) {
         let done = ferrompi::scope(|scope| {
-            self.wait(
-                bytes
-                    .chunks_mut(MESSAGE_BYTES)
-                    .map(|chunk| {
-                        (root, self.check(self.comm.ibroadcast(scope, chunk, rank_of(root))))
-                    })
-                    .collect(),
-                true,
-            );
+            let requests = bytes
+                .chunks_mut(MESSAGE_BYTES)
+                .map(|chunk| (root, self.check(self.comm.ibroadcast(scope, chunk, rank_of(root)))));
+            self.wait(requests.collect(), true);
             Ok(())
         });
         self.check(done);

@@ -12,7 +12,7 @@ use crate::{
     device::to_device::leaf_from_parts,
     engine::{
         GroupContext, ListRequest, WantedTensors,
-        layout::{OwnedRun, Run, RunLayout},
+        layout::{Run, RunLayout},
     },
     reduce::{Reduction, elementwise, parts::balanced},
 };
@@ -140,9 +140,7 @@ impl LayoutGather {
                 shape,
                 *dtype,
                 &device,
-                owners.iter().map(|owned: &OwnedRun| {
-                    (owned.items.start, &arrived[owned.rank][&owned.index])
-                }),
+                owners.iter().map(|owned| (owned.items.start, &arrived[owned.rank][&owned.index])),
             )?;
             leaves.push(leaf.into_inner());
         }

@@ -110,14 +110,12 @@ fn exchange_error(cause: candle_core::Error) -> Error {
 
 /// Decodes the messages of all processes, by slot.
 fn decode_lists(messages: &[Tensor]) -> error::Result<Vec<Vec<Tensor>>> {
-    messages
-        .iter()
-        .enumerate()
-        .map(|(slot, message)| match decode(message).map_err(exchange_error)? {
-            Ok(list) => Ok(list),
-            Err(reason) => Err(ProcessError::Peer { slot, reason }.into()),
-        })
-        .collect()
+    let mut lists = Vec::with_capacity(messages.len());
+    for (slot, message) in messages.iter().enumerate() {
+        let list = decode(message).map_err(exchange_error)?;
+        lists.push(list.map_err(|reason| ProcessError::Peer { slot, reason })?);
+    }
+    Ok(lists)
 }
 
 /// Runs a last barrier with the other processes, so that a process still in a collective along all

@@ -19,7 +19,7 @@ use crate::{
     device::to_device::{leaf_to_device, n_bytes, to_host},
     engine::{
         GroupContext, ListRequest, WantedTensors,
-        layout::{OwnedRun, Run, RunLayout},
+        layout::{Run, RunLayout},
     },
     reduce::{
         self, Reduction,
@@ -130,7 +130,7 @@ impl ListReduction {
     ) -> Result<Vec<Tensor>> {
         self.targets(ctx.rank, exchange.contributions())
             .iter()
-            .map(|ReduceTarget { run, .. }: &ReduceTarget| {
+            .map(|ReduceTarget { run, .. }| {
                 work.result(outputs[&key(run)])?.to_device(&self.devices[run.tensor])
             })
             .collect()
@@ -140,14 +140,15 @@ impl ListReduction {
     fn compute_results(&self, ctx: &GroupContext, exchange: &GroupExchange) -> Result<Vec<Tensor>> {
         let contributions = exchange.contributions();
         check_equal_lists(contributions)?;
-        self.targets(ctx.rank, contributions)
-            .iter()
-            .map(|ReduceTarget { run: Run { tensor, items }, shape }: &ReduceTarget| {
-                let summands = exchange.tensors_at(*tensor);
-                let sum = reduce::run(&summands, items.clone(), shape, self.reduction)?;
-                sum.to_device(&self.devices[*tensor])
-            })
-            .collect()
+        let mut results = Vec::new();
+        for ReduceTarget { run: Run { tensor, items }, shape } in
+            self.targets(ctx.rank, contributions)
+        {
+            let summands = exchange.tensors_at(tensor);
+            let sum = reduce::run(&summands, items, &shape, self.reduction)?;
+            results.push(sum.to_device(&self.devices[tensor])?);
+        }
+        Ok(results)
     }
 
     /// Plans the reduction of everything that any member wants, each run once.
@@ -178,7 +179,7 @@ impl ListReduction {
             WantedTensors::Own(_) => wanted.iter().copied().map(whole).collect(),
             WantedTensors::ByRank(runs) => runs[rank]
                 .iter()
-                .map(|run: &Run| ReduceTarget { shape: run.items.len().into(), run: run.clone() })
+                .map(|run| ReduceTarget { shape: run.items.len().into(), run: run.clone() })
                 .collect(),
         }
     }
@@ -215,23 +216,20 @@ fn gather_results(
     device: &Device,
     shared: Option<&ListWork>,
 ) -> Result<Vec<Tensor>> {
-    let work = &shared.expect("what is gathered is made together").work;
-    (0..layout.tensors().len())
-        .map(|n| leaf_to_device(Var::from_tensor(&work.result(n)?)?, device))
-        .collect()
+    let work = &shared.expect("the members share the work of every gathering").work;
+    let leaves = (0..layout.tensors().len()).map(|index| Var::from_tensor(&work.result(index)?));
+    leaves.map(|leaf| leaf_to_device(leaf?, device)).collect()
 }
 
 /// Plans the concatenation of a layout's tensors.
 fn plan_gather(layout: &RunLayout, contributions: &[MemberContribution]) -> Result<ListWork> {
     let tensors = layout.tensors().iter().zip(layout.owners());
     let assemblies = tensors.map(|((shape, dtype), owners)| {
+        let parts = owners.iter().map(|run| contributions[run.rank].tensors[run.index].clone());
         concat_output(Concatenation {
             dtype: *dtype,
             shape: shape.clone(),
-            parts: owners
-                .iter()
-                .map(|owned: &OwnedRun| contributions[owned.rank].tensors[owned.index].clone())
-                .collect(),
+            parts: parts.collect(),
             is_leaf: true,
         })
     });

@@ -426,11 +426,8 @@ impl RendezvousState {
     /// Returns true if a replica cannot continue before others arrive. A replica in a complete
     /// collective can: it is about to leave, or waits for members that compute.
     fn is_stuck(&self, replica: &ReplicaState) -> bool {
-        replica.returned
-            || replica
-                .waits_for
-                .as_ref()
-                .is_some_and(|waiting: &PendingWait| self.open.contains_key(&waiting.key))
+        let waits_for = replica.waits_for.as_ref();
+        replica.returned || waits_for.is_some_and(|wait| self.open.contains_key(&wait.key))
     }
 
     /// Returns the members that have not reached a collective; empty if all have.
@@ -523,15 +520,10 @@ impl OpenCollective {
 
     #[expect(clippy::expect_used, reason = "each arrival lowers `missing`, which is 0 here")]
     fn close(self) -> (Arc<GroupExchange>, Vec<MemberContribution>) {
-        (
-            self.exchange,
-            self.arrivals
-                .into_iter()
-                .map(|arrival: Option<MemberArrival>| {
-                    arrival.expect("all members have come").contribution
-                })
-                .collect(),
-        )
+        let arrivals = self.arrivals.into_iter();
+        let contributions =
+            arrivals.map(|arrival| arrival.expect("all members have come").contribution);
+        (self.exchange, contributions.collect())
     }
 }
 

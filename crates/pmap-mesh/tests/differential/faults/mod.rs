@@ -148,7 +148,7 @@ impl Scenario {
         }
         failures
             .iter()
-            .map(|failure: &Failure| {
+            .map(|failure| {
                 let text = format!("{failure:?}");
                 text.split(|c: char| !c.is_alphabetic()).next().unwrap().to_owned()
             })

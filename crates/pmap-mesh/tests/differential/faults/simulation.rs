@@ -221,7 +221,7 @@ impl World<'_> {
     fn desertions(&self) -> Vec<Failure> {
         let mut found = Vec::new();
         for ((_, members, _), calls) in &self.arrivals {
-            for &slot in members.iter().filter(|slot: &&usize| {
+            for &slot in members.iter().filter(|slot| {
                 !calls.contains_key(slot) && self.runners[**slot].state == State::Returned
             }) {
                 found.extend(calls.keys().map(|&waiting| Failure::PeerReturned { slot, waiting }));

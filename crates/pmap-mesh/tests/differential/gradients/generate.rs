@@ -99,7 +99,7 @@ impl Maker<'_> {
     /// axes.
     fn add_product(&mut self, value: usize) {
         let others: Vec<usize> = (0..self.kinds.len())
-            .filter(|other: &usize| self.kinds[*other].shape == self.kinds[value].shape)
+            .filter(|other| self.kinds[*other].shape == self.kinds[value].shape)
             .collect();
         let other = self.random.pick(&others);
         let left = self.varying_as(value, &self.kinds[other].varying.clone());

@@ -120,7 +120,7 @@ fn is_close(found: &Array, expected: &Array) -> bool {
         && numbers(found)
             .iter()
             .zip(&numbers(expected))
-            .all(|(a, b): (&f64, &f64)| (a - b).abs() <= TOLERANCE * largest)
+            .all(|(a, b)| (a - b).abs() <= TOLERANCE * largest)
 }
 
 fn numbers(array: &Array) -> Vec<f64> {

@@ -29,9 +29,7 @@ fn on_replica(chain: &Chain, ctx: &Replica) -> Result<Vec<Tensor>> {
     let variables: Vec<Var> = chain
         .variables
         .iter()
-        .map(|variable: &super::Variable| {
-            Var::from_tensor(&variable.on_slot(&chain.grid, ctx.slot()).tensor())
-        })
+        .map(|variable| Var::from_tensor(&variable.on_slot(&chain.grid, ctx.slot()).tensor()))
         .collect::<Result<_>>()?;
     let mut values: Vec<Tensor> = variables.iter().map(|var| var.as_tensor().clone()).collect();
     for link in &chain.links {

@@ -79,11 +79,7 @@ impl Cut {
             axes: sorted(axes),
             parts,
             padded: (uneven == Uneven::Pad).then(|| size.div_ceil(parts)),
-            real: self
-                .shards
-                .iter()
-                .map(|shard: &Vec<Rows>| shard[dim].iter().flatten().count())
-                .collect(),
+            real: self.shards.iter().map(|shard| shard[dim].iter().flatten().count()).collect(),
         });
         Ok(())
     }

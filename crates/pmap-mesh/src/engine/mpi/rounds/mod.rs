@@ -205,16 +205,12 @@ mod tests {
 
     #[test]
     fn reduction_for_all_reaches_every_rank() {
-        for results in run_rounds(
-            (0..4)
-                .map(|rank: usize| -> Box<dyn MpiRound> {
-                    let x =
-                        Tensor::full(u32::try_from(rank).unwrap(), (3, 3), &Device::Cpu).unwrap();
-                    Box::new(ReduceRound::for_all(&[x], rank, 4, Reduction::Max).unwrap())
-                })
-                .collect(),
-            1,
-        ) {
+        let mut rounds: Vec<Box<dyn MpiRound>> = Vec::new();
+        for rank in 0..4 {
+            let x = Tensor::full(u32::try_from(rank).unwrap(), (3, 3), &Device::Cpu).unwrap();
+            rounds.push(Box::new(ReduceRound::for_all(&[x], rank, 4, Reduction::Max).unwrap()));
+        }
+        for results in run_rounds(rounds, 1) {
             assert_eq!(results[0].to_vec2::<u32>().unwrap(), [[3; 3]; 3]);
         }
     }

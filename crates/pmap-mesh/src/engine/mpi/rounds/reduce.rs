@@ -48,19 +48,11 @@ impl ReduceRound {
         n_ranks: usize,
         reduction: Reduction,
     ) -> Result<Self> {
-        Self::new(
-            list,
-            own_rank,
-            (0..n_ranks)
-                .map(|rank| {
-                    let items =
-                        list.iter().map(|x| balanced(x.elem_count(), rank, n_ranks)).enumerate();
-                    items.map(|(tensor, items)| Run { tensor, items }).collect()
-                })
-                .collect(),
-            reduction,
-            true,
-        )
+        let by_rank = (0..n_ranks).map(|rank| {
+            let items = list.iter().map(|x| balanced(x.elem_count(), rank, n_ranks)).enumerate();
+            items.map(|(tensor, items)| Run { tensor, items }).collect()
+        });
+        Self::new(list, own_rank, by_rank.collect(), reduction, true)
     }
 
     fn new(
@@ -75,7 +67,7 @@ impl ReduceRound {
         }
         let sums = by_rank[own_rank]
             .iter()
-            .map(|Run { tensor, items }: &Run| buffer(list[*tensor].dtype(), items.len()))
+            .map(|Run { tensor, items }| buffer(list[*tensor].dtype(), items.len()))
             .collect::<Result<_>>()?;
         let devices = list.iter().map(|x| x.device().clone()).collect();
         let list = list.iter().map(to_host).collect::<Result<_>>()?;
@@ -107,12 +99,8 @@ impl ReduceRound {
 
     /// Prepares the second round, which gathers all reductions.
     fn gathering(self, own: Vec<Tensor>) -> Result<RoundOutcome> {
-        let tensors = self
-            .list
-            .iter()
-            .zip(self.devices)
-            .map(|(x, device): (&Tensor, Device)| (x.shape().clone(), x.dtype(), device))
-            .collect();
+        let tensors = self.list.iter().zip(self.devices);
+        let tensors = tensors.map(|(x, device)| (x.shape().clone(), x.dtype(), device)).collect();
         let round = GatherRound::new(own, self.own_rank, self.by_rank, tensors, false)?;
         Ok(RoundOutcome::Round(Box::new(round)))
     }
