@@ -1,8 +1,8 @@
-//! Patterns that nobody checked: no text panics or overflows the stack, what one takes is in
-//! proportion to it, and what is read obeys laws.
+//! Untrusted patterns: no text panics or overflows the stack, the cost is in proportion to the
+//! input, and an accepted pattern obeys laws.
 //!
-//! What lies before the first NUL of an input is a pattern. The words of the whole input, cut at
-//! everything that is no name, are names of parameters to match.
+//! The input up to its first NUL is a pattern. The words of the whole input, split at other
+//! characters, are parameter names to match.
 
 #![no_main]
 

@@ -1,9 +1,9 @@
-//! The readers of `fsdp_plan::source` on files that nobody checked: none panics, all stay within
-//! memory in proportion to the input, and what one accepts obeys laws.
+//! The readers of `fsdp_plan::source` on untrusted files: none panics, memory is in proportion to
+//! the input, and an accepted file obeys laws.
 //!
-//! Every input goes to every reader: as a safetensors file, and what lies before its first NUL as
-//! the text of a header, as a manifest and as an index. The texts between the NULs after it, which
-//! no JSON contains, are the headers of the files that the index names.
+//! Every input goes to every reader: as a safetensors file, and up to its first NUL as the text of
+//! a header, as a manifest and as an index. The texts between the later NULs, which JSON cannot
+//! contain, are the headers of the files that the index names.
 
 #![no_main]
 
@@ -22,8 +22,8 @@ use stats_alloc::{INSTRUMENTED_SYSTEM, Region, StatsAlloc};
 
 const RANKS: u64 = 3;
 
-/// What a reader may allocate whatever its input is, and for each byte of it. Indices of short
-/// names need most: 30.
+/// The bytes that a reader may allocate for any input, and for each byte of it. Indexes of short
+/// names need the most: 30.
 const FIXED_BYTES: usize = 1024;
 const BYTES_PER_BYTE: usize = 128;
 
@@ -43,7 +43,7 @@ fuzz_target!(|bytes: &[u8]| {
     lists.into_iter().flatten().for_each(|parameters| check(&parameters));
 });
 
-/// The beginning of a safetensors file with this header.
+/// Returns the beginning of a safetensors file with this header.
 fn file(header: &[u8]) -> Vec<u8> {
     [&(header.len() as u64).to_le_bytes(), header].concat()
 }
@@ -61,12 +61,11 @@ fn bounded<T>(len: usize, read: impl FnOnce() -> T) -> T {
     result
 }
 
-/// Reads the beginning of a file: tensors lie side by side in it, and what follows the header does
-/// not count.
+/// Reads the beginning of a file. Its tensors must be adjacent; the rest of the file is ignored.
 fn safetensors(bytes: &[u8]) -> Result<Vec<ParameterInfo>> {
     let parameters = bounded(bytes.len(), || source::from_safetensors(bytes))?;
     let total: u128 = parameters.iter().map(|info| u128::from(info.bytes())).sum();
-    assert!(total <= u64::MAX.into(), "{total} bytes in a file whose offsets have 64 bits");
+    assert!(total <= u64::MAX.into(), "{total} bytes in a file with 64-bit offsets");
     let prefix = bytes[..8].try_into().expect("a file that was read has a prefix");
     let end = support::PREFIX_LEN + support::header_len(prefix)?;
     let header = &bytes[..usize::try_from(end).expect("the header was in memory")];
@@ -74,7 +73,7 @@ fn safetensors(bytes: &[u8]) -> Result<Vec<ParameterInfo>> {
     Ok(parameters)
 }
 
-/// Reads an index, the files of which have these headers: each is read once, in order.
+/// Reads an index of files with these headers: each is read once, in order.
 fn index<'a>(
     text: &str,
     mut headers: impl Iterator<Item = &'a [u8]>,
@@ -85,12 +84,13 @@ fn index<'a>(
         safetensors(&file(headers.next().unwrap_or(b"{}")))
     });
     assert!(were_read.is_sorted_by(|left, right| left < right), "{were_read:?}");
-    let is_path = |name: &String| name.is_empty() || name.contains(['/', '\\', '\0']);
-    assert!(!were_read.iter().any(is_path), "{were_read:?}");
+    for name in &were_read {
+        assert!(!name.is_empty() && !name.contains(['/', '\\', '\0']), "{were_read:?}");
+    }
     parameters
 }
 
-/// Checks what holds of every list of parameters, and of its plan if it has one.
+/// Checks the laws of a list of parameters, and of its plan if it has one.
 fn check(parameters: &[ParameterInfo]) {
     let names: BTreeSet<_> = parameters.iter().map(ParameterInfo::name).collect();
     assert_eq!(names.len(), parameters.len(), "a name occurs twice");
@@ -103,7 +103,7 @@ fn check(parameters: &[ParameterInfo]) {
     }
 }
 
-/// The bytes of a parameter, from nothing but its shape and dtype.
+/// Returns the bytes of a parameter, computed only from its shape and dtype.
 fn bytes(info: &ParameterInfo) -> u128 {
     let numel = info.shape().iter().map(|&dim| u128::from(dim)).product::<u128>();
     let block = u128::from(info.dtype().block_numel());

@@ -1,8 +1,8 @@
-//! Rules that nobody checked: no text panics or overflows the stack, what one takes is in proportion
-//! to it, and what is read obeys laws.
+//! Untrusted rules: no text panics or overflows the stack, the cost is in proportion to the input,
+//! and accepted rules obey laws.
 //!
-//! What lies before the first NUL of an input is the JSON of rules. The words of the whole input,
-//! cut at everything that is no name, are names of parameters to match.
+//! The input up to its first NUL is the JSON of rules. The words of the whole input, split at other
+//! characters, are parameter names to match.
 
 #![no_main]
 

@@ -1,7 +1,7 @@
-//! The folder of a run that nobody checked: whatever `run.json` and `metrics.jsonl` say, `report`
-//! and `train --resume` refuse the run or go on with it, and do not panic.
+//! Untrusted run folders: for any `run.json` and `metrics.jsonl`, `report` and `train --resume`
+//! reject or continue the run without a panic.
 //!
-//! What lies before the first NUL of an input is `run.json`, and the rest `metrics.jsonl`.
+//! The input up to its first NUL is `run.json`, and the rest is `metrics.jsonl`.
 
 #![no_main]
 

@@ -1,8 +1,7 @@
-//! States of samplers and of batches that nobody checked: none panics or takes long, and what is
-//! accepted reads nothing twice.
+//! Untrusted states of samplers and batches: none panics or takes long, and an accepted state reads
+//! no sample twice.
 //!
-//! What lies before the first NUL of an input is the state of a sampler, and the rest that of
-//! batches.
+//! The input up to its first NUL is the state of a sampler, and the rest is the state of batches.
 
 #![no_main]
 
@@ -15,7 +14,7 @@ use dyn_batch::{
 use libfuzzer_sys::fuzz_target;
 use serde_json::Value;
 
-/// The longest data set of which every sample is read.
+/// The longest data set that is read completely.
 const SMALL: u64 = 200;
 /// The longest that is held in memory here.
 const HELD: u64 = 1 << 16;
@@ -40,7 +39,7 @@ fn check_sampler(json: &[u8]) {
     }
 }
 
-/// The sampler that the state is of, where it stands, if it accepts the state.
+/// Returns the sampler of a state at this placement, if it accepts the state.
 fn resumed(written: &Value, state: &SamplerState, place: Placement) -> Option<DistributedSampler> {
     let order: Order = serde_json::from_value(written["order"].clone()).ok()?;
     let seed: Seed = serde_json::from_value(written["seed"].clone()).ok()?;
@@ -54,7 +53,7 @@ fn resumed(written: &Value, state: &SamplerState, place: Placement) -> Option<Di
     Some(sampler)
 }
 
-/// No sample is read twice, and who reads it is known.
+/// Checks that no sample is read twice, and that every reader is known.
 fn check_samplers(samplers: &[DistributedSampler]) {
     let mut seen = Vec::new();
     for sampler in samplers {
@@ -76,7 +75,7 @@ fn check_samplers(samplers: &[DistributedSampler]) {
     assert_eq!(seen.len(), n_seen, "a sample is read twice");
 }
 
-/// Whether finding a sample takes a search.
+/// Returns true if finding a sample takes a search.
 fn is_held(sampler: &DistributedSampler) -> bool {
     matches!(sampler.config().order, Order::Exact | Order::Torch)
 }

@@ -1,7 +1,8 @@
-//! What the targets of patterns and of rules have in common.
+//! Common parts of the targets for patterns and rules.
 
-/// The words of a text that parameters may be called, of which some are enough.
+/// Returns the first words of a text that are valid parameter names.
 pub fn names(text: &str) -> impl Iterator<Item = &str> {
-    let is_name = |char: char| char.is_alphanumeric() || char == '.' || char == '_';
-    text.split(move |char| !is_name(char)).filter(|name| !name.is_empty()).take(16)
+    text.split(|char: char| !char.is_alphanumeric() && char != '.' && char != '_')
+        .filter(|name| !name.is_empty())
+        .take(16)
 }

@@ -10,7 +10,7 @@ use crate::{
 /// Runs the benches.
 #[derive(clap::Args)]
 pub(crate) struct Args {
-    /// Only the benches whose id matches
+    /// Run only the benches with matching ids
     #[arg(long, value_name = "TEXT")]
     filter: Option<String>,
     /// Store the results as baseline NAME; `critcmp NAME OTHER` compares two baselines

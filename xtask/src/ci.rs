@@ -4,7 +4,7 @@ use std::{env, path::PathBuf};
 
 use crate::{
     cmd::{Call, Result},
-    steps::{self, Done, Step},
+    steps::{self, NamedStep, StepDone},
     tidy,
     tools::{self, Tool},
 };
@@ -23,23 +23,24 @@ pub(crate) struct Args {
 /// Features that need a device or a toolkit, which CI machines do not have.
 const DEVICE_FEATURES: &str = "cuda,metal,mpi,nccl";
 
-/// Packages, and what must stay out of each with its default features. `deny.toml` says which
-/// package may need which; it sees neither features nor the difference between a library and its tests.
+/// Pairs of a package and a dependency that it must not have with its default features. `deny.toml`
+/// lists allowed dependencies, but it ignores features and does not separate a library from its
+/// tests.
 const WITHOUT: [(&str, &str); 2] = [
-    // A mesh runs any function on tensors: its tests have layers, its library has none.
+    // A mesh runs any function on tensors: only its tests need layers.
     ("pmap-mesh", "candle-nn"),
     // Batches become tensors behind the feature `candle` alone.
     ("dyn-batch", "candle-core"),
 ];
 
-const NEXTEST: Tool = Tool::of_cargo("cargo-nextest", "nextest --version");
-const HACK: Tool = Tool::of_cargo("cargo-hack", "hack --version");
-const DENY: Tool = Tool::of_cargo("cargo-deny", "deny --version");
-const INSTA: Tool = Tool::of_cargo("cargo-insta", "insta --version");
+const NEXTEST: Tool = Tool::cargo_subcommand("cargo-nextest", "nextest --version");
+const HACK: Tool = Tool::cargo_subcommand("cargo-hack", "hack --version");
+const DENY: Tool = Tool::cargo_subcommand("cargo-deny", "deny --version");
+const INSTA: Tool = Tool::cargo_subcommand("cargo-insta", "insta --version");
 const TYPOS: Tool = Tool::program("typos");
 const LYCHEE: Tool = Tool::program("lychee");
 
-enum Work {
+enum CiStep {
     Tidy,
     Directions,
     Advisories,
@@ -56,31 +57,31 @@ pub(crate) fn run(args: &Args) -> Result {
     steps::run_all(&steps, |work| work.run(args.strict))
 }
 
-fn steps() -> Vec<Step<'static, Work>> {
-    let cargo = |name, args| Step { name, work: Work::Calls(vec![Call::cargo(args)]) };
-    let with = |name, tool, calls| Step { name, work: Work::With(tool, calls) };
+fn steps() -> Vec<NamedStep<'static, CiStep>> {
+    let cargo = |name, args| NamedStep { name, work: CiStep::Calls(vec![Call::cargo(args)]) };
+    let with_tool = |name, tool, calls| NamedStep { name, work: CiStep::With(tool, calls) };
     let nextest = NEXTEST.is_installed();
     let tests =
         if nextest { "nextest run --workspace" } else { "test --workspace --lib --bins --tests" };
     let docs = Call::cargo("doc --workspace --no-deps").env("RUSTDOCFLAGS", "-D warnings");
     vec![
         cargo("fmt", "fmt --all --check"),
-        with("spelling", TYPOS, vec![Call::new("typos", "")]),
-        Step { name: "tidy", work: Work::Tidy },
-        with(
+        with_tool("spelling", TYPOS, vec![Call::new("typos", "")]),
+        NamedStep { name: "tidy", work: CiStep::Tidy },
+        with_tool(
             "links",
             LYCHEE,
             vec![Call::new("lychee", "--offline --no-progress --extensions md .")],
         ),
-        with("dependencies", DENY, dependencies()),
-        Step { name: "directions", work: Work::Directions },
-        Step { name: "advisories", work: Work::Advisories },
+        with_tool("dependencies", DENY, dependencies()),
+        NamedStep { name: "directions", work: CiStep::Directions },
+        NamedStep { name: "advisories", work: CiStep::Advisories },
         cargo("clippy", "clippy --workspace --all-targets -- -D warnings"),
-        with("each feature alone", HACK, vec![each_feature()]),
+        with_tool("each feature alone", HACK, vec![each_feature()]),
         cargo("tests", tests),
         cargo("doctests", "test --workspace --doc"),
-        with("snapshots in use", INSTA, vec![snapshots()]),
-        Step { name: "docs", work: Work::Calls(vec![docs]) },
+        with_tool("snapshots in use", INSTA, vec![snapshots()]),
+        NamedStep { name: "docs", work: CiStep::Calls(vec![docs]) },
         // Criterion runs each bench once under `cargo test`; with `--workspace` the tests' builds
         // are used again.
         cargo("benches run once", "test --workspace --benches"),
@@ -95,21 +96,21 @@ fn dependencies() -> Vec<Call> {
     vec![fetch, Call::cargo("deny --offline check bans licenses sources")]
 }
 
-/// Fails if a package needs what must stay out of it.
-fn directions() -> Result<Done> {
+/// Fails if a package has a forbidden dependency.
+fn directions() -> Result<StepDone> {
     for (package, other) in WITHOUT {
         let call = Call::cargo("tree --edges normal --prefix none --package").arg(package);
         if call.run_and_read()?.lines().any(|line| line.split(' ').next() == Some(other)) {
             return Err(format!("{package} must do without {other}").into());
         }
     }
-    Ok(Done::Passed)
+    Ok(StepDone::Passed)
 }
 
-/// Checks each crate with no features, then with each one by itself.
+/// Checks each crate without features, then with each feature alone.
 ///
-/// In the workspace cargo unifies features, so a crate could depend on a feature that only another
-/// crate switches on.
+/// In the workspace cargo unifies features, so a crate could use a feature that only another crate
+/// enables.
 fn each_feature() -> Call {
     let call = Call::cargo("hack clippy --workspace --ignore-private --each-feature");
     let call = call.arg("--exclude-features").arg(DEVICE_FEATURES);
@@ -124,7 +125,7 @@ fn snapshots() -> Call {
 
 /// Checks dependencies against the list of advisories, if this machine has one: its download may
 /// fail through no fault of the change.
-fn advisories(strict: bool) -> Result<Done> {
+fn advisories(strict: bool) -> Result<StepDone> {
     let home = env::var_os("CARGO_HOME").map(PathBuf::from);
     let home = home.or_else(|| Some(env::home_dir()?.join(".cargo")));
     if !home.is_some_and(|home| home.join("advisory-dbs").is_dir()) {
@@ -135,14 +136,14 @@ fn advisories(strict: bool) -> Result<Done> {
     tools::run_with(DENY, strict, &[call])
 }
 
-impl Work {
-    fn run(&self, strict: bool) -> Result<Done> {
+impl CiStep {
+    fn run(&self, strict: bool) -> Result<StepDone> {
         match self {
-            Work::Tidy => tidy::run().map(|()| Done::Passed),
-            Work::Directions => directions(),
-            Work::Advisories => advisories(strict),
-            Work::Calls(calls) => tools::run_calls(calls),
-            Work::With(tool, calls) => tools::run_with(*tool, strict, calls),
+            CiStep::Tidy => tidy::run().map(|()| StepDone::Passed),
+            CiStep::Directions => directions(),
+            CiStep::Advisories => advisories(strict),
+            CiStep::Calls(calls) => tools::run_calls(calls),
+            CiStep::With(tool, calls) => tools::run_with(*tool, strict, calls),
         }
     }
 }

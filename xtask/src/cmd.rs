@@ -18,7 +18,7 @@ pub(crate) fn root() -> &'static Path {
     Path::new(env!("CARGO_MANIFEST_DIR")).parent().expect("this package is a folder in the root")
 }
 
-/// The folder where `.ci/tools` has pip put programs.
+/// Returns the folder where pip installs programs for `.ci/tools`.
 fn tools() -> PathBuf {
     root().join("target/tools/bin")
 }
@@ -32,12 +32,12 @@ pub(crate) struct Call {
 }
 
 impl Call {
-    /// `cargo` with `args`, which are separated by spaces.
+    /// Returns a call of `cargo` with `args`, separated by spaces.
     pub(crate) fn cargo(args: &str) -> Self {
         Self::new("cargo", args)
     }
 
-    /// `program` with `args`, which are separated by spaces.
+    /// Returns a call of `program` with `args`, separated by spaces.
     pub(crate) fn new(program: impl Into<String>, args: &str) -> Self {
         let args = args.split_whitespace().map(str::to_owned).collect();
         Self { program: program.into(), args, envs: Vec::new() }
@@ -126,8 +126,12 @@ impl fmt::Display for Call {
 
 /// Returns the word as a shell needs it.
 fn quoted(word: &str) -> String {
-    let plain = |c: char| c.is_alphanumeric() || "-_=/.:,+".contains(c);
-    if !word.is_empty() && word.chars().all(plain) { word.to_owned() } else { format!("'{word}'") }
+    if !word.is_empty() && word.chars().all(|c: char| c.is_alphanumeric() || "-_=/.:,+".contains(c))
+    {
+        word.to_owned()
+    } else {
+        format!("'{word}'")
+    }
 }
 
 #[cfg(test)]
@@ -135,18 +139,18 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_shown_command_can_be_pasted() {
+    fn displayed_command_is_quoted() {
         let call = Call::cargo("bench -p benches --").arg("a b").env("FLAGS", "-D warnings");
         assert_eq!(call.to_string(), "FLAGS='-D warnings' cargo bench -p benches -- 'a b'");
     }
 
     #[test]
-    fn a_toolchain_is_left_to_the_cargo_of_rustup() {
+    fn toolchain_is_left_to_rustup() {
         assert_eq!(Call::cargo("+nightly --version").executable(), "cargo");
     }
 
     #[test]
-    fn a_failing_command_is_named_in_its_error() {
+    fn error_names_the_failed_command() {
         let error = Call::cargo("no-such-subcommand").read().unwrap_err().to_string();
         assert!(
             error.starts_with("`cargo no-such-subcommand` failed: error: no such command"),

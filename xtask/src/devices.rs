@@ -2,7 +2,7 @@
 
 use crate::{
     cmd::{Call, Result},
-    steps::{self, Done, Step},
+    steps::{self, NamedStep, StepDone},
     tools,
 };
 
@@ -27,7 +27,7 @@ struct Check {
 }
 
 impl Check {
-    fn run(&self, strict: bool) -> Result<Done> {
+    fn run(&self, strict: bool) -> Result<StepDone> {
         if self.probe.read().is_ok_and(|answer| answer.contains(self.answer)) {
             return tools::run_calls(&self.calls);
         }
@@ -37,9 +37,9 @@ impl Check {
 
 pub(crate) fn run(args: &Args) -> Result {
     let steps = [
-        Step { name: "metal", work: metal() },
-        Step { name: "mpi", work: mpi() },
-        Step { name: "cuda and nccl", work: nccl() },
+        NamedStep { name: "metal", work: metal() },
+        NamedStep { name: "mpi", work: mpi() },
+        NamedStep { name: "cuda and nccl", work: nccl() },
     ];
     steps::run_all(&steps, |check| check.run(args.strict))
 }
@@ -58,8 +58,7 @@ fn metal() -> Check {
     }
 }
 
-/// With `--workspace`, so that dependencies are those of a plain `cargo test --workspace`, and are
-/// not built again.
+/// Uses `--workspace` to reuse the dependencies that a plain `cargo test --workspace` has built.
 fn mpi() -> Check {
     let clippy = "clippy --workspace --all-targets \
         --features candle-distributed-cli/mpi,benches/mpi -- -D warnings";
@@ -100,12 +99,12 @@ mod tests {
     }
 
     #[test]
-    fn a_missing_toolkit_skips_its_check() {
-        assert_eq!(check(Call::cargo("--version"), "cargo").run(true).unwrap(), Done::Passed);
+    fn missing_toolkit_skips_its_check() {
+        assert_eq!(check(Call::cargo("--version"), "cargo").run(true).unwrap(), StepDone::Passed);
         for missing in
             [check(Call::cargo("--version"), "no such toolkit"), check(Call::new("gone", ""), "")]
         {
-            assert!(matches!(missing.run(false), Ok(Done::Skipped(_))));
+            assert!(matches!(missing.run(false), Ok(StepDone::Skipped(_))));
             assert!(missing.run(true).is_err());
         }
     }

@@ -58,7 +58,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_command_line_is_consistent() {
+    fn command_line_is_consistent() {
         Command::command().debug_assert();
     }
 }

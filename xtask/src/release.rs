@@ -6,7 +6,7 @@ use std::fs;
 
 use crate::{
     cmd::{self, Call, Result},
-    steps::{self, Done, Step},
+    steps::{self, NamedStep, StepDone},
     tools::{self, Tool},
 };
 
@@ -30,24 +30,24 @@ const SEMVER_CHECKS: Tool = Tool {
     install: "cargo install --locked cargo-semver-checks",
 };
 
-type Check = fn(&Args) -> Result<Done>;
+type Check = fn(&Args) -> Result<StepDone>;
 
 pub(crate) fn run(args: &Args) -> Result {
-    let steps: [Step<'_, Check>; 4] = [
-        Step { name: "changelog", work: changelog },
-        Step { name: "semantic version", work: semantic_version },
-        Step { name: "packages build", work: packages_build },
-        Step { name: "tag", work: tag },
+    let steps: [NamedStep<'_, Check>; 4] = [
+        NamedStep { name: "changelog", work: changelog },
+        NamedStep { name: "semantic version", work: semantic_version },
+        NamedStep { name: "packages build", work: packages_build },
+        NamedStep { name: "tag", work: tag },
     ];
     steps::run_all(&steps, |step| step(args))?;
     println!("\nTo publish {VERSION}: cargo publish --workspace");
     Ok(())
 }
 
-fn changelog(args: &Args) -> Result<Done> {
+fn changelog(args: &Args) -> Result<StepDone> {
     let text = fs::read_to_string(cmd::root().join("CHANGELOG.md"))?;
     if has_entry(&text, VERSION) || args.dry_run && has_entry(&text, "Unreleased") {
-        return Ok(Done::Passed);
+        return Ok(StepDone::Passed);
     }
     Err(format!("CHANGELOG.md has no entry for {VERSION}").into())
 }
@@ -65,28 +65,28 @@ fn heading(line: &str) -> Option<&str> {
     line.strip_prefix("## ")?.split_whitespace().next()
 }
 
-fn semantic_version(args: &Args) -> Result<Done> {
+fn semantic_version(args: &Args) -> Result<StepDone> {
     // From the parent, because a release that is checked again already has its tag.
     let Ok(last) = Call::new("git", "describe --tags --abbrev=0 --match v* HEAD^").read() else {
-        return Ok(Done::Skipped("there is no release to compare with".into()));
+        return Ok(StepDone::Skipped("there is no release to compare with".into()));
     };
     let call = Call::cargo("semver-checks --workspace --baseline-rev").arg(last.trim());
     tools::run_with(SEMVER_CHECKS, args.strict, &[call])
 }
 
 /// Builds each package from its packed form; without `--dry-run` cargo refuses uncommitted changes.
-fn packages_build(args: &Args) -> Result<Done> {
+fn packages_build(args: &Args) -> Result<StepDone> {
     let call = Call::cargo("publish --workspace --dry-run");
     let call = if args.dry_run { call.arg("--allow-dirty") } else { call };
-    call.run().map(|()| Done::Passed)
+    call.run().map(|()| StepDone::Passed)
 }
 
-fn tag(args: &Args) -> Result<Done> {
+fn tag(args: &Args) -> Result<StepDone> {
     if args.dry_run {
-        return Ok(Done::Skipped(format!("would be v{VERSION}")));
+        return Ok(StepDone::Skipped(format!("would be v{VERSION}")));
     }
     let call = Call::new("git", "tag --annotate --message").arg(format!("Release {VERSION}"));
-    call.arg(format!("v{VERSION}")).run().map(|()| Done::Passed)
+    call.arg(format!("v{VERSION}")).run().map(|()| StepDone::Passed)
 }
 
 #[cfg(test)]
@@ -94,7 +94,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_version_without_an_entry_is_found() {
+    fn missing_changelog_entry_is_found() {
         let text = "# Changelog\n\n## Unreleased (soon)\n\n### Added\n\n- a: more\n\n## 0.2.0\n\n## 0.1.0\n\n- a: first\n";
         for (version, expected) in
             [("Unreleased", true), ("0.2.0", false), ("0.1.0", true), ("0.0.1", false)]

@@ -17,8 +17,8 @@ use crate::{
     workspace,
 };
 
-/// Kills ranks of a training run at random moments, damages its files, starts it twice at once, and
-/// checks that losses and model equal those of an undisturbed run, to the bit.
+/// Kills ranks of a training run at random moments, damages its files and starts it twice at once.
+/// Then checks that losses and model equal an undisturbed run to the bit.
 #[derive(clap::Args)]
 pub(crate) struct Args {
     /// Number of processes that train
@@ -52,7 +52,7 @@ pub(crate) fn run(args: &Args) -> Result {
     if args.ranks == 0 || args.steps <= args.kills {
         return Err("at least 1 rank, and more steps than kills, are needed".into());
     }
-    let soak = Soak::new(args)?;
+    let soak = SoakRun::new(args)?;
     println!("== {} steps on {} ranks, undisturbed", args.steps, args.ranks);
     soak.finish("undisturbed")?;
     let mut slowest = Duration::ZERO;
@@ -68,10 +68,10 @@ pub(crate) fn run(args: &Args) -> Result {
     }
     soak.finish("disturbed")?;
     if soak.losses("disturbed")? != soak.losses("undisturbed")? {
-        return Err("the losses are not those of the undisturbed run".into());
+        return Err("the losses differ from the undisturbed run".into());
     }
     if soak.model("disturbed")? != soak.model("undisturbed")? {
-        return Err("the model is not that of the undisturbed run".into());
+        return Err("the model differs from the undisturbed run".into());
     }
     println!(
         "== {} kills on {} ranks, {n_refused} second starts refused, {n_damaged} files damaged: all \
@@ -84,22 +84,22 @@ pub(crate) fn run(args: &Args) -> Result {
 }
 
 /// A soak: its options, program and folder.
-struct Soak<'a> {
+struct SoakRun<'a> {
     args: &'a Args,
     program: PathBuf,
     home: PathBuf,
 }
 
 /// The outcome of one kill.
-struct Report {
+struct SoakReport {
     rank: usize,
     step: usize,
     ended_after: Duration,
-    /// Whether a second start before the kill was refused.
+    /// Whether a second start before the kill was rejected.
     is_second_refused: bool,
 }
 
-impl std::fmt::Display for Report {
+impl std::fmt::Display for SoakReport {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         let Self { rank, step, ended_after, is_second_refused } = self;
         if *is_second_refused {
@@ -110,7 +110,7 @@ impl std::fmt::Display for Report {
     }
 }
 
-impl<'a> Soak<'a> {
+impl<'a> SoakRun<'a> {
     fn new(args: &'a Args) -> Result<Self> {
         let build = "build --workspace --bin candle-distributed --features candle-distributed-cli/mpi --profile";
         Call::cargo(build).arg(&args.profile).run()?;
@@ -163,8 +163,8 @@ impl<'a> Soak<'a> {
     }
 
     /// Resumes the run, and kills one of its processes at a random moment.
-    fn disturb(&self, name: &str, kill: usize) -> Result<Report> {
-        let random = |what: &str, below: usize| random(self.args.seed, kill, what, below);
+    fn disturb(&self, name: &str, kill: usize) -> Result<SoakReport> {
+        let random = |what: &str, limit: usize| random(self.args.seed, kill, what, limit);
         let (share, rank) =
             (self.args.steps / (self.args.kills + 1), random("rank", self.args.ranks));
         let step = kill * share + random("step", share.max(1));
@@ -203,12 +203,12 @@ impl<'a> Soak<'a> {
             return Err(self.failed("the run succeeded although a process was killed"));
         }
         let ended_after = killed.elapsed();
-        Ok(Report { rank, step: self.steps(name), ended_after, is_second_refused })
+        Ok(SoakReport { rank, step: self.steps(name), ended_after, is_second_refused })
     }
 
-    /// Returns true if the run is started a second time before this kill: only in the first half, since
-    /// the run makes several steps until the second start is refused, and must not end meanwhile. For
-    /// the same reason a soak of fewer than four kills has no second start.
+    /// Returns true if the run is started a second time before this kill. Only the first half has
+    /// second starts: the run must not end during the several steps until the rejection. A soak of
+    /// fewer than four kills therefore has none.
     fn has_second_start(&self, kill: usize) -> bool {
         kill.is_multiple_of(SECOND_EVERY) && kill + 1 < self.args.kills / 2
     }
@@ -225,7 +225,7 @@ impl<'a> Soak<'a> {
             thread::sleep(Duration::from_millis(20));
         }
         if second.wait()?.success() {
-            return Err(self.failed("a second start of the run succeeded beside the first"));
+            return Err(self.failed("a second start of the run succeeded during the first"));
         }
         Ok(())
     }
@@ -233,7 +233,7 @@ impl<'a> Soak<'a> {
     /// Flips a bit in a file of the newest checkpoint, at random and only if there is an older
     /// checkpoint; returns a description of the damage.
     fn damage(&self, name: &str, kill: usize) -> Result<Option<String>> {
-        let random = |what: &str, below: usize| random(self.args.seed, kill, what, below);
+        let random = |what: &str, limit: usize| random(self.args.seed, kill, what, limit);
         let mut checkpoints = folders(&self.home.join(name).join("checkpoints"))?;
         checkpoints.retain(|path| path.extension().is_none());
         checkpoints.sort();
@@ -245,10 +245,10 @@ impl<'a> Soak<'a> {
         files.sort();
         let file = &files[random("file", files.len())];
         let mut bytes = fs::read(file)?;
-        let at = random("byte", bytes.len());
-        bytes[at] ^= 1 << random("bit", 8);
+        let offset = random("byte", bytes.len());
+        bytes[offset] ^= 1 << random("bit", 8);
         fs::write(file, bytes)?;
-        Ok(Some(format!("byte {at} of {} is damaged", file.display())))
+        Ok(Some(format!("byte {offset} of {} is damaged", file.display())))
     }
 
     /// Returns the number of steps in the metrics.
@@ -309,10 +309,10 @@ fn folders(folder: &Path) -> Result<Vec<PathBuf>> {
 
 /// Returns a number below `below` that depends on all arguments.
 #[expect(clippy::expect_used, reason = "a number below a `usize` is a `usize`")]
-fn random(seed: u64, kill: usize, what: &str, below: usize) -> usize {
+fn random(seed: u64, kill: usize, what: &str, limit: usize) -> usize {
     let mut hasher = DefaultHasher::new();
     (seed, kill, what).hash(&mut hasher);
-    usize::try_from(hasher.finish() % below as u64).expect("it is below a `usize`")
+    usize::try_from(hasher.finish() % limit as u64).expect("it is below a `usize`")
 }
 
 fn signal(signal: &str, process: u32) -> Result {

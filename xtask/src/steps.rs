@@ -1,4 +1,4 @@
-//! Runs the steps of a command one after the other, and prints a summary.
+//! Runs the steps of a command in order, and prints a summary.
 
 use std::{
     fmt,
@@ -8,21 +8,24 @@ use std::{
 use crate::cmd::Result;
 
 /// One line of the summary.
-pub(crate) struct Step<'a, W> {
+pub(crate) struct NamedStep<'a, W> {
     pub(crate) name: &'a str,
     pub(crate) work: W,
 }
 
 /// The outcome of a step that did not fail.
 #[derive(Debug, PartialEq, Eq)]
-pub(crate) enum Done {
+pub(crate) enum StepDone {
     Passed,
     /// It did nothing, for this reason.
     Skipped(String),
 }
 
 /// Runs the steps up to the first that fails, and prints the outcome of each.
-pub(crate) fn run_all<W>(steps: &[Step<'_, W>], run: impl Fn(&W) -> Result<Done>) -> Result {
+pub(crate) fn run_all<W>(
+    steps: &[NamedStep<'_, W>],
+    run: impl Fn(&W) -> Result<StepDone>,
+) -> Result {
     let mut outcomes = Vec::new();
     let mut result = Ok(());
     for step in steps {
@@ -30,7 +33,7 @@ pub(crate) fn run_all<W>(steps: &[Step<'_, W>], run: impl Fn(&W) -> Result<Done>
         let start = Instant::now();
         let outcome;
         (outcome, result) = match run(&step.work) {
-            Ok(done) => (Outcome::Done(done, start.elapsed()), Ok(())),
+            Ok(done) => (Outcome::StepDone(done, start.elapsed()), Ok(())),
             Err(error) => (Outcome::Failed(start.elapsed()), Err(error)),
         };
         println!("== {}: {outcome}", step.name);
@@ -49,7 +52,7 @@ pub(crate) fn run_all<W>(steps: &[Step<'_, W>], run: impl Fn(&W) -> Result<Done>
 }
 
 enum Outcome {
-    Done(Done, Duration),
+    StepDone(StepDone, Duration),
     Failed(Duration),
     NotRun,
 }
@@ -57,8 +60,10 @@ enum Outcome {
 impl fmt::Display for Outcome {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Outcome::Done(Done::Passed, time) => write!(f, "passed  {:>6.1} s", time.as_secs_f64()),
-            Outcome::Done(Done::Skipped(reason), _) => write!(f, "skipped, {reason}"),
+            Outcome::StepDone(StepDone::Passed, time) => {
+                write!(f, "passed  {:>6.1} s", time.as_secs_f64())
+            }
+            Outcome::StepDone(StepDone::Skipped(reason), _) => write!(f, "skipped, {reason}"),
             Outcome::Failed(time) => write!(f, "FAILED  {:>6.1} s", time.as_secs_f64()),
             Outcome::NotRun => write!(f, "not run"),
         }
@@ -72,8 +77,8 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_first_failure_ends_the_run() {
-        let steps = [0, 1, 2, 3].map(|work| Step { name: "a step", work });
+    fn first_failure_ends_the_run() {
+        let steps = [0, 1, 2, 3].map(|work| NamedStep { name: "a step", work });
         let ran = Cell::new(0);
         let fails_at = |last| {
             ran.set(0);
@@ -81,7 +86,7 @@ mod tests {
                 if ran.replace(ran.get() + 1) == last {
                     Err("reason".into())
                 } else {
-                    Ok(Done::Passed)
+                    Ok(StepDone::Passed)
                 }
             };
             run_all(&steps, step).is_err()
@@ -93,9 +98,9 @@ mod tests {
     }
 
     #[test]
-    fn the_summary_says_why_a_step_was_skipped() {
-        let outcome = |done| Outcome::Done(done, Duration::from_secs(2)).to_string();
-        assert_eq!(outcome(Done::Passed), "passed     2.0 s");
-        assert_eq!(outcome(Done::Skipped("no tool".into())), "skipped, no tool");
+    fn summary_shows_skip_reasons() {
+        let outcome = |done| Outcome::StepDone(done, Duration::from_secs(2)).to_string();
+        assert_eq!(outcome(StepDone::Passed), "passed     2.0 s");
+        assert_eq!(outcome(StepDone::Skipped("no tool".into())), "skipped, no tool");
     }
 }

@@ -1,8 +1,9 @@
-//! Optional tools: a check whose tool is missing is skipped, and its message says how to get the tool.
+//! Optional tools: a check without its tool is skipped, and its message explains how to install the
+//! tool.
 
 use crate::{
     cmd::{Call, Result},
-    steps::Done,
+    steps::StepDone,
 };
 
 /// A program that a command needs besides this workspace.
@@ -17,11 +18,11 @@ pub(crate) struct Tool {
 
 impl Tool {
     /// Returns a tool that `.ci/tools` installs, a subcommand of cargo.
-    pub(crate) const fn of_cargo(name: &'static str, probe: &'static str) -> Self {
+    pub(crate) const fn cargo_subcommand(name: &'static str, probe: &'static str) -> Self {
         Self { name, probe: ("cargo", probe), install: ".ci/tools" }
     }
 
-    /// Returns a tool that `.ci/tools` installs, a program of its own.
+    /// Returns a stand-alone tool that `.ci/tools` installs.
     pub(crate) const fn program(name: &'static str) -> Self {
         Self { name, probe: (name, "--version"), install: ".ci/tools" }
     }
@@ -39,7 +40,7 @@ impl Tool {
 /// # Errors
 ///
 /// If a call fails, or if the tool is missing and the caller is `strict`.
-pub(crate) fn run_with(tool: Tool, strict: bool, calls: &[Call]) -> Result<Done> {
+pub(crate) fn run_with(tool: Tool, strict: bool, calls: &[Call]) -> Result<StepDone> {
     if tool.is_installed() {
         return run_calls(calls);
     }
@@ -47,8 +48,8 @@ pub(crate) fn run_with(tool: Tool, strict: bool, calls: &[Call]) -> Result<Done>
 }
 
 /// Makes the calls, up to the first that fails.
-pub(crate) fn run_calls(calls: &[Call]) -> Result<Done> {
-    calls.iter().try_for_each(Call::run).map(|()| Done::Passed)
+pub(crate) fn run_calls(calls: &[Call]) -> Result<StepDone> {
+    calls.iter().try_for_each(Call::run).map(|()| StepDone::Passed)
 }
 
 /// Returns the outcome of a step that lacks something.
@@ -56,11 +57,11 @@ pub(crate) fn run_calls(calls: &[Call]) -> Result<Done> {
 /// # Errors
 ///
 /// If the caller is `strict`.
-pub(crate) fn skip(reason: String, strict: bool) -> Result<Done> {
+pub(crate) fn skip(reason: String, strict: bool) -> Result<StepDone> {
     if strict {
         return Err(format!("{reason} (--strict requires it)").into());
     }
-    Ok(Done::Skipped(reason))
+    Ok(StepDone::Skipped(reason))
 }
 
 #[cfg(test)]
@@ -68,16 +69,16 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_missing_tool_skips_its_calls_unless_strict() {
-        let here = Tool { name: "cargo", probe: ("cargo", "--version"), install: "" };
+    fn missing_tool_skips_unless_strict() {
+        let found = Tool { name: "cargo", probe: ("cargo", "--version"), install: "" };
         let missing = Tool { name: "it", probe: ("cargo", "no-such-command"), install: "get it" };
         let fails = [Call::cargo("no-such-command")];
         let reason = "it is not installed; get it with `get it`";
-        let skipped = Done::Skipped(reason.to_owned());
+        let skipped = StepDone::Skipped(reason.to_owned());
         assert_eq!(run_with(missing, false, &fails).unwrap(), skipped);
         let error = run_with(missing, true, &[]).unwrap_err().to_string();
         assert_eq!(error, format!("{reason} (--strict requires it)"));
-        assert_eq!(run_with(here, true, &[]).unwrap(), Done::Passed);
-        assert!(run_with(here, false, &fails).is_err());
+        assert_eq!(run_with(found, true, &[]).unwrap(), StepDone::Passed);
+        assert!(run_with(found, false, &fails).is_err());
     }
 }

@@ -62,7 +62,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn build_outputs_and_hidden_folders_hold_no_files_of_ours() {
+    fn outputs_and_hidden_folders_are_skipped() {
         let dir = tempfile::tempdir().unwrap();
         for folder in ["src/a", "target/debug", ".hidden"] {
             fs::create_dir_all(dir.path().join(folder)).unwrap();
@@ -73,7 +73,7 @@ mod tests {
     }
 
     #[test]
-    fn the_crates_are_the_folders_of_that_name() {
+    fn crates_match_their_folders() {
         let metadata = read().unwrap();
         let folders: Vec<_> = crates(&metadata).map(folder).collect();
         assert!(folders.contains(&"crates/core-types".to_owned()), "{folders:?}");

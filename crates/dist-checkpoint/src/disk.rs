@@ -1,7 +1,7 @@
-//! What the system is asked to do with files and folders, with the path in every error.
+//! System calls on files and folders; every error names the path.
 //!
-//! Each call that changes something is one function here, so that a test can look at the folder
-//! between any two of them.
+//! Each call that changes something is one function, so that a test can look at the folder between
+//! any two of them.
 
 use std::{
     fs::{self, File, Metadata},
@@ -13,20 +13,20 @@ use core_types::files;
 
 use crate::error::{Error, Result};
 
-/// Names the path that an error of the system is about.
-pub(crate) trait At<T> {
+/// Adds the path to an error of the system.
+pub(crate) trait AtPath<T> {
     /// Turns the system's error into [`Error::Io`].
     fn at(self, path: &Path) -> Result<T>;
 }
 
-impl<T> At<T> for io::Result<T> {
+impl<T> AtPath<T> for io::Result<T> {
     fn at(self, path: &Path) -> Result<T> {
         self.map_err(|cause| Error::Io { path: path.to_owned(), cause })
     }
 }
 
-/// Returns the metadata of a file. Whatever else is there is an error: to open a named pipe would
-/// wait for ever.
+/// Returns the metadata of a regular file. Anything else is an error: opening a named pipe would
+/// block forever.
 pub(crate) fn check_file(path: &Path) -> io::Result<Metadata> {
     let known = fs::metadata(path)?;
     if known.is_file() {
@@ -35,7 +35,7 @@ pub(crate) fn check_file(path: &Path) -> io::Result<Metadata> {
     Err(io::Error::new(io::ErrorKind::InvalidInput, "this is not a file"))
 }
 
-/// Makes a file that must not exist.
+/// Creates a file that must not exist.
 pub(crate) fn create_file(path: &Path) -> Result<File> {
     between_calls();
     File::create_new(path).at(path)
@@ -55,7 +55,7 @@ pub(crate) fn sync_file(file: &File, path: &Path) -> Result<()> {
     file.sync_all().at(path)
 }
 
-/// Makes a folder, and those around it.
+/// Creates a folder and its parents.
 pub(crate) fn create_folder(path: &Path) -> Result<()> {
     between_calls();
     fs::create_dir_all(path).at(path)
@@ -67,13 +67,13 @@ pub(crate) fn sync_folder(path: &Path) -> Result<()> {
     files::sync_folder(path).at(path)
 }
 
-/// Renames a file or folder, and syncs the folder around it.
+/// Renames a file or folder, and syncs its parent folder.
 pub(crate) fn rename(from: &Path, to: &Path) -> Result<()> {
     between_calls();
     files::rename(from, to).at(from)
 }
 
-/// Removes a folder and all that is in it.
+/// Removes a folder and its contents.
 pub(crate) fn remove_folder(path: &Path) -> Result<()> {
     between_calls();
     fs::remove_dir_all(path).at(path)

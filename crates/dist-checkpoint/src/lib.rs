@@ -5,8 +5,8 @@
 //! [`TensorFile`]: crate::TensorFile
 //! [`TensorKey`]: crate::TensorKey
 //! [`files`]: crate::files
-// The README's links go to the registry. The first of two definitions counts: on this page, where
-// those above come first, they go to the crate itself.
+// The README links to the registry. If a link is defined twice, the first definition counts, so on
+// this page the definitions above lead to the crate itself.
 #![doc = include_str!("../README.md")]
 #![forbid(unsafe_code)]
 
@@ -19,7 +19,7 @@ mod safetensors;
 #[doc(hidden)]
 pub mod support;
 
-/// Files and folders that appear under their names in one step.
+/// Files and folders that appear under their names atomically.
 pub use core_types::files;
 
 #[cfg(any(test, fuzzing))]

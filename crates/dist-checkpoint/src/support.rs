@@ -1,4 +1,4 @@
-//! What the crates of this project need of each other, and nobody else.
+//! Items that only the other crates of this project need.
 
 pub use crate::{
     dtype::{dtype_of, elem_of},

@@ -1,7 +1,7 @@
-//! The same operations made of candle's own, each of which has a backward.
+//! The same operations, composed of candle's differentiable operations.
 //!
-//! This is what runs on devices that this crate has no kernels for, and what its tests compare the
-//! kernels with. Arguments are as of the functions of the same name at the root of the crate, which
+//! They run on devices without kernels of this crate, and its tests compare the kernels with them.
+//! The arguments are those of the functions with the same names at the root of the crate, which
 //! have checked them.
 
 use candle_core::{D, DType, Device, Result, Tensor};
@@ -10,14 +10,14 @@ use crate::{
     autograd::seeded,
     config::{Activation, AttentionConfig},
     kernels::{
-        cross_entropy::Target,
-        dropout::{self, Drop},
-        rope::Pairs,
+        cross_entropy::RowTarget,
+        dropout::{self, DropSpec},
+        rope::PairLayout,
     },
 };
 
-/// `f` of these inputs; of halves in single precision, rounded once: their squares would overflow, and
-/// their sums lose what is small.
+/// Applies `f` to these inputs. It computes halves in single precision and rounds once: their
+/// squares would overflow, and their sums lose small terms.
 fn widened<const N: usize>(
     inputs: [&Tensor; N],
     f: impl FnOnce([&Tensor; N]) -> Result<Tensor>,
@@ -78,13 +78,13 @@ pub(crate) fn linear_rope(
 ) -> Result<Tensor> {
     let (batch, length, _) = x.dims3()?;
     let y = linear(x, weight, bias, None)?.reshape((batch, length, heads, ()))?;
-    rope(&y.transpose(1, 2)?, cos, sin, Pairs::Halves)?.transpose(1, 2)?.contiguous()
+    rope(&y.transpose(1, 2)?, cos, sin, PairLayout::Halves)?.transpose(1, 2)?.contiguous()
 }
 
 pub(crate) fn activation(x: &Tensor, activation: Activation) -> Result<Tensor> {
     widened([x], |[x]| match activation {
         Activation::Relu => x.relu(),
-        // Not `gelu_erf`, in whose gradient a constant has six digits.
+        // Not `gelu_erf`: a constant in its gradient has only six digits.
         Activation::Gelu => (x * 0.5)? * ((x * std::f64::consts::FRAC_1_SQRT_2)?.erf()? + 1.0)?,
         Activation::GeluTanh => {
             let inner = (x + (x.powf(3.0)? * 0.044_715)?)?;
@@ -120,20 +120,20 @@ pub(crate) fn log_softmax(x: &Tensor) -> Result<Tensor> {
 }
 
 /// `x` [batch, heads, length, size], `cos` and `sin` [length, size / 2].
-pub(crate) fn rope(x: &Tensor, cos: &Tensor, sin: &Tensor, pairs: Pairs) -> Result<Tensor> {
+pub(crate) fn rope(x: &Tensor, cos: &Tensor, sin: &Tensor, pairs: PairLayout) -> Result<Tensor> {
     widened([x, cos, sin], |[x, cos, sin]| rotated(x, cos, sin, pairs))
 }
 
-fn rotated(x: &Tensor, cos: &Tensor, sin: &Tensor, pairs: Pairs) -> Result<Tensor> {
+fn rotated(x: &Tensor, cos: &Tensor, sin: &Tensor, pairs: PairLayout) -> Result<Tensor> {
     let half = x.dim(D::Minus1)? / 2;
     match pairs {
-        Pairs::Halves => {
+        PairLayout::Halves => {
             let a = x.narrow(D::Minus1, 0, half)?;
             let b = x.narrow(D::Minus1, half, half)?;
             let (a, b) = rotate(&a, &b, cos, sin)?;
             Tensor::cat(&[a, b], D::Minus1)
         }
-        Pairs::Neighbors => {
+        PairLayout::Neighbors => {
             let paired = x.contiguous()?.reshape((x.dim(0)?, x.dim(1)?, x.dim(2)?, half, 2))?;
             let a = paired.narrow(D::Minus1, 0, 1)?.squeeze(D::Minus1)?;
             let b = paired.narrow(D::Minus1, 1, 1)?.squeeze(D::Minus1)?;
@@ -154,7 +154,7 @@ pub(crate) fn embedding(table: &Tensor, indices: &Tensor) -> Result<Tensor> {
     table.contiguous()?.index_select(&indices.flatten_all()?, 0)?.reshape(shape)
 }
 
-pub(crate) fn dropout(x: &Tensor, drop: Drop) -> Result<Tensor> {
+pub(crate) fn dropout(x: &Tensor, drop: DropSpec) -> Result<Tensor> {
     // The kernel says which, so that all devices drop the same elements.
     let scales = dropout::apply(&vec![1_f32; x.elem_count()], drop);
     let kept = Tensor::from_vec(scales, x.shape(), &Device::Cpu)?.ne(0_f32)?;
@@ -183,10 +183,11 @@ pub(crate) fn attention(
     softmax(&scores)?.matmul(&value?.contiguous()?)?.transpose(1, 2)?.contiguous()
 }
 
-/// −∞ for the keys that a query does not see, 0 for the others; [batch or 1, 1, queries, keys].
+/// Returns −∞ for the keys hidden from a query, and 0 for the others; [batch or 1, 1, queries,
+/// keys].
 ///
-/// It is made on the device, of how many keys each query sees: it has as many items as the scores of
-/// a head, which would take longer to copy than to use.
+/// It is computed on the device from the number of visible keys per query: copying it would take
+/// longer, since it has as many items as the scores of a head.
 #[expect(clippy::cast_possible_truncation, reason = "no device holds as many scores as 2^32 keys")]
 fn hidden_keys(
     config: &AttentionConfig,
@@ -212,7 +213,7 @@ fn hidden_keys(
     is_hidden.where_cond(&number(f32::NEG_INFINITY)?, &number(0.0)?)
 }
 
-/// Each head of [batch, length, key heads, size] as often as `heads` ask for.
+/// Repeats each head of [batch, length, key heads, size] up to `heads` heads.
 fn repeat_heads(x: &Tensor, heads: usize) -> Result<Tensor> {
     let (batch, length, key_heads, size) = x.dims4()?;
     let times = heads / key_heads;
@@ -243,7 +244,7 @@ pub(crate) fn attention_packed(
 
 pub(crate) fn cross_entropy(
     logits: &Tensor,
-    targets: &[Target],
+    targets: &[RowTarget],
     smoothing: f64,
     class_weights: Option<&[f64]>,
 ) -> Result<Tensor> {
@@ -256,7 +257,7 @@ pub(crate) fn cross_entropy(
 )]
 fn summed_cross_entropy(
     logits: &Tensor,
-    targets: &[Target],
+    targets: &[RowTarget],
     smoothing: f64,
     class_weights: Option<&[f64]>,
 ) -> Result<Tensor> {
@@ -266,7 +267,7 @@ fn summed_cross_entropy(
     let (rows, targets): (Vec<_>, Vec<_>) =
         counting.map(|(row, target)| (row as u32, *target)).unzip();
     if rows.is_empty() {
-        // Zero, with a gradient that is, so that whoever adds up gradients finds one.
+        // Zero, with a gradient of zeros, so that code that sums gradients finds one.
         return seeded(logits, logits.zeros_like()?)?.to_dtype(logits.dtype());
     }
     let column = |numbers: Vec<f64>| {
@@ -275,9 +276,9 @@ fn summed_cross_entropy(
             .to_device(logits.device())
     };
     let class_weight = |class: usize| class_weights.map_or(1.0, |weights| weights[class]);
-    let own = |target: &Target| target.weight * (1.0 - smoothing) * class_weight(target.class);
+    let own = |target: &RowTarget| target.weight * (1.0 - smoothing) * class_weight(target.class);
     let own = column(targets.iter().map(own).collect())?;
-    let spread = |target: &Target| target.weight * smoothing / classes as f64;
+    let spread = |target: &RowTarget| target.weight * smoothing / classes as f64;
     let spread = column(targets.iter().map(spread).collect())?;
     let class_weights: Vec<f64> = (0..classes).map(class_weight).collect();
     let class_weights = Tensor::new(class_weights, &Device::Cpu)?
@@ -301,22 +302,22 @@ fn summed_cross_entropy(
 mod tests {
     use super::*;
 
-    /// Halves whose squares overflow in f16, and whose sums stand still in bf16.
+    /// Halves with squares that overflow in f16, and sums that stop growing in bf16.
     fn large(dtype: DType) -> Tensor {
         let x = Tensor::arange(0_f32, 1200., &Device::Cpu).unwrap().reshape((2, 600)).unwrap();
         x.affine(0.5, -100.).unwrap().to_dtype(dtype).unwrap()
     }
 
-    fn apart(left: &Tensor, right: &Tensor) -> f32 {
+    fn max_difference(left: &Tensor, right: &Tensor) -> f32 {
         let wide = |x: &Tensor| x.to_dtype(DType::F32).unwrap();
-        let apart = (wide(left) - wide(right)).unwrap().flatten_all().unwrap();
+        let max_difference = (wide(left) - wide(right)).unwrap().flatten_all().unwrap();
         // candle's `max` would pass over a NaN, which here is the largest.
-        let apart = apart.to_vec1::<f32>().unwrap().into_iter().map(f32::abs);
-        apart.max_by(f32::total_cmp).unwrap()
+        let max_difference = max_difference.to_vec1::<f32>().unwrap().into_iter().map(f32::abs);
+        max_difference.max_by(f32::total_cmp).unwrap()
     }
 
     #[test]
-    fn halves_are_composed_in_single_precision_and_rounded_once() {
+    fn composed_halves_are_rounded_once() {
         for (dtype, digit) in [(DType::F16, 1e-3), (DType::BF16, 8e-3)] {
             let x = large(dtype);
             let weight = Tensor::ones(600, dtype, &Device::Cpu).unwrap();
@@ -333,13 +334,13 @@ mod tests {
                 let (composed, fused) = (composed.unwrap(), fused.unwrap());
                 assert_eq!(composed.dtype(), dtype);
                 // Of numbers of at most 4.
-                assert!(apart(&composed, &fused) <= 4. * digit, "{dtype:?}");
+                assert!(max_difference(&composed, &fused) <= 4. * digit, "{dtype:?}");
             }
         }
     }
 
     #[test]
-    fn a_query_sees_the_keys_of_its_sequence_that_are_not_later() {
+    fn causal_query_sees_earlier_keys() {
         let config = AttentionConfig::causal().with_key_lengths(vec![4, 2]);
         let hidden = hidden_keys(&config, [2, 3, 4], &Device::Cpu).unwrap();
         assert_eq!(hidden.dims(), [2, 1, 3, 4]);

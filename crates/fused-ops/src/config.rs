@@ -10,34 +10,34 @@ pub enum Activation {
     Relu,
     /// x·Φ(x), Φ being the distribution function of the standard normal.
     Gelu,
-    /// The approximation of [`Gelu`](Self::Gelu) by a hyperbolic tangent, off by up to 0.0005:
-    /// GPT-2's, and what `Tensor::gelu` of candle computes.
+    /// The approximation of [`Gelu`](Self::Gelu) by a hyperbolic tangent, off by up to 0.0005: the
+    /// GELU of GPT-2, and of candle's `Tensor::gelu`.
     GeluTanh,
     /// x / (1 + e^−x), also called swish.
     Silu,
 }
 
-/// What [`attention`](crate::attention()) and [`attention_packed`](crate::attention_packed) do
-/// beside softmax(q·kᵀ)·v.
+/// The options of [`attention`](crate::attention()) and
+/// [`attention_packed`](crate::attention_packed).
 #[derive(Clone, Debug, Default)]
 #[non_exhaustive]
 pub struct AttentionConfig {
-    /// Whether a query sees no key of a later position. Default: `false`.
+    /// Hides keys of later positions from a query. Default: `false`.
     ///
-    /// The last query has the position of the last key, so that fewer queries than keys are those
-    /// of a continued sequence. (PyTorch's `is_causal` aligns the first ones instead; for as many
-    /// queries as keys the two agree.)
+    /// The last query has the position of the last key, so fewer queries than keys continue a
+    /// sequence. (PyTorch's `is_causal` aligns the first ones instead; for equal numbers of queries
+    /// and keys the two agree.)
     pub causal: bool,
     /// The factor of q·kᵀ. Default: `None`, one over the root of the heads' size.
     pub scale: Option<f64>,
-    /// How many keys each sequence of the batch has; those after them are padding, which no
-    /// query sees. Default: `None`, all.
+    /// The number of keys of each sequence in the batch; later keys are padding, hidden from every
+    /// query. Default: `None`, all.
     pub key_lengths: Option<Vec<usize>>,
-    /// What is added to the scores, of any shape that broadcasts to [batch, heads, queries, keys].
-    /// Default: `None`.
+    /// The mask to add to the scores, of any shape that broadcasts to [batch, heads, queries,
+    /// keys]. Default: `None`.
     ///
-    /// It gets no gradient. A query all of whose scores are −∞ has the result NaN, as in the
-    /// composed form.
+    /// It gets no gradient. If all scores of a query are −∞, its result is NaN, as in the composed
+    /// form.
     pub mask: Option<Tensor>,
 }
 
@@ -83,7 +83,7 @@ impl AttentionConfig {
 pub struct DropoutKey {
     /// The run's.
     pub seed: u64,
-    /// Which use of dropout this is.
+    /// The number of this dropout among the dropouts with this seed.
     pub call: u64,
     /// The index of the tensor's first element in the whole; 0 if the tensor is the whole.
     pub offset: u64,

@@ -58,8 +58,8 @@ where
     if !inputs.iter().any(|input| input.track_op()) {
         return Ok(output.detach());
     }
-    let wanted = inputs.iter().map(|input| Wanted::new(input)).collect();
-    record_copy(inputs, output, Custom { backward, wanted })
+    let wanted = inputs.iter().map(|input| GradientUse::new(input)).collect();
+    record_copy(inputs, output, CustomBackward { backward, wanted })
 }
 
 /// Returns the gradients of all variables that `output` depends on, where its own is `grad`:
@@ -114,8 +114,8 @@ pub fn backward_from_many(
     Ok(all.backward()?)
 }
 
-/// A scalar that nobody reads, from which candle's backward starts with `grad` as the gradient of
-/// `output`.
+/// Returns a scalar without meaning; candle's backward starts from it with `grad` as the gradient
+/// of `output`.
 fn seed(output: &Tensor, grad: Tensor) -> Result<Tensor> {
     if grad.shape() != output.shape() {
         return Err(candle_core::Error::msg(format!(
@@ -139,7 +139,7 @@ fn seed(output: &Tensor, grad: Tensor) -> Result<Tensor> {
 ///
 /// # Examples
 ///
-/// A sum and a difference that are differentiated together:
+/// A sum and a difference that are differentiated collected:
 ///
 /// ```
 /// use candle_core::{Device, Var};
@@ -171,61 +171,64 @@ where
     let Some(tracked) = inputs.iter().find(|input| input.track_op()) else {
         return Ok(outputs.iter().map(Tensor::detach).collect());
     };
-    let together = Arc::new(Together { outputs: OnceLock::new(), grads: Mailbox::default() });
+    let collected =
+        Arc::new(CollectedGradients { outputs: OnceLock::new(), grads: Mailbox::default() });
     let nothing = Tensor::zeros(outputs.len(), DType::F32, tracked.device())?;
     // candle comes to it when it has been to all outputs, which start from it.
     let token = with_backward(inputs, &nothing, {
-        let together = Arc::clone(&together);
+        let collected = Arc::clone(&collected);
         move |_, grad| {
-            let outputs = together.outputs.get();
+            let outputs = collected.outputs.get();
             let outputs = outputs.ok_or_else(|| candle_core::Error::msg("an output is missing"))?;
             let mut grads = vec![None; outputs.len()];
-            for (index, grad) in together.grads.take(&grad)? {
+            for (index, grad) in collected.grads.take(&grad)? {
                 grads[index] = Some(grad);
             }
             backward(outputs, grads)
         }
     })?;
-    let output = |(index, output): (usize, &Tensor)| {
+    let mut results = Vec::with_capacity(outputs.len());
+    for (index, output) in outputs.iter().enumerate() {
         if !output.dtype().is_float() {
-            return Ok(output.detach());
+            results.push(output.detach());
+            continue;
         }
-        let (together, nothing) = (Arc::clone(&together), nothing.clone());
-        with_backward(&[&token], output, move |_, grad| {
-            Ok(vec![Some(together.grads.leave(index, grad, &nothing)?)])
-        })
-    };
-    let results: Vec<Tensor> = outputs.iter().enumerate().map(output).collect::<Result<_>>()?;
+        let collected = Arc::clone(&collected);
+        let nothing = nothing.clone();
+        results.push(with_backward(&[&token], output, move |_, grad| {
+            Ok(vec![Some(collected.grads.leave(index, grad, &nothing)?)])
+        })?);
+    }
     // Without a history, or each output would hold itself.
-    together.outputs.get_or_init(|| results.iter().map(Tensor::detach).collect());
+    collected.outputs.get_or_init(|| results.iter().map(Tensor::detach).collect());
     Ok(results)
 }
 
 /// Several outputs of one operation.
-struct Together {
+struct CollectedGradients {
     /// There when the backward pass begins.
     outputs: OnceLock<Vec<Tensor>>,
     /// Gradients of the outputs, from these to the inputs.
     grads: Mailbox<Tensor>,
 }
 
-struct Custom<F> {
+struct CustomBackward<F> {
     backward: F,
-    wanted: Vec<Wanted>,
+    wanted: Vec<GradientUse>,
 }
 
-/// What candle's backward pass makes of an input's gradient.
+/// The use of an input's gradient in candle's backward pass.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Wanted {
-    /// It would keep it, for nobody.
+enum GradientUse {
+    /// Drop it: candle would keep it without using it.
     No,
-    /// A variable's is handed to whoever differentiates.
+    /// Return it if there is one: it belongs to a variable.
     Optional,
     /// It panics without.
     Yes,
 }
 
-impl Wanted {
+impl GradientUse {
     fn new(input: &Tensor) -> Self {
         match (input.track_op(), input.is_variable()) {
             (false, _) => Self::No,
@@ -235,7 +238,7 @@ impl Wanted {
     }
 }
 
-impl<F> MultiBackward<1> for Custom<F>
+impl<F> MultiBackward<1> for CustomBackward<F>
 where
     F: Fn(&Tensor, Tensor) -> candle_core::Result<Vec<Option<Tensor>>> + Send + Sync + 'static,
 {
@@ -259,12 +262,12 @@ where
         }
         for (input, (grad, wanted)) in grads.iter_mut().zip(&self.wanted).enumerate() {
             match wanted {
-                Wanted::No => *grad = None,
-                Wanted::Yes if grad.is_none() => {
+                GradientUse::No => *grad = None,
+                GradientUse::Yes if grad.is_none() => {
                     let message = format!("input {input} got no gradient");
                     return Err(candle_core::Error::msg(message).into());
                 }
-                Wanted::Optional | Wanted::Yes => {}
+                GradientUse::Optional | GradientUse::Yes => {}
             }
         }
         Ok(grads)
@@ -282,7 +285,7 @@ mod tests {
     }
 
     #[test]
-    fn every_input_gets_the_gradient_of_its_place() {
+    fn inputs_get_their_own_gradients() {
         for n_inputs in 1..9_usize {
             let vars: Vec<Var> = (0..n_inputs).map(|n| var(n as f64)).collect();
             // Every other one is not a variable itself.
@@ -311,7 +314,7 @@ mod tests {
         }
     }
 
-    /// Three outputs of three inputs, of which each output is the sum.
+    /// Returns three outputs, each the sum of three inputs.
     fn sums(vars: &[Var; 3]) -> Vec<Tensor> {
         let [a, b, c] = vars.each_ref().map(Var::as_detached_tensor);
         let sum = ((a + b).unwrap() + c).unwrap();
@@ -333,7 +336,7 @@ mod tests {
     }
 
     #[test]
-    fn every_used_output_counts_in_one_backward() {
+    fn every_used_output_contributes() {
         let vars = [1.0, 2.0, 3.0].map(var);
         let used: [(&[usize], f64); 5] =
             [(&[0], 1.0), (&[1], 2.0), (&[0, 3], 4.0), (&[0, 1, 3], 6.0), (&[3, 3], 6.0)];
@@ -352,7 +355,7 @@ mod tests {
     }
 
     #[test]
-    fn several_outputs_do_not_hold_each_other() {
+    fn outputs_do_not_retain_each_other() {
         let alive = Arc::new(());
         let x = var(1.0);
         let held = Arc::clone(&alive);
@@ -367,7 +370,7 @@ mod tests {
     }
 
     #[test]
-    fn without_a_history_nothing_is_recorded() {
+    fn untracked_inputs_record_nothing() {
         let x = var(1.0).as_detached_tensor();
         let y = with_backward(&[&x], &x, |_, _| unreachable!("nothing is differentiated")).unwrap();
         assert!(!y.track_op());
@@ -376,7 +379,7 @@ mod tests {
     }
 
     #[test]
-    fn gradients_that_are_missing_are_errors() {
+    fn missing_gradients_are_errors() {
         let x = var(2.0);
         let squared = x.sqr().unwrap();
         let error = |inputs: &[&Tensor], count: usize| {

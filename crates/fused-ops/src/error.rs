@@ -1,13 +1,13 @@
-//! What can go wrong, always before anything is computed.
+//! The errors of operations, all detected before any computation.
 
 use candle_core::{DType, DeviceLocation};
 
 /// The result of an operation.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
-/// Why an operation was refused.
+/// Why an operation was rejected.
 ///
-/// It becomes candle's own error by `?`, so functions that return [`candle_core::Result`] can call
+/// `?` converts it to candle's error, so functions that return [`candle_core::Result`] can call
 /// these operations.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
@@ -41,9 +41,9 @@ pub enum Error {
     Device {
         /// The operation.
         op: &'static str,
-        /// Where the first input lies.
+        /// The device of the first input.
         first: DeviceLocation,
-        /// Where another lies.
+        /// The device of the other input.
         other: DeviceLocation,
     },
     /// An input without a gradient would need one.
@@ -62,14 +62,14 @@ pub enum Error {
         /// The shape of the variable.
         shape: Vec<usize>,
     },
-    /// An index is not below the number of what it counts.
+    /// An index is out of range.
     #[error("{op}: index {index} at position {position} is not below {limit}")]
     Index {
         /// The operation.
         op: &'static str,
         /// The index.
         index: i64,
-        /// Where it stands, counted over all indices.
+        /// The position of the index among all indices.
         position: usize,
         /// The number of rows or classes.
         limit: usize,

@@ -74,7 +74,7 @@ fn check(vars: &[Var], y: &Tensor) -> Result<()> {
     }
 }
 
-/// Returns the variables without repetitions, each of which would add the gradient once more.
+/// Returns the variables without duplicates, which would add the gradient twice.
 fn distinct(vars: &[Var]) -> Vec<Var> {
     let mut distinct: Vec<Var> = Vec::with_capacity(vars.len());
     for var in vars {

@@ -1,17 +1,17 @@
-//! Which form of an operation runs: a kernel in one of two types, or candle's own operations.
+//! The choice between the kernels, in one of two types, and candle's operations.
 
 use candle_core::{DType, Tensor};
 
 use crate::error::{Error, Result};
 
-/// How an operation is carried out.
+/// The form in which an operation runs.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum Route {
     /// By kernels for f32.
     F32,
     /// By kernels for f64.
     F64,
-    /// By kernels for f32, of inputs in this type, to which the result is rounded once.
+    /// The f32 kernels, for inputs of this type; the result is rounded to it once.
     Half(DType),
     /// By candle's differentiable operations, on a device that we have no kernels for.
     Composed,
@@ -23,10 +23,10 @@ impl Route {
     pub(crate) fn new(op: &'static str, inputs: &[(&'static str, &Tensor)]) -> Result<Self> {
         let (_, first) = inputs[0];
         for &(input, tensor) in inputs {
-            let here = first.device().location();
-            let there = tensor.device().location();
-            if here != there {
-                return Err(Error::Device { op, first: here, other: there });
+            let device = first.device().location();
+            let other_device = tensor.device().location();
+            if device != other_device {
+                return Err(Error::Device { op, first: device, other: other_device });
             }
             if tensor.dtype() != first.dtype() {
                 let found = tensor.dtype();
@@ -89,7 +89,7 @@ pub(crate) fn check_shape(
     })
 }
 
-/// The size of the last dimension; a scalar has none.
+/// Returns the size of the last dimension; fails for a scalar.
 pub(crate) fn last_dim(op: &'static str, input: &'static str, tensor: &Tensor) -> Result<usize> {
     tensor.dims().last().copied().ok_or_else(|| Error::Shape {
         op,

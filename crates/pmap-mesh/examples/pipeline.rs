@@ -1,8 +1,8 @@
 //! A model in stages on different devices, kept busy with micro-batches.
 //!
 //! Each device along "stage" has one layer. The batch is cut into micro-batches; in every tick a
-//! device puts one of them through its layer and `ppermute` hands the results on. The pipeline
-//! fills, runs, and drains, as in `GPipe` (arXiv 1811.06965):
+//! device runs its layer on one of them, and `ppermute` passes the results on. The pipeline fills,
+//! runs, and drains, as in `GPipe` (arXiv 1811.06965):
 //!
 //! ```text
 //! tick     0  1  2  3  4
@@ -10,13 +10,13 @@
 //! stage 1  .  0  1  2  3
 //! ```
 //!
-//! Backward the same ticks run in reverse: the transpose of `ppermute` is the inverse permutation,
-//! so gradients travel from stage to stage without a line of code.
+//! The backward pass runs the same ticks in reverse: the transpose of `ppermute` is the inverse
+//! permutation, so gradients move from stage to stage without extra code.
 //!
-//! All devices must call the same collectives in the same order, in `backward` too, and that is why
-//! all of them run the same graph. Where there is nothing to do, a device computes on what lies
-//! there; what must not count is masked out, and not left out: a device that skipped the loss would
-//! have no gradients to send, and the others would wait for them.
+//! All devices must call the same collectives in the same order, in `backward` too, so all of them
+//! run the same graph. An idle device computes on its stale input, and a mask removes the result.
+//! It must not skip the loss: then it would have no gradients to send, and the others would wait
+//! for them.
 //!
 //! ```sh
 //! cargo run --package pmap-mesh --example pipeline
@@ -46,14 +46,17 @@ fn main() -> Result<(), Box<dyn Error>> {
     for step in 0..8 {
         let (loss, grads) = loss_and_grads(&mesh, &weights, &x, &y)?;
         let (serial_loss, serial_grads) = serial(&weights, &x, &y)?;
-        println!("{step:>4}  {loss:.7}  {serial_loss:.7}   {:.0e}", apart(&grads, &serial_grads)?);
+        println!(
+            "{step:>4}  {loss:.7}  {serial_loss:.7}   {:.0e}",
+            max_difference(&grads, &serial_grads)?
+        );
         weights = (weights - grads * LEARNING_RATE)?;
     }
     Ok(())
 }
 
-/// The micro-batch that a stage works on in a tick, if it has one then.
-fn at_work(stage: usize, tick: usize, micro_batches: usize) -> Option<usize> {
+/// Returns the micro-batch of a stage in a tick, if it has one.
+fn active_micro_batch(stage: usize, tick: usize, micro_batches: usize) -> Option<usize> {
     tick.checked_sub(stage).filter(|&micro_batch| micro_batch < micro_batches)
 }
 
@@ -63,16 +66,16 @@ fn n_ticks(stages: usize, micro_batches: usize) -> usize {
 
 fn print_schedule(stages: usize, micro_batches: usize) {
     for stage in 0..stages {
-        let ticks =
-            (0..n_ticks(stages, micro_batches)).map(|tick| at_work(stage, tick, micro_batches));
+        let ticks = (0..n_ticks(stages, micro_batches))
+            .map(|tick| active_micro_batch(stage, tick, micro_batches));
         let ticks: Vec<String> =
             ticks.map(|work| work.map_or(".".into(), |n| n.to_string())).collect();
         println!("stage {stage}: {}", ticks.join(" "));
     }
 }
 
-/// Mean loss and gradients of all micro-batches: `weights` [stages, width, width], `x` and `y`
-/// [micro-batches, rows, width].
+/// Returns mean loss and gradients of all micro-batches: `weights` [stages, width, width], `x` and
+/// `y` [micro-batches, rows, width].
 fn loss_and_grads(
     mesh: &DeviceMesh,
     weights: &Tensor,
@@ -89,7 +92,7 @@ fn loss_and_grads(
     Ok((loss.to_scalar()?, grads))
 }
 
-/// What runs on each device: its share in the loss, and the gradient of its layer.
+/// Runs on each device: returns its share of the loss, and the gradient of its layer.
 fn replica(
     ctx: &Replica,
     (weight, x, y): (Tensor, Tensor, Tensor),
@@ -102,7 +105,7 @@ fn replica(
     Ok((loss.detach(), grad.unsqueeze(0)?))
 }
 
-/// The mean loss on the last stage, 0 on the others; the graph is the same on all.
+/// Returns the mean loss on the last stage, and 0 on the others; the graph is the same on all.
 fn pipelined(
     ctx: &Replica,
     weight: &Tensor,
@@ -118,7 +121,7 @@ fn pipelined(
     for tick in 0..n_ticks(stages, micro_batches) {
         let fresh = x.get(tick.min(micro_batches - 1))?;
         let result = is_first.where_cond(&fresh, &arrived)?.matmul(weight)?.tanh()?;
-        if let Some(leaving) = at_work(stages - 1, tick, micro_batches) {
+        if let Some(leaving) = active_micro_batch(stages - 1, tick, micro_batches) {
             losses.push(mse(&result, &y.get(leaving)?)?);
         }
         if tick + 1 < n_ticks(stages, micro_batches) {
@@ -126,17 +129,17 @@ fn pipelined(
         }
     }
     let loss = Tensor::stack(&losses, 0)?.mean_all()?;
-    // As a tensor: candle takes a number 0 for the end of the graph.
+    // Multiply by a tensor: candle ends the graph at a number 0.
     let counts = mask(stage + 1 == stages, &loss)?.to_dtype(DType::F32)?;
     loss * counts
 }
 
-/// Ones in the shape of `like` if `on`, else zeros.
+/// Returns ones in the shape of `like` if `on`, else zeros.
 fn mask(on: bool, like: &Tensor) -> candle_core::Result<Tensor> {
     Tensor::full(u8::from(on), like.shape(), like.device())
 }
 
-/// The same on one device, in plain candle, the batch as a whole.
+/// Computes the same on one device, in plain candle, with the full batch.
 fn serial(weights: &Tensor, x: &Tensor, y: &Tensor) -> candle_core::Result<(f32, Tensor)> {
     let weights = Var::from_tensor(weights)?;
     let mut hidden = x.flatten_to(1)?;
@@ -150,12 +153,12 @@ fn serial(weights: &Tensor, x: &Tensor, y: &Tensor) -> candle_core::Result<(f32,
     Ok((loss.to_scalar()?, grad.clone()))
 }
 
-/// The largest difference between two tensors.
-fn apart(left: &Tensor, right: &Tensor) -> candle_core::Result<f32> {
+/// Returns the largest difference between two tensors.
+fn max_difference(left: &Tensor, right: &Tensor) -> candle_core::Result<f32> {
     (left - right)?.abs()?.max_all()?.to_scalar()
 }
 
-/// Weights of all stages, inputs and targets of all micro-batches.
+/// Returns the weights of all stages, and the inputs and targets of all micro-batches.
 fn example(
     stages: usize,
     micro_batches: usize,
@@ -166,8 +169,8 @@ fn example(
     Ok((weights, x, y))
 }
 
-/// Numbers that depend on the seed alone, from a replica's generator; candle's own has no seed on a
-/// processor.
+/// Returns numbers that depend only on the seed, from a replica's generator; candle's generator
+/// cannot be seeded on a processor.
 fn normal(seed: u64, shape: (usize, usize, usize)) -> pmap_mesh::Result<Tensor> {
     DeviceMesh::cpu(1)?.pmap(move |ctx, ()| ctx.rng().normal(shape)).seed(Seed::new(seed)).call(())
 }
@@ -177,29 +180,30 @@ mod tests {
     use super::*;
 
     #[test]
-    fn loss_and_gradients_are_those_of_the_whole_model() -> Result<(), Box<dyn Error>> {
+    fn gradients_match_the_full_model() -> Result<(), Box<dyn Error>> {
         for (stages, micro_batches) in [(1, 2), (2, 1), (2, 4), (3, 2), (4, 5)] {
             let mesh = DeviceMesh::builder().axis("stage", stages).cpu()?;
             let (weights, x, y) = example(stages, micro_batches)?;
             let (loss, grads) = loss_and_grads(&mesh, &weights, &x, &y)?;
             let (expected, expected_grads) = serial(&weights, &x, &y)?;
             assert!((loss - expected).abs() < 1e-6, "{stages} stages: {loss} for {expected}");
-            let apart = apart(&grads, &expected_grads)?;
+            let difference = max_difference(&grads, &expected_grads)?;
             assert!(
-                apart < 1e-6,
-                "{stages} stages, {micro_batches} micro-batches: gradients are {apart} apart"
+                difference < 1e-6,
+                "{stages} stages, {micro_batches} micro-batches: gradients are {difference} apart"
             );
         }
         Ok(())
     }
 
     #[test]
-    fn every_micro_batch_visits_every_stage_once() {
+    fn micro_batches_visit_every_stage() {
         for (stages, micro_batches) in [(1, 1), (2, 4), (3, 2)] {
             for stage in 0..stages {
                 let ticks = 0..n_ticks(stages, micro_batches);
-                let visits: Vec<usize> =
-                    ticks.filter_map(|tick| at_work(stage, tick, micro_batches)).collect();
+                let visits: Vec<usize> = ticks
+                    .filter_map(|tick| active_micro_batch(stage, tick, micro_batches))
+                    .collect();
                 assert_eq!(visits, (0..micro_batches).collect::<Vec<_>>());
             }
         }

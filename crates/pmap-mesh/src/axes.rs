@@ -1,21 +1,21 @@
-//! Which axes of a mesh are meant.
+//! Sets of mesh axes, by name.
 
 use std::fmt;
 
-/// Some of the axes of a mesh, by name, or [`ALL`] of them.
+/// A set of the axes of a mesh, by name, or [`ALL`] of them.
 ///
-/// A set: whatever order they are named in, positions along several axes count in the order of the
-/// mesh, the last axis fastest. Along none, as by `[]`, each replica is a group of its own: a sum
-/// is its own value, and nothing is cut. That is what remains of a list of axes that a program
-/// works out and finds empty; to mean the whole mesh, write `ALL`.
+/// The order of the names does not matter: positions along several axes count in the order of the
+/// mesh, the last axis fastest. An empty set, such as `[]`, makes every replica a group of one: a
+/// sum returns its own value, and nothing is cut. A program that computes a list of axes and finds
+/// none gets this; to name the whole mesh, use `ALL`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct MeshAxes(Option<Vec<String>>);
 
-/// All axes of a mesh at once: its devices in one row.
+/// All axes of a mesh, as one row of devices.
 pub const ALL: MeshAxes = MeshAxes(None);
 
 impl MeshAxes {
-    /// The names, or `None` for all.
+    /// Returns the names, or `None` for all axes.
     pub(crate) fn names(&self) -> Option<&[String]> {
         self.0.as_deref()
     }
@@ -54,5 +54,5 @@ impl fmt::Display for MeshAxes {
     }
 }
 
-/// Axes of one mesh, as a set of bits: bit n is axis n.
+/// Axes of one mesh as a set of bits: bit n is axis n.
 pub(crate) type AxisSet = u64;

@@ -1,4 +1,4 @@
-//! Names, sizes and coordinates: the grid of a mesh, without its devices.
+//! The grid of a mesh, without its devices: names and sizes of axes, coordinates, groups.
 
 use std::{
     collections::BTreeMap,
@@ -11,27 +11,26 @@ use crate::{
     sync::lock,
 };
 
-/// The largest number of devices in one mesh; each has a thread of its own.
+/// The largest number of devices in one mesh. Each has its own thread.
 pub(crate) const MAX_DEVICES: usize = 1024;
 
-/// The time that a process waits for others by default, as PyTorch's NCCL groups do.
+/// The default deadline over several processes, as in PyTorch's NCCL groups.
 #[cfg(any(feature = "mpi", feature = "nccl"))]
 pub(crate) const PROCESS_DEADLINE: std::time::Duration = std::time::Duration::from_mins(10);
 
-/// The named axes of a mesh and what follows from them.
+/// The named axes of a mesh, and the groups along them.
 #[derive(Debug)]
 pub(crate) struct Topology {
     axes: Vec<(String, usize)>,
-    /// The groups along each set of axes that was asked for. No other lock is taken under it.
+    /// Cache of the groups along each requested set of axes. No other lock is taken under it.
     groups: Mutex<BTreeMap<AxisSet, Arc<Groups>>>,
 }
 
 impl Topology {
-    /// The most axes; each set of them must fit into an [`AxisSet`], and 16 are more than anybody
-    /// has named.
+    /// The largest number of axes. Each set of axes must fit into an [`AxisSet`].
     pub(crate) const MAX_AXES: usize = 16;
 
-    /// Checks names and sizes.
+    /// Checks the names and sizes of the axes.
     pub(crate) fn new(axes: Vec<(String, usize)>, max_slots: usize) -> Result<Self, MeshError> {
         if axes.len() > Self::MAX_AXES {
             return Err(MeshError::AxisCount { count: axes.len(), max: Self::MAX_AXES });
@@ -59,7 +58,7 @@ impl Topology {
         self.axes.iter().map(|(_, size)| size).product()
     }
 
-    /// The coordinate of a slot along every axis.
+    /// Returns the coordinate of a slot along every axis.
     pub(crate) fn coordinates(&self, slot: usize) -> Vec<usize> {
         let mut rest = slot;
         let mut coordinates = vec![0; self.axes.len()];
@@ -70,55 +69,55 @@ impl Topology {
         coordinates
     }
 
-    /// The set that `axes` names.
+    /// Returns the named axes as a set.
     pub(crate) fn set(&self, axes: &MeshAxes) -> Result<AxisSet, MeshError> {
         let Some(names) = axes.names() else { return Ok((1 << self.axes.len()) - 1) };
-        names.iter().try_fold(0, |set, name| Ok(set | 1 << self.position(name)?))
+        names.iter().try_fold(0, |set, name| Ok(set | 1 << self.axis_index(name)?))
     }
 
-    fn position(&self, name: &str) -> Result<usize, MeshError> {
+    fn axis_index(&self, name: &str) -> Result<usize, MeshError> {
         self.axes.iter().position(|(known, _)| known == name).ok_or_else(|| {
             let known = self.axes.iter().map(|(name, _)| name.clone()).collect();
             MeshError::UnknownAxis { name: name.to_owned(), known }
         })
     }
 
-    /// The axes along which there is more than one slot.
+    /// Returns the axes along which there is more than one slot.
     #[cfg(feature = "mpi")]
-    pub(crate) fn long_axes(&self) -> AxisSet {
+    pub(crate) fn axes_longer_than_one(&self) -> AxisSet {
         let long = self.axes.iter().enumerate().filter(|(_, (_, size))| *size > 1);
         long.fold(0, |set, (axis, _)| set | 1 << axis)
     }
 
-    /// How many slots a group along these axes has.
+    /// Returns the number of slots in a group along these axes.
     pub(crate) fn size(&self, set: AxisSet) -> usize {
-        self.axes_of(set).map(|(_, (_, size))| size).product()
+        self.axes_in(set).map(|(_, (_, size))| size).product()
     }
 
-    /// The groups of slots that differ along `set` only.
+    /// Returns the groups of slots that differ along `set` only.
     pub(crate) fn groups(&self, set: AxisSet) -> Arc<Groups> {
         let mut groups = lock(&self.groups);
-        Arc::clone(groups.entry(set).or_insert_with(|| Arc::new(self.grouped(set))))
+        Arc::clone(groups.entry(set).or_insert_with(|| Arc::new(self.build_groups(set))))
     }
 
-    fn grouped(&self, set: AxisSet) -> Groups {
+    fn build_groups(&self, set: AxisSet) -> Groups {
         let mut groups: BTreeMap<Vec<usize>, usize> = BTreeMap::new();
         let mut members: Vec<Vec<usize>> = Vec::new();
-        let mut places = Vec::with_capacity(self.slots());
+        let mut positions = Vec::with_capacity(self.slots());
         for slot in 0..self.slots() {
             let mut outside = self.coordinates(slot);
-            self.axes_of(set).for_each(|(axis, _)| outside[axis] = 0);
+            self.axes_in(set).for_each(|(axis, _)| outside[axis] = 0);
             let group = *groups.entry(outside).or_insert(members.len());
             if group == members.len() {
                 members.push(Vec::new());
             }
-            places.push(Place { group, rank: members[group].len() });
+            positions.push(GridPosition { group, rank: members[group].len() });
             members[group].push(slot);
         }
-        Groups { members: members.into_iter().map(Arc::from).collect(), places }
+        Groups { members: members.into_iter().map(Arc::from).collect(), positions }
     }
 
-    fn axes_of(&self, set: AxisSet) -> impl Iterator<Item = (usize, &(String, usize))> {
+    fn axes_in(&self, set: AxisSet) -> impl Iterator<Item = (usize, &(String, usize))> {
         self.axes.iter().enumerate().filter(move |(axis, _)| set & (1 << axis) != 0)
     }
 }
@@ -128,35 +127,35 @@ impl Topology {
 pub(crate) struct Groups {
     /// The slots of each group, by rank.
     members: Vec<Arc<[usize]>>,
-    /// The place of each slot.
-    places: Vec<Place>,
+    /// The position of each slot.
+    positions: Vec<GridPosition>,
 }
 
-/// Which group a slot is in, and its rank there.
+/// The group of a slot, and its rank in the group.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Place {
+pub(crate) struct GridPosition {
     pub(crate) group: usize,
     pub(crate) rank: usize,
 }
 
 impl Groups {
-    /// How many groups there are.
+    /// Returns the number of groups.
     pub(crate) fn len(&self) -> usize {
         self.members.len()
     }
 
-    pub(crate) fn place(&self, slot: usize) -> Place {
-        self.places[slot]
+    pub(crate) fn position(&self, slot: usize) -> GridPosition {
+        self.positions[slot]
     }
 
-    /// The slots of a group, by rank.
+    /// Returns the slots of a group, by rank.
     pub(crate) fn members(&self, group: usize) -> &Arc<[usize]> {
         &self.members[group]
     }
 
-    /// The slots of the group that a slot is in, itself included.
-    pub(crate) fn members_with(&self, slot: usize) -> &[usize] {
-        self.members(self.place(slot).group)
+    /// Returns the slots in the group of a slot, including the slot.
+    pub(crate) fn group_members(&self, slot: usize) -> &[usize] {
+        self.members(self.position(slot).group)
     }
 }
 
@@ -171,24 +170,24 @@ mod tests {
     }
 
     #[test]
-    fn groups_along_an_axis_differ_there_only() {
+    fn groups_differ_along_their_axes_only() {
         let grid = grid(&[2, 3]);
         let rows = grid.groups(grid.set(&"a1".into()).unwrap());
         assert_eq!((&rows.members(0)[..], &rows.members(1)[..]), (&[0, 1, 2][..], &[3, 4, 5][..]));
         let columns = grid.groups(grid.set(&"a0".into()).unwrap());
         assert_eq!((columns.members.len(), &columns.members(1)[..]), (3, &[1, 4][..]));
-        assert_eq!(columns.place(4), Place { group: 1, rank: 1 });
+        assert_eq!(columns.position(4), GridPosition { group: 1, rank: 1 });
         assert_eq!(grid.groups(grid.set(&ALL).unwrap()).members(0)[..], [0, 1, 2, 3, 4, 5]);
         assert_eq!(grid.groups(0).members.len(), 6);
     }
 
     #[test]
-    fn every_set_of_axes_parts_all_slots_in_order() {
+    fn groups_list_all_slots_in_order() {
         let grid = grid(&[2, 3, 2]);
         for set in 0..8 {
             let groups = grid.groups(set);
             for slot in 0..12 {
-                let Place { group, rank } = groups.place(slot);
+                let GridPosition { group, rank } = groups.position(slot);
                 assert_eq!(groups.members(group)[rank], slot);
                 assert_eq!(groups.members(group).len(), grid.size(set));
             }
@@ -197,7 +196,7 @@ mod tests {
     }
 
     #[test]
-    fn names_must_be_known_and_differ() {
+    fn unknown_and_duplicate_names_are_rejected() {
         let error = grid(&[2, 2]).set(&["a0", "b"].into()).unwrap_err();
         let MeshError::UnknownAxis { name, known } = error else { panic!("{error}") };
         assert_eq!((name.as_str(), known), ("b", vec!["a0".to_owned(), "a1".to_owned()]));

@@ -5,15 +5,15 @@
 //! [`Replica`]: crate::Replica
 //! [`Sharded`]: crate::Sharded
 //! [`TensorTree`]: crate::TensorTree
-// The README's links go to the registry. The first of two definitions counts: on this page, where
-// those above come first, they go to the crate itself.
+// The README links to the registry. If a link is defined twice, the first definition counts, so on
+// this page the definitions above lead to the crate itself.
 #![doc = include_str!("../README.md")]
 
 mod axes;
 mod device;
-mod ending;
 mod engine;
 mod error;
+mod exit;
 mod grid;
 mod mesh;
 mod pmap;
@@ -40,9 +40,9 @@ pub use crate::{
     spec::{P, Specs, cut::Uneven, tree::TensorTree},
 };
 
-/// Items for the crates that stand on this one, which may change with any version.
+/// Items for the crates that build on this one. They may change with any version.
 ///
-/// Some of its errors carry such items too: they can be displayed, and are not to be matched.
+/// Some errors of this crate contain these items. Display them; do not match on them.
 #[doc(hidden)]
 pub mod support {
     pub use crate::{
@@ -59,6 +59,6 @@ pub mod support {
 #[doc(hidden)]
 pub use crate::error::one_line;
 
-/// For [`tensor_tree!`], whose callers may have candle under another name.
+/// The tensor type that [`tensor_tree!`] names, since its callers may have renamed candle.
 #[doc(hidden)]
 pub use candle_core::Tensor as __Tensor;

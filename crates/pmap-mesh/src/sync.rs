@@ -1,4 +1,4 @@
-//! Waiting for another thread, first by giving way, then asleep; locks; and panics caught.
+//! Waiting for another thread (yield first, then sleep), locks, and caught panics.
 
 use std::{
     any::Any,
@@ -9,20 +9,20 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// How long a waiting thread gives way before it sleeps: longer than the wake-up costs that a
-/// sleeping thread would have to wait for. (A fifth of it was too short: two threads that do 3 µs of
-/// work each between two meetings slept in turns, and took 19 µs for each.)
+/// Time for which a waiting thread yields before it sleeps: longer than the wake-up of a sleeping
+/// thread takes. (A fifth of it was too short: two threads with 3 µs of work between two rendezvous
+/// took turns sleeping, and each rendezvous took 19 µs.)
 ///
-/// A time, and not a number of attempts: one takes 0.1 µs where nobody else wants the core, and many
-/// where somebody does, who then loses half of it to a thread that has nothing to do.
-const PATIENCE: Duration = Duration::from_micros(50);
+/// This is a time and not a number of attempts, because an attempt takes 0.1 µs on an idle core and
+/// far longer on a busy one, where yielding costs the busy thread half of its time.
+const YIELD_TIME: Duration = Duration::from_micros(50);
 
-/// Waits until `ready`, or until `deadline` has passed; returns whether it became ready.
+/// Waits until `ready` returns true or `deadline` has passed. Returns true if it became ready.
 ///
-/// The thread that makes it ready must [`unpark`](thread::Thread::unpark) this one afterwards: a
-/// permit that was given before `park` makes it return at once, so no wake-up is lost.
-pub(crate) fn until(deadline: Option<Instant>, ready: impl Fn() -> bool) -> bool {
-    if soon(&ready) {
+/// The thread that makes it ready must [`unpark`](thread::Thread::unpark) this one afterwards. If
+/// it does so before this thread parks, `park` returns at once, so no wake-up is lost.
+pub(crate) fn wait_until(deadline: Option<Instant>, ready: impl Fn() -> bool) -> bool {
+    if yield_until(&ready) {
         return true;
     }
     while !ready() {
@@ -35,14 +35,15 @@ pub(crate) fn until(deadline: Option<Instant>, ready: impl Fn() -> bool) -> bool
     true
 }
 
-/// Waits for a while until `ready`, without sleeping; returns whether it became ready.
-pub(crate) fn soon(ready: impl Fn() -> bool) -> bool {
+/// Yields for a short time until `ready` returns true. Returns true if it became ready.
+pub(crate) fn yield_until(ready: impl Fn() -> bool) -> bool {
     if ready() {
         return true;
     }
     let start = Instant::now();
-    while start.elapsed() < PATIENCE {
-        // Not a spin: with more slots than cores the thread that is waited for may need this one's.
+    while start.elapsed() < YIELD_TIME {
+        // Yield instead of spinning: with more slots than cores the awaited thread may need this
+        // core.
         thread::yield_now();
         if ready() {
             return true;
@@ -51,28 +52,28 @@ pub(crate) fn soon(ready: impl Fn() -> bool) -> bool {
     false
 }
 
-/// Locks a mutex, even if a thread has panicked under it: what lies under the locks of this crate is
-/// whole between any two statements.
+/// Locks a mutex even if it is poisoned: no panic can leave the data under a lock of this crate
+/// half-changed.
 pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Runs a function that may panic, and returns its result or the message of its panic.
+/// Runs a function and returns its result, or the message if it panics.
 pub(crate) fn catch<T>(run: impl FnOnce() -> T) -> Result<T, String> {
-    // Whatever a panic leaves half done is owned by the replica and dropped with it.
+    // The replica owns any half-changed state and drops it.
     catch_unwind(AssertUnwindSafe(run)).map_err(|payload| {
         let message = panic_message(&*payload);
-        discard(payload);
+        drop_payload(payload);
         message
     })
 }
 
-/// Drops what a panic was raised with, which may panic in turn: outside of `catch_unwind` that
-/// would end the program.
-fn discard(payload: Box<dyn Any + Send>) {
-    if let Err(again) = catch_unwind(AssertUnwindSafe(|| drop(payload))) {
-        // That one may panic as well, and so on: it is left where it is.
-        mem::forget(again);
+/// Drops a panic's payload, whose destructor may panic too: outside of `catch_unwind` that would
+/// end the program.
+fn drop_payload(payload: Box<dyn Any + Send>) {
+    if let Err(second) = catch_unwind(AssertUnwindSafe(|| drop(payload))) {
+        // The second payload may panic as well, so it is leaked.
+        mem::forget(second);
     }
 }
 

@@ -1,5 +1,5 @@
-//! The peak memory of collectives, counted by a global allocator: a program of its own, whose tests
-//! run one at a time, so that nothing else counts.
+//! The peak memory of collectives, counted by a global allocator. This is a separate program, and
+//! its tests run one at a time, so that nothing else is counted.
 
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
@@ -16,45 +16,45 @@ use process_tests::nothing;
 #[global_allocator]
 static MEMORY: PeakAlloc = PeakAlloc;
 
-/// Guards the counter, which counts for all threads of the test program.
+/// The lock of the counter, which counts all threads of the test program.
 static COUNTING: Mutex<()> = Mutex::new(());
 
 const ITEMS: usize = 4 << 20;
 const BYTES: usize = 4 * ITEMS;
 const SLOTS: usize = 4;
 
-/// Held by a test from its first allocation to its last.
+/// Locks the counter; a test keeps the lock from its first allocation to its last.
 fn counting() -> MutexGuard<'static, ()> {
     COUNTING.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// The most that `f` holds beyond what is there when it begins, in copies of `BYTES`.
+/// Returns the peak of the additional memory during `f`, in units of `BYTES`.
 fn peak_copies(f: impl Fn(&Replica) -> Result<()> + Send + Sync + 'static) -> f64 {
     let mesh = DeviceMesh::builder().axis("a", SLOTS).pin(false).cpu().unwrap();
     let run = mesh.pmap(move |ctx, _: Tensor| f(ctx)).in_axes(None);
-    let before = MEMORY.current_usage();
+    let base = MEMORY.current_usage();
     MEMORY.reset_peak_usage();
     run.call(nothing()).unwrap();
-    (MEMORY.peak_usage() - before) as f64 / BYTES as f64
+    (MEMORY.peak_usage() - base) as f64 / BYTES as f64
 }
 
 fn large() -> Tensor {
     Tensor::ones(ITEMS, DType::F32, &Device::Cpu).unwrap()
 }
 
-/// A view that takes no memory.
+/// Returns a view that takes no memory.
 fn none() -> Tensor {
     Tensor::zeros(1, DType::F32, &Device::Cpu).unwrap().broadcast_as(ITEMS).unwrap()
 }
 
 #[test]
-fn all_who_receive_a_broadcast_share_one_copy() {
+fn broadcast_receivers_share_one_copy() {
     let _counting = counting();
     let x = large();
     let peak = peak_copies(move |ctx| {
         let sent = if ctx.slot() == 1 { x.clone() } else { none() };
         let received = ctx.broadcast(&sent, 1, ALL)?;
-        // Together, as in a model that uses it.
+        // Sum them, as a model that uses the result would.
         ctx.barrier(ALL)?;
         assert_eq!(received.dims(), [ITEMS]);
         Ok(())
@@ -63,7 +63,7 @@ fn all_who_receive_a_broadcast_share_one_copy() {
 }
 
 #[test]
-fn who_sends_nothing_along_a_permutation_copies_nothing() {
+fn permute_copies_only_on_senders() {
     let _counting = counting();
     let x = large();
     let peak = peak_copies(move |ctx| {
@@ -73,12 +73,12 @@ fn who_sends_nothing_along_a_permutation_copies_nothing() {
         drop(received);
         Ok(())
     });
-    // The slots that receive nothing make their zeros.
+    // The slots without a sender allocate zeros.
     assert!((3.9..4.2).contains(&peak), "{peak} copies");
 }
 
 #[test]
-fn each_replica_gets_its_part_of_a_sum_alone() {
+fn reduce_scatter_allocates_only_parts() {
     let _counting = counting();
     let x = large();
     let peak = peak_copies(move |ctx| {
@@ -91,14 +91,13 @@ fn each_replica_gets_its_part_of_a_sum_alone() {
 }
 
 #[test]
-fn what_is_gathered_of_runs_is_there_once() {
+fn gathered_runs_are_stored_once() {
     let _counting = counting();
     let x = large();
-    let run =
-        |slot: usize| Run { tensor: 0, items: slot * ITEMS / SLOTS..(slot + 1) * ITEMS / SLOTS };
-    let layout =
-        RunLayout::new("layer", [(ITEMS, DType::F32)], (0..SLOTS).map(|slot| vec![run(slot)]))
-            .unwrap();
+    let runs = (0..SLOTS).map(|slot| {
+        vec![Run { tensor: 0, items: slot * ITEMS / SLOTS..(slot + 1) * ITEMS / SLOTS }]
+    });
+    let layout = RunLayout::new("layer", [(ITEMS, DType::F32)], runs).unwrap();
     let peak = peak_copies(move |ctx| {
         let own = x.narrow(0, ctx.slot() * ITEMS / SLOTS, ITEMS / SLOTS)?;
         let whole = ctx.gather_runs(vec![own], &layout, ALL)?;
@@ -109,6 +108,6 @@ fn what_is_gathered_of_runs_is_there_once() {
         assert_eq!(sums[0].dims(), [ITEMS / SLOTS]);
         Ok(())
     });
-    // The whole, and then the sums of all parts.
+    // The full tensors, and then the sums of all parts.
     assert!((1.9..2.2).contains(&peak), "{peak} copies");
 }

@@ -1,9 +1,9 @@
-//! One process per GPU gives what one thread per slot gives, to the bit; and no process outlives
-//! another's failure.
+//! One process per GPU equals one thread per slot, to the bit, and no process outlives another's
+//! failure.
 //!
-//! The program starts itself once for each GPU, as a launcher does: it tells each process its rank,
-//! and ends the others when one has failed. With one GPU that is a world of one, in which nothing
-//! is sent. It is a program of its own, without a harness.
+//! The program starts itself once for each GPU, like a launcher: it passes each process its rank,
+//! and ends the others when one has failed. With one GPU that is a world of one, which sends
+//! nothing. It has no test harness.
 
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
@@ -25,12 +25,12 @@ const CASES: &[Case] = &[
     Case::succeeds("underway", 1),
     Case::succeeds("runs", 2),
     Case::succeeds("set afterwards", 1),
-    Case::fails("one gpu", 2, "take the same GPU, and NCCL needs one for each process"),
+    Case::fails("one gpu", 2, "take the same GPU, but NCCL needs one for each process"),
     Case::fails("started others", 2, "replica 1 calls start_psum of f32 [4]"),
     Case::fails("not waited", 2, "without having waited for start_psum"),
     Case::fails("not started", 2, "replica 0 waited for more than 500ms in start_psum"),
     Case::fails("integers of 32 bits", 2, "tensors of type i32 cannot be sent over NCCL"),
-    Case::fails("host tensor", 1, "over NCCL it must be on the device of its replica"),
+    Case::fails("host tensor", 1, "NCCL needs it on the device of its replica"),
     Case::fails("failure", 2, "failed: no more data"),
     Case::fails("panic", 2, "this one breaks"),
     Case::fails(
@@ -43,7 +43,7 @@ const CASES: &[Case] = &[
     Case::fails("killed", 2, ""),
 ];
 
-/// One of the processes of a case.
+/// One process of a case.
 struct Nccl {
     launched: LaunchEnv,
     n_meshes: Cell<usize>,
@@ -57,7 +57,7 @@ impl Nccl {
 
 impl Engine for Nccl {
     fn open(&self, builder: DeviceMeshBuilder) -> DeviceMesh {
-        // All processes make their meshes in one order.
+        // All processes build their meshes in the same order.
         let nth = self.n_meshes.replace(self.n_meshes.get() + 1);
         let store = NcclStore::File(process_tests::folder().join(format!("id-{nth}")));
         builder.nccl(self.launched.placement(), self.local_rank(), &store).unwrap()
@@ -82,7 +82,7 @@ fn main() -> ExitCode {
     })
 }
 
-/// A tensor on the processor in a collective, which ends the program.
+/// Passes a tensor on the processor to a collective, which ends the program.
 fn host_tensor(engine: &Nccl) {
     let mesh = engine.open(DeviceMesh::builder());
     let run = mesh.pmap(|ctx, x: Tensor| {
@@ -92,14 +92,14 @@ fn host_tensor(engine: &Nccl) {
     drop(run.in_axes(None).call(process_tests::nothing()));
 }
 
-/// All processes on one GPU, which is refused on all of them before NCCL is started.
+/// Starts all processes on one GPU, which all of them reject before NCCL starts.
 fn one_gpu(engine: &Nccl) {
     let store = NcclStore::File(process_tests::folder().join("id"));
     let outcome = DeviceMesh::builder().nccl(engine.launched.placement(), 0, &store);
     panic!("{}", outcome.unwrap_err());
 }
 
-/// Of a type that NCCL knows and candle's kernels do not.
+/// Passes a dtype that NCCL supports and candle's kernels do not.
 fn integers_of_32_bits(engine: &Nccl) {
     let mesh = engine.open(DeviceMesh::builder());
     let run = mesh.pmap(|ctx, _: Tensor| {
@@ -110,7 +110,7 @@ fn integers_of_32_bits(engine: &Nccl) {
     drop(run.in_axes(None).call(process_tests::nothing()));
 }
 
-/// What has been sent is used, and set before it may have arrived: whoever sends waits for nobody.
+/// Sets a variable right after sending it: a sender waits for no receiver.
 fn set_afterwards(engine: &Nccl) {
     const ITEMS: usize = 1 << 18;
     let mesh = engine.open(DeviceMesh::builder());

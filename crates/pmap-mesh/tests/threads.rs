@@ -1,6 +1,7 @@
-//! The number of threads of candle's kernels: set in time by a program, or warned about.
+//! The thread counts of candle's kernels: set in time by a program, or reported by a warning.
 //!
-//! A program of its own: its tests start it again with environments that other tests must not see.
+//! This is a separate program: its tests start it again with environments that other tests must not
+//! see.
 
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
@@ -12,11 +13,11 @@ use std::{
 use candle_core::{DType, Device, Tensor};
 use pmap_mesh::{DeviceMesh, Error, MeshError, init_threads, support::THREAD_VARIABLES};
 
-/// Says to a test that it is the process that another one has started.
+/// The variable that marks a process as started by another test.
 const CHILD: &str = "PMAP_MESH_TEST_THREADS";
 
 #[test]
-fn a_process_with_a_second_thread_is_refused_and_left_as_it_is() {
+fn second_thread_prevents_init_threads() {
     if env::var_os(CHILD).is_some() {
         // The thread of this test is the second one.
         let refused = init_threads(2).unwrap_err();
@@ -30,37 +31,37 @@ fn a_process_with_a_second_thread_is_refused_and_left_as_it_is() {
     }
     // Windows does not count them.
     if !cfg!(windows) {
-        let name = "a_process_with_a_second_thread_is_refused_and_left_as_it_is";
+        let name = "second_thread_prevents_init_threads";
         run(name, &[]);
     }
 }
 
 #[test]
-fn what_the_user_has_set_stays() {
+fn user_variables_stay() {
     if env::var_os(CHILD).is_some() {
         init_threads(2).unwrap();
         assert!(THREAD_VARIABLES.iter().all(|name| env::var(name).unwrap() == "7"));
         return;
     }
-    run("what_the_user_has_set_stays", &THREAD_VARIABLES.map(|name| (name, "7")));
+    run("user_variables_stay", &THREAD_VARIABLES.map(|name| (name, "7")));
 }
 
 #[test]
-fn no_slots_have_no_share() {
+fn zero_slots_is_an_error() {
     assert!(matches!(init_threads(0), Err(Error::Mesh(MeshError::Size { count: 0, .. }))));
 }
 
 #[test]
-fn a_mesh_whose_slots_share_the_threads_says_so_once() {
+fn shared_threads_warn_once() {
     if env::var_os(CHILD).is_some() {
-        // One slot shares with nobody.
+        // A single slot shares with no other.
         for slots in [1, 3, 2] {
             let double = DeviceMesh::cpu(slots).unwrap().pmap(|_, x: Tensor| x * 2.);
             double.call(Tensor::ones(6, DType::F32, &Device::Cpu).unwrap()).unwrap();
         }
         return;
     }
-    let name = "a_mesh_whose_slots_share_the_threads_says_so_once";
+    let name = "shared_threads_warn_once";
     let warnings = |variables: &[(&str, &str)]| {
         let stderr = String::from_utf8(run(name, variables).stderr).unwrap();
         let warnings = stderr.lines().filter(|line| line.starts_with("warning: "));
@@ -73,7 +74,7 @@ fn a_mesh_whose_slots_share_the_threads_says_so_once() {
     assert_eq!(warnings(&THREAD_VARIABLES.map(|name| (name, "1"))), [""; 0]);
 }
 
-/// The test of this name in a process of its own, with these variables only.
+/// Runs the test of this name in a separate process, with only these variables.
 fn run(name: &str, variables: &[(&str, &str)]) -> Output {
     let mut command = Command::new(env::current_exe().unwrap());
     for name in THREAD_VARIABLES {

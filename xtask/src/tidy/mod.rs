@@ -14,7 +14,7 @@ use cargo_metadata::{Package, TargetKind};
 
 use crate::{
     cmd::{self, Result},
-    tidy::{imports::Tree, surface::Uses},
+    tidy::{imports::ModuleTree, surface::NameUses},
     workspace,
 };
 
@@ -63,7 +63,7 @@ fn violations() -> Result<Vec<Violation>> {
     let metadata = workspace::read()?;
     let program = metadata.workspace_packages().into_iter().filter(|one| one.name == "xtask");
     for package in workspace::crates(&metadata).chain(program) {
-        violations.extend(of_package(package, &users));
+        violations.extend(check_package(package, &users));
     }
     violations.extend(size::folders(files.iter()));
     for path in &files {
@@ -75,12 +75,12 @@ fn violations() -> Result<Vec<Violation>> {
 }
 
 /// Returns the violations of rules about a whole package.
-fn of_package(package: &Package, users: &[(&String, Uses)]) -> Vec<Violation> {
+fn check_package(package: &Package, users: &[(&String, NameUses)]) -> Vec<Violation> {
     let folder = workspace::folder(package);
     let mut violations = Vec::new();
     let mut sources = BTreeSet::new();
     for (root, is_library) in roots(package) {
-        let tree = match Tree::read(&root, &read) {
+        let tree = match ModuleTree::read(&root, &read) {
             Ok(tree) => tree,
             Err(unread) => return vec![unread],
         };
@@ -111,12 +111,12 @@ fn roots(package: &Package) -> Vec<(String, bool)> {
 }
 
 /// Returns the names that a file uses; manifests use none.
-fn uses(path: &str) -> Uses {
+fn uses(path: &str) -> NameUses {
     let text = read(path).unwrap_or_default();
     match path.rsplit_once('.') {
-        Some((_, "rs")) => Uses::of_code(&text),
-        Some((_, "md")) => Uses::of_page(&text),
-        _ => Uses::default(),
+        Some((_, "rs")) => NameUses::add_code(&text),
+        Some((_, "md")) => NameUses::add_page(&text),
+        _ => NameUses::default(),
     }
 }
 
@@ -150,7 +150,7 @@ fn own_files() -> Result<Vec<String>> {
     Ok(files.iter().map(|path| workspace::relative(path)).collect())
 }
 
-/// Returns the text of a file, given relative to the root, or `None` if there is none.
+/// Returns the text of a file, given its path relative to the root, or `None` if it does not exist.
 fn read(path: &str) -> Option<String> {
     fs::read_to_string(cmd::root().join(path)).ok()
 }
@@ -160,20 +160,20 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_tree_keeps_the_house_rules() {
+    fn tree_keeps_the_house_rules() {
         let violations = violations().unwrap();
         let report: Vec<_> = violations.iter().map(ToString::to_string).collect();
         assert!(report.is_empty(), "\n{}", report.join("\n"));
     }
 
     #[test]
-    fn a_violation_reads_like_a_compiler_error() {
+    fn violation_displays_like_compiler_error() {
         let violation = Violation::new("crates/a/src/lib.rs", 7, "why");
         assert_eq!(violation.to_string(), "crates/a/src/lib.rs:7: why");
     }
 
     #[test]
-    fn users_are_other_packages_examples_programs_and_pages() {
+    fn users_include_packages_and_pages() {
         for (path, expected) in [
             ("crates/b/src/lib.rs", true),
             ("crates/a/src/lib.rs", false),
@@ -189,7 +189,7 @@ mod tests {
     }
 
     #[test]
-    fn the_roots_of_libraries_and_programs_are_found() {
+    fn crate_roots_are_found() {
         let metadata = workspace::read().unwrap();
         let root =
             |name: &str| roots(workspace::crates(&metadata).find(|one| one.name == name).unwrap());

@@ -1,6 +1,6 @@
 //! The rule that each public name has a user: another crate, a program, an example or a page.
 //!
-//! A name on a page of the reference promises something; a name without a user promises it to nobody.
+//! A name on a page of the reference is a promise; without a user it promises nothing.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -8,13 +8,13 @@ use proc_macro2::{Delimiter, TokenStream, TokenTree};
 
 use crate::tidy::{
     Violation,
-    imports::{Meaning, Method, Target, Tree},
+    imports::{ImportTarget, MethodUse, ModuleTree, NameMeaning},
 };
 
 /// The names that a file uses.
 #[derive(Default)]
-pub(super) struct Uses {
-    /// Names, but for those that it defines.
+pub(super) struct NameUses {
+    /// The names, except for those that it defines.
     names: BTreeSet<String>,
     /// Names after a dot that are called, and names after `::`.
     members: BTreeSet<String>,
@@ -23,10 +23,10 @@ pub(super) struct Uses {
 }
 
 /// Items and modules, each with its public names.
-type Items = BTreeMap<Target, BTreeSet<String>>;
+type Items = BTreeMap<ImportTarget, BTreeSet<String>>;
 
 /// Returns the public names of a crate that none of the `users` uses.
-pub(super) fn unused(tree: &Tree, users: &[&Uses]) -> Vec<Violation> {
+pub(super) fn unused(tree: &ModuleTree, users: &[&NameUses]) -> Vec<Violation> {
     let items = public_items(tree);
     let mut violations: Vec<_> = methods(tree, &items)
         .filter(|method| !users.iter().any(|uses| uses.has_method(method)))
@@ -44,8 +44,8 @@ pub(super) fn unused(tree: &Tree, users: &[&Uses]) -> Vec<Violation> {
 }
 
 /// Returns the methods of public types.
-fn methods<'a>(tree: &'a Tree, items: &'a Items) -> impl Iterator<Item = &'a Method> {
-    let types: BTreeSet<_> = items.keys().filter_map(Target::item).collect();
+fn methods<'a>(tree: &'a ModuleTree, items: &'a Items) -> impl Iterator<Item = &'a MethodUse> {
+    let types: BTreeSet<_> = items.keys().filter_map(ImportTarget::item).collect();
     tree.methods.iter().filter(move |method| types.contains(method.owner.as_str()))
 }
 
@@ -55,7 +55,7 @@ fn violation(file: &str, line: usize, name: &str) -> Violation {
 
 /// Returns the items and modules that a chain of public modules and imports reaches from the root,
 /// with their public names.
-fn public_items(tree: &Tree) -> Items {
+fn public_items(tree: &ModuleTree) -> Items {
     let mut items = Items::new();
     let mut waiting = vec![0];
     let mut seen = BTreeSet::new();
@@ -64,14 +64,14 @@ fn public_items(tree: &Tree) -> Items {
             continue;
         }
         for (name, target) in public_names(tree, id) {
-            if let Target::Module(child) = target {
+            if let ImportTarget::ModuleFacts(child) = target {
                 waiting.push(child);
             }
             items.entry(target).or_default().insert(name);
         }
         let globs = tree.modules[id].globs.iter().filter(|glob| glob.is_public);
         for target in globs.flat_map(|glob| tree.targets(id, &glob.path)) {
-            if let Target::Module(child) = target {
+            if let ImportTarget::ModuleFacts(child) = target {
                 waiting.push(child);
             }
         }
@@ -80,14 +80,16 @@ fn public_items(tree: &Tree) -> Items {
 }
 
 /// Returns the public names of a module, with their targets.
-fn public_names(tree: &Tree, id: usize) -> Vec<(String, Target)> {
+fn public_names(tree: &ModuleTree, id: usize) -> Vec<(String, ImportTarget)> {
     let mut names = Vec::new();
     for (name, meanings) in &tree.modules[id].names {
         for meaning in meanings.iter().filter(|meaning| meaning.is_public) {
             let targets = match &meaning.meaning {
-                Meaning::Item => BTreeSet::from([Target::Item(id, name.clone())]),
-                Meaning::Module(child) => BTreeSet::from([Target::Module(*child)]),
-                Meaning::Import(path) => tree.targets(id, path),
+                NameMeaning::Item => BTreeSet::from([ImportTarget::Item(id, name.clone())]),
+                NameMeaning::ModuleFacts(child) => {
+                    BTreeSet::from([ImportTarget::ModuleFacts(*child)])
+                }
+                NameMeaning::ImportLine(path) => tree.targets(id, path),
             };
             names.extend(targets.into_iter().map(|target| (name.clone(), target)));
         }
@@ -96,49 +98,49 @@ fn public_names(tree: &Tree, id: usize) -> Vec<(String, Target)> {
 }
 
 /// Returns the file and line of an item or module.
-fn place<'a>(tree: &'a Tree, target: &Target) -> (&'a str, usize) {
+fn place<'a>(tree: &'a ModuleTree, target: &ImportTarget) -> (&'a str, usize) {
     match target {
-        Target::Item(id, name) => {
+        ImportTarget::Item(id, name) => {
             let module = &tree.modules[*id];
             let line = module.names.get(name).and_then(|meanings| meanings.first());
             (&module.file, line.map_or(1, |named| named.line))
         }
-        Target::Module(id) => (&tree.modules[*id].file, 1),
+        ImportTarget::ModuleFacts(id) => (&tree.modules[*id].file, 1),
     }
 }
 
-impl Uses {
-    fn has_method(&self, method: &Method) -> bool {
+impl NameUses {
+    fn has_method(&self, method: &MethodUse) -> bool {
         let is_member = method.has_receiver && self.members.contains(&method.name);
         is_member || self.paths.contains(&(method.owner.clone(), method.name.clone()))
     }
 
     /// Reads the names in Rust code.
-    pub(super) fn of_code(code: &str) -> Self {
+    pub(super) fn add_code(code: &str) -> Self {
         let mut words = Vec::new();
         // A file that is no Rust is a violation elsewhere.
         flatten(code.parse().unwrap_or_default(), &mut words);
         let mut uses = Self::default();
         for (nth, word) in words.iter().enumerate() {
-            let before = |n: usize| nth.checked_sub(n).map_or("", |at| words[at].as_str());
-            if !word.starts_with(|c: char| c.is_alphabetic() || c == '_') || defines(before(1)) {
+            let preceding = |n: usize| nth.checked_sub(n).map_or("", |at| words[at].as_str());
+            if !word.starts_with(|c: char| c.is_alphabetic() || c == '_') || defines(preceding(1)) {
                 continue;
             }
             uses.names.insert(word.clone());
-            let is_path = before(1) == ":" && before(2) == ":";
-            let after = words.get(nth + 1).map_or("", String::as_str);
-            if is_path || before(1) == "." && ["(", ":"].contains(&after) {
+            let is_path = preceding(1) == ":" && preceding(2) == ":";
+            let following = words.get(nth + 1).map_or("", String::as_str);
+            if is_path || preceding(1) == "." && ["(", ":"].contains(&following) {
                 uses.members.insert(word.clone());
             }
             if is_path {
-                uses.paths.insert((before(3).to_owned(), word.clone()));
+                uses.paths.insert((preceding(3).to_owned(), word.clone()));
             }
         }
         uses
     }
 
     /// Reads the names in code font on a page.
-    pub(super) fn of_page(page: &str) -> Self {
+    pub(super) fn add_page(page: &str) -> Self {
         let mut uses = Self::default();
         // Every other piece between backticks is code; three of them around a block leave pieces
         // without text between them.
@@ -200,18 +202,20 @@ mod tests {
         ("src/b.rs", "pub fn free() {} pub(crate) fn ours() {}"),
     ];
 
-    /// The names without a user, of a crate whose only user is this code and this page.
+    /// Returns the unused names of a crate with this code and this page as its only users.
     fn names(code: &str, page: &str) -> Vec<String> {
         let files = BTreeMap::from(CRATE);
         let read = |path: &str| files.get(path).map(ToString::to_string);
-        let tree = Tree::read("src/lib.rs", &read).unwrap();
-        let violations = unused(&tree, &[&Uses::of_code(code), &Uses::of_page(page)]);
-        let name = |violation: Violation| violation.rule.split('`').nth(1).unwrap().to_owned();
-        violations.into_iter().map(name).collect()
+        let tree = ModuleTree::read("src/lib.rs", &read).unwrap();
+        let violations = unused(&tree, &[&NameUses::add_code(code), &NameUses::add_page(page)]);
+        violations
+            .into_iter()
+            .map(|violation| violation.rule.split('`').nth(1).unwrap().to_owned())
+            .collect()
     }
 
     #[test]
-    fn a_public_name_without_a_user_is_found() {
+    fn unused_public_name_is_found() {
         let all = ["b", "Still", "Used", "free", "Used::new", "Used::ask", "Used::rest"];
         let sorted = |mut names: Vec<String>| {
             names.sort();
@@ -219,7 +223,7 @@ mod tests {
         };
         let expected = sorted(all.map(str::to_owned).to_vec());
         assert_eq!(sorted(names("", "")), expected);
-        // A name that the code defines, or that is no call, is no use.
+        // A name that the code defines, or that is not a call, is not a use.
         assert_eq!(
             sorted(names("fn free() { let b = x.rest; Other::new() }", "free rest")),
             expected

@@ -1,4 +1,4 @@
-//! Rules about what stands in one file.
+//! Rules about the text of one file.
 
 use std::path::Path;
 
@@ -14,7 +14,7 @@ const MARKS: [&str; 5] = [
     concat!("unimplemented", "!"),
 ];
 
-/// Every rule for the file at `path`.
+/// Returns the violations of every rule in the file at `path`.
 pub(super) fn check(path: &str, text: &str) -> Vec<Violation> {
     let mut violations = unfinished(path, text);
     if Path::new(path).extension().is_some_and(|end| end == "rs") {
@@ -58,13 +58,13 @@ fn numbered(text: &str) -> impl Iterator<Item = (usize, &str)> {
 mod tests {
     use super::*;
 
-    /// The lines at which `text` at `path` breaks a rule.
+    /// Returns the lines at which `text` at `path` breaks a rule.
     fn lines(path: &str, text: &str) -> Vec<usize> {
         check(path, text).into_iter().map(|violation| violation.line).collect()
     }
 
     #[test]
-    fn a_module_without_documentation_is_found() {
+    fn undocumented_module_is_found() {
         assert_eq!(lines("crates/a/src/b.rs", "use std::fmt;\n"), [1]);
         assert_eq!(lines("crates/a/src/b.rs", "#![doc = include_str!(\"../README.md\")]\n"), [1]);
         assert!(
@@ -74,13 +74,13 @@ mod tests {
     }
 
     #[test]
-    fn a_package_without_the_lints_is_found() {
+    fn missing_lints_are_found() {
         assert_eq!(lines("crates/a/Cargo.toml", "[package]\n"), [1]);
         assert!(lines("crates/a/Cargo.toml", "[lints]\r\nworkspace = true\r\n").is_empty());
     }
 
     #[test]
-    fn a_mark_of_unfinished_work_is_found_in_sources_manifests_and_pages() {
+    fn unfinished_work_is_found() {
         for mark in MARKS {
             assert_eq!(
                 lines("crates/a/src/b.rs", &format!("//! Docs.\n\nfn f() {{ {mark} }}\n")),

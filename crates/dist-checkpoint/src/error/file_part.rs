@@ -4,15 +4,15 @@ use std::fmt;
 
 use core_types::human::Printable;
 
-/// A part of a checkpoint that has a checksum of its own.
+/// A part of a checkpoint with a separate checksum.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum FilePart {
-    /// All of the index.
+    /// The whole index.
     Index,
-    /// What the file of a slot says about its tensors.
+    /// The header of a slot's file.
     Header,
-    /// The tensor of this name.
+    /// The tensor with this name.
     Tensor(String),
 }
 

@@ -4,10 +4,11 @@ use std::fmt;
 
 use core_types::human::Printable;
 
-/// How many of a list are shown.
+/// The number of list items to show.
 const SHOWN: usize = 8;
 
-/// The first of a list, and how many more there are. Names may be those of a file.
+/// Displays the first items of a list, and the number of the others. Names may come from a file, so
+/// control characters are escaped.
 #[derive(Debug)]
 pub struct Listed<'a, T>(pub &'a [T]);
 
@@ -23,7 +24,7 @@ impl<T: fmt::Display> fmt::Display for Listed<'_, T> {
     }
 }
 
-/// The same in brackets, if there is anything.
+/// Displays a list in brackets; nothing if it is empty.
 #[derive(Debug)]
 pub struct Bracketed<'a, T>(pub &'a [T]);
 

@@ -1,4 +1,4 @@
-//! What can go wrong with tensors on disk.
+//! The errors of tensors on disk.
 
 pub(crate) mod file_part;
 pub mod listed;
@@ -24,23 +24,23 @@ pub type Result<T, E = Error> = std::result::Result<T, E>;
 
 /// Why tensors cannot be written or read.
 ///
-/// An error that has a cause shows it in the same line, so
-/// [`source`](std::error::Error::source) does not repeat it.
+/// An error with a cause shows it in the same line, so [`source`](std::error::Error::source) does
+/// not repeat it.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
     /// The mesh failed.
     #[error(transparent)]
     Mesh(pmap_mesh::Error),
-    /// Another process of the mesh failed, and this one has stopped for that reason.
+    /// Another process of the mesh failed, so this one stopped.
     #[error("the process of slot {slot} failed: {reason}")]
     OtherProcess {
         /// A slot of the process that failed.
         slot: usize,
-        /// Its error, in its words.
+        /// The message of its error.
         reason: String,
     },
-    /// A parameter is missing, or is not as it should be.
+    /// A parameter is missing, or has another shape or dtype.
     #[error(transparent)]
     Parameter(#[from] ParameterError),
     /// An index does not fit its files.
@@ -54,31 +54,31 @@ pub enum Error {
         /// The error of candle.
         cause: candle_core::Error,
     },
-    /// The function that takes a checkpoint's tensors failed, for a reason of its own.
+    /// The function that reads a checkpoint's tensors failed for another reason.
     #[error(transparent)]
     Load {
         /// The error that it returned.
         cause: Box<dyn error::Error + Send + Sync>,
     },
-    /// The system cannot read or write a file or folder.
+    /// The system failed to read or write a file or folder.
     #[error("{}: {cause}", Printable(path.display()))]
     Io {
         /// The file or folder.
         path: PathBuf,
-        /// What the system says.
+        /// The error of the system.
         cause: io::Error,
     },
-    /// The index, or the run's state in it, cannot be written or read as JSON.
+    /// The index, or the run's state in it, is not valid JSON.
     #[error("{}: {}", Printable(path.display()), Printable(cause))]
     Json {
         /// The index.
         path: PathBuf,
-        /// What is wrong with it.
+        /// The error of the JSON.
         cause: serde_json::Error,
     },
-    /// The index, most of which is the run's own state, is longer than one may be.
+    /// The index is too long; most of it is the run's state.
     #[error(
-        "{}: the index has {found} bytes, at most {max} can be read",
+        "{}: the index has {found} bytes, more than the maximum of {max}",
         Printable(path.display())
     )]
     IndexTooLong {
@@ -89,9 +89,9 @@ pub enum Error {
         /// The largest length.
         max: u64,
     },
-    /// The index was written in another form.
+    /// The index has another format version.
     #[error(
-        "{}: format version {found} is not supported, {supported} is",
+        "{}: format version {found} is not supported, only {supported}",
         Printable(path.display())
     )]
     FormatVersion {
@@ -102,7 +102,7 @@ pub enum Error {
         /// The version that can be read.
         supported: u32,
     },
-    /// The bytes of a file are not those that were written.
+    /// The checksum of a part does not match its bytes.
     #[error(
         "{}: {part} is damaged, its checksum is {found:08x} instead of {expected:08x}",
         Printable(path.display())
@@ -110,23 +110,23 @@ pub enum Error {
     Checksum {
         /// The file.
         path: PathBuf,
-        /// What is damaged.
+        /// The damaged part.
         part: FilePart,
-        /// The CRC-32 of what was written.
+        /// The stored CRC-32.
         expected: u32,
-        /// The CRC-32 of what is there.
+        /// The CRC-32 of the bytes in the file.
         found: u32,
     },
     /// A file lacks a checksum, or has too many.
-    #[error("{}: {part} does not have the checksums that belong to it", Printable(path.display()))]
+    #[error("{}: {part} has missing or extra checksums", Printable(path.display()))]
     NoChecksum {
         /// The file.
         path: PathBuf,
-        /// What the checksum would be of.
+        /// The part without a valid checksum.
         part: FilePart,
     },
-    /// A number is infinite or not a number, which has to be allowed by
-    /// [`Checkpoints::allow_non_finite`](crate::Checkpoints::allow_non_finite).
+    /// A number is infinite or NaN, and
+    /// [`Checkpoints::allow_non_finite`](crate::Checkpoints::allow_non_finite) is not set.
     #[error(
         "{}: item {item} of tensor {} is not a finite number",
         Printable(path.display()), Printable(tensor)
@@ -141,7 +141,7 @@ pub enum Error {
     },
     /// A file belongs to another run, step or slot.
     #[error(
-        "{}: the file was written as {}, not as {}",
+        "{}: the file is {}, not {}",
         Printable(path.display()), Printable(found), Printable(expected)
     )]
     FileMismatch {
@@ -149,10 +149,10 @@ pub enum Error {
         path: PathBuf,
         /// Its slot, step and run.
         found: String,
-        /// Those that the index says.
+        /// The slot, step and run in the index.
         expected: String,
     },
-    /// A checkpoint belongs to another run than the one that reads it.
+    /// A checkpoint belongs to another run.
     #[error(
         "{}: this is a checkpoint of run {}, not of {}",
         Printable(path.display()), Printable(found), Printable(expected)
@@ -162,12 +162,12 @@ pub enum Error {
         path: PathBuf,
         /// Its run.
         found: String,
-        /// The run that reads it: [`Checkpoints::run`](crate::Checkpoints::run).
+        /// The expected run: [`Checkpoints::run`](crate::Checkpoints::run).
         expected: String,
     },
-    /// A checkpoint's folder is called after another step.
+    /// A checkpoint's folder is named after another step.
     #[error(
-        "{}: this is the checkpoint of step {step}, in a folder of another step",
+        "{}: the folder is named after another step than its checkpoint, which has step {step}",
         Printable(path.display())
     )]
     Renamed {
@@ -176,15 +176,15 @@ pub enum Error {
         /// The step in its index.
         step: u64,
     },
-    /// There are checkpoints, and none of them can be used.
+    /// There are checkpoints, but none can be used.
     #[error("no checkpoint in {} can be used: {}", Printable(path.display()), Reasons(skipped))]
     NoUsableCheckpoint {
         /// Their folder.
         path: PathBuf,
-        /// All of them, the newest first, and why each cannot be used.
+        /// All checkpoints, newest first, with their errors.
         skipped: Vec<SkippedCheckpoint>,
     },
-    /// Another process writes the checkpoints of this folder.
+    /// Another process writes checkpoints to this folder.
     #[error(
         "the run in {} is being trained by {}",
         Printable(path.display()), Printable(holder)
@@ -192,10 +192,10 @@ pub enum Error {
     Locked {
         /// The folder.
         path: PathBuf,
-        /// Which process it is, as far as it is known.
+        /// A description of the other process.
         holder: String,
     },
-    /// The folder was removed or taken over by another process since this one began to write there.
+    /// The folder was removed, or another process took it over, since this one began to write.
     #[error(
         "{} was removed, or taken over by another process, while this one trained",
         Printable(path.display())
@@ -204,18 +204,18 @@ pub enum Error {
         /// The folder.
         path: PathBuf,
     },
-    /// A process does not see the folder that the first one has made.
+    /// A process does not see the folder that rank 0 created.
     #[error(
-        "{} is not here, which the first process has made: all processes must reach the same folder",
+        "{} is not visible here, but rank 0 created it: all processes must see the same folder",
         Printable(path.display())
     )]
     NotShared {
-        /// The folder of the checkpoint that is being written.
+        /// The folder of the checkpoint that was being written.
         path: PathBuf,
     },
-    /// The index lists a file that is not a shard in its own folder, or lists one twice.
+    /// The index lists a file that is not a shard in its folder, or lists one twice.
     #[error(
-        "{}: {file:?} is listed, which is not a shard beside it, or is listed twice",
+        "{}: {file:?} is listed twice, or is not a shard in this folder",
         Printable(path.display())
     )]
     Listed {
@@ -224,8 +224,8 @@ pub enum Error {
         /// The name in the list.
         file: String,
     },
-    /// A file has another length than the index says.
-    #[error("{}: the file has {found} bytes, the index says {expected}", Printable(path.display()))]
+    /// A file has another length than the index states.
+    #[error("{}: the file has {found} bytes, expected {expected}", Printable(path.display()))]
     Length {
         /// The file.
         path: PathBuf,
@@ -236,7 +236,7 @@ pub enum Error {
     },
     /// A file was given more or fewer tensors than its header describes.
     #[error(
-        "{}: the header describes {expected} tensors, {found} were written",
+        "{}: the header describes {expected} tensors, but {found} were written",
         Printable(path.display())
     )]
     TensorCount {
@@ -247,28 +247,28 @@ pub enum Error {
         /// The number of tensors in the header.
         expected: usize,
     },
-    /// The header of a file cannot be read, or would be one that cannot.
+    /// The header of a file cannot be read, or is too long to be written.
     #[error("{}: {cause}", Printable(path.display()))]
     Header {
         /// The file.
         path: PathBuf,
-        /// What is wrong with it.
+        /// The error of the header.
         cause: fsdp_plan::Error,
     },
     /// The header of a file describes more or fewer bytes than there are.
     #[error(
-        "{}: the header describes {described} bytes, the file has {found}",
+        "{}: the header describes {described} bytes, but the file has {found}",
         Printable(path.display())
     )]
     Extent {
         /// The file.
         path: PathBuf,
-        /// The length that follows from the header.
+        /// The length that the header describes.
         described: u64,
         /// The length of the file.
         found: u64,
     },
-    /// The name of a tensor is not one of a checkpoint, or its items end beyond all numbers.
+    /// The name of a tensor is invalid in a checkpoint, or its items overflow.
     #[error("{}: {key:?} is not {{kind}}/{{parameter}}@{{first item}}", Printable(path.display()))]
     Key {
         /// The file.
@@ -276,47 +276,47 @@ pub enum Error {
         /// The tensor's name.
         key: String,
     },
-    /// An optimizer names its state so that it could not be told from other tensors: twice the
-    /// same, `model`, or with a `/` in the name.
-    #[error(
-        "an optimizer cannot name its state {kind:?}, as tensor {key:?} would not be one of a kind"
-    )]
+    /// An optimizer's name for its state is invalid: it is used twice, is `model`, or contains a
+    /// `/`.
+    #[error("an optimizer cannot name its state {kind:?}: tensor {key:?} would be ambiguous")]
     Kind {
         /// The name.
         kind: String,
         /// The tensor's name in the file.
         key: String,
     },
-    /// There is a whole checkpoint of this step, which is never overwritten.
-    #[error("{}: there is a whole checkpoint of step {step} already", Printable(path.display()))]
+    /// A complete checkpoint of this step exists, and is never overwritten.
+    #[error("{}: a complete checkpoint of step {step} exists already", Printable(path.display()))]
     Exists {
         /// Its folder.
         path: PathBuf,
         /// The step.
         step: u64,
     },
-    /// The tensors to be written are those of another mesh.
-    #[error("the state of {found} slots cannot be saved from a mesh that has {expected} here")]
+    /// The tensors belong to another mesh.
+    #[error(
+        "cannot save the state of {found} slots: the mesh has {expected} slots in this process"
+    )]
     Slots {
-        /// The slots whose tensors they are.
+        /// The number of slots in the state.
         found: usize,
-        /// The slots of the mesh in this process.
+        /// The number of the mesh's slots in this process.
         expected: usize,
     },
-    /// Another process loads or saves the checkpoint of another step.
-    #[error("{}: step {step} here, and step {other} in another process", Printable(path.display()))]
+    /// Another process loads or saves a checkpoint of another step.
+    #[error("{}: step {step} in this process, but step {other} in another one", Printable(path.display()))]
     StepMismatch {
         /// The checkpoint's folder.
         path: PathBuf,
-        /// The step of the checkpoint here.
+        /// The step in this process.
         step: u64,
-        /// The step of the checkpoint there.
+        /// The step in the other process.
         other: u64,
     },
-    /// Another process saves the checkpoint of another run:
+    /// Another process saves a checkpoint of another run:
     /// [`Checkpoints::run`](crate::Checkpoints::run).
     #[error(
-        "{}: the process of slot {slot} saves the checkpoint of another run",
+        "{}: the process of slot {slot} saves a checkpoint of another run",
         Printable(path.display())
     )]
     RunsDiffer {
@@ -325,9 +325,9 @@ pub enum Error {
         /// A slot of the other process.
         slot: usize,
     },
-    /// Another process loads a checkpoint of the same step with another content.
+    /// Another process loads a different checkpoint of the same step.
     #[error(
-        "{}: the process of slot {slot} loads another checkpoint of this step",
+        "{}: the process of slot {slot} loads a different checkpoint of this step",
         Printable(path.display())
     )]
     ContentMismatch {
@@ -339,7 +339,7 @@ pub enum Error {
 }
 
 impl Error {
-    /// Returns the error of a process that has another step.
+    /// Returns the error of two processes with different steps.
     pub(crate) fn step_mismatch(path: &Path, step: u64, other: u64) -> Self {
         Self::StepMismatch { path: path.to_owned(), step, other }
     }
@@ -361,7 +361,7 @@ impl From<pmap_mesh::Error> for Error {
     }
 }
 
-/// Names the operation in which candle failed.
+/// Adds the operation to an error of candle.
 pub(crate) trait Doing<T> {
     /// Turns candle's error into [`Error::Tensor`].
     fn doing(self, doing: &'static str) -> Result<T>;
@@ -382,7 +382,7 @@ mod tests {
     }
 
     #[test]
-    fn every_checkpoint_that_could_not_be_used_is_named_once() {
+    fn every_unusable_checkpoint_is_named_once() {
         let damaged = Error::Checksum {
             path: "run/step-8/index.json".into(),
             part: FilePart::Index,
@@ -403,7 +403,7 @@ mod tests {
     }
 
     #[test]
-    fn names_of_files_and_tensors_cannot_act_on_a_terminal() {
+    fn control_characters_are_escaped() {
         let red = "\u{1b}[31mred\n";
         let path = || PathBuf::from(red);
         let text = || red.to_owned();

@@ -1,4 +1,4 @@
-//! What can be wrong with a parameter, whether in a model, a plan or a checkpoint.
+//! The errors of a parameter, in a model, a plan or a checkpoint.
 
 use std::path::PathBuf;
 
@@ -7,17 +7,17 @@ use core_types::human::Printable;
 
 use crate::error::listed::Bracketed;
 
-/// Why the parameters that are there are not those that were expected.
+/// Why parameters do not match the model, the plan or the checkpoint.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum ParameterError {
     /// The plan or the model has no parameter or unit of this name.
     #[error("there is no parameter or unit named {name}", name = Printable(name))]
     Unknown {
-        /// The name that was asked for, or that a checkpoint has.
+        /// The requested name, or the name in a checkpoint.
         name: String,
     },
-    /// The plan or the model has a parameter that is not among those that are given.
+    /// A parameter of the plan or the model is not among the given ones.
     #[error("parameter {name} is missing", name = Printable(name))]
     Missing {
         /// The parameter.
@@ -32,35 +32,35 @@ pub enum ParameterError {
     Incomplete {
         /// The parameter.
         name: String,
-        /// What the items are: `model`, or what the optimizer calls them.
+        /// The kind of the items: `model`, or a name of the optimizer.
         kind: String,
         /// The first item that is missing, in row-major order.
         item: usize,
     },
-    /// A parameter has another shape than it should.
+    /// The shape of a parameter is wrong.
     #[error(
-        "parameter {name} has the shape {found:?}, {expected:?} was expected",
+        "parameter {name} has shape {found:?}, expected {expected:?}",
         name = Printable(name)
     )]
     Shape {
         /// The parameter.
         name: String,
-        /// The shape of what was given, or of what the checkpoint has.
+        /// The given shape, or the shape in the checkpoint.
         found: Vec<usize>,
         /// The shape in the model or plan.
         expected: Vec<usize>,
     },
-    /// The items of a parameter are of another type than the plan or the model says.
-    #[error("parameter {name} is of {found}, {expected} was expected", name = Printable(name))]
+    /// The dtype of a parameter is wrong.
+    #[error("parameter {name} has dtype {found}, expected {expected}", name = Printable(name))]
     Dtype {
         /// The parameter.
         name: String,
-        /// The type of what was given.
+        /// The given dtype.
         found: &'static str,
-        /// The type in the plan or the model.
+        /// The dtype in the plan or the model.
         expected: &'static str,
     },
-    /// Pretrained weights have other names than the model, and not those that may differ.
+    /// The names of pretrained weights and of the model differ, beyond the allowed names.
     #[error(
         "{}: {} of {n_parameters} parameters are missing{}, {} of {n_tensors} tensors are not the \
          model's{}",
@@ -69,34 +69,34 @@ pub enum ParameterError {
     Weights {
         /// The file or index.
         path: PathBuf,
-        /// The parameters that the weights lack, in the order in which the model declares them.
+        /// The parameters that the weights lack, in the order of the model.
         missing: Vec<String>,
-        /// How many parameters the model has.
+        /// The number of the model's parameters.
         n_parameters: usize,
         /// The tensors that the model lacks, sorted.
         unexpected: Vec<String>,
-        /// How many tensors there are.
+        /// The number of tensors.
         n_tensors: usize,
     },
-    /// Pretrained weights have a parameter in a type that cannot be converted to its own.
+    /// The dtype of a pretrained weight cannot be converted to the parameter's.
     #[error(
-        "parameter {name} is of {expected}, and {found} in the file is not converted to it",
+        "parameter {name} has dtype {expected}, but {found} in the file cannot be converted to it",
         name = Printable(name)
     )]
     Conversion {
         /// The parameter.
         name: String,
-        /// The type in the file.
+        /// The dtype in the file.
         found: &'static str,
-        /// The type in the model.
+        /// The dtype in the model.
         expected: &'static str,
     },
-    /// The planner and candle do not both know the type of a parameter's items.
-    #[error("parameter {name} is of {dtype}, which variables cannot be", name = Printable(name))]
+    /// The planner and candle do not both support the dtype of a parameter.
+    #[error("parameter {name} has unsupported dtype {dtype}", name = Printable(name))]
     UnknownDtype {
         /// The parameter.
         name: String,
-        /// The type.
+        /// The dtype.
         dtype: String,
     },
 }
@@ -115,7 +115,7 @@ impl ParameterError {
         })
     }
 
-    /// Checks the type of a parameter.
+    /// Checks the dtype of a parameter.
     pub(crate) fn check_dtype(name: &str, found: DType, expected: DType) -> Result<(), Self> {
         if found == expected {
             return Ok(());

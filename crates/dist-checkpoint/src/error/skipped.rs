@@ -6,13 +6,13 @@ use core_types::human::Printable;
 
 use crate::error::Error;
 
-/// A checkpoint that could not be used, so that an earlier one was taken.
+/// A checkpoint that could not be used, so that an earlier one was loaded.
 #[derive(Debug)]
 #[non_exhaustive]
 pub struct SkippedCheckpoint {
     /// Its folder.
     pub path: PathBuf,
-    /// Why.
+    /// The reason.
     pub error: Error,
 }
 
@@ -20,7 +20,7 @@ impl fmt::Display for SkippedCheckpoint {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let path = Printable(self.path.display()).to_string();
         let reason = self.error.to_string();
-        // Most errors begin with a file of the checkpoint.
+        // Most errors begin with the path of a file in the checkpoint.
         if !reason.starts_with(&path) {
             write!(f, "{path}: ")?;
         }
@@ -28,7 +28,7 @@ impl fmt::Display for SkippedCheckpoint {
     }
 }
 
-/// Why checkpoints could not be used, one after the other.
+/// Displays the errors of several checkpoints, separated by semicolons.
 pub(super) struct Reasons<'a>(pub(super) &'a [SkippedCheckpoint]);
 
 impl fmt::Display for Reasons<'_> {

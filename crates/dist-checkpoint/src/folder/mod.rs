@@ -1,4 +1,4 @@
-//! The folder of a model: its weights in one safetensors file, or in several beside an index.
+//! The folder of a model: its weights in one safetensors file, or in several files with an index.
 
 pub(crate) mod weights;
 pub(crate) mod writer;
@@ -15,7 +15,7 @@ pub fn natural_order(left: &str, right: &str) -> Ordering {
     left.split('.').map(component_key).cmp(right.split('.').map(component_key))
 }
 
-/// Numbers come before words, by their value.
+/// Orders numbers before words, and by value.
 fn component_key(component: &str) -> ((u8, u64), &str) {
     (component.parse().map_or((1, 0), |number| (0, number)), component)
 }

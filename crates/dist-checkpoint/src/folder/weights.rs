@@ -13,7 +13,7 @@ use core_types::Fingerprint;
 use fsdp_plan::{ParameterInfo, Pattern, source};
 
 use crate::{
-    disk::At,
+    disk::AtPath,
     error::{Doing, Error, Result, parameter::ParameterError},
     folder::{INDEX, ONE_FILE},
     safetensors::{
@@ -22,7 +22,7 @@ use crate::{
     },
 };
 
-/// The tensors of pretrained weights by their names, in files that are read a part at a time.
+/// The tensors of pretrained weights by name, in files that are read range by range.
 ///
 /// # Examples
 ///
@@ -42,17 +42,17 @@ use crate::{
 #[derive(Clone, Debug)]
 pub struct StoredWeights {
     path: PathBuf,
-    tensors: BTreeMap<String, Shaped>,
+    tensors: BTreeMap<String, ShapedItems>,
 }
 
 /// A tensor in one of the files.
 #[derive(Clone, Debug)]
-struct Shaped {
+struct ShapedItems {
     shape: Vec<u64>,
     items: StoredItems,
 }
 
-/// The names in which a model and its weights may differ.
+/// The differences between the names of a model and its weights that are allowed.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct AllowedNames<'a> {
     /// Parameters that the weights may lack.
@@ -62,15 +62,14 @@ pub struct AllowedNames<'a> {
 }
 
 impl StoredWeights {
-    /// Opens a safetensors file, or an index, whose name ends in `.json` and beside which its files
-    /// lie, or a folder with either, of which one file comes first. Headers are read, and nothing
-    /// else yet.
+    /// Opens a safetensors file, an index (a `.json` file, in the folder of its files), or a folder
+    /// with either; a single file takes precedence. This reads only headers.
     ///
     /// # Errors
     ///
-    /// [`Error::Io`], [`Error::Header`] or [`Error::Extent`] if a file cannot be read, is not of this format or not of its length,
-    /// or if the index places tensors where they are not; [`ParameterError::UnknownDtype`] for
-    /// tensors that candle cannot hold.
+    /// [`Error::Io`], [`Error::Header`] or [`Error::Extent`] if a file cannot be read, is malformed
+    /// or has a wrong length, or if the index is wrong about a tensor;
+    /// [`ParameterError::UnknownDtype`] for tensors that candle cannot hold.
     pub fn open(path: impl Into<PathBuf>) -> Result<Self> {
         let mut path = path.into();
         if path.is_dir() {
@@ -86,15 +85,21 @@ impl StoredWeights {
         Ok(weights)
     }
 
-    /// Removes a prefix of names; other tensors keep theirs.
+    /// Removes a prefix of names; other names stay.
     #[doc(hidden)]
     #[must_use]
     pub fn without_prefix(self, prefix: &str) -> Self {
-        let shorter = |(name, tensor): (String, Shaped)| match name.strip_prefix(prefix) {
-            Some(rest) => (rest.to_owned(), tensor),
-            None => (name, tensor),
-        };
-        Self { tensors: self.tensors.into_iter().map(shorter).collect(), ..self }
+        Self {
+            tensors: self
+                .tensors
+                .into_iter()
+                .map(|(name, tensor): (String, ShapedItems)| match name.strip_prefix(prefix) {
+                    Some(rest) => (rest.to_owned(), tensor),
+                    None => (name, tensor),
+                })
+                .collect(),
+            ..self
+        }
     }
 
     /// Returns the paths of the files, sorted.
@@ -109,14 +114,14 @@ impl StoredWeights {
         self.tensors.contains_key(name)
     }
 
-    /// Checks that these are the weights of a model: every parameter is there, with its shape and of
-    /// a type that can be converted, and nothing else is.
+    /// Checks that these are the weights of a model: every parameter exists, with its shape and a
+    /// convertible dtype, and there are no others.
     ///
     /// # Errors
     ///
-    /// [`ParameterError::Weights`] with all names that are missing or unexpected and not allowed to
-    /// be, [`ParameterError::Shape`] or [`ParameterError::Conversion`] with the first parameter that
-    /// the weights have otherwise.
+    /// [`ParameterError::Weights`] with all missing or unexpected names that are not allowed,
+    /// [`ParameterError::Shape`] or [`ParameterError::Conversion`] for the first parameter that
+    /// differs.
     #[doc(hidden)]
     pub fn check_fits(&self, model: &[TensorInfo], allowed: AllowedNames<'_>) -> Result<()> {
         let mut unexpected: BTreeMap<_, _> = self.tensors.iter().collect();
@@ -143,12 +148,12 @@ impl StoredWeights {
         .into())
     }
 
-    /// Reads items `range` of a parameter, counted in row-major order, converted to its type, as one
-    /// dimension on `device`; nothing if the weights do not have it. Only these items are read.
+    /// Reads items `range` of a parameter, in row-major order, converted to its dtype, as one
+    /// dimension on `device`; returns `None` if the weights lack it. This reads only these items.
     ///
     /// # Errors
     ///
-    /// [`ParameterError::Shape`] or [`ParameterError::Conversion`] if the weights have it otherwise,
+    /// [`ParameterError::Shape`] or [`ParameterError::Conversion`] if the parameter differs,
     /// [`Error::Io`] if a file cannot be read, [`Error::Tensor`] if candle fails.
     pub fn items(
         &self,
@@ -165,13 +170,13 @@ impl StoredWeights {
             .map(Some)
     }
 
-    /// Returns a fingerprint of what a model gets of these weights: which parameters, and of each some
-    /// items from all over it, all of them if there are few. Weights that were trained further
-    /// differ nearly everywhere; a few items that differ between those that are read stay unseen.
+    /// Returns a fingerprint of the weights that a model uses: the names of its parameters, and a
+    /// sample of their items; all items if there are few. Further training changes nearly every
+    /// item, so a sample suffices, but a few changed items may be missed.
     ///
     /// # Errors
     ///
-    /// Those of [`items`](Self::items).
+    /// The errors of [`items`](Self::items).
     #[doc(hidden)]
     pub fn fingerprint(&self, model: &[TensorInfo]) -> Result<u64> {
         let mut found = Fingerprint::new();
@@ -190,39 +195,39 @@ impl StoredWeights {
         Ok(found.finish())
     }
 
-    /// Adds the tensors of a file; returns what a planner knows of them.
+    /// Adds the tensors of a file; returns the planner's descriptions of them.
     fn add_file(&mut self, path: &Path) -> Result<Vec<ParameterInfo>> {
         let file: Arc<Path> = path.into();
         let header = stored::header(path)?;
         for tensor in header.tensors() {
             let shape = tensor.info.shape().to_vec();
             let items = StoredItems::new(&file, tensor)?;
-            self.tensors.insert(tensor.info.name().to_owned(), Shaped { shape, items });
+            self.tensors.insert(tensor.info.name().to_owned(), ShapedItems { shape, items });
         }
         Ok(header.tensors().iter().map(|tensor| tensor.info.clone()).collect())
     }
 
-    /// Adds the tensors of the files that an index names, which must be those it says.
+    /// Adds the tensors of the files in an index, and checks the index.
     fn add_index(&mut self, path: &Path) -> Result<()> {
         let json = fs::read_to_string(path).at(path)?;
         match source::from_index(&json, |name| self.add_file(&path.with_file_name(name))) {
             Ok(_) => Ok(()),
-            // The reader of the index does not know its path.
+            // The reader of the index does not know the path.
             Err(Error::Plan(cause)) => Err(Error::header(path, cause)),
             Err(error) => Err(error),
         }
     }
 }
 
-impl Shaped {
-    /// Checks that it can be the value of a parameter. Integers are taken as they are: rounding or
-    /// wrapping them would make others.
+impl ShapedItems {
+    /// Checks that the tensor can be the value of a parameter. Integers are never converted, since
+    /// rounding or wrapping would change them.
     fn check(&self, declared: &TensorInfo) -> Result<(), ParameterError> {
         let expected = &declared.shape;
         if !self.shape.iter().copied().eq(expected.iter().map(|&dim| dim as u64)) {
             return Err(ParameterError::Shape {
                 name: declared.name.clone(),
-                // What no memory can hold is shown as the largest number there is.
+                // Show a size that exceeds memory as the largest number.
                 found: self
                     .shape
                     .iter()
@@ -243,15 +248,16 @@ impl Shaped {
     }
 }
 
-/// Runs of items that are compared of a tensor of `len`: evenly spread, among them the first items
-/// and the last.
+/// Returns the ranges of items of a tensor of `len` to compare: evenly spaced, including the first
+/// and the last items.
 pub fn sampled(len: usize) -> impl Iterator<Item = Range<usize>> {
     const RUNS: usize = 8;
     const ITEMS: usize = 32;
     let is_whole = len <= RUNS * ITEMS;
     let (runs, items) = if is_whole { (1, len) } else { (RUNS, ITEMS) };
-    // In two terms, which do not overflow.
-    let (step, rest) = ((len - items) / (RUNS - 1), (len - items) % (RUNS - 1));
+    // Two terms avoid overflow.
+    let step = (len - items) / (RUNS - 1);
+    let rest = (len - items) % (RUNS - 1);
     (0..runs).map(move |run| run * step + run * rest / (RUNS - 1)).map(move |at| at..at + items)
 }
 
@@ -266,15 +272,15 @@ mod tests {
 
     use super::*;
 
-    /// A folder with `model.safetensors`: `a` of [2, 3] in f32, `b` of [4] in bf16, `n` of [2] in
-    /// i64.
+    /// Creates a folder with `model.safetensors`: `a` of [2, 3] in f32, `b` of [4] in bf16, `n` of
+    /// [2] in i64.
     fn folder() -> TempDir {
         let folder = tempfile::tempdir().unwrap();
         save(&tensors().into(), folder.path().join("model.safetensors")).unwrap();
         folder
     }
 
-    #[expect(clippy::disallowed_types, reason = "what candle writes")]
+    #[expect(clippy::disallowed_types, reason = "candle's writer takes a HashMap")]
     fn save_some(names: &[&str], path: &Path) {
         let some = tensors().into_iter().filter(|(name, _)| names.contains(&name.as_str()));
         save(&some.collect::<std::collections::HashMap<_, _>>(), path).unwrap();
@@ -303,7 +309,7 @@ mod tests {
         patterns.iter().map(|pattern| pattern.parse().unwrap()).collect()
     }
 
-    /// The missing and unexpected names, if there are any.
+    /// Returns the missing and unexpected names, if there are any.
     fn difference(
         weights: &StoredWeights,
         model: &[TensorInfo],
@@ -322,7 +328,7 @@ mod tests {
     }
 
     #[test]
-    fn values_are_converted_and_read_a_part_at_a_time() {
+    fn ranges_are_read_and_converted() {
         let folder = folder();
         let weights = StoredWeights::open(folder.path().join("model.safetensors")).unwrap();
         assert_eq!(weights.tensors.keys().collect::<Vec<_>>(), ["a", "b", "n"]);
@@ -343,7 +349,7 @@ mod tests {
     }
 
     #[test]
-    fn items_from_all_over_a_tensor_are_compared() {
+    fn samples_cover_the_tensor() {
         for len in [0, 1, 255, 256] {
             assert!(sampled(len).eq(std::iter::once(0..len)), "{len}");
         }
@@ -355,7 +361,7 @@ mod tests {
     }
 
     #[test]
-    fn fingerprints_are_those_of_what_a_model_gets() {
+    fn fingerprint_depends_on_used_values() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("model.safetensors");
         let fingerprint = |factor: f64, dtype: DType, model: &[TensorInfo]| {
@@ -372,7 +378,7 @@ mod tests {
     }
 
     #[test]
-    fn names_must_be_those_of_the_model() {
+    fn names_must_match_the_model() {
         let folder = folder();
         let weights = StoredWeights::open(folder.path().join("model.safetensors")).unwrap();
         let mut model = model();
@@ -396,7 +402,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_missing_is_said_in_words() {
+    fn missing_names_are_listed() {
         let folder = folder();
         let weights = StoredWeights::open(folder.path().join("model.safetensors")).unwrap();
         let model: Vec<_> = (10..40)
@@ -415,10 +421,10 @@ mod tests {
     }
 
     #[test]
-    fn shapes_and_types_must_be_those_of_the_model() {
+    fn shapes_and_dtypes_must_match() {
         let folder = folder();
         let weights = StoredWeights::open(folder.path().join("model.safetensors")).unwrap();
-        let refused = |declared: &TensorInfo| {
+        let rejected = |declared: &TensorInfo| {
             let checked =
                 weights.check_fits(std::slice::from_ref(declared), AllowedNames::default());
             let read = weights.items(declared, 0..1, &Device::Cpu).map(drop);
@@ -429,18 +435,18 @@ mod tests {
             }
         };
         for shape in [&[3, 2][..], &[6], &[2, 3, 1], &[2, 2]] {
-            let error = refused(&declared("a", shape, DType::F32));
+            let error = rejected(&declared("a", shape, DType::F32));
             assert!(matches!(error, ParameterError::Shape { .. }), "{error}");
         }
         for (name, shape, dtype) in
             [("a", &[2, 3][..], DType::I64), ("n", &[2], DType::F32), ("n", &[2], DType::U32)]
         {
-            let error = refused(&declared(name, shape, dtype));
+            let error = rejected(&declared(name, shape, dtype));
             assert!(matches!(error, ParameterError::Conversion { .. }), "{error}");
         }
     }
 
-    /// Writes an index beside two files, of which the first has `a` and the second `b` and `n`.
+    /// Writes an index and two files: the first with `a`, the second with `b` and `n`.
     fn open_indexed(weight_map: &str) -> Result<StoredWeights> {
         let folder = tempfile::tempdir().unwrap();
         save_some(&["a"], &folder.path().join("1.safetensors"));
@@ -455,7 +461,7 @@ mod tests {
     }
 
     #[test]
-    fn an_index_names_the_files_of_the_tensors() {
+    fn index_locates_tensors() {
         let weights =
             open_indexed(r#""a": "1.safetensors", "b": "2.safetensors", "n": "2.safetensors""#)
                 .unwrap();
@@ -463,7 +469,7 @@ mod tests {
     }
 
     #[test]
-    fn an_index_that_is_wrong_is_refused_with_its_path() {
+    fn wrong_index_is_rejected_with_path() {
         for (map, expected) in [
             (r#""a": "1.safetensors", "b": "2.safetensors""#, "does not place"),
             (r#""a": "1.safetensors", "b": "2.safetensors", "n": "1.safetensors""#, "place"),
@@ -479,7 +485,7 @@ mod tests {
     }
 
     #[test]
-    fn a_file_that_is_cut_off_is_refused() {
+    fn truncated_file_is_rejected() {
         let folder = folder();
         let path = folder.path().join("model.safetensors");
         let len = fs::metadata(&path).unwrap().len();

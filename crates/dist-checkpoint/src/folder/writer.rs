@@ -1,10 +1,9 @@
 //! Writing a model as pretrained weights: safetensors files with the names that Hugging Face's
-//! libraries look for.
+//! libraries expect.
 //!
-//! A model of one file is replaced in one step: readers of the folder find the old one or the new one.
-//! Several files cannot be: their index, without which nobody looks for them, is removed before the
-//! first of them is replaced, and written when all are there, so that nobody takes parts of two models
-//! for one.
+//! A model of one file is replaced atomically: readers of the folder find the old or the new one.
+//! Several files are not atomic. So their index, which readers need to find them, is removed before
+//! the first file is replaced, and written after the last one: no reader mixes parts of two models.
 
 use std::{collections::BTreeMap, ffi::OsStr, fmt::Display, fs, io::Write, path::Path};
 
@@ -14,27 +13,27 @@ use pmap_mesh::DeviceMesh;
 use serde_json::json;
 
 use crate::{
-    disk::{At, between_calls, create_folder, remove_file, sync_folder},
+    disk::{AtPath, between_calls, create_folder, remove_file, sync_folder},
     error::{Error, Result},
     folder::{INDEX, ONE_FILE, natural_order},
     safetensors::{
-        finite::Values,
+        finite::AllowedValues,
         tensor_file::{TensorFile, TensorInfo},
     },
 };
 
-/// A folder that a model is written to: every process calls its methods, and the first one writes.
+/// A folder that a model is written to. Every process calls its methods, and rank 0 writes.
 ///
-/// Tensors come from a function that is called in all processes in the same order, once for each
-/// tensor. Each result is dropped before the next is made.
+/// Tensors come from a function that all processes call in the same order, once for each tensor.
+/// Each result is dropped before the next is made.
 #[derive(Clone, Copy, Debug)]
 pub struct ModelFolder<'a> {
     mesh: &'a DeviceMesh,
     path: &'a Path,
-    values: Values,
+    values: AllowedValues,
 }
 
-/// A file that is to be written.
+/// A file to be written.
 struct PlannedFile {
     name: String,
     tensors: Vec<TensorInfo>,
@@ -43,13 +42,13 @@ struct PlannedFile {
 impl<'a> ModelFolder<'a> {
     /// Returns the folder `path`, which need not exist.
     pub fn new(mesh: &'a DeviceMesh, path: &'a Path) -> Self {
-        Self { mesh, path, values: Values::default() }
+        Self { mesh, path, values: AllowedValues::default() }
     }
 
     /// Accepts numbers that are infinite or not numbers, which are errors by default.
     #[must_use]
     pub fn allow_non_finite(self) -> Self {
-        Self { values: Values::Any, ..self }
+        Self { values: AllowedValues::Any, ..self }
     }
 
     /// Writes a model in files of at most `max_bytes`, or of one tensor.
@@ -57,7 +56,7 @@ impl<'a> ModelFolder<'a> {
     /// # Errors
     ///
     /// On all processes, if one fails: the errors of `tensor`, [`Error::NotFinite`],
-    /// [`Error::Header`] for a file of more tensors than could be read again, [`Error::Io`].
+    /// [`Error::Header`] if a file has too many tensors to be read again, [`Error::Io`].
     pub fn write<E: Display + From<Error> + From<pmap_mesh::Error>>(
         &self,
         mut tensors: Vec<TensorInfo>,
@@ -69,12 +68,12 @@ impl<'a> ModelFolder<'a> {
         self.write_all(&planned, tensor, |files| self.publish(&planned, files))
     }
 
-    /// Writes the tensors to one file `name`, and a text beside it, without which readers do not look
-    /// for the file.
+    /// Writes the tensors to one file `name`, and a text file; readers need the text to find the
+    /// tensors.
     ///
     /// # Errors
     ///
-    /// Those of [`write`](Self::write).
+    /// The errors of [`write`](Self::write).
     pub fn write_with_text<E: Display + From<Error> + From<pmap_mesh::Error>>(
         &self,
         name: &str,
@@ -93,7 +92,7 @@ impl<'a> ModelFolder<'a> {
         })
     }
 
-    /// Writes files beside their names, and has `publish` give them these.
+    /// Writes files under temporary names, and calls `publish` to rename them.
     fn write_all<E: Display + From<Error> + From<pmap_mesh::Error>>(
         &self,
         planned: &[PlannedFile],
@@ -111,8 +110,8 @@ impl<'a> ModelFolder<'a> {
         self.mesh.all_ok(published.map_err(E::from))
     }
 
-    /// Writes a file in the first process. If something fails on the way, the other tensors are asked
-    /// for all the same: all processes put them together.
+    /// Writes a file in the first process. After an error it still requests the other tensors,
+    /// because all processes gather each tensor together.
     fn write_file<E: From<Error>>(
         &self,
         planned: &PlannedFile,
@@ -138,14 +137,14 @@ impl<'a> ModelFolder<'a> {
         }
         let path = self.path.join(&planned.name);
         let out = AtomicFile::replacing(&path).at(&path)?;
-        // Hugging Face's libraries refuse a file that does not name its framework.
+        // Hugging Face's libraries reject a file that does not name its framework.
         let metadata = BTreeMap::from([("format".to_owned(), "pt".to_owned())]);
         let file = TensorFile::create(out, path, &planned.tensors, metadata)?;
         Ok(Some(file.with_values(self.values)))
     }
 
-    /// Gives the files their names, and removes the files of an earlier model that nobody is to take
-    /// for parts of this one.
+    /// Renames the files to their final names, and removes the files of an earlier model, so that
+    /// no reader takes them for parts of this one.
     fn publish(&self, planned: &[PlannedFile], files: Vec<AtomicFile>) -> Result<()> {
         let index = self.path.join(INDEX);
         if let [_] = planned {
@@ -178,7 +177,7 @@ impl<'a> ModelFolder<'a> {
         file.persist().at(&path)
     }
 
-    /// Removes the files of an earlier model of other numbers.
+    /// Removes the numbered files of an earlier model.
     fn remove_other_parts(&self, planned: &[PlannedFile]) -> Result<()> {
         for entry in fs::read_dir(self.path).at(self.path)? {
             let name = entry.at(self.path)?.file_name();
@@ -190,8 +189,8 @@ impl<'a> ModelFolder<'a> {
     }
 }
 
-/// Returns the files of a model, with its tensors in their order: the next file begins where one has
-/// no room.
+/// Distributes a model's tensors over files, in order: a tensor that does not fit begins the next
+/// file.
 fn plan_files(tensors: Vec<TensorInfo>, max_bytes: u64) -> Vec<PlannedFile> {
     let mut files: Vec<Vec<TensorInfo>> = vec![Vec::new()];
     let mut room = max_bytes;
@@ -216,12 +215,12 @@ fn plan_files(tensors: Vec<TensorInfo>, max_bytes: u64) -> Vec<PlannedFile> {
     planned
 }
 
-/// Returns the name of one of several files, numbered from 1.
+/// Returns the name of file `number` of several, counted from 1.
 fn part_name(number: usize, n_files: usize) -> String {
     format!("model-{number:05}-of-{n_files:05}.safetensors")
 }
 
-/// Returns true if a file is one of several that hold a model.
+/// Returns true if a file is one of several of a model.
 fn is_part(name: &OsStr) -> bool {
     let numbers = name.to_str().and_then(|name| {
         name.strip_prefix("model-")?.strip_suffix(".safetensors")?.split_once("-of-")
@@ -260,7 +259,7 @@ mod tests {
         Tensor::arange(first, first + len as f64, &Device::Cpu).unwrap().to_dtype(dtype).unwrap()
     }
 
-    /// Four parameters of 40, 40, 8 and 12 bytes.
+    /// Returns four parameters of 40, 40, 8 and 12 bytes.
     fn model() -> Vec<TensorInfo> {
         vec![
             info("a", 10, DType::F32),
@@ -307,7 +306,7 @@ mod tests {
     }
 
     #[test]
-    fn a_file_is_full_before_the_next_one_begins() {
+    fn files_are_filled_in_order() {
         for (max_bytes, expected) in [
             (100, vec!["b a d c"]),
             (99, vec!["b a c", "d"]),
@@ -317,16 +316,26 @@ mod tests {
             (0, vec!["a", "b", "c", "d"]),
         ] {
             let files = plan_files(model(), max_bytes);
-            let names = |file: &PlannedFile| {
-                file.tensors.iter().map(|info| info.name.as_str()).collect::<Vec<_>>().join(" ")
-            };
-            assert_eq!(files.iter().map(names).collect::<Vec<_>>(), expected, "{max_bytes}");
+            assert_eq!(
+                files
+                    .iter()
+                    .map(|file| {
+                        file.tensors
+                            .iter()
+                            .map(|info| info.name.as_str())
+                            .collect::<Vec<_>>()
+                            .join(" ")
+                    })
+                    .collect::<Vec<_>>(),
+                expected,
+                "{max_bytes}"
+            );
         }
         assert_eq!(plan_files(vec![], 5).len(), 1);
     }
 
     #[test]
-    fn files_have_the_names_that_libraries_look_for_and_can_be_read() {
+    fn files_have_standard_names() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("new/model");
         let several =
@@ -347,7 +356,7 @@ mod tests {
     }
 
     #[test]
-    fn the_index_says_where_parameters_are_and_how_many_bytes_they_have() {
+    fn index_lists_files_and_bytes() {
         let folder = tempfile::tempdir().unwrap();
         save_in(folder.path(), 80).unwrap();
         let json = fs::read_to_string(folder.path().join(INDEX)).unwrap();
@@ -361,7 +370,7 @@ mod tests {
     }
 
     #[test]
-    fn files_say_for_whom_they_were_written_and_their_tensors_are_aligned() {
+    fn files_name_framework_and_are_aligned() {
         let folder = tempfile::tempdir().unwrap();
         save_in(folder.path(), 100).unwrap();
         let bytes = fs::read(folder.path().join(ONE_FILE)).unwrap();
@@ -372,36 +381,36 @@ mod tests {
             let info = metadata.info(name).unwrap();
             assert_eq!(info.data_offsets.0 % (info.dtype.bitsize() / 8), 0);
         }
-        // The same model has the same bytes, whatever was there.
+        // The same model has the same bytes, whatever the folder contained.
         save_in(folder.path(), 100).unwrap();
         assert_eq!(fs::read(folder.path().join(ONE_FILE)).unwrap(), bytes);
     }
 
     #[test]
-    fn what_fails_leaves_the_model_that_was_there() {
+    fn failed_write_keeps_the_old_model() {
         let folder = tempfile::tempdir().unwrap();
         let mesh = DeviceMesh::cpu(1).unwrap();
         for max_bytes in [100, 80] {
             save_in(folder.path(), max_bytes).unwrap();
-            let before = names(folder.path());
+            let original = names(folder.path());
             let infinite = |name: &str| match name {
                 "d" => Ok((whole(name)? / 0.).unwrap()),
                 _ => whole(name),
             };
             let files = ModelFolder::new(&mesh, folder.path());
-            let refused = files.write(model(), max_bytes, infinite).unwrap_err();
+            let rejected = files.write(model(), max_bytes, infinite).unwrap_err();
             assert!(
-                matches!(&refused, Error::NotFinite { tensor, item: 0, .. } if tensor == "d"),
-                "{refused}"
+                matches!(&rejected, Error::NotFinite { tensor, item: 0, .. } if tensor == "d"),
+                "{rejected}"
             );
-            assert_eq!(names(folder.path()), before);
+            assert_eq!(names(folder.path()), original);
             check_read_back(folder.path());
             files.allow_non_finite().write(model(), max_bytes, infinite).unwrap();
         }
     }
 
     #[test]
-    fn every_parameter_is_asked_for_though_one_fails() {
+    fn every_parameter_is_requested_despite_errors() {
         let folder = tempfile::tempdir().unwrap();
         let mesh = DeviceMesh::cpu(1).unwrap();
         let asked = std::cell::RefCell::new(Vec::new());
@@ -420,16 +429,16 @@ mod tests {
     }
 
     #[test]
-    fn a_folder_that_cannot_be_made_is_named() {
+    fn uncreatable_folder_is_named() {
         let folder = tempfile::tempdir().unwrap();
         let file = folder.path().join("file");
         fs::write(&file, "").unwrap();
-        let refused = save_in(&file.join("model"), 100).unwrap_err();
-        assert!(matches!(refused, Error::Io { .. }), "{refused}");
+        let rejected = save_in(&file.join("model"), 100).unwrap_err();
+        assert!(matches!(rejected, Error::Io { .. }), "{rejected}");
     }
 
     #[test]
-    fn only_the_parts_of_a_model_are_removed() {
+    fn only_old_parts_are_removed() {
         for (name, expected) in [
             ("model-00001-of-00002.safetensors", true),
             ("model-00001-of-00002.safetensors.partial", false),

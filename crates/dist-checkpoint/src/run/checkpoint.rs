@@ -1,4 +1,4 @@
-//! Reading a checkpoint.
+//! Reading of a checkpoint.
 
 use std::{
     collections::BTreeMap,
@@ -13,23 +13,23 @@ use crate::{
     error::{Doing, Error, Result, parameter::ParameterError, skipped::SkippedCheckpoint},
     run::{
         index::{INDEX, Index, json_error},
-        key::{Owner, TensorKey},
+        key::{PieceOwner, TensorKey},
         names,
-        shard::{self, read::Piece},
+        shard::{self, read::TensorPiece},
     },
-    safetensors::{checksum::Checksum, finite::Values},
+    safetensors::{checksum::Checksum, finite::AllowedValues},
 };
 
-/// One checkpoint that is whole, to be read under any number of slots and any plan.
+/// A complete checkpoint, which can be read with any number of slots and any plan.
 #[derive(Debug)]
 pub struct Checkpoint {
     path: PathBuf,
     index: Index,
-    /// The checksum of the index, and so of all that is in the checkpoint.
+    /// The checksum of the index, which covers everything in the checkpoint.
     checksum: Checksum,
-    /// The pieces of each kind and parameter, by first items.
-    pieces: BTreeMap<Owner, Vec<Piece>>,
-    values: Values,
+    /// The pieces of each kind and parameter, sorted by first item.
+    pieces: BTreeMap<PieceOwner, Vec<TensorPiece>>,
+    values: AllowedValues,
     skipped: Vec<SkippedCheckpoint>,
 }
 
@@ -39,13 +39,13 @@ impl Checkpoint {
     ///
     /// # Errors
     ///
-    /// An [`Error`] that names the file if it is missing, damaged, of another step or run, or of another
-    /// format; [`ParameterError::UnknownDtype`] for tensors that candle cannot hold.
+    /// An [`Error`] that names the file if it is missing, damaged, or belongs to another step, run
+    /// or format; [`ParameterError::UnknownDtype`] for tensors that candle cannot hold.
     pub fn open(path: impl Into<PathBuf>) -> Result<Self> {
         let path = path.into();
         let (index, checksum) = Index::read(&path.join(INDEX))?;
         names::check_step(&path, index.step)?;
-        let mut pieces: BTreeMap<Owner, Vec<Piece>> = BTreeMap::new();
+        let mut pieces: BTreeMap<PieceOwner, Vec<TensorPiece>> = BTreeMap::new();
         for listed in &index.files {
             let path = path.join(&listed.name);
             for (owner, piece) in shard::read::open(&path, &index.expected(listed))? {
@@ -55,32 +55,31 @@ impl Checkpoint {
         for pieces in pieces.values_mut() {
             pieces.sort_by_key(|piece| piece.items().start);
         }
-        let values = Values::default();
+        let values = AllowedValues::default();
         Ok(Self { path, index, checksum, pieces, values, skipped: Vec::new() })
     }
 
-    /// Accepts numbers that are infinite or not numbers; else a tensor with one is an error when it is
-    /// read.
+    /// Accepts infinite numbers and NaN, which are errors by default.
     #[must_use]
     pub fn allow_non_finite(self) -> Self {
-        self.with_values(Values::Any)
+        self.with_values(AllowedValues::Any)
     }
 
-    pub(super) fn with_values(self, values: Values) -> Self {
+    pub(super) fn with_values(self, values: AllowedValues) -> Self {
         Self { values, ..self }
     }
 
     /// Adds the newer checkpoints that were skipped.
-    pub(super) fn after(self, skipped: Vec<SkippedCheckpoint>) -> Self {
+    pub(super) fn with_skipped(self, skipped: Vec<SkippedCheckpoint>) -> Self {
         Self { skipped, ..self }
     }
 
-    /// Reads all tensors, and keeps none of them.
+    /// Reads and checks all tensors.
     ///
     /// # Errors
     ///
-    /// [`Error::Checksum`] and [`Error::NotFinite`] with the first file and
-    /// tensor that is damaged, [`Error::Io`] if a file cannot be read.
+    /// [`Error::Checksum`] or [`Error::NotFinite`] for the first damaged tensor, [`Error::Io`] if a
+    /// file cannot be read.
     pub fn verify(&self) -> Result<()> {
         self.pieces.values().flatten().try_for_each(|piece| piece.verify(self.values))
     }
@@ -90,12 +89,12 @@ impl Checkpoint {
         &self.path
     }
 
-    /// Returns the number of steps that had been taken.
+    /// Returns the number of completed steps.
     pub fn step(&self) -> u64 {
         self.index.step
     }
 
-    /// Returns the name of the run that wrote it, if it has one: [`Checkpoints::run`].
+    /// Returns the name of the run that wrote it, if it has one: see [`Checkpoints::run`].
     ///
     /// [`Checkpoints::run`]: crate::Checkpoints::run
     pub fn run(&self) -> Option<&str> {
@@ -107,7 +106,7 @@ impl Checkpoint {
         &self.skipped
     }
 
-    /// Returns the state of the trainer that wrote it; `None` if none did.
+    /// Returns the state of the trainer that wrote it, if it has one.
     ///
     /// # Errors
     ///
@@ -118,7 +117,7 @@ impl Checkpoint {
         read.map(Some).map_err(|cause| json_error(&self.path.join(INDEX), cause))
     }
 
-    /// Returns the state that it was saved with.
+    /// Returns the state of the run.
     ///
     /// # Errors
     ///
@@ -132,14 +131,14 @@ impl Checkpoint {
         self.index.parameters.keys().map(String::as_str)
     }
 
-    /// Checks that the model has these parameters, of these shapes, and no others, and that all
+    /// Checks that the model has exactly these parameters, with these shapes, and that all
     /// processes of the mesh read the same checkpoint.
     ///
     /// # Errors
     ///
     /// [`ParameterError::Unknown`], [`ParameterError::Missing`], [`ParameterError::Shape`];
-    /// [`Error::StepMismatch`] or [`Error::ContentMismatch`] if another process reads
-    /// another one, and [`Error::OtherProcess`] if it fails.
+    /// [`Error::StepMismatch`] or [`Error::ContentMismatch`] if another process reads a different
+    /// checkpoint, and [`Error::OtherProcess`] if it fails.
     pub fn check_fits(
         &self,
         mesh: &DeviceMesh,
@@ -168,12 +167,13 @@ impl Checkpoint {
         Ok(())
     }
 
-    /// Reads `len` items from the first one of `key` on: one dimension, on the processor.
+    /// Reads `len` items, beginning with the first item of `key`, as one dimension on the
+    /// processor.
     ///
     /// # Errors
     ///
-    /// [`ParameterError::Incomplete`] if one of them is nowhere, [`Error::Checksum`],
-    /// [`Error::NotFinite`] or [`Error::Io`] if they cannot be read.
+    /// [`ParameterError::Incomplete`] if an item is missing, [`Error::Checksum`],
+    /// [`Error::NotFinite`] or [`Error::Io`] if the items cannot be read.
     pub fn items(&self, key: TensorKey<'_>, len: usize) -> Result<Tensor> {
         let range = key.start..key.start + len;
         let pieces = self.pieces(key)?;
@@ -199,12 +199,12 @@ impl Checkpoint {
         }
     }
 
-    /// Reads a tensor of the shape of `like`: the items from the first one of `key` on, or the scalar of
-    /// the parameter.
+    /// Reads a tensor of the shape of `like`: items beginning with the first item of `key`, or the
+    /// scalar of the parameter.
     ///
     /// # Errors
     ///
-    /// Those of [`items`](Self::items).
+    /// The errors of [`items`](Self::items).
     ///
     /// # Examples
     ///
@@ -226,7 +226,8 @@ impl Checkpoint {
     /// # Ok::<(), Box<dyn std::error::Error>>(())
     /// ```
     pub fn like(&self, key: TensorKey<'_>, like: &Tensor) -> Result<Tensor> {
-        // The slots that keep no item of a parameter write no scalar of it: all slots, if it has none.
+        // A slot without items of a parameter writes no scalar for it, so a parameter of size 0 has
+        // none.
         if like.elem_count() == 0 || self.has_no_items(key.parameter) {
             return Tensor::zeros(like.dims(), like.dtype(), &Device::Cpu).doing(LOADING);
         }
@@ -236,27 +237,26 @@ impl Checkpoint {
         self.items(key, like.elem_count())?.reshape(like.dims()).doing(LOADING)
     }
 
-    /// Returns true if the model has a parameter of this name without any item.
+    /// Returns true if the model has a parameter of this name with no items.
     fn has_no_items(&self, parameter: &str) -> bool {
         self.index.parameters.get(parameter).is_some_and(|shape| shape.contains(&0))
     }
 
-    /// Reads the scalar of a parameter. Every slot with some of its items has written it, and all have
-    /// the same.
+    /// Reads the scalar of a parameter. Every slot with some of its items has written the same one.
     fn scalar(&self, key: TensorKey<'_>) -> Result<Tensor> {
         let first = &self.pieces(key)?[0];
         first.read(first.items(), self.values)?.reshape(()).doing(LOADING)
     }
 
-    /// Returns the pieces that belong to the kind and parameter of a key; at least one.
-    fn pieces(&self, key: TensorKey<'_>) -> Result<&[Piece]> {
+    /// Returns the pieces of the kind and parameter of a key; at least one.
+    fn pieces(&self, key: TensorKey<'_>) -> Result<&[TensorPiece]> {
         self.pieces.get(&key.owner()).map(Vec::as_slice).ok_or_else(|| incomplete(key))
     }
 }
 
 const LOADING: &str = "loading a tensor of a checkpoint";
 
-/// Returns the error that the first item of a key is missing.
+/// Returns the error for a missing first item of a key.
 fn incomplete(key: TensorKey<'_>) -> Error {
     Error::Parameter(ParameterError::Incomplete {
         name: key.parameter.to_owned(),

@@ -1,4 +1,4 @@
-//! The footer of an index: the checksum of the text before it, as the last member of the object.
+//! The footer of an index: the checksum of the preceding text, as the last member of the object.
 
 use std::path::Path;
 
@@ -14,11 +14,11 @@ const END: &[u8] = b"\"\n}";
 pub(super) fn add(mut text: Vec<u8>) -> Vec<u8> {
     debug_assert!(text.ends_with(b"\n}"), "an object that is printed over several lines");
     text.truncate(text.len() - 2);
-    let checksum = Checksum::of(&text);
+    let checksum = Checksum::compute(&text);
     [&text, BEGIN, checksum.to_string().as_bytes(), END].concat()
 }
 
-/// Checks that a text ends with the checksum of what is before it.
+/// Checks that a text ends with the checksum of the preceding text.
 ///
 /// # Errors
 ///
@@ -28,7 +28,7 @@ pub(super) fn check(path: &Path, text: &[u8]) -> Result<()> {
         let path = path.to_owned();
         return Err(Error::NoChecksum { path, part: FilePart::Index });
     };
-    let found = Checksum::of(checked);
+    let found = Checksum::compute(checked);
     if found == expected {
         return Ok(());
     }
@@ -52,13 +52,13 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_checksum_is_that_of_the_text_before_it() {
+    fn footer_has_checksum_of_preceding_text() {
         let text = br#"{
   "format_version": 1,
   "step": 7
 }"#;
         let complete = add(text.to_vec());
-        // `zlib.crc32` of Python says so.
+        // Computed with `zlib.crc32` of Python.
         let expected = [&text[..text.len() - 2], b",\n  \"checksum\": \"256f795d\"\n}"].concat();
         assert_eq!(String::from_utf8(complete), String::from_utf8(expected));
     }

@@ -1,5 +1,4 @@
-//! Readers of bytes that may come from anywhere: what fuzz targets call, built for them and for
-//! tests alone.
+//! Readers of untrusted bytes, for fuzz targets and tests only.
 
 use std::path::Path;
 
@@ -9,22 +8,22 @@ use crate::{
         footer,
         index::{INDEX, Index},
         shard::{
-            self, Origin,
-            read::{self, Expected},
+            self, FileOrigin,
+            read::{self, ExpectedFile},
         },
     },
-    safetensors::{checksum::Summing, stored},
+    safetensors::{checksum::ChecksumReader, stored},
 };
 
-/// Reads the text of a checkpoint's index: as it is, and with a checksum that is right.
+/// Reads the text of a checkpoint's index, both unchanged and with a correct checksum.
 ///
 /// # Errors
 ///
-/// What is wrong with the text.
+/// The fault of the text.
 ///
 /// # Panics
 ///
-/// If what was read is not read again as it was written.
+/// If the index changes when it is written and read again.
 pub fn index(text: &[u8]) -> Result<()> {
     let path = Path::new(INDEX);
     if text.ends_with(b"\n}") {
@@ -33,26 +32,27 @@ pub fn index(text: &[u8]) -> Result<()> {
     parse_twice(path, text)
 }
 
-/// Reads the text of an index, and what it is written as.
+/// Reads the text of an index, then reads it again as written.
 fn parse_twice(path: &Path, text: &[u8]) -> Result<()> {
     let first = Index::parse(path, text)?;
     let written = first.to_text(path)?;
     let second = Index::parse(path, &written)?;
-    assert_eq!(written, second.to_text(path)?, "what was read was written otherwise");
+    assert_eq!(written, second.to_text(path)?, "the index changed when it was written again");
     Ok(())
 }
 
-/// Reads the header of a slot's file, as an index expects it.
+/// Reads the header of a slot's file, with an index that matches it.
 ///
 /// # Errors
 ///
-/// What is wrong with the header.
+/// The fault of the header.
 pub fn shard(bytes: &[u8]) -> Result<()> {
     let path = Path::new("shard");
-    let mut read_bytes = Summing::new(bytes);
+    let mut read_bytes = ChecksumReader::new(bytes);
     stored::parse(path, &mut read_bytes)?;
-    let origin = Origin { run: None, step: 0, file: shard::name(0, 1) };
-    let expected = Expected { bytes: bytes.len() as u64, origin, header: read_bytes.checksum() };
+    let origin = FileOrigin { run: None, step: 0, file: shard::name(0, 1) };
+    let expected =
+        ExpectedFile { bytes: bytes.len() as u64, origin, header: read_bytes.checksum() };
     read::parse(path, bytes, &expected).map(drop)
 }
 
@@ -64,16 +64,16 @@ mod tests {
     use serde_json::Value;
 
     use super::*;
-    use crate::{run::shard::write, safetensors::finite::Values};
+    use crate::{run::shard::write, safetensors::finite::AllowedValues};
 
     #[test]
-    fn whole_bytes_are_read_and_others_are_refused() {
+    fn only_intact_bytes_are_read() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("shard");
-        let origin = Origin { run: None, step: 0, file: shard::name(0, 1) };
+        let origin = FileOrigin { run: None, step: 0, file: shard::name(0, 1) };
         let tensor = Tensor::new(&[1_f32, 2.0], &Device::Cpu).unwrap();
         let tensors = BTreeMap::from([("model/a@0".to_owned(), tensor)]);
-        write(&path, &origin, &tensors, Values::Finite).unwrap();
+        write(&path, &origin, &tensors, AllowedValues::Finite).unwrap();
         let bytes = fs::read(&path).unwrap();
         shard(&bytes).unwrap();
         assert!(shard(&bytes[..9]).is_err());

@@ -12,21 +12,21 @@ use serde::{Deserialize, Serialize};
 use serde_json::{Value, value::RawValue};
 
 use crate::{
-    disk::{At, check_file, write_file},
+    disk::{AtPath, check_file, write_file},
     error::{Error, Result},
     run::{
         footer,
-        shard::{self, Origin, read::Expected},
+        shard::{self, FileOrigin, read::ExpectedFile},
     },
-    safetensors::{checksum::Checksum, tensor_file::Written},
+    safetensors::{checksum::Checksum, tensor_file::WrittenFile},
 };
 
 /// The name of the index in its folder.
 pub(super) const INDEX: &str = "index.json";
-/// The form of the index and of the files that it lists.
+/// The format version of the index and its files.
 const FORMAT_VERSION: u32 = 1;
-/// What is read of an index at most: it names what the headers of its files describe, and is no
-/// longer than one may be.
+/// The largest index that can be read. It lists the names in the headers of its files, so it may be
+/// as long as a header.
 const MAX_BYTES: u64 = MAX_HEADER_LEN;
 
 /// The index of a checkpoint.
@@ -36,36 +36,36 @@ pub(super) struct Index {
     /// The name of the run, if it has one.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(super) run: Option<String>,
-    /// How many steps had been taken.
+    /// The number of completed steps.
     pub(super) step: u64,
     /// The model's parameters and their shapes.
     pub(super) parameters: BTreeMap<String, Vec<usize>>,
-    pub(super) files: Vec<Listed>,
-    /// The state of the trainer that wrote it, if one did.
+    pub(super) files: Vec<IndexedFile>,
+    /// The state of the trainer that wrote it, if any.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(super) trainer: Option<Box<RawValue>>,
-    /// Whatever else the run had to remember.
+    /// The state of the run.
     pub(super) state: Value,
-    // The last member of the text, `checksum`, is added and checked by `footer`.
+    // `footer` adds and checks the last member of the text, `checksum`.
 }
 
-/// What every version of the index says.
+/// The part of an index that all format versions share.
 #[derive(Deserialize)]
-struct Version {
+struct VersionField {
     format_version: u32,
 }
 
 /// A file of a checkpoint.
 #[derive(Debug, Serialize, Deserialize)]
-pub(super) struct Listed {
+pub(super) struct IndexedFile {
     pub(super) name: String,
     bytes: u64,
-    /// The checksum of its header, which has those of its tensors.
+    /// The checksum of the file's header, which contains the checksums of its tensors.
     header: Checksum,
 }
 
-impl Listed {
-    pub(super) fn new(name: String, written: Written) -> Self {
+impl IndexedFile {
+    pub(super) fn new(name: String, written: WrittenFile) -> Self {
         Self { name, bytes: written.bytes, header: written.header }
     }
 }
@@ -75,7 +75,7 @@ impl Index {
         run: Option<String>,
         step: u64,
         parameters: BTreeMap<String, Vec<usize>>,
-        files: Vec<Listed>,
+        files: Vec<IndexedFile>,
         trainer: Option<Box<RawValue>>,
         state: Value,
     ) -> Self {
@@ -83,37 +83,38 @@ impl Index {
         Self { format_version, run, step, parameters, files, trainer, state }
     }
 
-    /// Writes it, and waits until it is on disk.
+    /// Writes the index and syncs it to disk.
     pub(super) fn write(&self, path: &Path) -> Result<()> {
         let text = self.to_text(path)?;
         let found = text.len() as u64;
-        // What would be refused when it is read must not replace an older checkpoint.
+        // An unreadable index must not replace an older checkpoint.
         if found > MAX_BYTES {
             let path = path.to_owned();
             return Err(Error::IndexTooLong { path, found, max: MAX_BYTES });
         }
-        // Nor what is nested too deep.
+        // Parsing also rejects a state that is nested too deeply.
         Self::parse(path, &text)?;
         write_file(path, &text)
     }
 
-    /// What is written to `path`.
+    /// Returns the text of the index at `path`.
     pub(super) fn to_text(&self, path: &Path) -> Result<Vec<u8>> {
         let text = serde_json::to_vec_pretty(self).map_err(|cause| json_error(path, cause))?;
         Ok(footer::add(text))
     }
 
-    /// The index at `path`, and the checksum of its text, which is that of all that the checkpoint
-    /// holds: the text has the checksums of headers, and those have the ones of tensors.
+    /// Reads the index at `path`. Also returns the checksum of its text, which covers the whole
+    /// checkpoint: the text contains the checksums of headers, and headers contain the checksums of
+    /// tensors.
     pub(super) fn read(path: &Path) -> Result<(Self, Checksum)> {
         let text = read_text(path).at(path)?;
-        Ok((Self::parse(path, &text)?, Checksum::of(&text)))
+        Ok((Self::parse(path, &text)?, Checksum::compute(&text)))
     }
 
     /// Reads the text of the index at `path`.
     pub(super) fn parse(path: &Path, text: &[u8]) -> Result<Self> {
-        // The version is all that the forms of the index have in common.
-        let Version { format_version } =
+        // Only the version is common to all formats of the index.
+        let VersionField { format_version } =
             serde_json::from_slice(text).map_err(|cause| json_error(path, cause))?;
         if format_version != FORMAT_VERSION {
             return Err(Error::FormatVersion {
@@ -128,25 +129,25 @@ impl Index {
         Ok(index)
     }
 
-    /// What a file must be.
-    pub(super) fn expected(&self, listed: &Listed) -> Expected {
-        let origin = Origin { run: self.run.clone(), step: self.step, file: listed.name.clone() };
-        Expected { bytes: listed.bytes, origin, header: listed.header }
+    /// Returns the expected length, origin and checksum of a file.
+    pub(super) fn expected(&self, listed: &IndexedFile) -> ExpectedFile {
+        let origin =
+            FileOrigin { run: self.run.clone(), step: self.step, file: listed.name.clone() };
+        ExpectedFile { bytes: listed.bytes, origin, header: listed.header }
     }
 
     fn check_files(&self, path: &Path) -> Result<()> {
         let mut names = BTreeSet::new();
-        for Listed { name, .. } in &self.files {
+        for IndexedFile { name, .. } in &self.files {
             if !shard::is_name(name) || !names.insert(name) {
-                let (path, file) = (path.to_owned(), name.clone());
-                return Err(Error::Listed { path, file });
+                return Err(Error::Listed { path: path.to_owned(), file: name.clone() });
             }
         }
         Ok(())
     }
 }
 
-/// An error of the JSON in the index at `path`.
+/// Returns the error for malformed JSON in the index at `path`.
 pub(super) fn json_error(path: &Path, cause: serde_json::Error) -> Error {
     Error::Json { path: path.to_owned(), cause }
 }
@@ -167,13 +168,13 @@ mod tests {
 
     fn index(state: Value) -> Index {
         let parameters = [("a".to_owned(), vec![2, 3]), ("b".to_owned(), vec![])].into();
-        let written = Written { bytes: 376, header: Checksum::of(b"a header") };
-        let files = vec![Listed::new(shard::name(0, 1), written)];
+        let written = WrittenFile { bytes: 376, header: Checksum::compute(b"a header") };
+        let files = vec![IndexedFile::new(shard::name(0, 1), written)];
         Index::new(Some("c0ffee".to_owned()), 7, parameters, files, None, state)
     }
 
     #[test]
-    fn an_index_that_could_not_be_read_is_not_written() {
+    fn too_long_index_is_not_written() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join(INDEX);
         let state = Value::String("x".repeat(usize::try_from(MAX_BYTES).unwrap()));
@@ -183,29 +184,29 @@ mod tests {
     }
 
     #[test]
-    fn an_index_that_is_nested_too_deep_is_not_written() {
+    fn too_deep_index_is_not_written() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join(INDEX);
         let nested = |depth| (0..depth).fold(Value::Null, |inner, _| Value::Array(vec![inner]));
-        let refused = index(nested(200)).write(&path);
-        assert!(matches!(refused, Err(Error::Json { .. })));
+        let rejected = index(nested(200)).write(&path);
+        assert!(matches!(rejected, Err(Error::Json { .. })));
         assert!(!path.exists());
         index(nested(100)).write(&path).unwrap();
         assert_eq!(Index::read(&path).unwrap().0.state, nested(100));
     }
 
     #[test]
-    fn every_changed_bit_and_every_missing_end_is_noticed() {
+    fn every_flipped_bit_is_detected() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join(INDEX);
-        // Text that looks like the end of an index, in the middle of one.
+        // Text that looks like the end of an index, in the middle of it.
         let state =
             json!({"x": ",\n  \"checksum\": \"00000000\"\n}", "y": [1.5, null, "\u{1f980}"]});
         index(state.clone()).write(&path).unwrap();
         let (read, checksum) = Index::read(&path).unwrap();
         assert_eq!((read.state, read.step, read.run.as_deref()), (state, 7, Some("c0ffee")));
         let text = std::fs::read(&path).unwrap();
-        assert_eq!(checksum, Checksum::of(&text));
+        assert_eq!(checksum, Checksum::compute(&text));
         for bit in 0..text.len() * 8 {
             let mut other = text.clone();
             other[bit / 8] ^= 1 << (bit % 8);

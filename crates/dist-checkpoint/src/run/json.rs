@@ -1,7 +1,7 @@
-//! The JSON of a run's state, which must be read as it was written.
+//! The JSON of a run's state, checked so that it is read as it was written.
 //!
-//! JSON has no infinities and nothing that is not a number: `serde_json` writes `null` for them,
-//! which is read as an error, or in an `Option` as `None`. So they are looked for before.
+//! JSON has no infinities and no NaN: `serde_json` writes `null` for them, which is read as an
+//! error, or in an `Option` as `None`. So this module rejects them before writing.
 
 use serde::ser::{
     Error as _, Serialize, SerializeMap, SerializeSeq, SerializeStruct, SerializeStructVariant,
@@ -9,31 +9,31 @@ use serde::ser::{
 };
 use serde_json::{Error, Result, Value, value::RawValue};
 
-/// Returns a state as JSON.
+/// Converts a state to JSON.
 ///
 /// # Errors
 ///
-/// If it has a number that JSON does not have, and those of [`serde_json::to_value`].
+/// For a number that JSON does not have, and the errors of [`serde_json::to_value`].
 pub(super) fn to_value(state: &impl Serialize) -> Result<Value> {
     state.serialize(AllFinite)?;
     serde_json::to_value(state)
 }
 
-/// Returns a state as text that stands in an indented object, as `serde_json` would indent it.
+/// Converts a state to text, indented as `serde_json` would indent it within an object.
 ///
 /// A [`Value`] would sort its fields.
 ///
 /// # Errors
 ///
-/// Those of [`to_value`].
+/// The errors of [`to_value`].
 pub(super) fn to_raw(state: &impl Serialize) -> Result<Box<RawValue>> {
     state.serialize(AllFinite)?;
     let text = serde_json::to_string_pretty(state)?;
-    // Texts have no ends of lines in them: JSON escapes those.
+    // Strings contain no line breaks, because JSON escapes them.
     RawValue::from_string(text.replace('\n', "\n  "))
 }
 
-/// Looks at all numbers, and writes nothing.
+/// A serializer that checks all numbers and writes nothing.
 #[derive(Clone, Copy)]
 struct AllFinite;
 
@@ -46,7 +46,7 @@ impl AllFinite {
     }
 }
 
-/// Methods for values that have no numbers with a point in them.
+/// Implements methods for values without floats.
 macro_rules! others {
     ($($method:ident: $type:ty),* $(,)?) => {
         $(fn $method(self, _: $type) -> Result<()> {
@@ -55,7 +55,7 @@ macro_rules! others {
     };
 }
 
-/// A trait for values that have parts, all of which are looked at.
+/// Implements a trait for values with parts, and checks every part.
 macro_rules! parts {
     ($($trait:ident: $method:ident($($key:ty)?)),* $(,)?) => {
         $(impl $trait for AllFinite {
@@ -234,7 +234,7 @@ mod tests {
     }
 
     #[test]
-    fn numbers_that_json_does_not_have_are_refused_wherever_they_are() {
+    fn non_json_numbers_are_rejected() {
         let named = |value| BTreeMap::from([("key", Named { unit: (), value })]);
         for good in [
             Variant::Unit,

@@ -5,8 +5,8 @@ use std::fmt;
 /// The kind of a model's parameters; an optimizer names its own kinds.
 pub(crate) const MODEL: &str = "model";
 
-/// The key of a tensor in a checkpoint: a range of the items of a parameter, or of something that is
-/// kept for each of them, or a scalar that is kept for the parameter.
+/// The key of a tensor in a checkpoint. The tensor is a range of a parameter's items, of a state
+/// with an item for each of them, or a scalar for the parameter.
 ///
 /// # Examples
 ///
@@ -29,20 +29,20 @@ pub struct TensorKey<'a> {
 }
 
 impl<'a> TensorKey<'a> {
-    /// Returns the key of a parameter's own items from `start` on.
+    /// Returns the key of a parameter's items, beginning with `start`.
     pub fn model(parameter: &'a str, start: usize) -> Self {
         Self { kind: MODEL, parameter, start }
     }
 
-    /// Parses a name as it is displayed.
+    /// Parses a displayed key.
     pub(super) fn parse(key: &'a str) -> Option<Self> {
         let (kind, rest) = key.split_once('/')?;
         let (parameter, start) = rest.rsplit_once('@')?;
         Some(Self { kind, parameter, start: start.parse().ok()? })
     }
 
-    /// Returns the key without its position.
-    pub(super) fn owner(self) -> Owner {
+    /// Returns the kind and parameter of the key.
+    pub(super) fn owner(self) -> PieceOwner {
         (self.kind.to_owned(), self.parameter.to_owned())
     }
 }
@@ -53,15 +53,15 @@ impl fmt::Display for TensorKey<'_> {
     }
 }
 
-/// A kind, and the parameter that it belongs to.
-pub(super) type Owner = (String, String);
+/// A kind, and its parameter.
+pub(super) type PieceOwner = (String, String);
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
     #[test]
-    fn names_are_read_as_they_are_written() {
+    fn names_round_trip() {
         let key = TensorKey { kind: "exp_avg", parameter: "a/b@c.weight", start: 12 };
         assert_eq!(key.to_string(), "exp_avg/a/b@c.weight@12");
         assert_eq!(TensorKey::parse(&key.to_string()), Some(key));

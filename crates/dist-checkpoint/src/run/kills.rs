@@ -1,4 +1,4 @@
-//! A kill between any two system calls leaves the state before or the state after.
+//! A kill between any two system calls leaves either the old or the new state.
 
 use std::{
     cell::{Cell, RefCell},
@@ -22,15 +22,15 @@ thread_local! {
     static OBSERVER: RefCell<Option<Observer>> = const { RefCell::new(None) };
 }
 
-/// Calls the observer of this thread, which may itself work with files.
+/// Calls the observer of this thread, which may access files itself.
 pub(crate) fn observe() {
     let Some(mut observer) = OBSERVER.take() else { return };
     observer();
     OBSERVER.set(Some(observer));
 }
 
-/// Runs `f`, and returns copies of `folder` from between any two of its system calls: a kill there
-/// would leave the same.
+/// Runs `f`, and returns copies of `folder` from between any two of its system calls, as a kill
+/// there would leave it.
 fn snapshots(folder: &Path, f: impl FnOnce()) -> Vec<tempfile::TempDir> {
     let found = Rc::new(RefCell::new(Vec::new()));
     let (seen, folder) = (found.clone(), folder.to_owned());
@@ -59,7 +59,7 @@ fn copy_all(from: &Path, to: &Path) {
 
 const KEY: TensorKey<'_> = TensorKey { kind: "model", parameter: "a", start: 0 };
 
-/// The state of two slots with two items each, all of them `step`.
+/// Returns a state of two slots with two items each, all equal to `step`.
 fn state(mesh: &DeviceMesh, step: u64) -> StateDict {
     let mut state = StateDict::new(mesh, BTreeMap::from([("a".to_owned(), vec![4])]));
     for slot in 0..2 {
@@ -80,14 +80,15 @@ fn newest(checkpoints: &Checkpoints, steps: &[u64]) -> Option<u64> {
 }
 
 #[test]
-fn a_kill_leaves_a_whole_checkpoint() {
+fn kill_leaves_a_complete_checkpoint() {
     let mesh = DeviceMesh::cpu(2).unwrap();
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("checkpoints");
     for (step, before) in [(4, None), (8, Some(4))] {
         let checkpoints = Checkpoints::new(&path).keep(1);
-        let save = || checkpoints.save(&mesh, step, &state(&mesh, step), &step).unwrap();
-        let copies = snapshots(folder.path(), save);
+        let copies = snapshots(folder.path(), || {
+            checkpoints.save(&mesh, step, &state(&mesh, step), &step).unwrap()
+        });
         assert!(copies.len() >= 20, "{} system calls", copies.len());
         let mut found = before;
         for copy in copies {
@@ -96,7 +97,7 @@ fn a_kill_leaves_a_whole_checkpoint() {
             let left = newest(&resumed, &steps);
             assert!(left >= found, "{left:?} after {found:?}");
             found = left;
-            // The next process saves the next step there, and leaves nothing behind.
+            // The next process saves the next step there, and removes the rest.
             resumed.save(&mesh, 12, &state(&mesh, 12), &()).unwrap();
             assert_eq!(newest(&resumed, &[12]), Some(12));
             drop(resumed);
@@ -125,7 +126,7 @@ fn write_model(folder: &Path, value: u32, max_bytes: u64) {
     written.unwrap();
 }
 
-/// Returns the values of a model; `None` if there is none.
+/// Returns the values of a model, or `None` if it does not exist.
 fn read_model(folder: PathBuf) -> Option<[u32; 2]> {
     let weights = StoredWeights::open(folder).ok()?;
     let info = TensorInfo::new("", &Tensor::full(0_u32, 3, &Device::Cpu).unwrap());
@@ -137,7 +138,7 @@ fn read_model(folder: PathBuf) -> Option<[u32; 2]> {
 }
 
 #[test]
-fn a_kill_never_mixes_two_models() {
+fn kill_never_mixes_two_models() {
     for (old_bytes, new_bytes) in [(100, 100), (100, 1), (1, 100), (1, 1)] {
         let folder = tempfile::tempdir().unwrap();
         write_model(folder.path(), 1, old_bytes);

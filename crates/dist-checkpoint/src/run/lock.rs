@@ -1,9 +1,9 @@
 //! The lock that lets one group of processes write to a checkpoint folder.
 //!
-//! The first process of the mesh locks a file in the folder for as long as it lives; the system
-//! releases the lock however it ends. A second file names that process. Other processes of the mesh
-//! may outlive it, so all of them write under names that no later group has: each group has a
-//! *writer id*. Readers need no lock.
+//! The first process of the mesh locks a file in the folder as long as it lives; the system
+//! releases the lock however the process ends. A second file names that process. Other processes of
+//! the mesh may outlive it, so all of them write under names that no later group uses: each group
+//! has a *writer id*. Readers need no lock.
 
 use std::{
     collections::BTreeSet,
@@ -22,30 +22,31 @@ use pmap_mesh::DeviceMesh;
 use serde::{Deserialize, Serialize};
 
 use crate::{
-    disk::{At, between_calls, check_file, create_folder},
+    disk::{AtPath, between_calls, check_file, create_folder},
     error::{Error, Result},
     run::index::json_error,
 };
 
-/// The file that is locked; it is empty, and stays.
+/// The locked file. It is empty, and is never removed.
 const LOCK: &str = "lock";
-/// The file that names the owner of the lock: some systems let nobody read a locked file.
+/// The file that names the lock's owner: on some systems a locked file cannot be read.
 const OWNER: &str = "holder.json";
 
-/// The lock that this process holds, if any; clones share it.
+/// The lock of this process, if any, shared by clones.
 #[derive(Clone, Debug, Default)]
 pub(super) struct SharedLock(Arc<Mutex<Option<WriterLock>>>);
 
 impl SharedLock {
-    /// Returns the lock of a folder, which is taken by the first call. Every process of the mesh calls
-    /// this.
+    /// Takes the lock of a folder on the first call, and returns it. Every process of the mesh
+    /// calls this.
     ///
     /// # Errors
     ///
     /// [`Error::Locked`], [`Error::Lost`], [`Error::Io`]; all
     /// processes fail if one does.
     pub(super) fn take(&self, mesh: &DeviceMesh, folder: &Path) -> Result<WriterLock> {
-        // Held for as long as it takes: a second thread must not find its own process's lock.
+        // Lock until the end, so that a second thread does not find its own process's lock file
+        // taken.
         let mut shared = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(lock) = &*shared {
             mesh.all_ok(lock.check())?;
@@ -58,7 +59,7 @@ impl SharedLock {
             Ok(None)
         };
         let held = mesh.all_ok(held)?;
-        // Every process draws one, and that of the first counts.
+        // Every process draws a number; the number of the first process is used.
         let numbers = mesh.gather_numbers(&vec![[drawn]; mesh.local_slots().len()])?;
         let [writer_id] = numbers[0];
         let lock = WriterLock { writer_id, held: held.map(Arc::new) };
@@ -66,18 +67,18 @@ impl SharedLock {
     }
 }
 
-/// The right to write into a folder.
+/// The permission to write to a folder.
 #[derive(Clone, Debug)]
 pub(super) struct WriterLock {
-    /// The id of the group of processes that has it: a random number, which the first process draws.
+    /// The id of the owning group of processes: a random number of its first process.
     pub(super) writer_id: u64,
     /// The locked folder, in the first process.
     held: Option<Arc<FolderLock>>,
 }
 
 impl WriterLock {
-    /// Checks that no other process has taken the folder, as one may where there are no locks, or
-    /// after the folder was removed.
+    /// Checks that no other process has taken over the folder, which is possible without file locks
+    /// or after the folder was removed.
     fn check(&self) -> Result<()> {
         match &self.held {
             Some(held) if !held.is_named() => Err(Error::Lost { path: held.folder.clone() }),
@@ -85,10 +86,9 @@ impl WriterLock {
         }
     }
 
-    /// Logs a warning about a checkpoint, unless it has been logged before: each checkpoint that is
-    /// saved would say again what lies beside it. For the first process, which alone removes what is
-    /// not to be kept.
-    #[expect(clippy::expect_used, reason = "says why it cannot fail")]
+    /// Logs a warning about a checkpoint, once: otherwise every save would repeat it. Only the
+    /// first process calls this, since only it removes checkpoints.
+    #[expect(clippy::expect_used, reason = "the message is the proof")]
     pub(super) fn warn_once(&self, path: &Path, what: fmt::Arguments<'_>) {
         let held = self.held.as_ref().expect("the first process holds the folder");
         let mut warned = held.warned.lock().unwrap_or_else(PoisonError::into_inner);
@@ -97,8 +97,8 @@ impl WriterLock {
         }
     }
 
-    /// Returns true if no other process can be writing the files of a group: it is this group, or the
-    /// lock shows that there is no other.
+    /// Returns true if no process of a group can be writing any more: it is this group, or the file
+    /// lock proves that no other group exists.
     pub(super) fn is_over(&self, writer_id: Option<u64>) -> bool {
         let is_locked = self.held.as_ref().is_some_and(|held| held.lock.is_some());
         is_locked || writer_id == Some(self.writer_id)
@@ -112,7 +112,7 @@ struct FolderLock {
     writer_id: u64,
     /// `None` on a file system without locks.
     lock: Option<File>,
-    /// The checkpoints that a warning was about.
+    /// The checkpoints with a logged warning.
     warned: Mutex<BTreeSet<PathBuf>>,
 }
 
@@ -129,15 +129,15 @@ impl FolderLock {
         Ok(Self { folder: folder.to_owned(), writer_id, lock, warned: Mutex::default() })
     }
 
-    /// Returns true if the folder still names this as the owner of its lock.
+    /// Returns true if the folder still names this process as the owner of its lock.
     fn is_named(&self) -> bool {
         LockOwner::read(&self.folder).is_some_and(|owner| owner.writer_id == self.writer_id)
     }
 }
 
 impl Drop for FolderLock {
-    /// Before the lock is released. A file that stays, since it cannot be removed or the process
-    /// was killed, does no harm: the next process that gets the lock replaces it.
+    /// Removes the owner file before the lock is released. A leftover file, from a failed removal
+    /// or a killed process, does no harm: the next owner replaces it.
     fn drop(&mut self) {
         if self.is_named() {
             drop(fs::remove_file(self.folder.join(OWNER)));
@@ -145,10 +145,10 @@ impl Drop for FolderLock {
     }
 }
 
-/// Opens the file that is locked, and makes it if it is missing.
+/// Opens the lock file, and creates it if it is missing.
 fn open_lock(path: &Path) -> io::Result<File> {
-    // Somebody may have planted a link in its place. A new file is not made where a link leads, and
-    // what is there is not truncated: the file is for its name alone.
+    // An attacker may have planted a link here. `create_new` does not follow links, and an existing
+    // file is not truncated.
     between_calls();
     match File::create_new(path) {
         Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {
@@ -159,7 +159,7 @@ fn open_lock(path: &Path) -> io::Result<File> {
     }
 }
 
-/// Returns true if a file is locked now; false on a file system without locks.
+/// Returns true if the file is locked now; false on a file system without locks.
 fn is_locked(folder: &Path, tried: Result<(), TryLockError>) -> Result<bool, Error> {
     match tried {
         Ok(()) => Ok(true),
@@ -176,19 +176,19 @@ fn is_locked(folder: &Path, tried: Result<(), TryLockError>) -> Result<bool, Err
     }
 }
 
-/// Removes the files of processes that were killed while they took the lock. A file that cannot be
-/// removed harms nobody.
+/// Removes partial files of processes that were killed while taking the lock. A leftover file does
+/// no harm.
 fn remove_partial_files(folder: &Path) {
     let Ok(entries) = fs::read_dir(folder) else { return };
     for entry in entries.flatten() {
-        // Nobody else writes here: the folder is locked.
+        // The folder is locked, so no other process writes here.
         if is_partial(entry.file_name()) {
             drop(fs::remove_file(entry.path()));
         }
     }
 }
 
-/// A run must not end because its file system has no locks.
+/// Warns that the file system has no locks, which must not end the run.
 fn warn_without_lock(folder: &Path, cause: &io::Error) {
     tracing::warn!(
         "{} cannot be locked: {cause}. Nothing but its checkpoints tells a second run that this \
@@ -203,8 +203,9 @@ struct LockOwner {
     writer_id: u64,
     pid: u32,
     host: String,
-    /// The time at which it did.
-    since: String,
+    /// The time of the lock.
+    #[serde(rename = "since")]
+    locked_at: String,
 }
 
 /// Returns a number that no other process draws.
@@ -220,14 +221,14 @@ impl LockOwner {
             writer_id,
             pid: process::id(),
             host: gethostname::gethostname().to_string_lossy().into_owned(),
-            since: now.to_string(),
+            locked_at: now.to_string(),
         }
     }
 
     fn write(&self, folder: &Path) -> Result<()> {
         let path = folder.join(OWNER);
         let text = serde_json::to_vec_pretty(self).map_err(|cause| json_error(&path, cause))?;
-        // Somebody may have planted a link in its place.
+        // An attacker may have planted a link here, so replace the file instead of opening it.
         let mut file = AtomicFile::replacing(&path).at(&path)?;
         between_calls();
         file.write_all(&text).at(&path)?;
@@ -245,8 +246,8 @@ impl LockOwner {
 
 impl fmt::Display for LockOwner {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { pid, host, since, .. } = self;
-        write!(f, "process {pid} on host {host} since {since}")
+        let Self { pid, host, locked_at, .. } = self;
+        write!(f, "process {pid} on host {host} since {locked_at}")
     }
 }
 
@@ -255,16 +256,19 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_file_system_without_locks_is_accepted() {
+    fn file_system_without_locks_is_accepted() {
         let folder = tempfile::tempdir().unwrap();
         let cause = io::Error::from(io::ErrorKind::Unsupported);
         assert!(!is_locked(folder.path(), Err(TryLockError::Error(cause))).unwrap());
-        let refused = is_locked(folder.path(), Err(TryLockError::WouldBlock)).unwrap_err();
-        assert!(refused.to_string().ends_with("is being trained by another process"), "{refused}");
+        let rejected = is_locked(folder.path(), Err(TryLockError::WouldBlock)).unwrap_err();
+        assert!(
+            rejected.to_string().ends_with("is being trained by another process"),
+            "{rejected}"
+        );
     }
 
     #[test]
-    fn only_the_owner_of_a_lock_ends_others() {
+    fn only_a_file_lock_ends_other_groups() {
         let folder = tempfile::tempdir().unwrap();
         let writer_id = 7;
         let mut held = FolderLock::take(folder.path(), writer_id).unwrap();
@@ -286,7 +290,7 @@ mod tests {
     }
 
     #[test]
-    fn the_next_owner_removes_partial_files() {
+    fn next_owner_removes_partial_files() {
         let folder = tempfile::tempdir().unwrap();
         let left = ".000000000000cafe.partial";
         for name in [left, ".cafe.partial", "notes.partial"] {

@@ -28,30 +28,31 @@ use self::{
 };
 use crate::{
     error::{Error, Result, skipped::SkippedCheckpoint},
-    safetensors::finite::Values,
+    safetensors::finite::AllowedValues,
 };
 
 /// A folder with the checkpoints of one run.
 ///
 /// # Files
 ///
-/// `step-0000000120/` holds `shard-00001-of-00004.safetensors` and so on, one for each slot that
-/// stores something, and `index.json`. The name of a tensor is `{kind}/{parameter}@{first item}`: a
-/// [`TensorKey`](crate::TensorKey). Beside these folders lie `lock` and, during a run,
+/// `step-0000000120/` contains `index.json` and a file `shard-00001-of-00004.safetensors` for each
+/// slot that stores something. The name of a tensor is `{kind}/{parameter}@{first item}`: a
+/// [`TensorKey`](crate::TensorKey). The parent folder also contains `lock` and, during a run,
 /// `holder.json`.
 ///
-/// A checkpoint is written into a folder of another name, synced, and renamed when all slots are
-/// done, so a folder with the final name is whole, wherever the program was stopped.
+/// A checkpoint is written to a folder with a temporary name, synced, and renamed after all slots
+/// are done. So a folder with the final name is complete, wherever the program stopped.
 ///
-/// Every byte is covered by a checksum: the index has its own and those of the headers of its
-/// files, and each header has those of its tensors. The header also names the step, run and slot of
-/// the file. So a damaged file, or one of another checkpoint, is noticed when it is read.
+/// Checksums cover every byte: the index contains a checksum of its text and the checksums of its
+/// files' headers, and each header contains the checksums of its tensors. A header also names the
+/// step, run and slot of its file. So reading detects a damaged file and a file of another
+/// checkpoint.
 ///
 /// # One group of processes
 ///
-/// The first [`save`](Self::save), or [`lock`](Self::lock), locks the folder for the processes of
-/// the mesh until the last clone of this value is dropped or the first process ends: no other
-/// group may write there meanwhile. Readers need no lock.
+/// The first [`save`](Self::save) or [`lock`](Self::lock) locks the folder for the processes of the
+/// mesh, until the last clone of this value is dropped or the first process ends. No other group
+/// can write there meanwhile. Readers need no lock.
 ///
 /// # Examples
 ///
@@ -87,32 +88,32 @@ pub struct Checkpoints {
     folder: PathBuf,
     keep: usize,
     run: Option<String>,
-    values: Values,
+    values: AllowedValues,
     lock: SharedLock,
 }
 
 impl Checkpoints {
-    /// Returns the checkpoints in `folder`, which need not exist yet. The newest two are kept.
+    /// Returns the checkpoints in `folder`, which need not exist yet. By default the newest two are
+    /// kept.
     pub fn new(folder: impl Into<PathBuf>) -> Self {
         Self {
             folder: folder.into(),
             keep: 2,
             run: None,
-            values: Values::default(),
+            values: AllowedValues::default(),
             lock: SharedLock::default(),
         }
     }
 
-    /// Sets the number of checkpoints that are kept when a new one has been written, which always is
-    /// one of them.
+    /// Sets the number of checkpoints to keep after each save, including the new one.
     #[must_use]
     pub fn keep(self, count: usize) -> Self {
         Self { keep: count.max(1), ..self }
     }
 
-    /// Names the run, by a fingerprint of whatever makes it this run, such as its data, seed and
-    /// learning rates. It is written into every file, and checkpoints of a run of another name are
-    /// errors. Checkpoints without a name are accepted.
+    /// Names the run by a fingerprint of its settings, such as data, seed and learning rates. The
+    /// name is written to every file, and loading a checkpoint of another name is an error.
+    /// Checkpoints without a name are accepted.
     ///
     /// # Examples
     ///
@@ -136,54 +137,55 @@ impl Checkpoints {
         Self { run: Some(name.into()), ..self }
     }
 
-    /// Writes and reads values that are infinite or not a number as they are. Without this they are
-    /// refused: a model that has one is lost, and an older checkpoint is better.
+    /// Accepts infinite numbers and NaN. By default they are rejected: a model with such a number
+    /// is unusable, and an older checkpoint is better.
     #[must_use]
     pub fn allow_non_finite(self) -> Self {
-        Self { values: Values::Any, ..self }
+        Self { values: AllowedValues::Any, ..self }
     }
 
-    /// Returns the newest checkpoint that is whole; `None` if none was ever written.
+    /// Returns the newest complete checkpoint, or `None` if none was ever written.
     ///
-    /// One that is damaged, or is of another run, is skipped, with a warning in the log and in
-    /// [`Checkpoint::skipped`], if there is an earlier one. All of its bytes are read for this.
-    /// [`load_latest`](Self::load_latest) reads them once, when they are loaded, and sees to it
-    /// that all processes of a mesh load the same checkpoint.
+    /// A checkpoint that is damaged or of another run is skipped if there is an earlier one; the
+    /// log and [`Checkpoint::skipped`] contain a warning. This reads all bytes of the checkpoint.
+    /// [`load_latest`](Self::load_latest) reads them only once, while loading, and ensures that all
+    /// processes of a mesh load the same checkpoint.
     ///
     /// # Errors
     ///
-    /// [`Error::NoUsableCheckpoint`] if there are checkpoints and none can be used, with the
-    /// reason for each; [`Error::Io`] or [`Error::Header`] if the folder or a
-    /// file that is there cannot be read: the checkpoint may be whole, and steps would be lost with
-    /// it.
+    /// [`Error::NoUsableCheckpoint`], with the reasons, if there are checkpoints but none can be
+    /// used; [`Error::Io`] or [`Error::Header`] if the folder or an existing file cannot be read,
+    /// because skipping a possibly intact checkpoint would lose steps.
     pub fn latest(&self) -> Result<Option<Checkpoint>> {
         let mut skipped = Vec::new();
         for path in names::complete(&self.folder)?.into_values().rev() {
             match self.open_whole(&path) {
-                Ok(checkpoint) => return Ok(Some(checkpoint.after(skipped))),
-                Err(error) if Severity::of(&error) == Severity::Passing => return Err(error),
+                Ok(checkpoint) => return Ok(Some(checkpoint.with_skipped(skipped))),
+                Err(error) if Severity::from_error(&error) == Severity::Passing => {
+                    return Err(error);
+                }
                 Err(error) => skip(&mut skipped, path, error),
             }
         }
         self.check_usable(skipped).map(|()| None)
     }
 
-    /// Loads the newest checkpoint that `load` can read to its end: returns the checkpoint, and the
-    /// value of `load`; `None` if none was ever written.
+    /// Loads the newest checkpoint that `load` can read. Returns the checkpoint and the value of
+    /// `load`, or `None` if no checkpoint was ever written.
     ///
-    /// Every process of the mesh calls this, and all load the same checkpoint. One that any of them
-    /// finds damaged or cannot load is skipped by all, as by [`latest`](Self::latest).
+    /// Every process of the mesh calls this, and all load the same checkpoint. If any process finds
+    /// it damaged or cannot load it, all skip it, as in [`latest`](Self::latest).
     ///
-    /// Every process must call the same collectives: an operation that may fail on one process alone,
-    /// such as reading a file of its own, belongs before this call or after it, not into `load` ahead
-    /// of a collective, where the others would wait for it.
+    /// Every process must call the same collectives. So an operation that may fail on one process
+    /// alone, such as reading a private file, must not precede a collective in `load`, where the
+    /// others would wait for it. Run it before or after this call.
     ///
     /// # Errors
     ///
-    /// [`Error::NoUsableCheckpoint`] if there are checkpoints and none can be used, with the reason for
-    /// each: then `load` may have changed something. [`Error::Io`] or [`Error::Header`] if the folder
-    /// or an existing file cannot be read, and [`Error::OtherProcess`] in the other processes;
-    /// [`Error::Mesh`] if a process does not answer.
+    /// [`Error::NoUsableCheckpoint`], with the reasons, if there are checkpoints but none can be
+    /// used: `load` may have changed something then. [`Error::Io`] or [`Error::Header`] if the
+    /// folder or an existing file cannot be read, and [`Error::OtherProcess`] in the other
+    /// processes; [`Error::Mesh`] if a process does not answer.
     ///
     /// # Examples
     ///
@@ -220,8 +222,8 @@ impl Checkpoints {
         mut load: impl FnMut(&Checkpoint) -> Result<T, E>,
     ) -> Result<Option<(Checkpoint, T)>> {
         let mut skipped = Vec::new();
-        let mut below = None;
-        while let Some(step) = self.newest_below(mesh, below)? {
+        let mut before_step = None;
+        while let Some(step) = self.newest_before(mesh, before_step)? {
             let path = self.folder.join(names::name(step));
             let loaded = mesh.all_ok(self.open(&path)).and_then(|checkpoint| {
                 let loaded = mesh.all_ok(load(&checkpoint).map_err(E::into))?;
@@ -229,31 +231,34 @@ impl Checkpoints {
             });
             match loaded {
                 Ok((checkpoint, loaded)) => {
-                    return Ok(Some((checkpoint.after(skipped), loaded)));
+                    return Ok(Some((checkpoint.with_skipped(skipped), loaded)));
                 }
-                // Nothing is wrong with the checkpoint, and the others are not there to agree.
+                // The mesh failed, not the checkpoint, so the processes cannot agree on the next
+                // one.
                 Err(error @ Error::Mesh(_)) => return Err(error),
                 Err(error) if is_passing_anywhere(mesh, &error)? => return Err(error),
                 Err(error) => skip(&mut skipped, path, error),
             }
-            below = Some(step);
+            before_step = Some(step);
         }
         self.check_usable(skipped).map(|()| None)
     }
 
-    /// Returns the step of the newest checkpoint that the first process sees, of a step below `below`.
-    fn newest_below(&self, mesh: &DeviceMesh, below: Option<u64>) -> Result<Option<u64>> {
+    /// Returns the newest step before `before_step` with a checkpoint that the first process sees.
+    fn newest_before(&self, mesh: &DeviceMesh, before_step: Option<u64>) -> Result<Option<u64>> {
         let complete = mesh.all_ok(names::complete(&self.folder))?;
-        let newest =
-            complete.into_keys().rev().find(|step| below.is_none_or(|below| *step < below));
-        let here = newest.map_or([0, 0], |step| [1, step]);
-        let steps = mesh.gather_numbers(&vec![here; mesh.local_slots().len()])?;
+        let newest = complete
+            .into_keys()
+            .rev()
+            .find(|step| before_step.is_none_or(|before_step| *step < before_step));
+        let local = newest.map_or([0, 0], |step| [1, step]);
+        let steps = mesh.gather_numbers(&vec![local; mesh.local_slots().len()])?;
         let [is_there, step] = steps[0];
         Ok((is_there == 1).then_some(step))
     }
 
-    /// Returns the steps after which checkpoints were written, oldest first. Those that lack a file, or
-    /// whose index or headers are damaged, do not count; tensors are not read.
+    /// Returns the steps of the checkpoints, oldest first, without checkpoints that lack a file or
+    /// have a damaged index or header. This does not read tensors.
     ///
     /// # Errors
     ///
@@ -264,35 +269,33 @@ impl Checkpoints {
         Ok(whole.map(|(step, _)| step).collect())
     }
 
-    /// Locks the folder for the processes of this mesh, as [`save`](Self::save) does, before
-    /// anything else of the run is written. Every process of the mesh calls it.
+    /// Locks the folder for the processes of this mesh, as [`save`](Self::save) does. Use it to
+    /// lock before the run writes other files. Every process of the mesh calls it.
     ///
     /// # Errors
     ///
-    /// [`Error::Locked`] if another process writes there, [`Error::Lost`] if it
-    /// was claimed here, and then removed or taken over; [`Error::Io`] if the folder
-    /// cannot be made.
+    /// [`Error::Locked`] if another process writes there, [`Error::Lost`] if this process had the
+    /// lock and the folder was removed or taken over; [`Error::Io`] if the folder cannot be
+    /// created.
     pub fn lock(&self, mesh: &DeviceMesh) -> Result<()> {
         self.lock.take(mesh, &self.folder).map(drop)
     }
 
-    /// Writes a checkpoint after `step` steps: the tensors of all slots, and a `state` that serde
-    /// can write. Returns when it is whole.
+    /// Writes a checkpoint after `step` steps: the tensors of all slots, and a serializable
+    /// `state`. Returns when it is complete.
     ///
-    /// Every process of the mesh calls this, with the same folder, which all of them must reach.
-    /// Each writes the files of its own slots, and the first one the index; then the first removes
-    /// what is not to be kept. If one process fails, all return an error.
+    /// Every process of the mesh calls this, with the same folder, which all of them must see. Each
+    /// writes the files of its slots, and the first process writes the index and removes old
+    /// checkpoints. If one process fails, all return an error.
     ///
     /// # Errors
     ///
-    /// [`Error::Exists`] if there is a whole checkpoint of this step,
-    /// [`Error::NotFinite`] if a tensor has a number that is not finite,
-    /// [`Error::Slots`] if `tensors` are those of another mesh, [`Error::Json`]
-    /// if `state` cannot be written, or would not be read again as JSON has no infinite numbers,
-    /// those of [`lock`](Self::lock), [`Error::StepMismatch`],
-    /// [`Error::RunsDiffer`] or [`Error::NotShared`] if processes do not write
-    /// the same checkpoint, [`Error::Io`] with the path and what the system says.
-    /// Earlier checkpoints are untouched.
+    /// [`Error::Exists`] if there is a complete checkpoint of this step, [`Error::NotFinite`] if a
+    /// tensor has an infinite number or NaN, [`Error::Slots`] if `tensors` belong to another mesh,
+    /// [`Error::Json`] if JSON cannot represent `state`, the errors of [`lock`](Self::lock),
+    /// [`Error::StepMismatch`], [`Error::RunsDiffer`] or [`Error::NotShared`] if processes do not
+    /// write the same checkpoint, [`Error::Io`] with the path and the system's error. Earlier
+    /// checkpoints stay unchanged.
     pub fn save(
         &self,
         mesh: &DeviceMesh,
@@ -309,14 +312,17 @@ impl Checkpoints {
         let checkpoint = Checkpoint::open(path)?.with_values(self.values);
         match (&self.run, checkpoint.run()) {
             (Some(expected), Some(found)) if found != expected => {
-                let (found, expected) = (found.to_owned(), expected.clone());
-                Err(Error::RunMismatch { path: path.to_owned(), found, expected })
+                Err(Error::RunMismatch {
+                    path: path.to_owned(),
+                    found: found.to_owned(),
+                    expected: expected.clone(),
+                })
             }
             _ => Ok(checkpoint),
         }
     }
 
-    /// Opens a checkpoint of this run that is whole.
+    /// Opens a complete checkpoint of this run, and checks its tensors.
     fn open_whole(&self, path: &Path) -> Result<Checkpoint> {
         let checkpoint = self.open(path)?;
         checkpoint.verify()?;
@@ -338,9 +344,10 @@ fn skip(skipped: &mut Vec<SkippedCheckpoint>, path: PathBuf, error: Error) {
     skipped.push(passed);
 }
 
-/// Returns true if the system failed to read in any process: the others only know that one failed.
+/// Returns true if the system failed to read in any process: other processes see only that one
+/// failed.
 fn is_passing_anywhere(mesh: &DeviceMesh, error: &Error) -> Result<bool> {
-    let here = u64::from(Severity::of(error) == Severity::Passing);
-    let all = mesh.gather_numbers(&vec![[here]; mesh.local_slots().len()])?;
+    let local = u64::from(Severity::from_error(error) == Severity::Passing);
+    let all = mesh.gather_numbers(&vec![[local]; mesh.local_slots().len()])?;
     Ok(all.contains(&[1]))
 }

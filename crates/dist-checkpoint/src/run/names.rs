@@ -7,29 +7,29 @@ use std::{
 };
 
 use crate::{
-    disk::At,
+    disk::AtPath,
     error::{Error, Result},
 };
 
 /// The end of a folder's name while the checkpoint is written or removed.
 const PARTIAL: &str = ".partial";
 
-/// The name of a checkpoint that is whole.
+/// Returns the name of a complete checkpoint.
 pub(super) fn name(step: u64) -> String {
     format!("step-{step:010}")
 }
 
-/// The name of a checkpoint that the group of processes of a writer id write or remove.
+/// Returns the name of a checkpoint that a group of processes is writing or removing.
 pub(super) fn partial_name(step: u64, writer_id: u64) -> String {
     format!("{}.{writer_id:016x}{PARTIAL}", name(step))
 }
 
-/// The name to which a checkpoint is moved that lies in the place of another: it is nobody's.
+/// Returns the new name of a foreign checkpoint that is in the way of this one.
 pub(super) fn moved_name(step: u64, writer_id: u64) -> String {
     format!("{}.{writer_id:016x}.moved", name(step))
 }
 
-/// Checks that a folder, if it is called after a step, is called after this one.
+/// Checks that a folder with the name of a step has the name of this step.
 ///
 /// # Errors
 ///
@@ -41,7 +41,7 @@ pub(super) fn check_step(path: &Path, step: u64) -> Result<()> {
     }
 }
 
-/// The folders in `folder` that have the name of a checkpoint that is whole, by step.
+/// Returns the folders in `folder` with the name of a complete checkpoint, by step.
 pub(super) fn complete(folder: &Path) -> Result<BTreeMap<u64, PathBuf>> {
     let mut complete = BTreeMap::new();
     for path in folders(folder)? {
@@ -52,21 +52,21 @@ pub(super) fn complete(folder: &Path) -> Result<BTreeMap<u64, PathBuf>> {
     Ok(complete)
 }
 
-/// What an interrupted process has left.
+/// A folder of an interrupted process.
 #[derive(Debug)]
-pub(super) struct Partial {
+pub(super) struct PartialFolder {
     pub(super) path: PathBuf,
     pub(super) step: u64,
-    /// Nothing if a program wrote it that did not give it a name of its own.
+    /// The group of processes that wrote it; `None` for a program without writer ids.
     pub(super) writer_id: Option<u64>,
 }
 
-/// The folders in `folder` that were not written or removed to the end.
-pub(super) fn partial(folder: &Path) -> Result<Vec<Partial>> {
+/// Returns the folders in `folder` that an interrupted process was writing or removing.
+pub(super) fn partial(folder: &Path) -> Result<Vec<PartialFolder>> {
     let mut partial = Vec::new();
     for path in folders(folder)? {
         if let Some((step, writer_id)) = name_of(&path).and_then(parse_partial_name) {
-            partial.push(Partial { path, step, writer_id });
+            partial.push(PartialFolder { path, step, writer_id });
         }
     }
     Ok(partial)
@@ -87,18 +87,18 @@ fn folders(folder: &Path) -> Result<Vec<PathBuf>> {
     Ok(folders)
 }
 
-/// The name of a folder, if it is text, as ours are.
+/// Returns the name of a folder, if it is valid UTF-8.
 fn name_of(path: &Path) -> Option<&str> {
     path.file_name()?.to_str()
 }
 
-/// The step in the name of a checkpoint's folder, if it has exactly the name of that step.
+/// Returns the step in the name of a checkpoint's folder, if the name is exactly that of the step.
 fn step_of(text: &str) -> Option<u64> {
     let step = text.strip_prefix("step-")?.parse().ok()?;
     (name(step) == text).then_some(step)
 }
 
-/// The step in the name of a partial folder, and the writer id, if there is one.
+/// Returns the step in the name of a partial folder, and the writer id, if it has one.
 fn parse_partial_name(text: &str) -> Option<(u64, Option<u64>)> {
     let text = text.strip_suffix(PARTIAL)?;
     match text.split_once('.') {
@@ -114,7 +114,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn names_are_read_as_they_are_written() {
+    fn names_round_trip() {
         for step in [0, 7, 9_999_999_999, 10_000_000_000, u64::MAX] {
             assert_eq!(step_of(&name(step)), Some(step));
             for writer_id in [0, 0xcafe, u64::MAX] {
@@ -132,7 +132,7 @@ mod tests {
     }
 
     #[test]
-    fn only_a_folder_of_another_step_is_refused() {
+    fn folder_of_another_step_is_rejected() {
         for path in ["runs/step-0000000004", "runs/best", "step-4", "/"] {
             assert!(check_step(Path::new(path), 4).is_ok(), "{path}");
         }

@@ -19,7 +19,7 @@ use crate::{
     },
 };
 
-/// The tensors that the slots of this process contribute to a checkpoint.
+/// The tensors of this process's slots for a checkpoint.
 ///
 /// It shares the memory of the tensors: save it before they change.
 ///
@@ -55,16 +55,17 @@ use crate::{
 /// ```
 #[derive(Clone, Debug)]
 pub struct StateDict {
-    /// The shapes of all parameters of the model, in whatever process they are kept.
+    /// The shapes of all parameters of the model, including parameters of other processes.
     pub(super) parameters: BTreeMap<String, Vec<usize>>,
-    /// For each slot of this process, its tensors by their names in the file.
+    /// The tensors of each slot in this process, by their names in the file.
     pub(super) slots: Vec<BTreeMap<String, Tensor>>,
-    /// The trainer's own state, as it stands in the index.
+    /// The JSON of the trainer's state, as in the index.
     pub(super) trainer: Option<Box<RawValue>>,
 }
 
 impl StateDict {
-    /// Makes an empty state of a model with parameters of these shapes, for the slots of this process.
+    /// Returns an empty state of a model with parameters of these shapes, for the slots of this
+    /// process.
     pub fn new(mesh: &DeviceMesh, parameters: BTreeMap<String, Vec<usize>>) -> Self {
         Self { parameters, slots: vec![BTreeMap::new(); mesh.devices().len()], trainer: None }
     }
@@ -73,7 +74,7 @@ impl StateDict {
     ///
     /// # Errors
     ///
-    /// [`Error::Json`] if it cannot be written, or has a number that JSON does not have.
+    /// [`Error::Json`] if JSON cannot represent it.
     ///
     /// [`Checkpoint::trainer`]: crate::Checkpoint::trainer
     pub fn with_trainer(self, trainer: &impl Serialize) -> Result<Self> {
@@ -81,12 +82,12 @@ impl StateDict {
         Ok(Self { trainer: Some(raw), ..self })
     }
 
-    /// Adds a tensor of the slot number `local_slot` of this process: items of one dimension or more,
+    /// Adds a tensor of this process's slot number `local_slot`: items of at least one dimension,
     /// or a scalar.
     ///
     /// # Errors
     ///
-    /// [`Error::Kind`] if its name would not be read as it is written, or exists already.
+    /// [`Error::Kind`] if its name is ambiguous or exists already.
     ///
     /// # Panics
     ///

@@ -1,4 +1,4 @@
-//! Writing a checkpoint.
+//! Writing of a checkpoint.
 
 use std::{
     fs,
@@ -14,26 +14,26 @@ use crate::{
     error::{Error, Result},
     run::{
         Checkpoints,
-        index::{INDEX, Index, Listed, json_error},
+        index::{INDEX, Index, IndexedFile, json_error},
         json,
         lock::WriterLock,
         names,
         severity::Severity,
-        shard::{self, Origin, write},
+        shard::{self, FileOrigin, write},
         state_dict::StateDict,
     },
-    safetensors::{checksum::Checksum, tensor_file::Written},
+    safetensors::{checksum::Checksum, tensor_file::WrittenFile},
 };
 
-/// A checkpoint that is being written.
+/// A checkpoint while it is written.
 pub(super) struct CheckpointWriter<'a> {
     checkpoints: &'a Checkpoints,
     mesh: &'a DeviceMesh,
     lock: &'a WriterLock,
     step: u64,
-    /// Its folder when it is whole.
+    /// The folder of the complete checkpoint.
     whole: PathBuf,
-    /// Its folder until then.
+    /// The folder during the write.
     partial: PathBuf,
 }
 
@@ -49,13 +49,13 @@ impl<'a> CheckpointWriter<'a> {
         Self { checkpoints, mesh, lock, step, whole, partial }
     }
 
-    /// Writes it: all processes what their slots keep, and the first one the rest.
+    /// Writes the checkpoint: all processes write their slots, and the first one writes the rest.
     pub(super) fn write(&self, tensors: &StateDict, state: &impl Serialize) -> Result<()> {
         self.check_others()?;
         let begun = self.mesh.all_ok(self.begin(tensors, state));
         let written = begun.and_then(|state| self.write_files(tensors, state));
         if written.is_err() && self.mesh.is_first_process() {
-            // What cannot be removed now is removed when the next checkpoint is written.
+            // If this fails, the next save removes the folder.
             drop(fs::remove_dir_all(&self.partial));
         }
         written
@@ -64,7 +64,7 @@ impl<'a> CheckpointWriter<'a> {
     /// Checks that all processes write the same checkpoint.
     fn check_others(&self) -> Result<()> {
         let run = self.checkpoints.run.as_deref().map(str::as_bytes);
-        let run = run.map_or(0, |name| 1 + u64::from(Checksum::of(name).get()));
+        let run = run.map_or(0, |name| 1 + u64::from(Checksum::compute(name).get()));
         if let Some((_, other)) = self.mesh.find_mismatch(self.step)? {
             return Err(Error::step_mismatch(&self.whole, self.step, other));
         }
@@ -74,7 +74,7 @@ impl<'a> CheckpointWriter<'a> {
         }
     }
 
-    /// Makes the folder, in the first process, and the JSON of the run's state.
+    /// Creates the folder, in the first process, and converts the run's state to JSON.
     fn begin(&self, tensors: &StateDict, state: &impl Serialize) -> Result<Value> {
         let found = tensors.slots.len();
         let expected = self.mesh.devices().len();
@@ -91,23 +91,24 @@ impl<'a> CheckpointWriter<'a> {
         Ok(state)
     }
 
-    /// Removes what interrupted groups of processes have left. What cannot be removed stays, and
-    /// harms nobody.
+    /// Removes folders of interrupted processes. A folder that cannot be removed does no harm.
     fn remove_partial(&self) -> Result<()> {
         for partial in names::partial(&self.checkpoints.folder)? {
             if !self.lock.is_over(partial.writer_id) {
                 continue;
             }
             if let Err(error) = self.retire(partial.step, &partial.path) {
-                let stays = format_args!("what an interrupted run has left stays: {error}");
+                let stays = format_args!(
+                    "a partial checkpoint of an interrupted run cannot be removed: {error}"
+                );
                 self.lock.warn_once(&partial.path, stays);
             }
         }
         Ok(())
     }
 
-    /// Removes a damaged checkpoint in the place of the new one. One that is not proven to be
-    /// damaged is moved, whatever is wrong with it: somebody may miss it.
+    /// Removes a damaged checkpoint of the same step. A checkpoint that may be intact is renamed
+    /// instead, since another run may need it.
     fn clear_target(&self) -> Result<()> {
         let path = &self.whole;
         if !path.is_dir() {
@@ -115,7 +116,7 @@ impl<'a> CheckpointWriter<'a> {
         }
         match self.checkpoints.open_whole(path) {
             Ok(_) => Err(Error::Exists { path: path.clone(), step: self.step }),
-            Err(error) if Severity::of(&error) == Severity::Damage => {
+            Err(error) if Severity::from_error(&error) == Severity::Damage => {
                 tracing::warn!("{} is written again: {error}", path.display());
                 remove_folder(path)
             }
@@ -135,8 +136,8 @@ impl<'a> CheckpointWriter<'a> {
         self.mesh.all_ok(whole)
     }
 
-    /// Writes the files of this process's slots. A slot that keeps nothing has none.
-    fn write_shards(&self, tensors: &StateDict) -> Result<Vec<Option<Written>>> {
+    /// Writes the files of this process's slots. An empty slot has no file.
+    fn write_shards(&self, tensors: &StateDict) -> Result<Vec<Option<WrittenFile>>> {
         if !self.partial.is_dir() {
             return Err(Error::NotShared { path: self.partial.clone() });
         }
@@ -144,7 +145,7 @@ impl<'a> CheckpointWriter<'a> {
         for (slot, entries) in self.mesh.local_slots().zip(&tensors.slots) {
             let file = shard::name(slot, self.mesh.len());
             let path = self.partial.join(&file);
-            let origin = Origin { run: self.checkpoints.run.clone(), step: self.step, file };
+            let origin = FileOrigin { run: self.checkpoints.run.clone(), step: self.step, file };
             written.push(if entries.is_empty() {
                 None
             } else {
@@ -154,17 +155,21 @@ impl<'a> CheckpointWriter<'a> {
         Ok(written)
     }
 
-    /// The files of all slots, given those of this process's slots.
-    fn listed(&self, local: &[Option<Written>]) -> Result<Vec<Listed>> {
+    /// Returns the files of all slots, given the files of this process's slots.
+    fn listed(&self, local: &[Option<WrittenFile>]) -> Result<Vec<IndexedFile>> {
         let numbers: Vec<_> = local.iter().copied().map(to_numbers).collect();
         let all = self.mesh.gather_numbers(&numbers)?;
-        let written = all.into_iter().map(from_numbers).enumerate();
-        let name = |slot| shard::name(slot, self.mesh.len());
-        Ok(written.filter_map(|(slot, file)| Some(Listed::new(name(slot), file?))).collect())
+        let mut files = Vec::new();
+        for (slot, numbers) in all.into_iter().enumerate() {
+            if let Some(written) = from_numbers(numbers) {
+                files.push(IndexedFile::new(shard::name(slot, self.mesh.len()), written));
+            }
+        }
+        Ok(files)
     }
 
-    /// Writes the index, and gives the checkpoint its name.
-    fn finish(&self, tensors: &StateDict, files: Vec<Listed>, state: Value) -> Result<()> {
+    /// Writes the index, and renames the checkpoint to its final name.
+    fn finish(&self, tensors: &StateDict, files: Vec<IndexedFile>, state: Value) -> Result<()> {
         let StateDict { parameters, trainer, .. } = tensors.clone();
         let run = self.checkpoints.run.clone();
         let index = Index::new(run, self.step, parameters, files, trainer, state);
@@ -175,10 +180,10 @@ impl<'a> CheckpointWriter<'a> {
         Ok(())
     }
 
-    /// Removes the checkpoints before this one that have enough newer ones which are whole, and
-    /// those that are damaged. What cannot be opened for any other reason is not ours to remove: it
-    /// may be of another run. What cannot be removed stays, too, with a warning in the log: the new
-    /// one is whole all the same.
+    /// Removes the earlier checkpoints that have enough complete newer ones, and the damaged ones.
+    /// A checkpoint that cannot be opened for another reason stays, because it may belong to
+    /// another run. A checkpoint that cannot be removed stays with a warning in the log; the new
+    /// one is complete in any case.
     fn remove_old(&self) {
         let complete = match names::complete(&self.checkpoints.folder) {
             Ok(complete) => complete,
@@ -191,7 +196,7 @@ impl<'a> CheckpointWriter<'a> {
                     n_newer += 1;
                     continue;
                 }
-                Err(error) if Severity::of(&error) != Severity::Damage => {
+                Err(error) if Severity::from_error(&error) != Severity::Damage => {
                     self.lock.warn_once(path, format_args!("an old checkpoint stays: {error}"));
                     continue;
                 }
@@ -204,8 +209,8 @@ impl<'a> CheckpointWriter<'a> {
         }
     }
 
-    /// Removes a checkpoint, which loses its name first: what is half removed is not taken for
-    /// whole, and a process that outlives its group finds nothing to write into.
+    /// Removes a checkpoint after renaming it, so that a half-removed one never looks complete, and
+    /// a process that outlives its group finds no folder to write to.
     fn retire(&self, step: u64, path: &Path) -> Result<()> {
         let name = names::partial_name(step, self.lock.writer_id);
         let partial = self.checkpoints.folder.join(name);
@@ -214,13 +219,13 @@ impl<'a> CheckpointWriter<'a> {
     }
 }
 
-/// What the processes tell each other of a file: a length of 0 if there is none.
-fn to_numbers(written: Option<Written>) -> [u64; 2] {
-    written.map_or([0; 2], |Written { bytes, header }| [bytes, header.get().into()])
+/// Encodes the facts about a file for the other processes; the length is 0 if there is no file.
+fn to_numbers(written: Option<WrittenFile>) -> [u64; 2] {
+    written.map_or([0; 2], |WrittenFile { bytes, header }| [bytes, header.get().into()])
 }
 
-fn from_numbers([bytes, header]: [u64; 2]) -> Option<Written> {
+fn from_numbers([bytes, header]: [u64; 2]) -> Option<WrittenFile> {
     #[expect(clippy::expect_used, reason = "it is the number of a checksum")]
     let header = u32::try_from(header).expect("a checksum has 32 bits");
-    (bytes > 0).then_some(Written { bytes, header: header.into() })
+    (bytes > 0).then_some(WrittenFile { bytes, header: header.into() })
 }

@@ -1,8 +1,8 @@
-//! Checksums of what is written: CRC-32, as zlib, gzip and PNG have it, so that other programs find
-//! a function for it in their standard library.
+//! Checksums of files: CRC-32 as in zlib, gzip and PNG, so that other programs find it in their
+//! standard library.
 //!
-//! A checksum of 32 bits finds every change of up to 32 bits in a row, and of any other damage all
-//! but one case in four billion.
+//! A 32-bit checksum detects every change of up to 32 consecutive bits, and all but one in four
+//! billion of other changes.
 
 use std::{
     fmt,
@@ -11,11 +11,11 @@ use std::{
 
 use serde::{Deserialize, Deserializer, Serialize, Serializer, de::Error};
 
-/// A tensor has a checksum for every so many bytes, so that some of its items can be checked
-/// without reading the others. Its checksum takes 8 bytes of the header.
+/// The size of a tensor's blocks. Each block has a checksum, so that a range of items can be
+/// checked without reading the others. A checksum takes 8 bytes of the header.
 pub(crate) const BLOCK: usize = 1 << 20;
 
-/// The checksum of some bytes: 8 hexadecimal digits where it is written.
+/// The checksum of some bytes, displayed as 8 hexadecimal digits.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Checksum(u32);
 
@@ -23,7 +23,7 @@ impl Checksum {
     /// The number of its digits.
     pub(crate) const DIGITS: usize = 8;
 
-    pub(crate) fn of(bytes: &[u8]) -> Self {
+    pub(crate) fn compute(bytes: &[u8]) -> Self {
         Self(crc32fast::hash(bytes))
     }
 
@@ -31,7 +31,7 @@ impl Checksum {
         self.0
     }
 
-    /// Reads what is displayed, and nothing else.
+    /// Parses a displayed checksum; rejects any other form.
     pub(crate) fn parse(text: &str) -> Option<Self> {
         let checksum = Self(u32::from_str_radix(text, 16).ok()?);
         (checksum.to_string() == text).then_some(checksum)
@@ -63,13 +63,14 @@ impl<'de> Deserialize<'de> for Checksum {
     }
 }
 
-/// The digits of the checksums of a tensor's blocks, one after the other.
+/// Returns the digits of the checksums of a tensor's blocks, concatenated.
 pub(crate) fn to_digits(blocks: &[Checksum]) -> String {
     blocks.iter().map(Checksum::to_string).collect()
 }
 
-/// The checksums of a tensor of `n_bytes`, if these are the digits of as many as it has blocks.
-pub(crate) fn of_digits(digits: &str, n_bytes: usize) -> Option<Vec<Checksum>> {
+/// Parses the checksums of a tensor of `n_bytes`; returns `None` if the digits are malformed or
+/// their number is wrong.
+pub(crate) fn parse_digits(digits: &str, n_bytes: usize) -> Option<Vec<Checksum>> {
     let blocks: Option<Vec<_>> = digits
         .as_bytes()
         .chunks(Checksum::DIGITS)
@@ -78,25 +79,25 @@ pub(crate) fn of_digits(digits: &str, n_bytes: usize) -> Option<Vec<Checksum>> {
     blocks.filter(|blocks| blocks.len() == n_bytes.div_ceil(BLOCK))
 }
 
-/// Sums up what is read through it.
+/// A reader that computes the checksum of the bytes read through it.
 #[derive(Debug, Default)]
-pub(crate) struct Summing<R> {
+pub(crate) struct ChecksumReader<R> {
     reader: R,
     hasher: crc32fast::Hasher,
 }
 
-impl<R> Summing<R> {
+impl<R> ChecksumReader<R> {
     pub(crate) fn new(reader: R) -> Self {
         Self { reader, hasher: crc32fast::Hasher::new() }
     }
 
-    /// The checksum of all bytes that were read.
+    /// Returns the checksum of all bytes read.
     pub(crate) fn checksum(self) -> Checksum {
         Checksum(self.hasher.finalize())
     }
 }
 
-impl<R: Read> Read for Summing<R> {
+impl<R: Read> Read for ChecksumReader<R> {
     fn read(&mut self, bytes: &mut [u8]) -> io::Result<usize> {
         let n_read = self.reader.read(bytes)?;
         self.hasher.update(&bytes[..n_read]);
@@ -109,20 +110,20 @@ mod tests {
     use super::*;
 
     #[test]
-    fn it_is_the_checksum_of_zlib() {
-        // The check value in the catalogue of CRC algorithms, under CRC-32/ISO-HDLC.
-        assert_eq!(Checksum::of(b"123456789").to_string(), "cbf43926");
-        let mut summing = Summing::new(&b"123456789"[..]);
+    fn checksum_matches_zlib() {
+        // The check value of CRC-32/ISO-HDLC in the catalogue of CRC algorithms.
+        assert_eq!(Checksum::compute(b"123456789").to_string(), "cbf43926");
+        let mut summing = ChecksumReader::new(&b"123456789"[..]);
         summing.read_exact(&mut [0; 4]).unwrap();
         io::copy(&mut summing, &mut io::sink()).unwrap();
-        assert_eq!(summing.checksum(), Checksum::of(b"123456789"));
+        assert_eq!(summing.checksum(), Checksum::compute(b"123456789"));
     }
 
     #[test]
-    fn digits_are_read_as_they_are_written() {
+    fn digits_round_trip() {
         let checksums = [Checksum(0), Checksum(0xcafe), Checksum(u32::MAX)];
-        assert_eq!(of_digits(&to_digits(&checksums), 2 * BLOCK + 1), Some(checksums.to_vec()));
-        assert_eq!(of_digits("", 0), Some(vec![]));
+        assert_eq!(parse_digits(&to_digits(&checksums), 2 * BLOCK + 1), Some(checksums.to_vec()));
+        assert_eq!(parse_digits("", 0), Some(vec![]));
         for (digits, n_bytes) in [
             ("", 1),
             ("0000000", 1),
@@ -134,7 +135,7 @@ mod tests {
             ("0000000000000000", BLOCK),
             ("000000ä", 1),
         ] {
-            assert_eq!(of_digits(digits, n_bytes), None, "{digits} of {n_bytes} bytes");
+            assert_eq!(parse_digits(digits, n_bytes), None, "{digits} of {n_bytes} bytes");
         }
     }
 }

@@ -1,4 +1,4 @@
-//! The one reader of ranges of items in safetensors files.
+//! The reader of ranges of items in safetensors files.
 
 use std::{
     fs::{self, File},
@@ -12,7 +12,7 @@ use candle_core::{DType, Device, Tensor};
 use fsdp_plan::support::{SafetensorsHeader, StoredTensor};
 
 use crate::{
-    disk::At,
+    disk::AtPath,
     dtype::dtype_of,
     error::{Doing, Error, Result, parameter::ParameterError},
 };
@@ -22,7 +22,7 @@ use crate::{
 pub(crate) struct StoredItems {
     file: Arc<Path>,
     dtype: DType,
-    /// Where the first item begins in the file.
+    /// The position of the first item in the file.
     offset: u64,
 }
 
@@ -91,7 +91,7 @@ impl StoredItems {
     }
 }
 
-/// Reads the header of a file, which must be as long as the header says.
+/// Reads the header of a file, and checks the length of the file.
 ///
 /// # Errors
 ///
@@ -102,7 +102,7 @@ pub(crate) fn header(path: &Path) -> Result<SafetensorsHeader> {
     Ok(header)
 }
 
-/// Reads the header of the file at `path` from `file`, and nothing behind it.
+/// Reads the header of the file at `path` from `file`, without reading further.
 ///
 /// # Errors
 ///
@@ -111,7 +111,7 @@ pub(crate) fn parse(path: &Path, file: impl Read) -> Result<SafetensorsHeader> {
     SafetensorsHeader::read(file).map_err(|cause| Error::header(path, cause))
 }
 
-/// Checks that a file of `found` bytes is as long as its header says.
+/// Checks that a file of `found` bytes has the length that its header describes.
 ///
 /// # Errors
 ///
@@ -124,14 +124,14 @@ pub(crate) fn check_extent(path: &Path, header: &SafetensorsHeader, found: u64) 
     Err(Error::Extent { path: path.to_owned(), described, found })
 }
 
-/// Headers begin and end at multiples of this, so that tensors are aligned.
+/// The alignment of the start and end of headers, so that tensors are aligned.
 pub(crate) const ALIGNMENT: usize = 8;
 
 /// Returns the first bytes of a safetensors file: the length of its header, and the header.
 ///
 /// # Errors
 ///
-/// [`Error::Header`] for one that would be refused when it is read: it is too long.
+/// [`Error::Header`] if the header is too long to be read.
 pub(crate) fn header_bytes(json: &[u8], path: &Path) -> Result<Vec<u8>> {
     let padded_len = json.len().next_multiple_of(ALIGNMENT);
     let mut bytes = (padded_len as u64).to_le_bytes().to_vec();

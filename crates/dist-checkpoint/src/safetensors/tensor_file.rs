@@ -1,4 +1,4 @@
-//! The one writer of safetensors files.
+//! The writer of safetensors files.
 
 use std::{
     cmp::Reverse,
@@ -15,24 +15,24 @@ use safetensors::tensor::{Dtype, TensorInfo as FileTensorInfo};
 use serde::{Serialize, Serializer, ser::SerializeMap};
 
 use crate::{
-    disk::{At, between_calls},
+    disk::{AtPath, between_calls},
     error::{Doing, Error, Result, parameter::ParameterError},
     safetensors::{
         checksum::{BLOCK, Checksum, to_digits},
-        finite::Values,
-        scan::{PIECE, Scan, Scanned},
+        finite::AllowedValues,
+        scan::{BlockScan, PIECE, ScanResult},
         stored::header_bytes,
     },
 };
 
-/// The name, shape and type of a tensor.
+/// The name, shape and dtype of a tensor.
 #[derive(Clone, Debug, PartialEq)]
 pub struct TensorInfo {
-    /// Its name in the file or the model.
+    /// The name in the file or the model.
     pub name: String,
-    /// Its dimensions.
+    /// The dimensions.
     pub shape: Vec<usize>,
-    /// The type of its items.
+    /// The dtype of the items.
     pub dtype: DType,
 }
 
@@ -53,8 +53,8 @@ impl TensorInfo {
         Self { name: name.into(), shape: tensor.dims().to_vec(), dtype: tensor.dtype() }
     }
 
-    /// Sorts tensors as files have them: wide types first, so that all are aligned. Tensors of one
-    /// type keep their order.
+    /// Sorts tensors as a file needs them: wide dtypes first, so that all are aligned. Tensors of
+    /// one dtype keep their order.
     ///
     /// # Examples
     ///
@@ -78,9 +78,9 @@ impl TensorInfo {
     }
 }
 
-/// A safetensors file that is written a tensor at a time.
+/// A safetensors file that is written tensor by tensor.
 ///
-/// No more than one tensor is copied at once. What is written may lie on any device and be a view.
+/// It copies at most one tensor at a time. Tensors may be views, on any device.
 ///
 /// # Examples
 ///
@@ -106,47 +106,47 @@ pub struct TensorFile<W> {
     out: W,
     /// The path that errors name.
     path: PathBuf,
-    header: Header,
-    values: Values,
+    header: FileHeader,
+    values: AllowedValues,
     n_written: usize,
 }
 
-/// The facts about a file that an index states.
+/// The facts about a file for the index.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Written {
-    /// Its length.
+pub(crate) struct WrittenFile {
+    /// The length.
     pub(crate) bytes: u64,
-    /// The checksum of its header.
+    /// The checksum of the header.
     pub(crate) header: Checksum,
 }
 
 impl<W: Write + Seek> TensorFile<W> {
     /// Writes the header of a file of these tensors to `out`, which is the file at `path`.
     ///
-    /// Their items follow in this order. Readers map files into memory, so [sort](TensorInfo::sort) the
-    /// tensors before, or some are not aligned to their types.
+    /// The items must follow in this order. Readers map files into memory, so
+    /// [sort](TensorInfo::sort) the tensors first, or some are not aligned.
     ///
     /// # Errors
     ///
-    /// [`Error::Header`] if a file of so many tensors could not be read, [`Error::Io`].
+    /// [`Error::Header`] if a file with this many tensors could not be read, [`Error::Io`].
     pub fn create(
         out: W,
         path: impl Into<PathBuf>,
         tensors: &[TensorInfo],
         metadata: BTreeMap<String, String>,
     ) -> Result<Self> {
-        Self::with_header(out, path.into(), Header::new(tensors, metadata))
+        Self::with_header(out, path.into(), FileHeader::new(tensors, metadata))
     }
 
-    /// Like [`create`](Self::create), with the checksums of each tensor under its name in the
-    /// metadata: zeros until the file is finished.
+    /// Writes a header like [`create`](Self::create), and reserves space in the metadata for the
+    /// checksums of each tensor: zeros until the file is finished.
     pub(crate) fn create_checked(
         out: W,
         path: impl Into<PathBuf>,
         tensors: &[TensorInfo],
         metadata: BTreeMap<String, String>,
     ) -> Result<Self> {
-        let mut header = Header::new(tensors, metadata);
+        let mut header = FileHeader::new(tensors, metadata);
         header.has_checksums = true;
         for info in tensors {
             let zeros = vec![Checksum::default(); info.n_bytes().div_ceil(BLOCK)];
@@ -155,20 +155,20 @@ impl<W: Write + Seek> TensorFile<W> {
         Self::with_header(out, path.into(), header)
     }
 
-    fn with_header(mut out: W, path: PathBuf, header: Header) -> Result<Self> {
+    fn with_header(mut out: W, path: PathBuf, header: FileHeader) -> Result<Self> {
         let bytes = header.to_bytes(&path)?;
         between_calls();
         out.write_all(&bytes).at(&path)?;
-        Ok(Self { out, path, header, values: Values::default(), n_written: 0 })
+        Ok(Self { out, path, header, values: AllowedValues::default(), n_written: 0 })
     }
 
-    /// Accepts numbers that are infinite or not numbers, which are errors by default.
+    /// Accepts infinite numbers and NaN, which are errors by default.
     #[must_use]
     pub fn allow_non_finite(self) -> Self {
-        self.with_values(Values::Any)
+        self.with_values(AllowedValues::Any)
     }
 
-    pub(crate) fn with_values(self, values: Values) -> Self {
+    pub(crate) fn with_values(self, values: AllowedValues) -> Self {
         Self { values, ..self }
     }
 
@@ -176,22 +176,22 @@ impl<W: Write + Seek> TensorFile<W> {
     ///
     /// # Errors
     ///
-    /// [`Error::TensorCount`] if there is no next one, [`ParameterError::Shape`] or
-    /// [`ParameterError::Dtype`] if it is another tensor, [`Error::NotFinite`], [`Error::Io`].
+    /// [`Error::TensorCount`] if all tensors are written already, [`ParameterError::Shape`] or
+    /// [`ParameterError::Dtype`] if it is not the next tensor, [`Error::NotFinite`], [`Error::Io`].
     pub fn write(&mut self, tensor: &Tensor) -> Result<()> {
         let Some((info, _)) = self.header.tensors.get(self.n_written) else {
             return Err(self.count_error(self.n_written + 1));
         };
         ParameterError::check_shape(&info.name, tensor.dims(), &info.shape)?;
         ParameterError::check_dtype(&info.name, tensor.dtype(), info.dtype)?;
-        let mut blocks = Blocks::new(&mut self.out, info, self.values);
+        let mut blocks = BlockWriter::new(&mut self.out, info, self.values);
         let local = tensor.contiguous().and_then(|items| items.to_device(&Device::Cpu));
         match local.and_then(|items| copy_items(&items, &mut blocks)) {
             Err(candle_core::Error::Io(cause)) => return Err(cause).at(&self.path),
             written => written.doing("copying a tensor to a file")?,
         }
         blocks.end_block().at(&self.path)?;
-        if let Some(item) = blocks.refused {
+        if let Some(item) = blocks.rejected {
             let (path, tensor) = (self.path.clone(), info.name.clone());
             return Err(Error::NotFinite { path, tensor, item });
         }
@@ -203,7 +203,7 @@ impl<W: Write + Seek> TensorFile<W> {
         Ok(())
     }
 
-    /// Returns the file, of which all tensors are written. Its content may not be on disk yet.
+    /// Returns the file after all tensors were written. It may not be synced to disk yet.
     ///
     /// # Errors
     ///
@@ -215,14 +215,14 @@ impl<W: Write + Seek> TensorFile<W> {
         Ok(self.out)
     }
 
-    /// Like [`finish`](Self::finish), once the checksums have taken their places.
-    pub(crate) fn finish_checked(mut self) -> Result<(W, Written)> {
+    /// Finishes like [`finish`](Self::finish), after writing the checksums.
+    pub(crate) fn finish_checked(mut self) -> Result<(W, WrittenFile)> {
         let header = self.header.to_bytes(&self.path)?;
         let bytes = (header.len() + self.header.n_bytes()) as u64;
         between_calls();
         self.out.rewind().at(&self.path)?;
         self.out.write_all(&header).at(&self.path)?;
-        Ok((self.finish()?, Written { bytes, header: Checksum::of(&header) }))
+        Ok((self.finish()?, WrittenFile { bytes, header: Checksum::compute(&header) }))
     }
 
     fn count_error(&self, found: usize) -> Error {
@@ -231,16 +231,16 @@ impl<W: Write + Seek> TensorFile<W> {
     }
 }
 
-/// The header of a file, as it is written.
+/// The header of a file.
 #[derive(Debug)]
-struct Header {
+struct FileHeader {
     metadata: BTreeMap<String, String>,
     has_checksums: bool,
-    /// The tensors, and where their bytes begin.
+    /// The tensors, with the positions of their bytes.
     tensors: Vec<(TensorInfo, usize)>,
 }
 
-impl Header {
+impl FileHeader {
     fn new(tensors: &[TensorInfo], metadata: BTreeMap<String, String>) -> Self {
         let mut end = 0;
         let mut placed = Vec::with_capacity(tensors.len());
@@ -263,7 +263,7 @@ impl Header {
     }
 }
 
-impl Serialize for Header {
+impl Serialize for FileHeader {
     fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
         let mut map = serializer.serialize_map(None)?;
         if !self.metadata.is_empty() {
@@ -282,7 +282,10 @@ impl Serialize for Header {
 }
 
 /// Writes the items of a contiguous tensor on the processor.
-fn copy_items<W: Write>(items: &Tensor, blocks: &mut Blocks<'_, W>) -> candle_core::Result<()> {
+fn copy_items<W: Write>(
+    items: &Tensor,
+    blocks: &mut BlockWriter<'_, W>,
+) -> candle_core::Result<()> {
     let (storage, layout) = items.storage_and_layout();
     if let Storage::Cpu(storage) = &*storage
         && let Some((start, end)) = layout.contiguous_offsets()
@@ -290,13 +293,13 @@ fn copy_items<W: Write>(items: &Tensor, blocks: &mut Blocks<'_, W>) -> candle_co
     {
         return Ok(blocks.write_all(bytes)?);
     }
-    // candle locks it again. It copies the tensor, and hands over item by item: that takes several
-    // times as long as to write them.
+    // candle locks the storage again, so release the lock. candle copies the tensor and passes it
+    // item by item, which takes several times as long as the write.
     drop(storage);
     items.write_bytes(blocks)
 }
 
-/// Some items as a file has them, if they lie in memory so.
+/// Returns the bytes of some items, if memory has the same form as a file.
 fn bytes_of(storage: &CpuStorage, items: Range<usize>) -> Option<&[u8]> {
     if cfg!(target_endian = "big") {
         return None;
@@ -311,31 +314,31 @@ fn bytes_of(storage: &CpuStorage, items: Range<usize>) -> Option<&[u8]> {
         CpuStorage::F16(all) => cast_slice(&all[items]),
         CpuStorage::F32(all) => cast_slice(&all[items]),
         CpuStorage::F64(all) => cast_slice(&all[items]),
-        // The crates of other types do not promise it.
+        // The crates of other dtypes do not guarantee their layout.
         _ => return None,
     })
 }
 
-/// Collects the bytes of a tensor, writes them block by block, and scans each.
-struct Blocks<'a, W> {
+/// Collects the bytes of a tensor, writes them block by block, and scans each block.
+struct BlockWriter<'a, W> {
     out: &'a mut W,
     dtype: DType,
-    values: Values,
-    /// The block that is being filled.
+    values: AllowedValues,
+    /// The incomplete block.
     bytes: Vec<u8>,
-    /// Those of the blocks that are written.
+    /// The checksums of the written blocks.
     checksums: Vec<Checksum>,
-    /// The first item that is refused, in the blocks that are written.
-    refused: Option<usize>,
+    /// The first rejected item in the written blocks.
+    rejected: Option<usize>,
 }
 
-impl<'a, W: Write> Blocks<'a, W> {
-    fn new(out: &'a mut W, info: &TensorInfo, values: Values) -> Self {
+impl<'a, W: Write> BlockWriter<'a, W> {
+    fn new(out: &'a mut W, info: &TensorInfo, values: AllowedValues) -> Self {
         let bytes = Vec::with_capacity(info.n_bytes().min(BLOCK));
-        Self { out, dtype: info.dtype, values, bytes, checksums: Vec::new(), refused: None }
+        Self { out, dtype: info.dtype, values, bytes, checksums: Vec::new(), rejected: None }
     }
 
-    /// Writes the block that is being filled, if there is anything in it.
+    /// Writes the incomplete block, unless it is empty.
     fn end_block(&mut self) -> io::Result<()> {
         if self.bytes.is_empty() {
             return Ok(());
@@ -348,20 +351,20 @@ impl<'a, W: Write> Blocks<'a, W> {
     }
 
     fn write_block(&mut self, bytes: &[u8]) -> io::Result<()> {
-        let mut scan = Scan::new(self.dtype, self.values);
+        let mut scan = BlockScan::new(self.dtype, self.values);
         for piece in bytes.chunks(PIECE) {
             between_calls();
             self.out.write_all(piece)?;
             scan.add(piece);
         }
-        let Scanned { checksum, refused } = scan.finish();
+        let ScanResult { checksum, rejected } = scan.finish();
         let first = self.checksums.len() * BLOCK / self.dtype.size_in_bytes();
-        self.refused = self.refused.or(refused.map(|item| first + item));
+        self.rejected = self.rejected.or(rejected.map(|item| first + item));
         self.checksums.push(checksum);
         Ok(())
     }
 
-    /// Takes bytes that fill a block at least. Whole blocks are written from where they lie.
+    /// Writes bytes of at least one block. Whole blocks are written without a copy.
     #[cold]
     fn write_blocks(&mut self, mut bytes: &[u8]) -> io::Result<()> {
         if !self.bytes.is_empty() {
@@ -379,13 +382,13 @@ impl<'a, W: Write> Blocks<'a, W> {
     }
 }
 
-impl<W: Write> Write for Blocks<'_, W> {
+impl<W: Write> Write for BlockWriter<'_, W> {
     fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
         self.write_all(bytes)?;
         Ok(bytes.len())
     }
 
-    /// candle hands over item by item: this must be no more than the copy of one.
+    /// candle passes single items, so this must cost no more than a copy.
     #[inline]
     fn write_all(&mut self, bytes: &[u8]) -> io::Result<()> {
         if bytes.len() >= BLOCK - self.bytes.len() {
@@ -406,14 +409,14 @@ mod tests {
     use super::*;
 
     #[test]
-    fn blocks_do_not_depend_on_the_pieces() {
+    fn blocks_are_independent_of_write_sizes() {
         let len = 3 * BLOCK + 5;
         let info = TensorInfo { name: "a".to_owned(), shape: vec![len], dtype: DType::U8 };
         let bytes: Vec<u8> = (0..251).cycle().take(len).collect();
-        let expected: Vec<_> = bytes.chunks(BLOCK).map(Checksum::of).collect();
+        let expected: Vec<_> = bytes.chunks(BLOCK).map(Checksum::compute).collect();
         for cut in [1 << 10, 4097, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK, len] {
             let mut out = Vec::new();
-            let mut blocks = Blocks::new(&mut out, &info, Values::Finite);
+            let mut blocks = BlockWriter::new(&mut out, &info, AllowedValues::Finite);
             for bytes in bytes.chunks(cut) {
                 blocks.write_all(bytes).unwrap();
             }

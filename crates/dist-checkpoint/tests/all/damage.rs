@@ -1,4 +1,4 @@
-//! Whatever happens to the bytes of a checkpoint is noticed: then the one before it is loaded.
+//! Damage of any byte of a checkpoint is detected, and then the earlier one is loaded.
 
 use std::{
     collections::BTreeMap,
@@ -19,7 +19,7 @@ const N_CASES: u64 = 500;
 const OLDER: u64 = 4;
 const NEWER: u64 = 8;
 
-/// What is done to the folder of a checkpoint.
+/// A change of a checkpoint's folder.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Damage {
     BitOfTensors,
@@ -59,7 +59,7 @@ const ALL: [Damage; 14] = [
 struct Runs {
     folder: TempDir,
     run: Run,
-    /// The variables after [`OLDER`] steps of the first one.
+    /// The variables of the first run after [`OLDER`] steps.
     older: Vec<f32>,
 }
 
@@ -68,20 +68,20 @@ impl Runs {
         let folder = tempfile::tempdir().unwrap();
         let mut other = Run::cpu(2);
         other.steps(20..21);
-        // Its name is as long as that of the first one.
+        // The name has the same length as the name of the first run.
         save(&mut other, &folder.path().join("other"), "that");
         let mut run = Run::cpu(2);
         let older = save(&mut run, &folder.path().join("this"), "this");
         Self { folder, run, older }
     }
 
-    /// The folder of a checkpoint.
+    /// Returns the folder of a checkpoint.
     fn step(&self, run: &str, step: u64) -> PathBuf {
         self.folder.path().join(run).join(name(step))
     }
 }
 
-/// Saves a run after [`OLDER`] and [`NEWER`] steps; returns its variables after the former.
+/// Saves a run after [`OLDER`] and [`NEWER`] steps; returns its variables after [`OLDER`] steps.
 fn save(run: &mut Run, folder: &Path, name: &str) -> Vec<f32> {
     let checkpoints = Checkpoints::new(folder).run(name);
     run.steps(0..OLDER);
@@ -100,7 +100,7 @@ fn shard(slot: u64) -> String {
     format!("shard-{:05}-of-00002.safetensors", slot + 1)
 }
 
-/// Numbers that depend on the case alone.
+/// Returns numbers that depend only on the case.
 struct Draw(Seed, u64);
 
 impl Draw {
@@ -149,7 +149,7 @@ fn edit(path: &Path, edit: impl FnOnce(&mut Vec<u8>)) {
     fs::write(path, bytes).unwrap();
 }
 
-/// Changes a bit of these bytes of a file.
+/// Flips a bit in this range of a file.
 fn flip(path: &Path, draw: &mut Draw, range: impl FnOnce(&[u8]) -> Range<usize>) {
     edit(path, |bytes| {
         let range = range(bytes);
@@ -158,12 +158,12 @@ fn flip(path: &Path, draw: &mut Draw, range: impl FnOnce(&[u8]) -> Range<usize>)
     });
 }
 
-/// The length of the header with that of the number before it.
+/// Returns the length of the header, including the number before it.
 fn header_len(bytes: &[u8]) -> usize {
     8 + usize::try_from(u64::from_le_bytes(bytes[..8].try_into().unwrap())).unwrap()
 }
 
-/// The blanks at the end of the header, or its length where there are none.
+/// Returns the range of the blanks at the end of the header; empty if there are none.
 fn padding(bytes: &[u8]) -> Range<usize> {
     let end = header_len(bytes);
     let blanks = bytes[..end].iter().rev().take_while(|&&byte| byte == b' ').count();
@@ -183,7 +183,7 @@ fn copy_all(from: &Path, to: &Path) {
 }
 
 #[test]
-fn damage_is_noticed_and_the_checkpoint_before_it_is_loaded() {
+fn damage_falls_back_to_earlier_checkpoint() {
     let mut runs = Runs::new();
     for case in 0..N_CASES {
         let mut draw = Draw(Seed::new(7).derive(case), 0);
@@ -201,8 +201,8 @@ fn damage_is_noticed_and_the_checkpoint_before_it_is_loaded() {
         let checkpoints = Checkpoints::new(folder.path()).run("this");
         let mesh = runs.run.mesh.clone();
         runs.run.steps(30..31);
-        let load = |checkpoint: &Checkpoint| runs.run.load(checkpoint);
-        let loaded = checkpoints.load_latest(&mesh, load);
+        let loaded =
+            checkpoints.load_latest(&mesh, |checkpoint: &Checkpoint| runs.run.load(checkpoint));
         let latest = checkpoints.latest();
         if both {
             for error in [loaded.err(), latest.err()] {
@@ -219,7 +219,7 @@ fn damage_is_noticed_and_the_checkpoint_before_it_is_loaded() {
     }
 }
 
-/// The error names both folders, and says why.
+/// Checks that the error names both folders and the reasons.
 fn check_none_left(error: Error, folder: &Path, case: &str) {
     let text = error.to_string();
     let Error::NoUsableCheckpoint { skipped, .. } = error else { panic!("{case}: {text}") };
@@ -231,7 +231,7 @@ fn check_none_left(error: Error, folder: &Path, case: &str) {
 }
 
 #[test]
-fn what_is_wrong_is_said_with_file_and_tensor() {
+fn errors_name_file_and_tensor() {
     let runs = Runs::new();
     let whole = runs.step("this", NEWER);
     let path = whole.join(shard(0));
@@ -255,7 +255,7 @@ fn what_is_wrong_is_said_with_file_and_tensor() {
     copy(&runs.step("other", NEWER).join(shard(0)), &path);
     let text = error().to_string();
     let expected = format!(
-        "{}: the file was written as {file} of step 8 of run that, not as {file} of step 8 of run this",
+        "{}: the file is {file} of step 8 of run that, not {file} of step 8 of run this",
         path.display(),
         file = shard(0)
     );
@@ -269,15 +269,15 @@ fn what_is_wrong_is_said_with_file_and_tensor() {
 }
 
 #[test]
-fn a_whole_checkpoint_in_the_place_of_another_is_kept_under_another_name() {
+fn foreign_checkpoint_in_the_way_is_renamed() {
     let mut runs = Runs::new();
     let folder = runs.folder.path().join("this");
-    // Somebody has renamed a checkpoint, and put one of another run there.
+    // A user has renamed a checkpoint, and put one of another run in its place.
     fs::rename(runs.step("this", OLDER), folder.join(name(6))).unwrap();
     copy_all(&runs.step("other", OLDER), &folder.join(name(5)));
     let checkpoints = Checkpoints::new(&folder).run("this").keep(9);
     assert_eq!(checkpoints.latest().unwrap().unwrap().step(), NEWER);
-    // And one that another version of this crate has written.
+    // Another version of this crate has written a third one.
     fs::create_dir(folder.join(name(7))).unwrap();
     let later_version = r#"{"format_version": 2}"#;
     fs::write(folder.join(name(7)).join("index.json"), later_version).unwrap();
@@ -304,7 +304,7 @@ fn a_whole_checkpoint_in_the_place_of_another_is_kept_under_another_name() {
 }
 
 #[test]
-fn every_block_of_a_large_tensor_is_checked() {
+fn every_block_is_checked() {
     let mesh = DeviceMesh::cpu(2).unwrap();
     let len = 3 * (1 << 18) + 5;
     let values = Tensor::arange(0_f32, len as f32, &Device::Cpu).unwrap();
@@ -329,7 +329,7 @@ fn every_block_of_a_large_tensor_is_checked() {
 }
 
 #[test]
-fn a_model_that_is_not_finite_is_not_saved() {
+fn non_finite_model_is_not_saved() {
     let folder = tempfile::tempdir().unwrap();
     let mut run = Run::cpu(2);
     run.steps(0..1);
@@ -364,10 +364,10 @@ fn a_model_that_is_not_finite_is_not_saved() {
 }
 
 #[test]
-fn checkpoints_of_another_run_are_not_removed() {
+fn checkpoints_of_other_runs_stay() {
     let runs = Runs::new();
     let folder = runs.folder.path().join("this");
-    // One that another version has written, and one that is damaged.
+    // One of another version, and a damaged one.
     let later = folder.join(name(6));
     fs::create_dir(&later).unwrap();
     fs::write(later.join("index.json"), r#"{"format_version": 2}"#).unwrap();
@@ -386,21 +386,23 @@ fn checkpoints_of_another_run_are_not_removed() {
     assert!(later.exists() && !folder.join(name(7)).exists());
 }
 
-/// What cannot be read now may be whole. Passed over, it would lie in the way of the same step.
+/// An unreadable checkpoint may be intact. If it were skipped, it would block the same step later.
 #[cfg(target_os = "linux")]
 #[test]
-fn a_checkpoint_that_the_system_cannot_read_is_not_skipped() {
+fn unreadable_checkpoint_is_not_skipped() {
     let mut runs = Runs::new();
     let folder = runs.folder.path().join("this");
     let checkpoints = Checkpoints::new(&folder).run("this");
     let index = runs.step("this", NEWER).join("index.json");
     let original = fs::read(&index).unwrap();
     fs::remove_file(&index).unwrap();
-    // Nobody, not even root, gets through a link to itself.
+    // A link to itself cannot be opened, not even by root.
     std::os::unix::fs::symlink("index.json", &index).unwrap();
     let mesh = runs.run.mesh.clone();
-    let load = |checkpoint: &Checkpoint| runs.run.load(checkpoint);
-    let errors = [checkpoints.load_latest(&mesh, load).err(), checkpoints.latest().err()];
+    let errors = [
+        checkpoints.load_latest(&mesh, |checkpoint: &Checkpoint| runs.run.load(checkpoint)).err(),
+        checkpoints.latest().err(),
+    ];
     for error in errors.map(Option::unwrap) {
         assert!(matches!(&error, Error::Io { path, .. } if *path == index), "{error}");
     }

@@ -1,4 +1,4 @@
-//! Checkpoints are whole or not there, and hostile files are refused.
+//! Checkpoints are complete or absent, and hostile files are rejected.
 
 use std::{fs, path::Path};
 
@@ -8,7 +8,7 @@ use pmap_mesh::DeviceMesh;
 
 use crate::run::{Run, saved};
 
-/// Why a checkpoint cannot be opened.
+/// Returns the error of opening a checkpoint.
 fn refused(path: &Path) -> Error {
     match Checkpoint::open(path) {
         Err(error) => error,
@@ -17,7 +17,7 @@ fn refused(path: &Path) -> Error {
 }
 
 #[test]
-fn what_is_not_whole_is_never_taken_for_a_checkpoint() {
+fn incomplete_folders_are_not_checkpoints() {
     let folder = tempfile::tempdir().unwrap();
     let checkpoints = Checkpoints::new(folder.path());
     assert!(checkpoints.latest().unwrap().is_none());
@@ -27,10 +27,10 @@ fn what_is_not_whole_is_never_taken_for_a_checkpoint() {
     let second = saved(folder.path(), &run, 2);
     assert_eq!(newest(), Some(2));
 
-    // Stopped while a checkpoint was written: the folder has its first name.
+    // Stop while a checkpoint is written: the folder has its temporary name.
     fs::rename(second.path(), folder.path().join("step-0000000003.partial")).unwrap();
     assert_eq!(newest(), Some(1));
-    // The next one clears it away.
+    // The next save removes it.
     let fourth = saved(folder.path(), &run, 4);
     assert!(!folder.path().join("step-0000000003.partial").exists());
 
@@ -67,9 +67,9 @@ fn what_is_not_whole_is_never_taken_for_a_checkpoint() {
         let error = refused(fourth.path());
         assert!(matches!(error, Error::FormatVersion { found: 2, supported: 1, .. }));
         let message = error.to_string();
-        assert!(message.ends_with("format version 2 is not supported, 1 is"), "{message}");
+        assert!(message.ends_with("format version 2 is not supported, only 1"), "{message}");
     }
-    // One that was edited, and one that hides its checksum.
+    // An edited index, and one without its checksum.
     fs::write(&index, text.replace("\"step\": 4", "\"step\": 5")).unwrap();
     let edited = refused(fourth.path());
     assert!(matches!(&edited, Error::Checksum { part: FilePart::Index, .. }), "{edited}");
@@ -79,7 +79,7 @@ fn what_is_not_whole_is_never_taken_for_a_checkpoint() {
 }
 
 #[test]
-fn the_newest_are_kept() {
+fn newest_checkpoints_are_kept() {
     let folder = tempfile::tempdir().unwrap();
     let run = Run::cpu(1);
     let checkpoints = Checkpoints::new(folder.path()).keep(3);
@@ -98,7 +98,7 @@ fn the_newest_are_kept() {
 }
 
 #[test]
-fn a_damaged_checkpoint_is_written_again_and_counts_for_none() {
+fn damaged_checkpoint_is_rewritten() {
     let folder = tempfile::tempdir().unwrap();
     let run = Run::cpu(2);
     let steps = || {
@@ -112,11 +112,11 @@ fn a_damaged_checkpoint_is_written_again_and_counts_for_none() {
     fs::remove_file(newest.path().join("shard-00002-of-00002.safetensors")).unwrap();
     assert_eq!(Checkpoints::new(folder.path()).latest().unwrap().unwrap().step(), 10);
     assert_eq!(Checkpoints::new(folder.path()).steps().unwrap(), [10]);
-    // The run continues from there, and comes to the same step again.
+    // The run continues from there, and reaches the same step again.
     assert_eq!(saved(folder.path(), &run, 20).step(), 20);
     assert_eq!(steps().into_iter().collect::<Vec<_>>(), ["step-0000000010", "step-0000000020"]);
 
-    // A damaged one takes no place of those that are kept; what is not ours, or later, stays.
+    // A damaged checkpoint does not count as kept; foreign and later ones stay.
     fs::create_dir(folder.path().join("step-0000000025")).unwrap();
     fs::create_dir(folder.path().join("notes.partial")).unwrap();
     fs::create_dir(folder.path().join("step-0000000099")).unwrap();
@@ -125,7 +125,7 @@ fn a_damaged_checkpoint_is_written_again_and_counts_for_none() {
     assert_eq!(steps().into_iter().collect::<Vec<_>>(), expected);
 }
 
-/// Changes the index of a checkpoint, and says its new checksum in it.
+/// Changes the index of a checkpoint, and updates its checksum.
 fn edit_index(checkpoint: &Checkpoint, edit: impl FnOnce(&mut serde_json::Value)) {
     let path = checkpoint.path().join("index.json");
     let mut index: serde_json::Value = serde_json::from_slice(&fs::read(&path).unwrap()).unwrap();
@@ -137,7 +137,7 @@ fn edit_index(checkpoint: &Checkpoint, edit: impl FnOnce(&mut serde_json::Value)
     fs::write(path, format!("{text},\n  \"checksum\": \"{checksum:08x}\"\n}}")).unwrap();
 }
 
-/// Replaces the file of a checkpoint of one slot, and says so in its index.
+/// Replaces the file of a single-slot checkpoint, and updates its index.
 fn replace_shard(checkpoint: &Checkpoint, bytes: &[u8]) {
     let (len, _) = bytes.split_first_chunk::<8>().unwrap();
     let header = &bytes[..8 + usize::try_from(u64::from_le_bytes(*len)).unwrap()];
@@ -148,7 +148,7 @@ fn replace_shard(checkpoint: &Checkpoint, bytes: &[u8]) {
     fs::write(checkpoint.path().join(SHARD), bytes).unwrap();
 }
 
-/// The file of a checkpoint of step 1 with these tensors, each of one block.
+/// Returns the file of a checkpoint of step 1 with these tensors, each of one block.
 #[expect(clippy::disallowed_types, reason = "what the safetensors crate takes")]
 fn shard<V: safetensors::View>(tensors: Vec<(&str, V)>) -> Vec<u8> {
     let checksum = |tensor: &V| format!("{:08x}", crc32fast::hash(&tensor.data()));
@@ -162,7 +162,7 @@ fn shard<V: safetensors::View>(tensors: Vec<(&str, V)>) -> Vec<u8> {
 const SHARD: &str = "shard-00001-of-00001.safetensors";
 
 #[test]
-fn hostile_indices_are_refused() {
+fn hostile_indexes_are_rejected() {
     let folder = tempfile::tempdir().unwrap();
     let checkpoint = saved(folder.path(), &Run::cpu(1), 1);
     let index = checkpoint.path().join("index.json");
@@ -188,12 +188,12 @@ fn hostile_indices_are_refused() {
 }
 
 #[test]
-fn hostile_headers_are_refused() {
+fn hostile_headers_are_rejected() {
     let folder = tempfile::tempdir().unwrap();
     let checkpoint = saved(folder.path(), &Run::cpu(1), 1);
     let tensor = Tensor::zeros(6, DType::F32, &Device::Cpu).unwrap();
     let file = |key: &str| shard(vec![(key, &tensor)]);
-    // No name of a checkpoint, and items that would end beyond all numbers.
+    // An invalid name, and items that overflow.
     for name in ["weight", "model/weight", &format!("model/weight@{}", usize::MAX)] {
         replace_shard(&checkpoint, &file(name));
         assert!(matches!(refused(checkpoint.path()), Error::Key { key, .. } if key == name));
@@ -204,14 +204,14 @@ fn hostile_headers_are_refused() {
         panic!("a file that ends too early is refused")
     };
     assert_eq!((described, found), (whole.len() as u64, whole.len() as u64 - 4));
-    // Numbers that candle does not have.
+    // A dtype that candle does not have.
     let complex = safetensors::tensor::TensorView::new(safetensors::Dtype::C64, vec![2], &[0; 16]);
     replace_shard(&checkpoint, &shard(vec![("model/weight@0", complex.unwrap())]));
     let error = Checkpoint::open(checkpoint.path()).unwrap_err();
     assert!(
         matches!(error, Error::Parameter(ParameterError::UnknownDtype { dtype, .. }) if dtype == "C64")
     );
-    // A header that is whole and has no checksums.
+    // An intact header without checksums.
     let without = safetensors::serialize([("model/weight@0", &tensor)], None).unwrap();
     replace_shard(&checkpoint, &without);
     let error = refused(checkpoint.path());
@@ -220,7 +220,7 @@ fn hostile_headers_are_refused() {
 }
 
 #[test]
-fn a_folder_that_cannot_be_written_is_an_error() {
+fn unwritable_folder_is_an_error() {
     let folder = tempfile::tempdir().unwrap();
     let file = folder.path().join("file");
     fs::write(&file, "no folder").unwrap();
@@ -242,7 +242,7 @@ fn a_folder_that_cannot_be_written_is_an_error() {
 }
 
 #[test]
-fn a_state_that_would_not_be_read_as_it_is_is_refused() {
+fn non_json_state_is_rejected() {
     let folder = tempfile::tempdir().unwrap();
     let run = Run::cpu(1);
     let checkpoints = Checkpoints::new(folder.path());

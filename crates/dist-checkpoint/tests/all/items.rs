@@ -1,4 +1,4 @@
-//! Ranges of items, on whatever slots they were written.
+//! Ranges of items, written by any slots.
 
 use std::collections::BTreeMap;
 
@@ -8,7 +8,7 @@ use pmap_mesh::DeviceMesh;
 
 use crate::run::zeros;
 
-/// Saves pieces of parameter `a` of `len` items, each with its first item, on a slot of its own.
+/// Saves pieces of parameter `a` of `len` items, each with its first item and on a separate slot.
 fn save(folder: &std::path::Path, len: usize, pieces: &[(usize, Tensor)]) -> Checkpoint {
     let mesh = DeviceMesh::cpu(pieces.len().max(1)).unwrap();
     let shapes = BTreeMap::from([("a".to_owned(), vec![len])]);
@@ -26,7 +26,7 @@ fn floats(range: std::ops::Range<usize>) -> Tensor {
 }
 
 #[test]
-fn every_range_is_read_from_any_pieces() {
+fn ranges_are_read_from_any_pieces() {
     for ends in [&[7][..], &[3, 7], &[1, 2, 6, 7], &[2, 2, 5, 7]] {
         let folder = tempfile::tempdir().unwrap();
         let mut start = 0;
@@ -54,7 +54,7 @@ fn overlapping_pieces_are_read_once() {
 }
 
 #[test]
-fn a_gap_is_an_error_with_its_first_item() {
+fn gap_names_its_first_item() {
     for (pieces, expected) in [
         (vec![(0, floats(0..2)), (4, floats(4..7))], 2),
         (vec![(1, floats(1..7))], 0),
@@ -72,7 +72,7 @@ fn a_gap_is_an_error_with_its_first_item() {
 }
 
 #[test]
-fn pieces_of_two_types_are_an_error() {
+fn mixed_dtypes_are_an_error() {
     let folder = tempfile::tempdir().unwrap();
     let pieces = [(0, zeros(3, DType::F32)), (3, zeros(4, DType::F64))];
     let error = save(folder.path(), 7, &pieces).items(TensorKey::model("a", 0), 7).unwrap_err();
@@ -80,9 +80,9 @@ fn pieces_of_two_types_are_an_error() {
 }
 
 #[test]
-fn a_parameter_without_items_has_a_state_of_zeros() {
+fn empty_parameter_has_zero_state() {
     let folder = tempfile::tempdir().unwrap();
-    // No slot keeps an item of it, so none has written its number of steps.
+    // No slot has an item of it, so none has written its step count.
     let checkpoint = save(folder.path(), 0, &[]);
     let key = TensorKey { kind: "step", parameter: "a", start: 0 };
     let step = checkpoint.like(key, &Tensor::new(5_i64, &Device::Cpu).unwrap()).unwrap();
@@ -93,7 +93,7 @@ fn a_parameter_without_items_has_a_state_of_zeros() {
 }
 
 #[test]
-fn only_the_same_parameters_fit() {
+fn parameters_must_match() {
     let folder = tempfile::tempdir().unwrap();
     let checkpoint = save(folder.path(), 7, &[(0, floats(0..7))]);
     let mesh = DeviceMesh::cpu(3).unwrap();
@@ -116,7 +116,7 @@ fn only_the_same_parameters_fit() {
 }
 
 #[test]
-fn keys_that_are_not_read_as_written_are_refused() {
+fn ambiguous_keys_are_rejected() {
     let mesh = DeviceMesh::cpu(1).unwrap();
     let mut state = StateDict::new(&mesh, BTreeMap::new());
     let key = TensorKey { kind: "mean", parameter: "a", start: 0 };
@@ -128,7 +128,7 @@ fn keys_that_are_not_read_as_written_are_refused() {
 }
 
 #[test]
-fn the_state_of_a_trainer_comes_back() {
+fn trainer_state_round_trips() {
     let folder = tempfile::tempdir().unwrap();
     let mesh = DeviceMesh::cpu(1).unwrap();
     let checkpoints = Checkpoints::new(folder.path());
@@ -136,7 +136,7 @@ fn the_state_of_a_trainer_comes_back() {
     assert!(state.clone().with_trainer(&f64::NAN).is_err());
     checkpoints.save(&mesh, 1, &state, &()).unwrap();
     assert!(checkpoints.latest().unwrap().unwrap().trainer::<u8>().unwrap().is_none());
-    // Neither fields nor digits are ordered anew.
+    // The order of fields and the digits stay.
     let trainer = BTreeMap::from([("rate", vec![0.1, 1e-7])]);
     let nested = (trainer, "two\nlines");
     checkpoints.save(&mesh, 2, &state.with_trainer(&nested).unwrap(), &()).unwrap();

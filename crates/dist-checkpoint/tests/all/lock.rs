@@ -1,4 +1,4 @@
-//! One group of processes writes the checkpoints of a folder, and no other while it lives.
+//! Only one group of processes at a time writes the checkpoints of a folder.
 
 use std::{
     env,
@@ -12,14 +12,14 @@ use dist_checkpoint::{Checkpoint, Checkpoints, Error};
 
 use super::run::Run;
 
-/// The folder in which a child of this program works.
+/// The folder of a child of this program.
 const FOLDER: &str = "CHECKPOINTS_TEST_FOLDER";
 
 fn save(checkpoints: &Checkpoints, run: &Run, step: u64) -> Result<(), Error> {
     checkpoints.save(&run.mesh, step, &run.state_dict(), &())
 }
 
-/// Who holds the folder, as the refusal says.
+/// Returns the owner of the folder's lock, from the error.
 fn refused(result: Result<(), Error>) -> String {
     let error = result.unwrap_err();
     let text = error.to_string();
@@ -30,7 +30,7 @@ fn refused(result: Result<(), Error>) -> String {
 }
 
 #[test]
-fn of_two_in_one_process_the_second_is_refused_and_readers_are_not() {
+fn second_writer_in_process_is_rejected() {
     let folder = tempfile::tempdir().unwrap();
     let mut run = Run::cpu(1);
     let first = Checkpoints::new(folder.path());
@@ -45,10 +45,14 @@ fn of_two_in_one_process_the_second_is_refused_and_readers_are_not() {
     let checkpoint = second.latest().unwrap().unwrap();
     Checkpoint::open(checkpoint.path()).unwrap();
     let mesh = run.mesh.clone();
-    let load = |checkpoint: &Checkpoint| run.load(checkpoint);
-    assert!(second.load_latest(&mesh, load).unwrap().is_some());
+    assert!(
+        second
+            .load_latest(&mesh, |checkpoint: &Checkpoint| run.load(checkpoint))
+            .unwrap()
+            .is_some()
+    );
 
-    // A clone is the same holder, and the lock lives as long as either.
+    // A clone is the same owner, and the lock lives as long as either.
     let clone = first.clone();
     drop(first);
     save(&clone, &run, 2).unwrap();
@@ -59,7 +63,7 @@ fn of_two_in_one_process_the_second_is_refused_and_readers_are_not() {
 }
 
 #[test]
-fn a_folder_that_is_removed_or_taken_over_is_noticed() {
+fn lost_folder_is_detected() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("checkpoints");
     let run = Run::cpu(1);
@@ -69,12 +73,12 @@ fn a_folder_that_is_removed_or_taken_over_is_noticed() {
     fs::remove_dir_all(&path).unwrap();
     assert!(is_lost(save(&checkpoints, &run, 2)));
     assert!(!path.exists(), "it is not made again");
-    // As on a file system without locks: the lock of the first one does not keep the second out.
+    // On a file system without locks the first lock does not block the second one.
     let other = Checkpoints::new(&path);
     save(&other, &run, 1).unwrap();
     assert!(is_lost(save(&checkpoints, &run, 3)));
     save(&other, &run, 2).unwrap();
-    // The first one removes no file of the second.
+    // The first owner removes no file of the second.
     drop(checkpoints);
     assert!(path.join("holder.json").exists());
     save(&other, &run, 3).unwrap();
@@ -82,7 +86,7 @@ fn a_folder_that_is_removed_or_taken_over_is_noticed() {
 
 #[cfg(unix)]
 #[test]
-fn a_planted_link_leads_nowhere() {
+fn planted_links_are_replaced() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("checkpoints");
     let outside = folder.path().join("outside");
@@ -101,7 +105,7 @@ fn a_planted_link_leads_nowhere() {
 
 #[cfg(unix)]
 #[test]
-fn no_file_is_made_where_a_planted_link_leads() {
+fn planted_link_targets_are_not_created() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("checkpoints");
     let outside = folder.path().join("outside");
@@ -118,7 +122,7 @@ fn no_file_is_made_where_a_planted_link_leads() {
 
 #[cfg(unix)]
 #[test]
-fn named_pipes_are_refused_and_nobody_waits_for_them() {
+fn named_pipes_are_rejected_without_waiting() {
     let folder = tempfile::tempdir().unwrap();
     let pipe = |path: &Path| {
         assert!(Command::new("mkfifo").arg(path).status().unwrap().success());
@@ -133,7 +137,7 @@ fn named_pipes_are_refused_and_nobody_waits_for_them() {
     assert!(is_refused(Checkpoint::open(index.parent().unwrap()).unwrap_err(), &index));
     assert_eq!(checkpoints.latest().unwrap().unwrap().step(), 1);
 
-    // Nor is a shard in the place of one that was written.
+    // A pipe in the place of a shard is rejected too.
     fs::remove_dir_all(index.parent().unwrap()).unwrap();
     save(&checkpoints, &run, 3).unwrap();
     let piped = checkpoints.latest().unwrap().unwrap().path().to_owned();
@@ -149,7 +153,7 @@ fn named_pipes_are_refused_and_nobody_waits_for_them() {
     pipe(&lock);
     let checkpoints = Checkpoints::new(&other);
     assert!(is_refused(checkpoints.lock(&run.mesh).unwrap_err(), &lock));
-    // Nor does who claims the folder read what is in the place of its holder.
+    // Taking the lock does not read a pipe in the place of the owner's file.
     fs::remove_file(&lock).unwrap();
     pipe(&other.join("holder.json"));
     save(&checkpoints, &run, 1).unwrap();
@@ -174,7 +178,7 @@ impl Other {
         Self { child, stdout }
     }
 
-    /// Waits until it says this.
+    /// Waits until the child prints this word.
     fn wait_for(&mut self, word: &str) {
         let mut line = String::new();
         while !line.contains(word) {
@@ -183,32 +187,32 @@ impl Other {
         }
     }
 
-    /// Ends it as `kill -9` does.
+    /// Kills the child like `kill -9`.
     fn kill(mut self) {
         self.child.kill().unwrap();
         self.child.wait().unwrap();
     }
 }
 
-/// The folder of a child; nothing in the process that runs all tests.
+/// Returns the folder of a child; `None` in the process that runs all tests.
 fn folder_of_child() -> Option<String> {
     env::var(FOLDER).ok()
 }
 
-/// Says a word to the process that started this one.
+/// Sends a word to the process that started this one.
 fn say(word: &str) {
     println!("{word}");
     io::stdout().flush().unwrap();
 }
 
-/// Says a word to the process that started this one, and waits until that one ends or kills this.
+/// Sends a word to the process that started this one, and waits until it ends or kills this one.
 fn say_and_wait(word: &str) {
     say(word);
     io::stdin().read_to_end(&mut Vec::new()).unwrap();
 }
 
 #[test]
-fn child_that_holds_the_folder() {
+fn child_owns_the_folder() {
     let Some(folder) = folder_of_child() else { return };
     let run = Run::cpu(1);
     let checkpoints = Checkpoints::new(folder);
@@ -217,9 +221,9 @@ fn child_that_holds_the_folder() {
 }
 
 #[test]
-fn another_process_is_refused_until_the_holder_is_killed() {
+fn lock_ends_when_its_owner_is_killed() {
     let folder = tempfile::tempdir().unwrap();
-    let mut other = Other::start("lock::child_that_holds_the_folder", folder.path());
+    let mut other = Other::start("lock::child_owns_the_folder", folder.path());
     other.wait_for("holding");
     let run = Run::cpu(1);
     let checkpoints = Checkpoints::new(folder.path());
@@ -231,9 +235,9 @@ fn another_process_is_refused_until_the_holder_is_killed() {
     assert_eq!(checkpoints.steps().unwrap(), [1, 2]);
 }
 
-/// What a rank does whose first process is gone: it writes its files, until it cannot.
+/// Writes the files of a rank until it cannot, after its first process is gone.
 #[test]
-fn child_that_outlives_its_group() {
+fn child_outlives_its_group() {
     let Some(folder) = folder_of_child() else { return };
     let partial = Path::new(&folder).join("step-0000000003.00000000deadbeef.partial");
     fs::create_dir(&partial).unwrap();
@@ -254,12 +258,12 @@ fn child_that_outlives_its_group() {
 
 #[cfg(unix)]
 #[test]
-fn a_rank_that_outlives_the_holder_harms_nobody() {
+fn outliving_rank_does_no_harm() {
     let folder = tempfile::tempdir().unwrap();
     let mut run = Run::cpu(2);
     let checkpoints = Checkpoints::new(folder.path());
     save(&checkpoints, &run, 1).unwrap();
-    let mut other = Other::start("lock::child_that_outlives_its_group", folder.path());
+    let mut other = Other::start("lock::child_outlives_its_group", folder.path());
     other.wait_for("writing");
     save(&checkpoints, &run, 3).unwrap();
     other.wait_for("ended");

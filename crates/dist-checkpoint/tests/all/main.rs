@@ -1,4 +1,4 @@
-//! The files of a run, their damage, who may write them, and whose items are read.
+//! The files of a run: their damage, their lock, and ranges of their items.
 
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 #![allow(clippy::print_stdout, reason = "a child tells its parent how far it is")]

@@ -1,4 +1,4 @@
-//! A small run, which is saved and resumed: two parameters with the state of an optimizer.
+//! A small run that is saved and resumed: two parameters with the state of an optimizer.
 
 use std::{collections::BTreeMap, path::Path};
 
@@ -6,7 +6,7 @@ use candle_core::{DType, Device, Tensor};
 use dist_checkpoint::{Checkpoint, Checkpoints, Result, StateDict, TensorKey};
 use pmap_mesh::DeviceMesh;
 
-/// The parameters and their shapes. Each slot keeps every second one.
+/// The parameters and their shapes. Each slot has every second one.
 pub(crate) const PARAMETERS: [(&str, &[usize]); 2] = [("weight", &[2, 3]), ("bias", &[2])];
 
 /// Values that change in each step.
@@ -84,7 +84,7 @@ pub(crate) fn zeros(len: usize, dtype: DType) -> Tensor {
     Tensor::zeros(len, dtype, &Device::Cpu).unwrap()
 }
 
-/// What numbers are compared by: NaN equals itself, and 0 is not -0.
+/// Compares by bits: NaN equals itself, and 0 is not -0.
 pub(crate) fn bits(values: &[f32]) -> Vec<u32> {
     values.iter().copied().map(f32::to_bits).collect()
 }

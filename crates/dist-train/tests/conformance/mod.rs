@@ -377,7 +377,7 @@ fn refused_saves(mesh: &DeviceMesh, checkpoints: &Checkpoints, state: &StateDict
         _ => false,
     };
     assert!(is_refused, "{error}");
-    assert!(error.to_string().contains("must reach the same folder"), "{error}");
+    assert!(error.to_string().contains("must see the same folder"), "{error}");
     assert!(Checkpoints::new(folder().join("here")).latest().unwrap().is_none());
 }
 

@@ -6,18 +6,19 @@ use candle_core::Tensor;
 
 use crate::error::Result;
 
-/// What the backward passes through one operation have left between its nodes.
+/// The messages that the backward passes of one operation leave between its nodes.
 ///
-/// Several passes may run at once: on several threads, and on one thread within each other, since a
-/// thread of rayon that waits for a kernel may begin another pass. candle gives a pass no name, but
-/// it carries the gradient of a token from node to node within the pass. So that gradient holds
-/// tickets: a node that leaves something adds its ticket, and the node that reads the gradient takes
-/// what the tickets name. What a failed pass has left is never taken, and is dropped with the graph.
+/// Several passes may run at once: on several threads, and nested on one thread, since a rayon
+/// thread that waits for a kernel may begin another pass. candle does not identify a pass, but it
+/// carries the gradient of a token from node to node within the pass. So that gradient holds
+/// tickets: a node that leaves a message adds its ticket, and the node that reads the gradient
+/// takes the messages of the tickets. A message of a failed pass is never taken, and is dropped
+/// with the graph.
 #[derive(Debug)]
-pub(crate) struct Mailbox<T>(Mutex<Vec<Letter<T>>>);
+pub(crate) struct Mailbox<T>(Mutex<Vec<PassMessage<T>>>);
 
 #[derive(Debug)]
-struct Letter<T> {
+struct PassMessage<T> {
     /// Unique among the letters of a mailbox, and not 0. A `u16` is exact in f32, which all devices
     /// can add.
     ticket: u16,
@@ -32,10 +33,9 @@ impl<T> Default for Mailbox<T> {
 }
 
 impl<T> Mailbox<T> {
-    /// Leaves `content`, and returns the gradient that carries its ticket to `token` in place
-    /// `index`.
+    /// Leaves `content`, and returns the gradient that carries its ticket to `token` at `index`.
     ///
-    /// The token has one dimension, in which each node has a place of its own.
+    /// The token has one dimension, with an element for each node.
     pub(crate) fn leave(&self, index: usize, content: T, token: &Tensor) -> Result<Tensor> {
         let ticket = self.put(index, content)?;
         let mut tickets = vec![0_f32; token.elem_count()];
@@ -45,19 +45,20 @@ impl<T> Mailbox<T> {
 
     fn put(&self, index: usize, content: T) -> Result<u16> {
         let mut letters = self.lock();
-        let is_free = |ticket: &u16| letters.iter().all(|letter| letter.ticket != *ticket);
-        let ticket = (1..=u16::MAX).find(is_free).ok_or_else(|| {
-            candle_core::Error::msg(format!(
-                "{} backward passes through one operation have not ended",
-                letters.len()
-            ))
-        })?;
-        letters.push(Letter { ticket, index, content });
+        let ticket = (1..=u16::MAX)
+            .find(|ticket| letters.iter().all(|letter| letter.ticket != *ticket))
+            .ok_or_else(|| {
+                candle_core::Error::msg(format!(
+                    "{} backward passes through one operation have not ended",
+                    letters.len()
+                ))
+            })?;
+        letters.push(PassMessage { ticket, index, content });
         Ok(ticket)
     }
 
-    /// Takes what this pass has left, each with its index: what the tickets in `grad` name, the
-    /// gradient of the token.
+    /// Takes the messages of this pass, each with its index. `grad`, the gradient of the token, has
+    /// their tickets.
     pub(crate) fn take(&self, grad: &Tensor) -> Result<Vec<(usize, T)>> {
         // This pass has left a letter at least, so a single letter is its own. Without this case
         // each operation would wait for a GPU to read the tickets.
@@ -65,10 +66,10 @@ impl<T> Mailbox<T> {
             return Ok(vec![letter]);
         }
         let tickets: Vec<u32> = grad.to_vec1::<f32>()?.into_iter().map(f32::to_bits).collect();
-        let is_named =
-            |letter: &mut Letter<T>| tickets.contains(&f32::from(letter.ticket).to_bits());
         let mut letters = self.lock();
-        let taken = letters.extract_if(.., is_named);
+        let taken = letters.extract_if(.., |letter: &mut PassMessage<T>| {
+            tickets.contains(&f32::from(letter.ticket).to_bits())
+        });
         Ok(taken.map(|letter| (letter.index, letter.content)).collect())
     }
 
@@ -78,8 +79,8 @@ impl<T> Mailbox<T> {
         letter.map(|letter| (letter.index, letter.content))
     }
 
-    /// A thread that panicked with the lock has left a whole letter or none.
-    fn lock(&self) -> MutexGuard<'_, Vec<Letter<T>>> {
+    /// Locks the messages. A thread that panicked under the lock left only complete messages.
+    fn lock(&self) -> MutexGuard<'_, Vec<PassMessage<T>>> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
@@ -91,7 +92,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_pass_takes_its_own_letters_once() {
+    fn pass_takes_its_messages_once() {
         let mailbox = Mailbox::default();
         let token = Tensor::zeros(2, DType::F32, &Device::Cpu).unwrap();
         let leave = |index, content| mailbox.leave(index, content, &token).unwrap();

@@ -14,7 +14,7 @@ use candle_core::{Device, Layout, Shape, Storage, StorageRef, Tensor};
 
 pub(crate) use self::mailbox::Mailbox;
 pub(crate) use self::multi::{MultiBackward, record_copy, record_many, seeded};
-use self::node::{Node, Output};
+use self::node::{NodeOutput, PrecomputedNode};
 use crate::{error::Result, kernels::float::Float};
 
 /// The backward of an operation with one to three inputs and one output.
@@ -44,12 +44,12 @@ pub(crate) fn record<T: Float>(
     if !inputs.iter().any(|input| input.track_op()) {
         return Ok(Tensor::from_vec(output, shape, &Device::Cpu)?);
     }
-    let output = Output::Computed(Mutex::new(Some(T::to_cpu_storage_owned(output))));
-    Node { output, shape, backward }.apply(inputs)
+    let output = NodeOutput::Computed(Mutex::new(Some(T::to_cpu_storage_owned(output))));
+    PrecomputedNode { output, shape, backward }.apply(inputs)
 }
 
-/// [`record`] for an operation of one input, contiguous. `backward` makes its gradient from the
-/// elements of the input, of the output, and of the output's gradient.
+/// Calls [`record`] for an operation of one contiguous input. `backward` computes its gradient from
+/// the elements of the input, of the output, and of the output's gradient.
 pub(crate) fn record_unary<T, F>(
     x: &Tensor,
     output: Vec<T>,
@@ -60,15 +60,15 @@ where
     T: Float,
     F: Fn(&[T], &[T], &[T]) -> Result<Vec<T>> + Send + Sync + 'static,
 {
-    record(&[x], output, shape, Unary { backward, float: PhantomData })
+    record(&[x], output, shape, UnaryBackward { backward, float: PhantomData })
 }
 
-struct Unary<T, F> {
+struct UnaryBackward<T, F> {
     backward: F,
     float: PhantomData<T>,
 }
 
-impl<T, F> Backward for Unary<T, F>
+impl<T, F> Backward for UnaryBackward<T, F>
 where
     T: Float,
     F: Fn(&[T], &[T], &[T]) -> Result<Vec<T>> + Send + Sync + 'static,
@@ -89,8 +89,8 @@ where
 
 /// The elements of a tensor on the processor, locked for reading.
 ///
-/// It holds the storage's lock: drop it before candle takes the lock again, or a thread that waits
-/// to write makes both wait for ever.
+/// Drop it before candle locks the storage again: with a waiting writer between the two locks, both
+/// would deadlock.
 pub(crate) struct CpuSlice<'a> {
     storage: StorageRef<'a>,
     layout: &'a Layout,

@@ -1,11 +1,11 @@
 //! Operations with any number of inputs and outputs.
 //!
 //! candle's operations have at most three inputs and one output. Here a chain of [`InputNode`]s
-//! joins the inputs to one *token*, a few zeros that nobody reads, and an [`OutputNode`] for each
-//! output starts from the token. On the backward pass candle calls the output nodes, which leave
-//! the gradients of the outputs in a [`Mailbox`]; then the last input node, which computes the
-//! gradients of all inputs; then the other input nodes. Each hands the gradients of its own inputs
-//! to candle. The gradient of a token holds the tickets of the mailbox.
+//! joins the inputs to one *token*, a few zeros without meaning, and an [`OutputNode`] for each
+//! output starts from the token. In the backward pass candle calls the output nodes, which leave
+//! the gradients of the outputs in a [`Mailbox`]. Then it calls the last input node, which computes
+//! the gradients of all inputs, and then the other input nodes. Each returns the gradients of its
+//! inputs to candle. The gradient of a token holds the tickets of the mailbox.
 
 use std::sync::{Arc, Mutex, OnceLock};
 
@@ -14,7 +14,7 @@ use candle_core::{Shape, Tensor};
 use super::{
     Backward,
     mailbox::Mailbox,
-    node::{Node, Output},
+    node::{NodeOutput, PrecomputedNode},
 };
 use crate::{error::Result, kernels::float::Float};
 
@@ -42,8 +42,11 @@ pub(crate) fn record_many<T: Float, const OUTPUTS: usize>(
     shape: &Shape,
     backward: impl MultiBackward<OUTPUTS>,
 ) -> Result<[Tensor; OUTPUTS]> {
-    let computed = |output| Output::Computed(Mutex::new(Some(T::to_cpu_storage_owned(output))));
-    record_outputs(inputs, outputs.map(|output| (computed(output), shape.clone())), backward)
+    let outputs = outputs.map(|output| {
+        let output = Mutex::new(Some(T::to_cpu_storage_owned(output)));
+        (NodeOutput::Computed(output), shape.clone())
+    });
+    record_outputs(inputs, outputs, backward)
 }
 
 /// Copies `output`, on any device, and records the copy.
@@ -53,19 +56,20 @@ pub(crate) fn record_copy(
     backward: impl MultiBackward<1>,
 ) -> Result<Tensor> {
     let shape = output.shape().clone();
-    let output = Output::Copy(Mutex::new(Some(output.detach())));
+    let output = NodeOutput::Copy(Mutex::new(Some(output.detach())));
     let [output] = record_outputs(inputs, [(output, shape)], backward)?;
     Ok(output)
 }
 
 /// Returns a scalar without a meaning: a pass that begins at it begins with `grad` at `y`.
 pub(crate) fn seeded(y: &Tensor, grad: Tensor) -> Result<Tensor> {
-    Node { output: Output::Token, shape: Shape::from(()), backward: Seed(grad) }.apply(&[y])
+    PrecomputedNode { output: NodeOutput::Token, shape: Shape::from(()), backward: TokenSeed(grad) }
+        .apply(&[y])
 }
 
-struct Seed(Tensor);
+struct TokenSeed(Tensor);
 
-impl Backward for Seed {
+impl Backward for TokenSeed {
     const NAME: &'static str = "seed";
 
     fn backward(&self, _: &[&Tensor], _: &Tensor, _: &Tensor) -> Result<Vec<Option<Tensor>>> {
@@ -75,10 +79,10 @@ impl Backward for Seed {
 
 fn record_outputs<B: MultiBackward<OUTPUTS>, const OUTPUTS: usize>(
     inputs: &[&Tensor],
-    outputs: [(Output, Shape); OUTPUTS],
+    outputs: [(NodeOutput, Shape); OUTPUTS],
     backward: B,
 ) -> Result<[Tensor; OUTPUTS]> {
-    let shared = Arc::new(Shared {
+    let shared = Arc::new(SharedGradients {
         backward,
         outputs: OnceLock::new(),
         output_grads: Mailbox::default(),
@@ -87,7 +91,7 @@ fn record_outputs<B: MultiBackward<OUTPUTS>, const OUTPUTS: usize>(
     let token = join_inputs(inputs, &shared)?;
     let results = outputs.into_iter().enumerate().map(|(index, (output, shape))| {
         let backward = OutputNode { shared: Arc::clone(&shared), index };
-        Node { output, shape, backward }.apply(&[&token])
+        PrecomputedNode { output, shape, backward }.apply(&[&token])
     });
     let results: Vec<_> = results.collect::<Result<_>>()?;
     let results: [Tensor; OUTPUTS] =
@@ -100,11 +104,12 @@ fn record_outputs<B: MultiBackward<OUTPUTS>, const OUTPUTS: usize>(
 /// Joins all inputs to one token: the first three, then a token and two more, and so on.
 fn join_inputs<B: MultiBackward<OUTPUTS>, const OUTPUTS: usize>(
     inputs: &[&Tensor],
-    shared: &Arc<Shared<B, OUTPUTS>>,
+    shared: &Arc<SharedGradients<B, OUTPUTS>>,
 ) -> Result<Tensor> {
     let join = |first, inputs: &[&Tensor], follows, last| {
         let backward = InputNode { shared: Arc::clone(shared), first, follows, last };
-        Node { output: Output::Token, shape: Shape::from(OUTPUTS), backward }.apply(inputs)
+        PrecomputedNode { output: NodeOutput::Token, shape: Shape::from(OUTPUTS), backward }
+            .apply(inputs)
     };
     let (head, rest) = inputs.split_at(inputs.len().min(3));
     let mut token = join(0, head, false, rest.is_empty())?;
@@ -117,7 +122,7 @@ fn join_inputs<B: MultiBackward<OUTPUTS>, const OUTPUTS: usize>(
 }
 
 /// Shared by the nodes of one operation.
-struct Shared<B, const OUTPUTS: usize> {
+struct SharedGradients<B, const OUTPUTS: usize> {
     backward: B,
     /// There when the backward pass begins.
     outputs: OnceLock<[Tensor; OUTPUTS]>,
@@ -127,7 +132,7 @@ struct Shared<B, const OUTPUTS: usize> {
     input_grads: Mailbox<Vec<Option<Tensor>>>,
 }
 
-impl<B: MultiBackward<OUTPUTS>, const OUTPUTS: usize> Shared<B, OUTPUTS> {
+impl<B: MultiBackward<OUTPUTS>, const OUTPUTS: usize> SharedGradients<B, OUTPUTS> {
     /// Computes the gradients of all inputs, where `token` is the gradient of the token.
     fn compute(&self, token: &Tensor) -> Result<Vec<Option<Tensor>>> {
         let mut grads = [const { None }; OUTPUTS];
@@ -150,7 +155,7 @@ impl<B: MultiBackward<OUTPUTS>, const OUTPUTS: usize> Shared<B, OUTPUTS> {
 
 /// Starts an output from the token.
 struct OutputNode<B, const OUTPUTS: usize> {
-    shared: Arc<Shared<B, OUTPUTS>>,
+    shared: Arc<SharedGradients<B, OUTPUTS>>,
     index: usize,
 }
 
@@ -169,10 +174,10 @@ impl<B: MultiBackward<OUTPUTS>, const OUTPUTS: usize> Backward for OutputNode<B,
 
 /// Joins inputs to a token.
 struct InputNode<B, const OUTPUTS: usize> {
-    shared: Arc<Shared<B, OUTPUTS>>,
+    shared: Arc<SharedGradients<B, OUTPUTS>>,
     /// The number of its first input among all of the operation.
     first: usize,
-    /// Whether a token stands before its inputs.
+    /// Whether its first input is the token of the previous node.
     follows: bool,
     /// Whether the outputs start from its token.
     last: bool,

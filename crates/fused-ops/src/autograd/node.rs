@@ -1,4 +1,4 @@
-//! What candle's graph holds of an operation.
+//! The nodes of an operation in candle's graph.
 
 use std::sync::{Mutex, PoisonError};
 
@@ -10,25 +10,25 @@ use candle_core::{
 
 use super::Backward;
 
-/// An operation whose result exists already.
-pub(super) struct Node<B> {
-    pub(super) output: Output,
+/// An operation with a precomputed result.
+pub(super) struct PrecomputedNode<B> {
+    pub(super) output: NodeOutput,
     pub(super) shape: Shape,
     pub(super) backward: B,
 }
 
 /// The result of an operation.
-pub(super) enum Output {
+pub(super) enum NodeOutput {
     /// Computed by a kernel; it is there until candle asks for it.
     Computed(Mutex<Option<CpuStorage>>),
-    /// A copy of this tensor, on any device; it is there until candle asks for it, since the graph
-    /// would hold it beside the copy.
+    /// A copy of this tensor, on any device. It is dropped when candle takes the copy, since the
+    /// graph would keep both.
     Copy(Mutex<Option<Tensor>>),
-    /// Zeros that nobody reads, where the first input lies.
+    /// Zeros without meaning, on the device of the first input.
     Token,
 }
 
-/// The zeros of a token.
+/// Returns the zeros of a token.
 fn zeros<S: BackendStorage>(input: &S, shape: &Shape) -> Result<S>
 where
     S::Device: BackendDevice<Storage = S>,
@@ -36,25 +36,25 @@ where
     input.device().zeros_impl(shape, DType::F32)
 }
 
-/// What is handed over once.
+/// Takes an output, which can be taken only once.
 fn taken<T>(output: &Mutex<Option<T>>) -> Result<T> {
     let output = output.lock().unwrap_or_else(PoisonError::into_inner).take();
     output.ok_or_else(|| Error::msg("an operation ran twice"))
 }
 
-/// The elements of a view, one after another.
+/// Copies the elements of a view to a contiguous storage.
 fn copy<S: BackendStorage>(storage: &S, layout: &Layout) -> Result<S> {
     storage.to_dtype(layout, storage.dtype())
 }
 
-/// For one kind of device: what candle gets when it asks for the result.
+/// Implements the forward of a node for one kind of device: it only returns the result.
 macro_rules! hand_over {
     ($name:ident, $storage:ident, $kind:ident, $computed:expr) => {
         fn $name(&self, input: &$storage) -> Result<($storage, Shape)> {
             let storage = match &self.output {
-                Output::Computed(output) => $computed(output)?,
-                Output::Token => zeros(input, &self.shape)?,
-                Output::Copy(tensor) => {
+                NodeOutput::Computed(output) => $computed(output)?,
+                NodeOutput::Token => zeros(input, &self.shape)?,
+                NodeOutput::Copy(tensor) => {
                     let tensor = taken(tensor)?;
                     let (storage, layout) = tensor.storage_and_layout();
                     match &*storage {
@@ -68,12 +68,12 @@ macro_rules! hand_over {
     };
 }
 
-impl<B: Backward> Node<B> {
+impl<B: Backward> PrecomputedNode<B> {
     hand_over!(on_cpu, CpuStorage, Cpu, taken);
     hand_over!(on_cuda, CudaStorage, Cuda, |_| Err(Error::msg("computed on the processor")));
     hand_over!(on_metal, MetalStorage, Metal, |_| Err(Error::msg("computed on the processor")));
 
-    /// The result of one to three inputs.
+    /// Records the result of one to three inputs.
     pub(super) fn apply(self, inputs: &[&Tensor]) -> crate::error::Result<Tensor> {
         Ok(match inputs {
             [a] => a.apply_op1(self)?,
@@ -94,7 +94,7 @@ impl<B: Backward> Node<B> {
     }
 }
 
-impl<B: Backward> CustomOp1 for Node<B> {
+impl<B: Backward> CustomOp1 for PrecomputedNode<B> {
     fn name(&self) -> &'static str {
         B::NAME
     }
@@ -132,7 +132,7 @@ macro_rules! of_two {
     };
 }
 
-impl<B: Backward> CustomOp2 for Node<B> {
+impl<B: Backward> CustomOp2 for PrecomputedNode<B> {
     fn name(&self) -> &'static str {
         B::NAME
     }
@@ -170,7 +170,7 @@ macro_rules! of_three {
     };
 }
 
-impl<B: Backward> CustomOp3 for Node<B> {
+impl<B: Backward> CustomOp3 for PrecomputedNode<B> {
     fn name(&self) -> &'static str {
         B::NAME
     }

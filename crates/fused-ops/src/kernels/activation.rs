@@ -4,14 +4,14 @@ use pulp::NullaryFnOnce;
 
 use super::{
     float::Float,
-    memory::{Fill, vec_of_blocks},
+    memory::{FillBlock, vec_of_blocks},
     parallel::{ELEMENTS_PER_BLOCK, block_of, map_chunks},
     vectorized,
 };
 use crate::config::Activation;
 
 /// A function of one number.
-pub(super) trait Curve<T: Float>: Copy + Send + Sync {
+pub(super) trait ActivationCurve<T: Float>: Copy + Send + Sync {
     fn value(self, x: T) -> T;
     fn slope(self, x: T) -> T;
 }
@@ -19,7 +19,7 @@ pub(super) trait Curve<T: Float>: Copy + Send + Sync {
 #[derive(Clone, Copy)]
 struct Relu;
 
-impl<T: Float> Curve<T> for Relu {
+impl<T: Float> ActivationCurve<T> for Relu {
     #[inline(always)]
     fn value(self, x: T) -> T {
         x.at_least(T::ZERO)
@@ -35,18 +35,18 @@ impl<T: Float> Curve<T> for Relu {
 struct Gelu;
 
 impl Gelu {
-    /// The probability that a normal number is below `x`, and the density there.
+    /// Returns the probability that a normal number is probability `x`, and the density at `x`.
     #[inline(always)]
     fn normal<T: Float>(x: T) -> (T, T) {
-        let z = x.abs() * T::of(std::f64::consts::FRAC_1_SQRT_2);
+        let z = x.abs() * T::round_from_f64(std::f64::consts::FRAC_1_SQRT_2);
         let (tail, bell) = T::half_erfc(z);
-        let below = if x < T::ZERO { tail } else { T::ONE - tail };
+        let probability = if x < T::ZERO { tail } else { T::ONE - tail };
         // One over the root of 2π.
-        (below, bell * T::of(0.398_942_280_401_432_7))
+        (probability, bell * T::round_from_f64(0.398_942_280_401_432_7))
     }
 }
 
-impl<T: Float> Curve<T> for Gelu {
+impl<T: Float> ActivationCurve<T> for Gelu {
     #[inline(always)]
     fn value(self, x: T) -> T {
         x * Self::normal(x).0
@@ -54,8 +54,8 @@ impl<T: Float> Curve<T> for Gelu {
 
     #[inline(always)]
     fn slope(self, x: T) -> T {
-        let (below, density) = Self::normal(x);
-        below + x * density
+        let (probability, density) = Self::normal(x);
+        probability + x * density
     }
 }
 
@@ -66,13 +66,16 @@ impl GeluTanh {
     /// (1 + tanh u) / 2 is the logistic function of 2u, here for u = √(2/π) · (x + 0.044715 x³).
     #[inline(always)]
     fn gate<T: Float>(x: T) -> (T, T) {
-        logistic(x * (T::ONE + T::of(0.044_715) * x * x) * T::of(Self::TWO_ROOT_TWO_OVER_PI))
+        logistic(
+            x * (T::ONE + T::round_from_f64(0.044_715) * x * x)
+                * T::round_from_f64(Self::TWO_ROOT_TWO_OVER_PI),
+        )
     }
 
     const TWO_ROOT_TWO_OVER_PI: f64 = 1.595_769_121_605_730_7;
 }
 
-impl<T: Float> Curve<T> for GeluTanh {
+impl<T: Float> ActivationCurve<T> for GeluTanh {
     #[inline(always)]
     fn value(self, x: T) -> T {
         x * Self::gate(x).0
@@ -81,7 +84,8 @@ impl<T: Float> Curve<T> for GeluTanh {
     #[inline(always)]
     fn slope(self, x: T) -> T {
         let (gate, rest) = Self::gate(x);
-        let inner = (T::ONE + T::of(0.134_145) * x * x) * T::of(Self::TWO_ROOT_TWO_OVER_PI);
+        let inner = (T::ONE + T::round_from_f64(0.134_145) * x * x)
+            * T::round_from_f64(Self::TWO_ROOT_TWO_OVER_PI);
         gate + x * gate * rest * inner
     }
 }
@@ -89,7 +93,7 @@ impl<T: Float> Curve<T> for GeluTanh {
 #[derive(Clone, Copy)]
 struct Silu;
 
-impl<T: Float> Curve<T> for Silu {
+impl<T: Float> ActivationCurve<T> for Silu {
     #[inline(always)]
     fn value(self, x: T) -> T {
         x * logistic(x).0
@@ -102,7 +106,7 @@ impl<T: Float> Curve<T> for Silu {
     }
 }
 
-/// 1 / (1 + e^−x), and what it lacks to 1, which the difference would round away.
+/// Returns 1 / (1 + e^−x) and its difference to 1, which a subtraction would round away.
 #[inline(always)]
 fn logistic<T: Float>(x: T) -> (T, T) {
     let small = (-x.abs()).exp();
@@ -135,37 +139,37 @@ macro_rules! with_curve {
     };
 }
 
-/// The activation of each element.
+/// Returns the activation of each element.
 pub(crate) fn forward<T: Float>(activation: Activation, x: &[T]) -> Vec<T> {
     with_curve!(activation, |curve| {
-        let write = |block, out: &mut Fill<'_, T>| {
+        vec_of_blocks(x.len(), ELEMENTS_PER_BLOCK, |block, out: &mut FillBlock<'_, T>| {
             let x = block_of(x, block, ELEMENTS_PER_BLOCK);
-            vectorized(Forward { curve, x, out });
-        };
-        vec_of_blocks(x.len(), ELEMENTS_PER_BLOCK, write).0
+            vectorized(ForwardKernel { curve, x, out });
+        })
+        .0
     })
 }
 
-/// The activation of each element, in its place.
+/// Replaces each element by its activation.
 pub(crate) fn forward_in_place<T: Float>(activation: Activation, x: &mut [T]) {
     with_curve!(activation, |curve| {
         map_chunks(x, ELEMENTS_PER_BLOCK, |_, x| vectorized(ForwardInPlace { curve, x }));
     });
 }
 
-/// The gradient of each element.
+/// Returns the gradient of each element.
 pub(crate) fn backward<T: Float>(activation: Activation, x: &[T], grad: &[T]) -> Vec<T> {
     with_curve!(activation, |curve| {
-        let write = |block, out: &mut Fill<'_, T>| {
+        vec_of_blocks(x.len(), ELEMENTS_PER_BLOCK, |block, out: &mut FillBlock<'_, T>| {
             let x = block_of(x, block, ELEMENTS_PER_BLOCK);
             let grad = block_of(grad, block, ELEMENTS_PER_BLOCK);
-            vectorized(Backward { curve, x, grad, out });
-        };
-        vec_of_blocks(x.len(), ELEMENTS_PER_BLOCK, write).0
+            vectorized(BackwardKernel { curve, x, grad, out });
+        })
+        .0
     })
 }
 
-/// The gradient of each element, in the place of the gradient of its activation.
+/// Replaces the gradient of each activation by the gradient of its element.
 pub(crate) fn backward_in_place<T: Float>(activation: Activation, x: &[T], grad: &mut [T]) {
     assert_eq!(x.len(), grad.len());
     with_curve!(activation, |curve| {
@@ -178,32 +182,33 @@ pub(crate) fn backward_in_place<T: Float>(activation: Activation, x: &[T], grad:
 
 /// silu(gate) · up.
 pub(crate) fn swiglu<T: Float>(gate: &[T], up: &[T]) -> Vec<T> {
-    let write = |block, out: &mut Fill<'_, T>| {
+    vec_of_blocks(gate.len(), ELEMENTS_PER_BLOCK, |block, out: &mut FillBlock<'_, T>| {
         let gate = block_of(gate, block, ELEMENTS_PER_BLOCK);
         let up = block_of(up, block, ELEMENTS_PER_BLOCK);
-        vectorized(Gated { gate, up, out });
-    };
-    vec_of_blocks(gate.len(), ELEMENTS_PER_BLOCK, write).0
+        vectorized(GatedKernel { gate, up, out });
+    })
+    .0
 }
 
-/// The gradient of the gate of silu(gate) · up.
+/// Returns the gradient of the gate of silu(gate) · up.
 pub(crate) fn swiglu_gate_backward<T: Float>(gate: &[T], up: &[T], grad: &[T]) -> Vec<T> {
-    let write = |block, out: &mut Fill<'_, T>| {
-        let gate = block_of(gate, block, ELEMENTS_PER_BLOCK);
-        let up = block_of(up, block, ELEMENTS_PER_BLOCK);
-        let grad = block_of(grad, block, ELEMENTS_PER_BLOCK);
-        vectorized(GateBackward { gate, up, grad, out });
-    };
-    vec_of_blocks(gate.len(), ELEMENTS_PER_BLOCK, write).0
+    let (grads, _) =
+        vec_of_blocks(gate.len(), ELEMENTS_PER_BLOCK, |block, out: &mut FillBlock<'_, T>| {
+            let gate = block_of(gate, block, ELEMENTS_PER_BLOCK);
+            let up = block_of(up, block, ELEMENTS_PER_BLOCK);
+            let grad = block_of(grad, block, ELEMENTS_PER_BLOCK);
+            vectorized(GateBackward { gate, up, grad, out });
+        });
+    grads
 }
 
-struct Forward<'a, 'b, T, C> {
+struct ForwardKernel<'a, 'b, T, C> {
     curve: C,
     x: &'a [T],
-    out: &'a mut Fill<'b, T>,
+    out: &'a mut FillBlock<'b, T>,
 }
 
-impl<T: Float, C: Curve<T>> NullaryFnOnce for Forward<'_, '_, T, C> {
+impl<T: Float, C: ActivationCurve<T>> NullaryFnOnce for ForwardKernel<'_, '_, T, C> {
     type Output = ();
 
     #[inline(always)]
@@ -217,7 +222,7 @@ struct ForwardInPlace<'a, T, C> {
     x: &'a mut [T],
 }
 
-impl<T: Float, C: Curve<T>> NullaryFnOnce for ForwardInPlace<'_, T, C> {
+impl<T: Float, C: ActivationCurve<T>> NullaryFnOnce for ForwardInPlace<'_, T, C> {
     type Output = ();
 
     #[inline(always)]
@@ -228,14 +233,14 @@ impl<T: Float, C: Curve<T>> NullaryFnOnce for ForwardInPlace<'_, T, C> {
     }
 }
 
-struct Backward<'a, 'b, T, C> {
+struct BackwardKernel<'a, 'b, T, C> {
     curve: C,
     x: &'a [T],
     grad: &'a [T],
-    out: &'a mut Fill<'b, T>,
+    out: &'a mut FillBlock<'b, T>,
 }
 
-impl<T: Float, C: Curve<T>> NullaryFnOnce for Backward<'_, '_, T, C> {
+impl<T: Float, C: ActivationCurve<T>> NullaryFnOnce for BackwardKernel<'_, '_, T, C> {
     type Output = ();
 
     #[inline(always)]
@@ -250,7 +255,7 @@ struct BackwardInPlace<'a, T, C> {
     grad: &'a mut [T],
 }
 
-impl<T: Float, C: Curve<T>> NullaryFnOnce for BackwardInPlace<'_, T, C> {
+impl<T: Float, C: ActivationCurve<T>> NullaryFnOnce for BackwardInPlace<'_, T, C> {
     type Output = ();
 
     #[inline(always)]
@@ -261,13 +266,13 @@ impl<T: Float, C: Curve<T>> NullaryFnOnce for BackwardInPlace<'_, T, C> {
     }
 }
 
-struct Gated<'a, 'b, T> {
+struct GatedKernel<'a, 'b, T> {
     gate: &'a [T],
     up: &'a [T],
-    out: &'a mut Fill<'b, T>,
+    out: &'a mut FillBlock<'b, T>,
 }
 
-impl<T: Float> NullaryFnOnce for Gated<'_, '_, T> {
+impl<T: Float> NullaryFnOnce for GatedKernel<'_, '_, T> {
     type Output = ();
 
     #[inline(always)]
@@ -280,7 +285,7 @@ struct GateBackward<'a, 'b, T> {
     gate: &'a [T],
     up: &'a [T],
     grad: &'a [T],
-    out: &'a mut Fill<'b, T>,
+    out: &'a mut FillBlock<'b, T>,
 }
 
 impl<T: Float> NullaryFnOnce for GateBackward<'_, '_, T> {

@@ -8,22 +8,22 @@ use pulp::NullaryFnOnce;
 use super::{
     float::Float,
     lanes::{max, sum1, sum2},
-    memory::{Fill, vec_of_blocks},
+    memory::{FillBlock, vec_of_blocks},
     parallel::{block_of, rows_per_block},
     vectorized,
 };
 
-/// What a row should have been.
+/// The target of a row.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Target {
+pub(crate) struct RowTarget {
     pub(crate) class: usize,
-    /// What the row's loss is multiplied by; a row of weight 0 is not read.
+    /// The weight of the row's loss; a row of weight 0 is not read.
     pub(crate) weight: f64,
 }
 
-/// What all rows have in common.
+/// The parameters that all rows share.
 #[derive(Clone, Debug)]
-pub(crate) struct Rule<T> {
+pub(crate) struct LossRule<T> {
     pub(crate) classes: usize,
     /// The part of a target that is spread over all classes.
     pub(crate) smoothing: f64,
@@ -31,7 +31,7 @@ pub(crate) struct Rule<T> {
     pub(crate) class_weights: Option<Vec<T>>,
 }
 
-impl<T: Float> Rule<T> {
+impl<T: Float> LossRule<T> {
     fn weight_of(&self, class: usize) -> f64 {
         self.class_weights.as_ref().map_or(1.0, |weights| weights[class].to_f64())
     }
@@ -48,32 +48,36 @@ impl<T: Float> Rule<T> {
     }
 }
 
-/// The sum of the rows' losses, and for each row the logarithm of its sum of exponentials.
-pub(crate) fn forward<T: Float>(x: &[T], targets: &[Target], rule: &Rule<T>) -> (f64, Vec<T>) {
+/// Returns the sum of the rows' losses, and the logarithm of each row's sum of exponentials.
+pub(crate) fn forward<T: Float>(
+    x: &[T],
+    targets: &[RowTarget],
+    rule: &LossRule<T>,
+) -> (f64, Vec<T>) {
     let rows = rule.block();
     let (log_sums, losses) = vec_of_blocks(targets.len(), rows, |block, out| {
         let x = block_of(x, block, rows * rule.classes);
         let targets = block_of(targets, block, rows);
-        vectorized(Forward { x, targets, rule, out })
+        vectorized(ForwardKernel { x, targets, rule, out })
     });
     (losses.into_iter().sum(), log_sums)
 }
 
-struct Forward<'a, 'b, T> {
+struct ForwardKernel<'a, 'b, T> {
     x: &'a [T],
-    targets: &'a [Target],
-    rule: &'a Rule<T>,
-    out: &'a mut Fill<'b, T>,
+    targets: &'a [RowTarget],
+    rule: &'a LossRule<T>,
+    out: &'a mut FillBlock<'b, T>,
 }
 
-impl<T: Float> NullaryFnOnce for Forward<'_, '_, T> {
+impl<T: Float> NullaryFnOnce for ForwardKernel<'_, '_, T> {
     type Output = f64;
 
     #[inline(always)]
     fn call(self) -> f64 {
         let mut sum = 0.0;
         let rows = self.x.chunks_exact(self.rule.classes).zip(self.targets);
-        for (x, &Target { class, weight }) in rows {
+        for (x, &RowTarget { class, weight }) in rows {
             if weight == 0.0 {
                 self.out.push1(&[T::ZERO], |zero| zero);
                 continue;
@@ -87,9 +91,9 @@ impl<T: Float> NullaryFnOnce for Forward<'_, '_, T> {
     }
 }
 
-/// The loss of a row.
+/// Returns the loss of a row.
 #[inline(always)]
-fn loss<T: Float>(x: &[T], class: usize, log_sum: f64, rule: &Rule<T>) -> f64 {
+fn loss<T: Float>(x: &[T], class: usize, log_sum: f64, rule: &LossRule<T>) -> f64 {
     let own = rule.weight_of(class) * (log_sum - x[class].to_f64());
     if rule.smoothing == 0.0 {
         return own;
@@ -102,44 +106,44 @@ fn loss<T: Float>(x: &[T], class: usize, log_sum: f64, rule: &Rule<T>) -> f64 {
     (1.0 - rule.smoothing) * own + rule.smoothing / rule.classes as f64 * all
 }
 
-/// The gradient of the logits, where `grad` is that of the sum.
+/// Returns the gradient of the logits, where `grad` is the gradient of the sum.
 pub(crate) fn backward<T: Float>(
     x: &[T],
-    targets: &[Target],
+    targets: &[RowTarget],
     log_sums: &[T],
-    rule: &Rule<T>,
+    rule: &LossRule<T>,
     grad: f64,
 ) -> Vec<T> {
     let rows = rule.block();
     let weight_of_all = rule.weight_of_all();
     let block_len = rows * rule.classes;
-    let write = |block, out: &mut Fill<'_, T>| {
+    let (grads, _) = vec_of_blocks(x.len(), block_len, |block, out: &mut FillBlock<'_, T>| {
         let x = block_of(x, block, block_len);
         let targets = block_of(targets, block, rows);
         let log_sums = block_of(log_sums, block, rows);
-        vectorized(Backward { x, targets, log_sums, rule, weight_of_all, grad, out });
-    };
-    vec_of_blocks(x.len(), block_len, write).0
+        vectorized(BackwardKernel { x, targets, log_sums, rule, weight_of_all, grad, out });
+    });
+    grads
 }
 
-struct Backward<'a, 'b, T> {
+struct BackwardKernel<'a, 'b, T> {
     x: &'a [T],
-    targets: &'a [Target],
+    targets: &'a [RowTarget],
     log_sums: &'a [T],
-    rule: &'a Rule<T>,
+    rule: &'a LossRule<T>,
     weight_of_all: f64,
     grad: f64,
-    out: &'a mut Fill<'b, T>,
+    out: &'a mut FillBlock<'b, T>,
 }
 
-impl<T: Float> NullaryFnOnce for Backward<'_, '_, T> {
+impl<T: Float> NullaryFnOnce for BackwardKernel<'_, '_, T> {
     type Output = ();
 
     #[inline(always)]
     fn call(self) {
         let Self { rule, grad, weight_of_all, .. } = self;
         let rows = self.x.chunks_exact(rule.classes).zip(self.targets).zip(self.log_sums);
-        for ((x, &Target { class, weight }), &log_sum) in rows {
+        for ((x, &RowTarget { class, weight }), &log_sum) in rows {
             let weight = weight * grad;
             if weight == 0.0 {
                 self.out.push1(x, |_| T::ZERO);
@@ -147,8 +151,8 @@ impl<T: Float> NullaryFnOnce for Backward<'_, '_, T> {
             }
             let own = weight * (1.0 - rule.smoothing) * rule.weight_of(class);
             let share = weight * rule.smoothing / rule.classes as f64;
-            let all = T::of(own + share * weight_of_all);
-            let each = T::of(share);
+            let all = T::round_from_f64(own + share * weight_of_all);
+            let each = T::round_from_f64(share);
             let probability = |x: T| (x - log_sum).exp();
             let row = match &rule.class_weights {
                 None => self.out.push1(x, |x| all * probability(x) - each),
@@ -156,7 +160,7 @@ impl<T: Float> NullaryFnOnce for Backward<'_, '_, T> {
                     self.out.push2(x, weights, |x, weight| all * probability(x) - each * weight)
                 }
             };
-            row[class] -= T::of(own);
+            row[class] -= T::round_from_f64(own);
         }
     }
 }

@@ -12,7 +12,7 @@ use pulp::NullaryFnOnce;
 
 use super::{
     float::Float,
-    memory::{Fill, vec_of_blocks},
+    memory::{FillBlock, vec_of_blocks},
     parallel::{ELEMENTS_PER_BLOCK, block_of},
     vectorized,
 };
@@ -24,20 +24,20 @@ const COUNTERS: usize = 16;
 /// Elements that one group of counters decides about. It divides the elements of a block.
 const GROUP: usize = 4 * COUNTERS;
 
-/// What elements are dropped.
+/// The elements to drop.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Drop {
+pub(crate) struct DropSpec {
     pub(crate) seed: u64,
     pub(crate) call: u64,
     /// The index of the first element.
     pub(crate) offset: u64,
     /// Numbers below it drop their element.
     pub(crate) threshold: u32,
-    /// What the others are multiplied by.
+    /// The factor for the other elements.
     pub(crate) scale: f64,
 }
 
-impl Drop {
+impl DropSpec {
     /// Drops with a probability that is at least 0 and less than 1.
     pub(crate) fn new(probability: f64, key: DropoutKey) -> Self {
         #[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "below 2^32")]
@@ -47,30 +47,31 @@ impl Drop {
     }
 }
 
-/// The elements of `x`, multiplied by 0 or the scale.
-pub(crate) fn apply<T: Float>(x: &[T], drop: Drop) -> Vec<T> {
-    let write = |block, out: &mut Fill<'_, T>| {
-        let x = block_of(x, block, ELEMENTS_PER_BLOCK);
-        let groups_before = (block * (ELEMENTS_PER_BLOCK / GROUP)) as u64;
-        let first_group = drop.offset / GROUP as u64 + groups_before;
-        vectorized(Apply { x, drop, first_group, out });
-    };
-    vec_of_blocks(x.len(), ELEMENTS_PER_BLOCK, write).0
+/// Returns the elements of `x`, multiplied by 0 or the scale.
+pub(crate) fn apply<T: Float>(x: &[T], drop: DropSpec) -> Vec<T> {
+    let (kept, _) =
+        vec_of_blocks(x.len(), ELEMENTS_PER_BLOCK, |block, out: &mut FillBlock<'_, T>| {
+            let x = block_of(x, block, ELEMENTS_PER_BLOCK);
+            let groups_before = (block * (ELEMENTS_PER_BLOCK / GROUP)) as u64;
+            let first_group = drop.offset / GROUP as u64 + groups_before;
+            vectorized(ApplyDropout { x, drop, first_group, out });
+        });
+    kept
 }
 
-struct Apply<'a, 'b, T> {
+struct ApplyDropout<'a, 'b, T> {
     x: &'a [T],
-    drop: Drop,
+    drop: DropSpec,
     first_group: u64,
-    out: &'a mut Fill<'b, T>,
+    out: &'a mut FillBlock<'b, T>,
 }
 
-impl<T: Float> NullaryFnOnce for Apply<'_, '_, T> {
+impl<T: Float> NullaryFnOnce for ApplyDropout<'_, '_, T> {
     type Output = ();
 
     #[inline(always)]
     fn call(self) {
-        let scale = T::of(self.drop.scale);
+        let scale = T::round_from_f64(self.drop.scale);
         // Elements may begin within a group. Blocks are whole groups, so each begins as far within.
         #[expect(clippy::cast_possible_truncation, reason = "less than a group")]
         let mut skipped = (self.drop.offset % GROUP as u64) as usize;
@@ -87,11 +88,11 @@ impl<T: Float> NullaryFnOnce for Apply<'_, '_, T> {
     }
 }
 
-/// The random numbers of a group of elements.
+/// Returns the random numbers of a group of elements.
 #[inline(always)]
 #[allow(clippy::cast_possible_truncation, reason = "counters and keys are cut into words")]
 #[allow(clippy::needless_range_loop, reason = "a counter's words stand in four rows")]
-fn numbers(drop: Drop, group: u64) -> [u32; GROUP] {
+fn numbers(drop: DropSpec, group: u64) -> [u32; GROUP] {
     let mut words = [[0; COUNTERS]; 4];
     for index in 0..COUNTERS {
         let counter = group * COUNTERS as u64 + index as u64;
@@ -130,9 +131,9 @@ fn philox<const N: usize>(words: &mut [[u32; N]; 4], mut key: [u32; 2]) {
 mod tests {
     use super::*;
 
-    /// The published test vectors of Philox 4×32-10.
+    /// Checks the published test vectors of Philox 4×32-10.
     #[test]
-    fn philox_gives_the_known_numbers() {
+    fn philox_matches_known_numbers() {
         let run = |counter: [u32; 4], key| {
             let mut words = counter.map(|word| [word]);
             philox(&mut words, key);

@@ -6,52 +6,52 @@ use std::ops::Neg;
 
 use candle_core::WithDType;
 
-/// A number that kernels compute with.
+/// A number type that kernels compute with.
 ///
-/// The functions are straight lines of separately rounded operations without a branch or a call, so
-/// that a loop over them becomes vectors, with the same bits in each lane as alone.
+/// The functions are branch-free sequences of separately rounded operations without calls. So a
+/// loop over them becomes vector instructions, and each lane has the same bits as a scalar.
 pub(crate) trait Float: WithDType + Neg<Output = Self> {
     const ZERO: Self;
     const ONE: Self;
     const INFINITY: Self;
 
-    /// `f64`, rounded.
-    fn of(value: f64) -> Self;
+    /// Rounds a number to this type.
+    fn round_from_f64(value: f64) -> Self;
     fn sqrt(self) -> Self;
     fn ln(self) -> Self;
     fn abs(self) -> Self;
 
-    /// e to the power of `self`: within 2 units in the last place of the exact result.
+    /// Returns e to the power of `self`, within 2 units in the last place of the exact result.
     ///
-    /// What would be smaller than about 2^−125 (f64: 2^−1021) is 0; NaN stays NaN.
+    /// A result below about 2^−125 (f64: 2^−1021) is 0; NaN stays NaN.
     fn exp(self) -> Self;
 
-    /// Half of the complementary error function of `z` ≥ 0, and e^(−z²), of which it is made.
+    /// Returns half of the complementary error function of `z` ≥ 0, and its factor e^(−z²).
     ///
     /// The first is within 2·10⁻⁸ + a few roundings of the exact result (f64: 2·10⁻¹⁸), relative to
     /// e^(−z²).
     fn half_erfc(z: Self) -> (Self, Self);
 
-    /// The smaller of two numbers; `self` if it is NaN.
+    /// Returns the smaller of two numbers; `self` if it is NaN.
     #[inline(always)]
     fn at_most(self, limit: Self) -> Self {
         if self > limit { limit } else { self }
     }
 
-    /// The larger of two numbers; `self` if it is NaN.
+    /// Returns the larger of two numbers; `self` if it is NaN.
     #[inline(always)]
     fn at_least(self, limit: Self) -> Self {
         if self < limit { limit } else { self }
     }
 
-    /// The larger of two numbers; a NaN in `other` is passed over.
+    /// Returns the larger of two numbers; ignores a NaN in `other`.
     #[inline(always)]
     fn max_known(self, other: Self) -> Self {
         if other > self { other } else { self }
     }
 }
 
-/// The polynomial of these coefficients, that of the highest power first.
+/// Evaluates the polynomial with these coefficients, highest power first.
 #[inline(always)]
 fn polynomial<T: Float, const N: usize>(coefficients: &[T; N], x: T) -> T {
     let mut sum = coefficients[0];
@@ -61,7 +61,7 @@ fn polynomial<T: Float, const N: usize>(coefficients: &[T; N], x: T) -> T {
     sum
 }
 
-/// What [`Float::exp`] and [`Float::half_erfc`] of a type are made of.
+/// Implements the parts of [`Float::exp`] and [`Float::half_erfc`] for a type.
 macro_rules! float {
     (
         $float:ident, $bits:ident,
@@ -86,7 +86,7 @@ macro_rules! float {
                 clippy::cast_lossless,
                 reason = "its purpose"
             )]
-            fn of(value: f64) -> Self {
+            fn round_from_f64(value: f64) -> Self {
                 value as Self
             }
 
@@ -187,14 +187,14 @@ float! {
 mod tests {
     use super::*;
 
-    /// How many units in the last place of `expected` lie between it and `found`.
+    /// Returns the distance between `expected` and `found`, in units in the last place.
     fn ulps(found: f64, expected: f64, digits: i32) -> f64 {
         let exponent = expected.abs().log2().floor();
         (found - expected).abs() / (exponent - f64::from(digits - 1)).exp2()
     }
 
     #[test]
-    fn exp_in_f32_is_within_two_units_in_the_last_place() {
+    fn exp_f32_is_within_two_ulps() {
         let mut worst = 0.0_f64;
         for step in -866_000..887_000 {
             let x = step as f32 * 1e-4;
@@ -204,7 +204,7 @@ mod tests {
     }
 
     #[test]
-    fn exp_in_f64_is_within_two_units_in_the_last_place() {
+    fn exp_f64_is_within_two_ulps() {
         let mut worst = 0.0_f64;
         for step in -70_600..70_900 {
             let x = f64::from(step) * 0.010_007;
@@ -216,7 +216,7 @@ mod tests {
     }
 
     #[test]
-    fn exp_of_what_is_out_of_range() {
+    fn exp_out_of_range() {
         assert_eq!(Float::exp(f32::NEG_INFINITY), 0.0);
         assert_eq!(Float::exp(-86.7_f32), 0.0);
         assert_eq!(Float::exp(0.0_f32), 1.0);
@@ -231,7 +231,7 @@ mod tests {
     }
 
     #[test]
-    fn half_erfc_is_as_close_as_stated() {
+    fn half_erfc_meets_its_bound() {
         let mut single = 0.0_f64;
         let mut double = 0.0_f64;
         for step in 0..26_000 {

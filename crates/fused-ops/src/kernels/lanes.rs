@@ -10,7 +10,7 @@ use super::float::Float;
 /// before.
 const LANES: usize = 32;
 
-/// The sum of `f` over a slice.
+/// Returns the sum of `f` over a slice.
 #[inline(always)]
 pub(crate) fn sum1<T: Float>(x: &[T], f: impl Fn(T) -> T) -> T {
     let mut lanes = [T::ZERO; LANES];
@@ -26,7 +26,7 @@ pub(crate) fn sum1<T: Float>(x: &[T], f: impl Fn(T) -> T) -> T {
     fold(lanes, |a, b| a + b)
 }
 
-/// The sum of `f` over two slices of one length.
+/// Returns the sum of `f` over two slices of equal length.
 #[inline(always)]
 pub(crate) fn sum2<T: Float>(x: &[T], y: &[T], f: impl Fn(T, T) -> T) -> T {
     let mut lanes = [T::ZERO; LANES];
@@ -42,7 +42,7 @@ pub(crate) fn sum2<T: Float>(x: &[T], y: &[T], f: impl Fn(T, T) -> T) -> T {
     fold(lanes, |a, b| a + b)
 }
 
-/// The sum of `f` over three slices of one length.
+/// Returns the sum of `f` over three slices of equal length.
 #[inline(always)]
 pub(crate) fn sum3<T: Float>(x: &[T], y: &[T], z: &[T], f: impl Fn(T, T, T) -> T) -> T {
     let mut lanes = [T::ZERO; LANES];
@@ -59,7 +59,7 @@ pub(crate) fn sum3<T: Float>(x: &[T], y: &[T], z: &[T], f: impl Fn(T, T, T) -> T
     fold(lanes, |a, b| a + b)
 }
 
-/// The largest number of a slice that is not NaN; −∞ if there is none.
+/// Returns the largest number of a slice, ignoring NaN; −∞ if it is empty.
 #[inline(always)]
 pub(crate) fn max<T: Float>(x: &[T]) -> T {
     let mut lanes = [-T::INFINITY; LANES];
@@ -94,7 +94,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn sums_and_maxima_of_every_length_are_those_of_the_naive_loop() {
+    fn sums_and_maxima_match_naive_loops() {
         for len in 0..200_u32 {
             // Integers, so that every order of additions gives the same sum.
             let x: Vec<f32> = (0..len).map(|i| (i * 7 % 31) as f32 - 15.0).collect();
@@ -108,7 +108,7 @@ mod tests {
     }
 
     #[test]
-    fn a_maximum_passes_over_nan() {
+    fn maximum_ignores_nan() {
         assert_eq!(max(&[f32::NAN, 1.0, f32::NAN]), 1.0);
         assert_eq!(max(&[f32::NAN]), f32::NEG_INFINITY);
     }

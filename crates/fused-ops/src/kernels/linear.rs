@@ -1,5 +1,5 @@
-//! What stands around the product of a linear layer: its bias, and the sums over rows that are the
-//! bias's gradient.
+//! The parts of a linear layer besides its product: the bias, and the sums over rows for the bias's
+//! gradient.
 
 use pulp::NullaryFnOnce;
 
@@ -34,23 +34,24 @@ impl<T: Float> NullaryFnOnce for AddBias<'_, T> {
     }
 }
 
-/// The sum of all rows of `width` elements, in their order within a block and then over blocks.
+/// Returns the sum of all rows of `width` elements, summed in order within a block and then over
+/// blocks.
 pub(crate) fn sum_rows<T: Float>(rows: &[T], width: usize) -> Vec<T> {
     let mut sums = vec![T::ZERO; width];
     for block in rows.chunks((rows_per_block(width) * width).max(1)) {
         let mut part = vec![T::ZERO; width];
-        vectorized(Sum { rows: block, sums: &mut part });
-        vectorized(Sum { rows: &part, sums: &mut sums });
+        vectorized(SumRows { rows: block, sums: &mut part });
+        vectorized(SumRows { rows: &part, sums: &mut sums });
     }
     sums
 }
 
-struct Sum<'a, T> {
+struct SumRows<'a, T> {
     rows: &'a [T],
     sums: &'a mut [T],
 }
 
-impl<T: Float> NullaryFnOnce for Sum<'_, T> {
+impl<T: Float> NullaryFnOnce for SumRows<'_, T> {
     type Output = ();
 
     #[inline(always)]

@@ -12,29 +12,29 @@ use gemm::Parallelism;
 
 use super::{float::Float, memory};
 
-/// A matrix whose elements lie in a slice.
+/// A matrix in a slice.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Matrix<'a, T> {
+pub(crate) struct MatrixView<'a, T> {
     data: &'a [T],
-    place: Place,
+    place: MatrixLayout,
 }
 
-/// Where the elements of a matrix lie, counted in elements from its first.
+/// The layout of a matrix, in elements from its first.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Place {
+pub(crate) struct MatrixLayout {
     pub(crate) rows: usize,
     pub(crate) columns: usize,
     pub(crate) row_stride: usize,
     pub(crate) column_stride: usize,
 }
 
-impl Place {
+impl MatrixLayout {
     /// Rows that follow one another with `stride` elements from start to start.
     pub(crate) fn rows(rows: usize, columns: usize, stride: usize) -> Self {
         Self { rows, columns, row_stride: stride, column_stride: 1 }
     }
 
-    /// The elements from the first to the last.
+    /// Returns the number of elements from the first to the last.
     fn extent(self) -> usize {
         if self.rows == 0 || self.columns == 0 {
             return 0;
@@ -48,16 +48,16 @@ impl Place {
     }
 }
 
-impl<'a, T: Float> Matrix<'a, T> {
-    /// A matrix at the start of `data`, which must reach to its last element.
-    pub(crate) fn new(data: &'a [T], place: Place) -> Self {
+impl<'a, T: Float> MatrixView<'a, T> {
+    /// Returns a matrix at the start of `data`, which must contain its last element.
+    pub(crate) fn new(data: &'a [T], place: MatrixLayout) -> Self {
         assert!(place.extent() <= data.len(), "a matrix reaches beyond its data");
         Self { data, place }
     }
 
     /// Rows one after another.
     pub(crate) fn contiguous(data: &'a [T], rows: usize, columns: usize) -> Self {
-        Self::new(data, Place::rows(rows, columns, columns))
+        Self::new(data, MatrixLayout::rows(rows, columns, columns))
     }
 
     pub(crate) fn t(self) -> Self {
@@ -65,16 +65,16 @@ impl<'a, T: Float> Matrix<'a, T> {
     }
 }
 
-/// Which threads a product may use.
+/// The threads that a product may use.
 #[derive(Clone, Copy, Debug)]
-pub(crate) enum Threads {
-    /// The caller's alone; the others have work of their own.
+pub(crate) enum ProductThreads {
+    /// Only the calling thread; the others have other work.
     One,
     /// All of the caller's pool.
     Pool,
 }
 
-impl Threads {
+impl ProductThreads {
     fn parallelism(self) -> Parallelism {
         match self {
             Self::Pool if rayon::current_num_threads() > 1 => {
@@ -85,53 +85,59 @@ impl Threads {
     }
 }
 
-/// `a` · `b` as rows one after another.
-pub(crate) fn product<T: Float>(a: Matrix<'_, T>, b: Matrix<'_, T>, threads: Threads) -> Vec<T> {
+/// Returns `a` · `b` in row-major order.
+pub(crate) fn product<T: Float>(
+    a: MatrixView<'_, T>,
+    b: MatrixView<'_, T>,
+    threads: ProductThreads,
+) -> Vec<T> {
     let rows = a.place.rows;
     let columns = b.place.columns;
-    let place = Place::rows(rows, columns, columns);
+    let place = MatrixLayout::rows(rows, columns, columns);
     // SAFETY: the vector has room for rows · columns elements at these strides, and all of them are
     // written.
     unsafe {
         memory::vec_written_by(rows * columns, |out| {
-            multiply(out, place, a, b, Store::Set, T::ONE, threads);
+            multiply(out, place, a, b, StoreMode::Set, T::ONE, threads);
         })
     }
 }
 
-/// The product of some rows of `width` elements with `b`, whose rows have the same bits as among
-/// any others.
+/// Returns the product of some rows of `width` elements with `b`. Each row has the same bits as in
+/// a larger product.
 ///
-/// `gemm` adds up small products in other orders. So few rows are multiplied together with zeros
-/// that are then dropped.
+/// `gemm` sums small products in a different order. So a few rows are multiplied together with rows
+/// of zeros, which are then dropped.
 pub(crate) fn product_of_rows<T: Float>(
     x: &[T],
     width: usize,
     rows: usize,
-    b: Matrix<'_, T>,
+    b: MatrixView<'_, T>,
 ) -> Vec<T> {
     let columns = b.place.columns;
     let padded_rows = fewest_rows(columns);
     if rows == 0 || rows >= padded_rows {
-        return product(Matrix::contiguous(x, rows, width), b, Threads::Pool);
+        return product(MatrixView::contiguous(x, rows, width), b, ProductThreads::Pool);
     }
     let mut padded = x.to_vec();
     padded.resize(padded_rows * width, T::ZERO);
-    let mut y = product(Matrix::contiguous(&padded, padded_rows, width), b, Threads::Pool);
+    let mut y =
+        product(MatrixView::contiguous(&padded, padded_rows, width), b, ProductThreads::Pool);
     y.truncate(rows * columns);
     y
 }
 
-/// From how many rows on `gemm` adds up as for all more: it has ways of its own for one row, for
-/// results of up to 256 elements, and, cutting long sums elsewhere, for up to 64 rows and columns.
+/// Returns the number of rows from which `gemm` has a single summation order. It has special cases
+/// for one row, for results of up to 256 elements, and, with a different split of long sums, for up
+/// to 64 rows and columns.
 fn fewest_rows(columns: usize) -> usize {
     let small = if columns <= 64 { 65 } else { 2 };
     257_usize.div_ceil(columns.max(1)).max(small)
 }
 
-/// What happens to the elements that the result had.
+/// The treatment of the result's previous elements.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Store {
+pub(crate) enum StoreMode {
     /// They are written over.
     Set,
     /// The product is added to them.
@@ -141,31 +147,31 @@ pub(crate) enum Store {
 /// Writes or adds `scale` · `a` · `b` to a matrix at the start of `out`.
 pub(crate) fn multiply_into<T: Float>(
     out: &mut [T],
-    place: Place,
-    a: Matrix<'_, T>,
-    b: Matrix<'_, T>,
-    store: Store,
+    place: MatrixLayout,
+    a: MatrixView<'_, T>,
+    b: MatrixView<'_, T>,
+    store: StoreMode,
     scale: T,
 ) {
     assert!(place.extent() <= out.len(), "a product reaches beyond its memory");
     // SAFETY: the slice reaches to the last element, and all of it may be read and written.
-    unsafe { multiply(out.as_mut_ptr(), place, a, b, store, scale, Threads::One) }
+    unsafe { multiply(out.as_mut_ptr(), place, a, b, store, scale, ProductThreads::One) }
 }
 
 /// Writes or adds `scale` · `a` · `b` to the matrix at `out`.
 ///
 /// # Safety
 ///
-/// All elements of the matrix may be written, and read if the product is added to them. Nobody else
-/// reads or writes them meanwhile, and no two of them share a place.
+/// All elements of the matrix must be writable, and readable if the product is added to them. No
+/// other thread may access them meanwhile, and no two elements may share an address.
 pub(super) unsafe fn multiply<T: Float>(
     out: *mut T,
-    place: Place,
-    a: Matrix<'_, T>,
-    b: Matrix<'_, T>,
-    store: Store,
+    place: MatrixLayout,
+    a: MatrixView<'_, T>,
+    b: MatrixView<'_, T>,
+    store: StoreMode,
     scale: T,
-    threads: Threads,
+    threads: ProductThreads,
 ) {
     assert!(
         a.place.rows == place.rows
@@ -173,9 +179,9 @@ pub(super) unsafe fn multiply<T: Float>(
             && a.place.columns == b.place.rows,
         "a product of matrices that do not fit"
     );
-    // SAFETY: `Matrix` has checked that the factors lie in their slices, and the caller that the
+    // SAFETY: `MatrixView` has checked that the factors lie in their slices, and the caller that the
     // result lies in its memory. The three have the sizes that `gemm` is told, and with
-    // `Store::Set` it reads no element of the result.
+    // `StoreMode::Set` it reads no element of the result.
     unsafe {
         gemm::gemm(
             place.rows,
@@ -184,7 +190,7 @@ pub(super) unsafe fn multiply<T: Float>(
             out,
             stride(place.column_stride),
             stride(place.row_stride),
-            store == Store::Add,
+            store == StoreMode::Add,
             a.data.as_ptr(),
             stride(a.place.column_stride),
             stride(a.place.row_stride),
@@ -201,7 +207,7 @@ pub(super) unsafe fn multiply<T: Float>(
     }
 }
 
-/// A stride within a slice, no longer than the slice.
+/// Converts a stride within a slice; it is never longer than the slice.
 fn stride(elements: usize) -> isize {
     elements.cast_signed()
 }
@@ -215,27 +221,28 @@ mod tests {
     }
 
     #[test]
-    fn products_of_every_small_size_are_those_of_the_naive_loop() {
+    fn products_match_the_naive_loop() {
         for (m, n, k) in
             (0..6).flat_map(|m| (0..6).flat_map(move |n| (0..6).map(move |k| (m, n, k))))
         {
             let a = numbers(m * k);
             let b = numbers(k * n);
-            let at = |r: usize, c: usize| (0..k).map(|i| a[r * k + i] * b[c * k + i]).sum::<f64>();
-            let expected: Vec<f64> = (0..m * n).map(|i| at(i / n, i % n)).collect();
-            let a = Matrix::contiguous(&a, m, k);
-            let b = Matrix::contiguous(&b, n, k).t();
-            assert_eq!(product(a, b, Threads::Pool), expected, "{m} {n} {k}");
+            let entry =
+                |r: usize, c: usize| (0..k).map(|i| a[r * k + i] * b[c * k + i]).sum::<f64>();
+            let expected: Vec<f64> = (0..m * n).map(|i| entry(i / n, i % n)).collect();
+            let a = MatrixView::contiguous(&a, m, k);
+            let b = MatrixView::contiguous(&b, n, k).t();
+            assert_eq!(product(a, b, ProductThreads::Pool), expected, "{m} {n} {k}");
         }
     }
 
     #[test]
-    fn rows_have_the_same_bits_among_few_as_among_many() {
+    fn row_bits_are_independent_of_row_count() {
         let sizes = [1, 2, 5, 33, 64, 65, 128, 257, 300];
         for (n, k) in sizes.into_iter().flat_map(|n| [1, 2, 7, 129, 700].map(|k| (n, k))) {
             let x: Vec<f32> = (0..300 * k).map(|i| (i as f32 * 0.7).sin()).collect();
             let b: Vec<f32> = (0..n * k).map(|i| (i as f32 * 0.3).cos()).collect();
-            let b = Matrix::contiguous(&b, n, k).t();
+            let b = MatrixView::contiguous(&b, n, k).t();
             let whole = product_of_rows(&x, k, 300, b);
             for rows in [1, 2, 3, 7, 40, 64, 66, 200] {
                 let start = 300 - rows;
@@ -247,7 +254,7 @@ mod tests {
 
     #[test]
     #[should_panic(expected = "beyond its data")]
-    fn a_matrix_larger_than_its_data_is_refused() {
-        let _ = Matrix::new(&[0.0_f32; 5], Place::rows(2, 3, 3));
+    fn too_large_matrix_panics() {
+        let _ = MatrixView::new(&[0.0_f32; 5], MatrixLayout::rows(2, 3, 3));
     }
 }

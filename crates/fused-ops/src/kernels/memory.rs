@@ -1,8 +1,11 @@
-//! Vectors that are written once: no zeros are laid down first, only to be overwritten.
+//! Vectors that are written once, without clearing them first.
 //!
-//! Clearing what a kernel writes anyway took a sixth of a training step.
+//! Clearing memory before a kernel overwrites it took a sixth of a training step.
 
-#![allow(unsafe_code, reason = "fresh memory must be declared written; `Fill` counts what is")]
+#![allow(
+    unsafe_code,
+    reason = "fresh memory must be declared initialized; `FillBlock` counts the initialized elements"
+)]
 
 use std::mem::MaybeUninit;
 
@@ -10,24 +13,24 @@ use super::{float::Float, parallel::map_chunks};
 
 /// Memory that is being written from its start to its end.
 #[derive(Debug)]
-pub(crate) struct Fill<'a, T> {
+pub(crate) struct FillBlock<'a, T> {
     memory: &'a mut [MaybeUninit<T>],
-    /// So many elements at the start hold values.
+    /// The number of initialized elements at the start.
     written: usize,
 }
 
-impl<'a, T: Float> Fill<'a, T> {
-    /// Memory of which nothing is written.
+impl<'a, T: Float> FillBlock<'a, T> {
+    /// Wraps uninitialized memory.
     fn new(memory: &'a mut [MaybeUninit<T>]) -> Self {
         Self { memory, written: 0 }
     }
 
-    /// Whether all of it is written.
+    /// Returns true if all elements are initialized.
     fn is_full(&self) -> bool {
         self.written == self.memory.len()
     }
 
-    /// The next `len` elements.
+    /// Returns the next `len` elements.
     #[inline(always)]
     fn next(&mut self, len: usize) -> &mut [MaybeUninit<T>] {
         &mut self.memory[self.written..][..len]
@@ -46,7 +49,7 @@ impl<'a, T: Float> Fill<'a, T> {
         unsafe { written.assume_init_mut() }
     }
 
-    /// Appends `f` of each element of `x`, and returns what it wrote.
+    /// Appends `f` of each element of `x`, and returns the appended elements.
     #[inline(always)]
     pub(crate) fn push1(&mut self, x: &[T], f: impl Fn(T) -> T) -> &mut [T] {
         for (out, &x) in self.next(x.len()).iter_mut().zip(x) {
@@ -127,19 +130,19 @@ impl<'a, T: Float> Fill<'a, T> {
     }
 }
 
-/// A vector of `len` elements, each block of which `write` fills, and what `write` returns, in the
-/// order of the blocks.
+/// Returns a vector of `len` elements that `write` fills block by block, and the results of `write`
+/// in the order of the blocks.
 ///
-/// `write` gets the index of the block. Blocks are written in parallel; all but the last are
-/// `block_len` long.
+/// `write` gets the index of the block. Blocks are written in parallel; all but the last have
+/// `block_len` elements.
 pub(crate) fn vec_of_blocks<T: Float, R: Send>(
     len: usize,
     block_len: usize,
-    write: impl Fn(usize, &mut Fill<'_, T>) -> R + Sync,
+    write: impl Fn(usize, &mut FillBlock<'_, T>) -> R + Sync,
 ) -> (Vec<T>, Vec<R>) {
     let mut memory = Box::new_uninit_slice(len);
     let results = map_chunks(&mut memory, block_len, |block, chunk| {
-        let mut fill = Fill::new(chunk);
+        let mut fill = FillBlock::new(chunk);
         let result = write(block, &mut fill);
         assert!(fill.is_full(), "a kernel left a part of its output unwritten");
         result
@@ -148,11 +151,11 @@ pub(crate) fn vec_of_blocks<T: Float, R: Send>(
     (unsafe { memory.assume_init() }.into_vec(), results)
 }
 
-/// A vector of `len` elements which `write` leaves at the address that it gets.
+/// Returns a vector of `len` elements that `write` fills at the address that it gets.
 ///
 /// # Safety
 ///
-/// `write` writes all of them.
+/// `write` must initialize all elements.
 pub(super) unsafe fn vec_written_by<T: Float>(len: usize, write: impl FnOnce(*mut T)) -> Vec<T> {
     let mut memory = Box::<[T]>::new_uninit_slice(len);
     write(memory.as_mut_ptr().cast());
@@ -165,7 +168,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn blocks_are_joined_in_their_order() {
+    fn blocks_are_joined_in_order() {
         let (vec, blocks) = vec_of_blocks(7, 3, |block, fill| {
             let len = if block == 2 { 1 } else { 3 };
             fill.push1(&[block as f32; 3][..len], |x| x + 1.0);
@@ -176,14 +179,14 @@ mod tests {
     }
 
     #[test]
-    fn nothing_is_made_of_no_elements() {
+    fn empty_input_gives_empty_vector() {
         let (vec, blocks) = vec_of_blocks::<f32, _>(0, 3, |_, _| ());
         assert!(vec.is_empty() && blocks.is_empty());
     }
 
     #[test]
     #[should_panic(expected = "unwritten")]
-    fn a_block_that_is_not_full_is_no_vector() {
+    fn incomplete_block_panics() {
         vec_of_blocks::<f32, _>(2, 2, |_, fill| fill.push1(&[1.0], |x| x).len());
     }
 }

@@ -1,10 +1,9 @@
-//! The loops, and the only `unsafe` of this crate: its writes into fresh memory and its calls of
-//! `gemm`.
+//! The loops, and the only `unsafe` of this crate: writes to fresh memory and calls of `gemm`.
 //!
-//! A kernel is a struct of slices whose [`pulp::NullaryFnOnce::call`] is one loop over fixed lanes.
-//! The compiler makes vectors of it, once for each set of instructions that [`vectorized`] chooses
-//! from. Multiplications and additions are never fused, so all of them round alike: outside of
-//! matrix products a result has the same bits on every processor.
+//! A kernel is a struct of slices with one loop over fixed lanes in [`pulp::NullaryFnOnce::call`].
+//! The compiler vectorizes the loop once for each instruction set that [`vectorized`] selects from.
+//! Multiplications and additions are never fused, so all instruction sets round alike: except for
+//! matrix products, a result has the same bits on every processor.
 
 #![allow(
     clippy::inline_always,
@@ -41,7 +40,6 @@ pub(crate) fn vectorized<K: NullaryFnOnce>(kernel: K) -> K::Output {
 
 #[cfg(test)]
 thread_local! {
-    /// Whether this thread runs kernels with the instructions that every processor of the target
-    /// has.
+    /// Whether this thread runs kernels with the target's baseline instructions.
     pub(crate) static WITHOUT_DISPATCH: std::cell::Cell<bool> = const { std::cell::Cell::new(false) };
 }

@@ -8,12 +8,12 @@ use pulp::NullaryFnOnce;
 use super::{
     float::Float,
     lanes::{sum1, sum2, sum3},
-    memory::{Fill, vec_of_blocks},
+    memory::{FillBlock, vec_of_blocks},
     parallel::{ELEMENTS_PER_BLOCK, block_of, rows_per_block},
     vectorized,
 };
 
-/// What is done to a row before weight and bias.
+/// The normalization of a row before weight and bias.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum Norm {
     /// Divided by the root of its mean square.
@@ -24,21 +24,21 @@ pub(crate) enum Norm {
 
 /// x + y.
 pub(crate) fn add<T: Float>(x: &[T], y: &[T]) -> Vec<T> {
-    let write = |block, out: &mut Fill<'_, T>| {
+    vec_of_blocks(x.len(), ELEMENTS_PER_BLOCK, |block, out: &mut FillBlock<'_, T>| {
         let x = block_of(x, block, ELEMENTS_PER_BLOCK);
         let y = block_of(y, block, ELEMENTS_PER_BLOCK);
-        vectorized(Add { x, y, out });
-    };
-    vec_of_blocks(x.len(), ELEMENTS_PER_BLOCK, write).0
+        vectorized(AddRows { x, y, out });
+    })
+    .0
 }
 
-struct Add<'a, 'b, T> {
+struct AddRows<'a, 'b, T> {
     x: &'a [T],
     y: &'a [T],
-    out: &'a mut Fill<'b, T>,
+    out: &'a mut FillBlock<'b, T>,
 }
 
-impl<T: Float> NullaryFnOnce for Add<'_, '_, T> {
+impl<T: Float> NullaryFnOnce for AddRows<'_, '_, T> {
     type Output = ();
 
     #[inline(always)]
@@ -47,7 +47,7 @@ impl<T: Float> NullaryFnOnce for Add<'_, '_, T> {
     }
 }
 
-/// The rows x·weight + bias, where x is normalized.
+/// Returns the rows x·weight + bias, with x normalized.
 pub(crate) fn forward<T: Float>(
     norm: Norm,
     x: &[T],
@@ -58,21 +58,21 @@ pub(crate) fn forward<T: Float>(
     let block_len = rows_per_block(weight.len()) * weight.len();
     vec_of_blocks(x.len(), block_len, |block, out| {
         let x = block_of(x, block, block_len);
-        vectorized(Forward { norm, x, weight, bias, epsilon, out });
+        vectorized(ForwardKernel { norm, x, weight, bias, epsilon, out });
     })
     .0
 }
 
-struct Forward<'a, 'b, T> {
+struct ForwardKernel<'a, 'b, T> {
     norm: Norm,
     x: &'a [T],
     weight: &'a [T],
     bias: Option<&'a [T]>,
     epsilon: T,
-    out: &'a mut Fill<'b, T>,
+    out: &'a mut FillBlock<'b, T>,
 }
 
-impl<T: Float> NullaryFnOnce for Forward<'_, '_, T> {
+impl<T: Float> NullaryFnOnce for ForwardKernel<'_, '_, T> {
     type Output = ();
 
     #[inline(always)]
@@ -89,10 +89,10 @@ impl<T: Float> NullaryFnOnce for Forward<'_, '_, T> {
     }
 }
 
-/// What is subtracted from a row, and what it is then multiplied by.
+/// Returns the shift and the scale that normalize a row.
 #[inline(always)]
 fn statistics<T: Float>(norm: Norm, x: &[T], epsilon: T) -> (T, T) {
-    let n = T::of(x.len() as f64);
+    let n = T::round_from_f64(x.len() as f64);
     let mean = match norm {
         Norm::Rms => T::ZERO,
         Norm::Layer => sum1(x, |x| x) / n,
@@ -108,24 +108,24 @@ pub(crate) struct Gradients<T> {
     pub(crate) bias: Vec<T>,
 }
 
-/// The gradients, where `grad` is that of the result, and `beside` another one of x, which is
-/// added.
+/// Returns the gradients, where `grad` is the gradient of the result, and `other_grad` another
+/// gradient of x to add.
 pub(crate) fn backward<T: Float>(
     norm: Norm,
     x: &[T],
     weight: &[T],
     grad: &[T],
-    beside: Option<&[T]>,
+    other_grad: Option<&[T]>,
     epsilon: T,
 ) -> Gradients<T> {
     let block_len = rows_per_block(weight.len()) * weight.len();
     let (dx, parts) = vec_of_blocks(x.len(), block_len, |block, out| {
         let x = block_of(x, block, block_len);
         let grad = block_of(grad, block, block_len);
-        let beside = beside.map(|beside| block_of(beside, block, block_len));
-        vectorized(Backward { norm, x, weight, grad, beside, epsilon, out })
+        let other_grad = other_grad.map(|other_grad| block_of(other_grad, block, block_len));
+        vectorized(BackwardKernel { norm, x, weight, grad, other_grad, epsilon, out })
     });
-    let mut sum = Part::new(weight.len());
+    let mut sum = GradientPart::new(weight.len());
     for part in parts {
         vectorized(AddTo { sum: &mut sum.weight, part: &part.weight });
         vectorized(AddTo { sum: &mut sum.bias, part: &part.bias });
@@ -133,52 +133,55 @@ pub(crate) fn backward<T: Float>(
     Gradients { x: dx, weight: sum.weight, bias: sum.bias }
 }
 
-/// What a block of rows adds to the gradients of weight and bias.
-struct Part<T> {
+/// The contribution of a block of rows to the gradients of weight and bias.
+struct GradientPart<T> {
     weight: Vec<T>,
     bias: Vec<T>,
 }
 
-impl<T: Float> Part<T> {
+impl<T: Float> GradientPart<T> {
     fn new(len: usize) -> Self {
         Self { weight: vec![T::ZERO; len], bias: vec![T::ZERO; len] }
     }
 }
 
-struct Backward<'a, 'b, T> {
+struct BackwardKernel<'a, 'b, T> {
     norm: Norm,
     x: &'a [T],
     weight: &'a [T],
     grad: &'a [T],
-    beside: Option<&'a [T]>,
+    other_grad: Option<&'a [T]>,
     epsilon: T,
-    out: &'a mut Fill<'b, T>,
+    out: &'a mut FillBlock<'b, T>,
 }
 
-impl<T: Float> NullaryFnOnce for Backward<'_, '_, T> {
-    type Output = Part<T>;
+impl<T: Float> NullaryFnOnce for BackwardKernel<'_, '_, T> {
+    type Output = GradientPart<T>;
 
     #[inline(always)]
-    fn call(self) -> Part<T> {
-        let Self { norm, weight, beside, epsilon, out, .. } = self;
+    fn call(self) -> GradientPart<T> {
+        let Self { norm, weight, other_grad, epsilon, out, .. } = self;
         let width = weight.len();
-        let n = T::of(weight.len() as f64);
-        let mut part = Part::new(width);
+        let n = T::round_from_f64(weight.len() as f64);
+        let mut part = GradientPart::new(width);
         let rows = self.x.chunks_exact(width).zip(self.grad.chunks_exact(width));
         for (row, (x, grad)) in rows.enumerate() {
             let (mean, scale) = statistics(norm, x, epsilon);
             // With y = (x − mean) · scale: dx = scale · (g·w − mean of g·w − y · mean of g·w·y).
-            let along = sum3(grad, weight, x, |g, w, x| g * w * (x - mean)) * scale / n;
+            let projection = sum3(grad, weight, x, |g, w, x| g * w * (x - mean)) * scale / n;
             let shift = match norm {
                 Norm::Rms => T::ZERO,
                 Norm::Layer => sum2(grad, weight, |g, w| g * w) / n,
             };
-            let of_norm = |g: T, w: T, x: T| (g * w - shift - (x - mean) * scale * along) * scale;
-            match beside {
+            let of_norm =
+                |g: T, w: T, x: T| (g * w - shift - (x - mean) * scale * projection) * scale;
+            match other_grad {
                 None => out.push3(grad, weight, x, of_norm),
-                Some(beside) => {
-                    let beside = &beside[row * width..][..width];
-                    out.push4(grad, weight, x, beside, |g, w, x, beside| of_norm(g, w, x) + beside)
+                Some(other_grad) => {
+                    let other_grad = &other_grad[row * width..][..width];
+                    out.push4(grad, weight, x, other_grad, |g, w, x, other_grad| {
+                        of_norm(g, w, x) + other_grad
+                    })
                 }
             };
             for ((sum, &g), &x) in part.weight.iter_mut().zip(grad).zip(x) {

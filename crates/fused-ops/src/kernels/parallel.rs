@@ -1,33 +1,33 @@
-//! How work is cut for threads: into blocks whose size depends on the shape alone, so that no bit
-//! of a result depends on the number of threads.
+//! The division of work among threads: into blocks with sizes that depend only on the shape, so
+//! that no bit of a result depends on the number of threads.
 //!
-//! The threads are those of the rayon pool that the caller is in.
+//! The threads belong to the caller's rayon pool.
 
 use rayon::prelude::*;
 
-/// Elements per block: a few inputs and an output of so many f32 fit into a core's second-level
+/// Elements per block: a few inputs and an output of this many f32 fit into a core's second-level
 /// cache.
 const BLOCK: usize = 1 << 14;
 
-/// The fewest rows per block. Backward passes add up a row of their own in each block, which this
-/// makes cheap beside the block's rows.
+/// The fewest rows per block. A backward pass adds one row of sums per block, which is cheap
+/// compared to this many rows.
 const FEWEST_ROWS: usize = 16;
 
-/// How many rows of `width` elements one task works on.
+/// Returns the number of rows of `width` elements per task.
 pub(crate) fn rows_per_block(width: usize) -> usize {
     (BLOCK / width.max(1)).max(FEWEST_ROWS)
 }
 
-/// How many elements one task works on where each is computed alone.
+/// The number of elements per task for elementwise work.
 pub(crate) const ELEMENTS_PER_BLOCK: usize = BLOCK;
 
-/// The part of `x` that stands at block number `block` of blocks of `len` elements.
+/// Returns block number `block` of `x`, with blocks of `len` elements.
 pub(crate) fn block_of<T>(x: &[T], block: usize, len: usize) -> &[T] {
     let start = (block * len).min(x.len());
     &x[start..(start + len).min(x.len())]
 }
 
-/// What `f` returns for each chunk of `slice` and its index, in order; chunks are worked on in
+/// Returns the results of `f` for each chunk of `slice` and its index, in order. The chunks run in
 /// parallel.
 pub(crate) fn map_chunks<T: Send, R: Send>(
     slice: &mut [T],

@@ -5,36 +5,36 @@ use pulp::NullaryFnOnce;
 use super::{
     float::Float,
     lanes::{max, sum1, sum2},
-    memory::{Fill, vec_of_blocks},
+    memory::{FillBlock, vec_of_blocks},
     parallel::{block_of, rows_per_block},
     vectorized,
 };
 
-/// Whether probabilities are wanted or their logarithms.
+/// The result: probabilities or their logarithms.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum Softmax {
     Plain,
     Log,
 }
 
-/// The rows of `width` elements, which is at least one unless there are none.
+/// Returns the softmax of rows of `width` elements; `width` is positive unless there are no rows.
 pub(crate) fn forward<T: Float>(softmax: Softmax, x: &[T], width: usize) -> Vec<T> {
     let block_len = rows_per_block(width) * width;
-    let write = |block, out: &mut Fill<'_, T>| {
+    vec_of_blocks(x.len(), block_len, |block, out: &mut FillBlock<'_, T>| {
         let x = block_of(x, block, block_len);
-        vectorized(Forward { softmax, x, width, out });
-    };
-    vec_of_blocks(x.len(), block_len, write).0
+        vectorized(ForwardKernel { softmax, x, width, out });
+    })
+    .0
 }
 
-struct Forward<'a, 'b, T> {
+struct ForwardKernel<'a, 'b, T> {
     softmax: Softmax,
     x: &'a [T],
     width: usize,
-    out: &'a mut Fill<'b, T>,
+    out: &'a mut FillBlock<'b, T>,
 }
 
-impl<T: Float> NullaryFnOnce for Forward<'_, '_, T> {
+impl<T: Float> NullaryFnOnce for ForwardKernel<'_, '_, T> {
     type Output = ();
 
     #[inline(always)]
@@ -58,26 +58,26 @@ impl<T: Float> NullaryFnOnce for Forward<'_, '_, T> {
     }
 }
 
-/// The gradient, from the result `y` and its gradient.
+/// Returns the gradient, from the result `y` and its gradient.
 pub(crate) fn backward<T: Float>(softmax: Softmax, y: &[T], grad: &[T], width: usize) -> Vec<T> {
     let block_len = rows_per_block(width) * width;
-    let write = |block, out: &mut Fill<'_, T>| {
+    vec_of_blocks(y.len(), block_len, |block, out: &mut FillBlock<'_, T>| {
         let y = block_of(y, block, block_len);
         let grad = block_of(grad, block, block_len);
-        vectorized(Backward { softmax, y, grad, width, out });
-    };
-    vec_of_blocks(y.len(), block_len, write).0
+        vectorized(BackwardKernel { softmax, y, grad, width, out });
+    })
+    .0
 }
 
-struct Backward<'a, 'b, T> {
+struct BackwardKernel<'a, 'b, T> {
     softmax: Softmax,
     y: &'a [T],
     grad: &'a [T],
     width: usize,
-    out: &'a mut Fill<'b, T>,
+    out: &'a mut FillBlock<'b, T>,
 }
 
-impl<T: Float> NullaryFnOnce for Backward<'_, '_, T> {
+impl<T: Float> NullaryFnOnce for BackwardKernel<'_, '_, T> {
     type Output = ();
 
     #[inline(always)]
@@ -86,8 +86,8 @@ impl<T: Float> NullaryFnOnce for Backward<'_, '_, T> {
         for (y, grad) in rows {
             match self.softmax {
                 Softmax::Plain => {
-                    let along = sum2(y, grad, |y, g| y * g);
-                    self.out.push2(y, grad, |y, g| y * (g - along));
+                    let projection = sum2(y, grad, |y, g| y * g);
+                    self.out.push2(y, grad, |y, g| y * (g - projection));
                 }
                 Softmax::Log => {
                     let sum = sum1(grad, |g| g);

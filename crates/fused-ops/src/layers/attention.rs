@@ -17,8 +17,7 @@ pub struct AttentionSizes {
     pub hidden: usize,
     /// Heads of the queries.
     pub heads: usize,
-    /// Heads of keys and values, by which `heads` must be divisible. Default: as many as of
-    /// queries.
+    /// The number of heads of keys and values; it must divide `heads`. Default: `heads`.
     pub key_heads: usize,
     /// Elements of a head. Default: `hidden` / `heads`.
     pub head_size: usize,
@@ -27,7 +26,7 @@ pub struct AttentionSizes {
 }
 
 impl AttentionSizes {
-    /// Divides `hidden` evenly over `heads`, each with keys of its own.
+    /// Divides `hidden` evenly over `heads`, each with separate keys.
     ///
     /// # Examples
     ///
@@ -108,13 +107,13 @@ impl Attention {
 
     /// Attends from each position of `x` [batch, length, hidden].
     ///
-    /// `rotation` are the cosines and sines [at least length, head size / 2] by which queries and
-    /// keys are turned, as by [`rope_thd`](crate::rope_thd); or [batch, length, head size / 2], if
-    /// the positions of each row are its own.
+    /// `rotation` contains the cosines and sines [at least length, head size / 2] that rotate
+    /// queries and keys, as in [`rope_thd`](crate::rope_thd); or [batch, length, head size / 2], if
+    /// each row has separate positions.
     ///
     /// # Errors
     ///
-    /// As of [`attention`](crate::attention()) and [`rope_thd`](crate::rope_thd).
+    /// The errors of [`attention`](crate::attention()) and [`rope_thd`](crate::rope_thd).
     pub fn forward(
         &self,
         x: &Tensor,
@@ -129,7 +128,7 @@ impl Attention {
     ///
     /// # Errors
     ///
-    /// As of [`forward`](Self::forward) and [`linear_add_rms_norm`](crate::linear_add_rms_norm()).
+    /// The errors of [`forward`](Self::forward) and [`linear_add_rms_norm`](crate::linear_add_rms_norm()).
     pub fn forward_add_norm(
         &self,
         x: &Tensor,
@@ -144,7 +143,7 @@ impl Attention {
         Ok(crate::linear_add_rms_norm(&mixed, weight, residual, norm_weight, epsilon)?)
     }
 
-    /// Returns the results of the heads beside each other, which the output projection takes.
+    /// Returns the concatenated results of the heads, the input of the output projection.
     fn mix(
         &self,
         x: &Tensor,

@@ -83,7 +83,7 @@ pub fn linear(in_dim: usize, out_dim: usize, vb: VarBuilder<'_>) -> Result<Linea
 ///
 /// # Errors
 ///
-/// As of [`linear`](linear()).
+/// The errors of [`linear`](linear()).
 pub fn linear_no_bias(in_dim: usize, out_dim: usize, vb: VarBuilder<'_>) -> Result<Linear> {
     candle_nn::linear_no_bias(in_dim, out_dim, vb).map(Linear::from)
 }

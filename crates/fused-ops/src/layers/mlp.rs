@@ -5,8 +5,8 @@ use candle_nn::Module;
 
 use super::Linear;
 
-/// down(up(x)) of two layers, which were loaded under whatever names the model has for them; in one
-/// step ([`mlp`](crate::mlp())) if `up` has an activation and `down` has none.
+/// The composition down(up(x)) of two layers, loaded under any names. It runs in one step
+/// ([`mlp`](crate::mlp())) if `up` has an activation and `down` does not.
 ///
 /// # Examples
 ///

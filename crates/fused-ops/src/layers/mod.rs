@@ -1,9 +1,10 @@
-//! Layers with the names, constructors and parameter names of candle-nn's, whose forward pass is
-//! differentiable and fast.
+//! Layers with the names, constructors and parameter names of candle-nn, and a fast differentiable
+//! forward pass.
 //!
-//! A model becomes trainable by another `use` line: `use fused_ops::layers::{Linear, RmsNorm,
-//! linear_no_bias, rms_norm};` where it said `candle_nn`. Each layer converts from candle-nn's, and
-//! the functions that make one take the same arguments and load or initialize the same parameters.
+//! A model becomes trainable by changing its `use` line from `candle_nn` to `use
+//! fused_ops::layers::{Linear, RmsNorm, linear_no_bias, rms_norm};`. Each layer converts from
+//! candle-nn's layer. The constructor functions take the same arguments and load or initialize the
+//! same parameters.
 
 mod attention;
 mod embedding;

@@ -46,7 +46,7 @@ impl RmsNorm {
     ///
     /// # Errors
     ///
-    /// As of [`add_rms_norm`](crate::add_rms_norm).
+    /// The errors of [`add_rms_norm`](crate::add_rms_norm).
     pub fn forward_add(&self, x: &Tensor, residual: &Tensor) -> Result<(Tensor, Tensor)> {
         Ok(crate::add_rms_norm(x, residual, &self.weight, self.epsilon)?)
     }

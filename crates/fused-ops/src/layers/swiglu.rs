@@ -47,7 +47,7 @@ impl SwiGlu {
     ///
     /// # Errors
     ///
-    /// As of [`swiglu_mlp`](crate::swiglu_mlp()).
+    /// The errors of [`swiglu_mlp`](crate::swiglu_mlp()).
     pub fn forward_add(&self, x: &Tensor, residual: &Tensor) -> Result<Tensor> {
         self.apply(x, Some(residual))
     }

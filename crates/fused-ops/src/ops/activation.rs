@@ -51,11 +51,11 @@ pub fn gelu(x: &Tensor) -> Result<Tensor> {
 ///
 /// # Determinism
 ///
-/// As of [`gelu`].
+/// Like [`gelu`].
 ///
 /// # Errors
 ///
-/// As of [`gelu`].
+/// The errors of [`gelu`].
 ///
 /// # Examples
 ///
@@ -78,11 +78,11 @@ pub fn gelu_tanh(x: &Tensor) -> Result<Tensor> {
 ///
 /// # Determinism
 ///
-/// As of [`gelu`].
+/// Like [`gelu`].
 ///
 /// # Errors
 ///
-/// As of [`gelu`].
+/// The errors of [`gelu`].
 ///
 /// # Examples
 ///
@@ -117,7 +117,7 @@ fn fused<T: Float>(x: &Tensor, activation: Activation) -> Result<Tensor> {
 ///
 /// # Determinism
 ///
-/// As of [`gelu`].
+/// Like [`gelu`].
 ///
 /// # Errors
 ///

@@ -11,7 +11,7 @@ use crate::{
     config::AttentionConfig,
     error::{Error, Result},
     kernels::{
-        attention::{self, Heads, Inputs, Mask, Results},
+        attention::{self, AttentionInputs, AttentionResults, HeadLayout, ScoreMask},
         float::Float,
     },
     route::{check_shape, route},
@@ -66,7 +66,7 @@ pub fn attention(
     value: &Tensor,
     config: &AttentionConfig,
 ) -> Result<Tensor> {
-    let sizes = Sizes::new(query, key, value)?;
+    let sizes = AttentionSizes::new(query, key, value)?;
     check(config, &sizes)?;
     route!(
         "attention",
@@ -77,9 +77,9 @@ pub fn attention(
 }
 
 /// Applies [`attention`](crate::attention()) to the queries, keys and values of one projection, which
-/// lie beside each other in each row.
+/// are next to each other in each row.
 ///
-/// Its backward writes one gradient of the projection, without the three pads and additions of a
+/// Its backward writes one gradient of the projection, without the three pads and additions for a
 /// projection that is cut.
 ///
 /// # Shapes
@@ -89,11 +89,11 @@ pub fn attention(
 ///
 /// # Determinism
 ///
-/// As of [`attention`](crate::attention()), whose bits it has.
+/// Like [`attention`](crate::attention()), whose bits it has.
 ///
 /// # Errors
 ///
-/// As of [`attention`](crate::attention()); [`Shape`](Error::Shape) also if the rows do not split
+/// The errors of [`attention`](crate::attention()); [`Shape`](Error::Shape) also if the rows do not split
 /// into so many heads.
 ///
 /// # Examples
@@ -114,7 +114,7 @@ pub fn attention_packed(
     key_heads: usize,
     config: &AttentionConfig,
 ) -> Result<Tensor> {
-    let sizes = Sizes::new_packed(qkv, heads, key_heads)?;
+    let sizes = AttentionSizes::new_packed(qkv, heads, key_heads)?;
     check(config, &sizes)?;
     route!(
         "attention",
@@ -126,7 +126,7 @@ pub fn attention_packed(
 
 /// The sizes of the inputs, which fit each other.
 #[derive(Clone, Copy, Debug)]
-struct Sizes {
+struct AttentionSizes {
     batch: usize,
     queries: usize,
     keys: usize,
@@ -135,7 +135,7 @@ struct Sizes {
     size: usize,
 }
 
-impl Sizes {
+impl AttentionSizes {
     fn new(query: &Tensor, key: &Tensor, value: &Tensor) -> Result<Self> {
         let shape = |input, tensor: &Tensor, expected: &str| {
             let found = tensor.dims().to_vec();
@@ -180,7 +180,7 @@ impl Sizes {
     }
 }
 
-fn check(config: &AttentionConfig, sizes: &Sizes) -> Result<()> {
+fn check(config: &AttentionConfig, sizes: &AttentionSizes) -> Result<()> {
     if config.causal && sizes.queries > sizes.keys {
         let expected = format!("no more than {} queries, since it is causal", sizes.keys);
         let found = vec![sizes.batch, sizes.queries, sizes.heads, sizes.size];
@@ -195,7 +195,7 @@ fn check(config: &AttentionConfig, sizes: &Sizes) -> Result<()> {
     Ok(())
 }
 
-fn check_lengths(lengths: &[usize], sizes: &Sizes) -> Result<()> {
+fn check_lengths(lengths: &[usize], sizes: &AttentionSizes) -> Result<()> {
     if lengths.len() != sizes.batch {
         let expected = format!("[{}], one for each sequence", sizes.batch);
         return Err(Error::Shape {
@@ -214,23 +214,23 @@ fn check_lengths(lengths: &[usize], sizes: &Sizes) -> Result<()> {
     }
 }
 
-fn check_mask(mask: &Tensor, sizes: &Sizes) -> Result<()> {
+fn check_mask(mask: &Tensor, sizes: &AttentionSizes) -> Result<()> {
     if mask.track_op() {
         return Err(Error::Gradient { op: OP, input: "mask" });
     }
     if mask.broadcast_as(&sizes.scores()).is_err() {
-        let expected = format!("what broadcasts to {:?}", sizes.scores());
+        let expected = format!("a shape that broadcasts to {:?}", sizes.scores());
         return Err(Error::Shape { op: OP, input: "mask", found: mask.dims().to_vec(), expected });
     }
     Ok(())
 }
 
 /// A mask with an element, if only a shared one, for each score.
-struct Scores {
+struct ScoreShape {
     mask: Tensor,
 }
 
-impl Scores {
+impl ScoreShape {
     fn new<T: Float>(config: &AttentionConfig, shape: [usize; 4]) -> Result<Option<Self>> {
         let Some(mask) = &config.mask else { return Ok(None) };
         Ok(Some(Self { mask: mask.to_dtype(T::DTYPE)?.broadcast_as(&shape)? }))
@@ -242,16 +242,16 @@ impl Scores {
     }
 }
 
-/// The tensor itself if the elements of its heads are neighbors, a copy if not.
+/// Returns the tensor if the elements of its heads are adjacent, otherwise a copy.
 fn with_dense_heads(tensor: &Tensor) -> Result<Tensor> {
     if tensor.stride()[3] == 1 { Ok(tensor.clone()) } else { Ok(tensor.contiguous()?) }
 }
 
-/// Where the heads of [batch, length, heads, size] lie.
-fn heads(tensor: &Tensor) -> Heads {
+/// Returns the layout of [batch, length, heads, size].
+fn heads(tensor: &Tensor) -> HeadLayout {
     let dims = tensor.dims();
     let stride = tensor.stride();
-    Heads {
+    HeadLayout {
         offset: 0,
         length: dims[1],
         count: dims[2],
@@ -262,28 +262,28 @@ fn heads(tensor: &Tensor) -> Heads {
     }
 }
 
-/// Calls `compute` with what the kernels read.
+/// Calls `compute` with the inputs of the kernels.
 fn with_inputs<T: Float, R>(
-    [query, key, value]: [(&Tensor, Heads); 3],
-    sizes: &Sizes,
+    [query, key, value]: [(&Tensor, HeadLayout); 3],
+    sizes: &AttentionSizes,
     config: &AttentionConfig,
-    compute: impl FnOnce(&Inputs<'_, T>) -> R,
+    compute: impl FnOnce(&AttentionInputs<'_, T>) -> R,
 ) -> Result<R> {
-    let scores = Scores::new::<T>(config, sizes.scores())?;
+    let scores = ScoreShape::new::<T>(config, sizes.scores())?;
     let mask_read = scores.as_ref().map(|scores| CpuSlice::new(&scores.mask));
     let mask = match (&scores, &mask_read) {
         (Some(scores), Some(read)) => {
-            Some(Mask { data: read.offset_slice()?, strides: scores.strides() })
+            Some(ScoreMask { data: read.offset_slice()?, strides: scores.strides() })
         }
         _ => None,
     };
     let read = [CpuSlice::new(query.0), CpuSlice::new(key.0), CpuSlice::new(value.0)];
-    Ok(compute(&Inputs {
+    Ok(compute(&AttentionInputs {
         batch: sizes.batch,
         query: (read[0].offset_slice()?, query.1),
         key: (read[1].offset_slice()?, key.1),
         value: (read[2].offset_slice()?, value.1),
-        scale: T::of(config.scale(sizes.size)),
+        scale: T::round_from_f64(config.scale(sizes.size)),
         causal: config.causal,
         key_lengths: config.key_lengths.as_deref(),
         mask,
@@ -299,7 +299,7 @@ fn unpacked<T: Float>(
     let query = &with_dense_heads(query)?;
     let key = &with_dense_heads(key)?;
     let value = &with_dense_heads(value)?;
-    let sizes = Sizes::new(query, key, value)?;
+    let sizes = AttentionSizes::new(query, key, value)?;
     let inputs = [(query, heads(query)), (key, heads(key)), (value, heads(value))];
     let (y, log_sums) = with_inputs::<T, _>(inputs, &sizes, config, attention::forward)?;
     let shape = Shape::from((sizes.batch, sizes.queries, sizes.heads, value.dims()[3]));
@@ -320,12 +320,15 @@ impl<T: Float> Backward for UnpackedAttention<T> {
         y: &Tensor,
         grad: &Tensor,
     ) -> Result<Vec<Option<Tensor>>> {
-        let sizes = Sizes::new(inputs[0], inputs[1], inputs[2])?;
+        let sizes = AttentionSizes::new(inputs[0], inputs[1], inputs[2])?;
         let located = [0, 1, 2].map(|index| (inputs[index], heads(inputs[index])));
         let out = CpuSlice::new(y);
         let grad = CpuSlice::new(grad);
-        let results =
-            Results { out: out.as_slice()?, grad: grad.as_slice()?, log_sums: &self.log_sums };
+        let results = AttentionResults {
+            out: out.as_slice()?,
+            grad: grad.as_slice()?,
+            log_sums: &self.log_sums,
+        };
         let grads = with_inputs::<T, _>(located, &sizes, &self.config, |inputs| {
             attention::backward_separate(inputs, results)
         })?;
@@ -333,18 +336,22 @@ impl<T: Float> Backward for UnpackedAttention<T> {
     }
 }
 
-/// Where queries, keys and values stand in packed rows.
-fn packed_heads(sizes: &Sizes) -> [Heads; 3] {
-    let Sizes { queries, heads, key_heads, size, .. } = *sizes;
+/// Returns the layouts of queries, keys and values in packed rows.
+fn packed_heads(sizes: &AttentionSizes) -> [HeadLayout; 3] {
+    let AttentionSizes { queries, heads, key_heads, size, .. } = *sizes;
     let width = (heads + 2 * key_heads) * size;
     [
-        Heads::packed(queries, heads, size, width, 0),
-        Heads::packed(queries, key_heads, size, width, heads * size),
-        Heads::packed(queries, key_heads, size, width, (heads + key_heads) * size),
+        HeadLayout::packed(queries, heads, size, width, 0),
+        HeadLayout::packed(queries, key_heads, size, width, heads * size),
+        HeadLayout::packed(queries, key_heads, size, width, (heads + key_heads) * size),
     ]
 }
 
-fn packed<T: Float>(qkv: &Tensor, sizes: Sizes, config: &AttentionConfig) -> Result<Tensor> {
+fn packed<T: Float>(
+    qkv: &Tensor,
+    sizes: AttentionSizes,
+    config: &AttentionConfig,
+) -> Result<Tensor> {
     let qkv = &qkv.contiguous()?;
     let located = packed_heads(&sizes).map(|heads| (qkv, heads));
     let (y, log_sums) = with_inputs::<T, _>(located, &sizes, config, attention::forward)?;
@@ -353,7 +360,7 @@ fn packed<T: Float>(qkv: &Tensor, sizes: Sizes, config: &AttentionConfig) -> Res
 }
 
 struct PackedAttention<T> {
-    sizes: Sizes,
+    sizes: AttentionSizes,
     config: AttentionConfig,
     log_sums: Vec<T>,
 }
@@ -370,8 +377,11 @@ impl<T: Float> Backward for PackedAttention<T> {
         let located = packed_heads(&self.sizes).map(|heads| (inputs[0], heads));
         let out = CpuSlice::new(y);
         let grad = CpuSlice::new(grad);
-        let results =
-            Results { out: out.as_slice()?, grad: grad.as_slice()?, log_sums: &self.log_sums };
+        let results = AttentionResults {
+            out: out.as_slice()?,
+            grad: grad.as_slice()?,
+            log_sums: &self.log_sums,
+        };
         let grad = with_inputs::<T, _>(located, &self.sizes, &self.config, |inputs| {
             attention::backward_packed(inputs, results, located[0].0.elem_count())
         })?;

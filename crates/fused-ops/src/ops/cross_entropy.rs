@@ -7,7 +7,7 @@ use crate::{
     composed,
     error::{Error, Result},
     kernels::{
-        cross_entropy::{self as kernel, Rule, Target},
+        cross_entropy::{self as kernel, LossRule, RowTarget},
         float::Float,
     },
     ops::embedding::{check_index, integers},
@@ -16,7 +16,7 @@ use crate::{
 
 const OP: &str = "cross_entropy";
 
-/// Which rows and classes count how much.
+/// The weights of rows and classes, and the label smoothing.
 #[derive(Clone, Debug, Default)]
 #[non_exhaustive]
 pub struct CrossEntropyConfig {
@@ -26,12 +26,11 @@ pub struct CrossEntropyConfig {
     ///
     /// Szegedy et al., "Rethinking the Inception Architecture", arXiv 1512.00567.
     pub label_smoothing: f64,
-    /// What the loss of a row is multiplied by, in the shape of the targets. Default: `None`, 1.
+    /// The weight of each row's loss, in the shape of the targets. Default: `None`, 1.
     ///
-    /// A row of weight 0 does not count, whatever its logits.
+    /// A row of weight 0 does not count, even with NaN logits.
     pub row_weights: Option<Tensor>,
-    /// What the loss of a class is multiplied by \[classes\], as PyTorch's `weight`. Default:
-    /// `None`, 1.
+    /// The weight of each class's loss \[classes\], like PyTorch's `weight`. Default: `None`, 1.
     pub class_weights: Option<Tensor>,
 }
 
@@ -142,11 +141,13 @@ pub fn cross_entropy(
     check(config, targets, classes)?;
     let class_weights = floats(config.class_weights.as_ref())?;
     let targets = weighted_targets(targets, config, classes)?;
-    let weight_of = |target: &Target| match &class_weights {
-        None => target.weight,
-        Some(weights) => target.weight * weights[target.class],
-    };
-    let weight = targets.iter().map(weight_of).sum();
+    let weight = targets
+        .iter()
+        .map(|target| match &class_weights {
+            None => target.weight,
+            Some(weights) => target.weight * weights[target.class],
+        })
+        .sum();
     let smoothing = config.label_smoothing;
     let sum = route!(
         "cross_entropy",
@@ -175,7 +176,7 @@ fn check_weights(input: &'static str, weights: Option<&Tensor>, shape: &[usize])
     check_shape(OP, input, weights, shape)
 }
 
-/// The numbers of a tensor, in its order.
+/// Returns the numbers of a tensor, in order.
 fn floats(tensor: Option<&Tensor>) -> Result<Option<Vec<f64>>> {
     let Some(tensor) = tensor else { return Ok(None) };
     // First to the processor: Metal has no double precision.
@@ -187,29 +188,32 @@ fn weighted_targets(
     targets: &Tensor,
     config: &CrossEntropyConfig,
     classes: usize,
-) -> Result<Vec<Target>> {
+) -> Result<Vec<RowTarget>> {
     let weights = floats(config.row_weights.as_ref())?;
-    let target = |(row, index): (usize, i64)| {
-        if Some(index) == config.ignore_index {
-            return Ok(Target { class: 0, weight: 0.0 });
-        }
-        let weight = weights.as_ref().map_or(1.0, |weights| weights[row]);
-        Ok(Target { class: check_index(OP, index, row, classes)?, weight })
-    };
-    integers(OP, "targets", targets)?.into_iter().enumerate().map(target).collect()
+    let mut row_targets = Vec::new();
+    for (row, index) in integers(OP, "targets", targets)?.into_iter().enumerate() {
+        row_targets.push(if Some(index) == config.ignore_index {
+            RowTarget { class: 0, weight: 0.0 }
+        } else {
+            let weight = weights.as_ref().map_or(1.0, |weights| weights[row]);
+            RowTarget { class: check_index(OP, index, row, classes)?, weight }
+        });
+    }
+    Ok(row_targets)
 }
 
 fn fused<T: Float>(
     logits: &Tensor,
-    targets: Vec<Target>,
+    targets: Vec<RowTarget>,
     smoothing: f64,
     class_weights: Option<&[f64]>,
 ) -> Result<Tensor> {
     let logits = &logits.contiguous()?;
-    let class_weights = class_weights.map(|weights| weights.iter().map(|&w| T::of(w)).collect());
-    let rule = Rule { classes: logits.dims()[logits.rank() - 1], smoothing, class_weights };
+    let class_weights =
+        class_weights.map(|weights| weights.iter().map(|&w| T::round_from_f64(w)).collect());
+    let rule = LossRule { classes: logits.dims()[logits.rank() - 1], smoothing, class_weights };
     let (sum, log_sums) = kernel::forward(CpuSlice::new(logits).as_slice()?, &targets, &rule);
-    record_unary(logits, vec![T::of(sum)], Shape::from(()), move |x, _, grad| {
+    record_unary(logits, vec![T::round_from_f64(sum)], Shape::from(()), move |x, _, grad| {
         Ok(kernel::backward(x, &targets, &log_sums, &rule, grad[0].to_f64()))
     })
 }

@@ -1,7 +1,7 @@
-//! Dropout whose zeros follow from a key, not from a generator with a state.
+//! Dropout from a key instead of a stateful generator.
 //!
 //! Srivastava et al., "Dropout: A Simple Way to Prevent Neural Networks from Overfitting", 2014.
-//! candle's own draws from a generator that cannot be seeded on a processor, so a run cannot be
+//! candle's dropout uses a generator that cannot be seeded on a processor, so a run cannot be
 //! repeated.
 
 use candle_core::Tensor;
@@ -12,7 +12,7 @@ use crate::{
     config::DropoutKey,
     error::{Error, Result},
     kernels::{
-        dropout::{Drop, apply},
+        dropout::{DropSpec, apply},
         float::Float,
     },
     route::route,
@@ -59,16 +59,16 @@ pub fn dropout(x: &Tensor, probability: f64, key: DropoutKey) -> Result<Tensor> 
     route!("dropout", [x], fused(x, drop), composed::dropout(x, drop))
 }
 
-fn check(probability: f64, key: DropoutKey) -> Result<Drop> {
+fn check(probability: f64, key: DropoutKey) -> Result<DropSpec> {
     if !(0.0..1.0).contains(&probability) {
         let expected = "at least 0 and less than 1".to_owned();
         let name = "probability";
         return Err(Error::Setting { op: "dropout", name, value: probability, expected });
     }
-    Ok(Drop::new(probability, key))
+    Ok(DropSpec::new(probability, key))
 }
 
-fn fused<T: Float>(x: &Tensor, drop: Drop) -> Result<Tensor> {
+fn fused<T: Float>(x: &Tensor, drop: DropSpec) -> Result<Tensor> {
     let x = &x.contiguous()?;
     let y = apply::<T>(CpuSlice::new(x).as_slice()?, drop);
     record_unary(x, y, x.shape().clone(), move |_, _, grad| Ok(apply::<T>(grad, drop)))

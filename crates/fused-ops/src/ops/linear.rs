@@ -11,7 +11,7 @@ use crate::{
         activation,
         float::Float,
         linear::{add_bias, sum_rows},
-        matmul::{Matrix, Threads, product, product_of_rows},
+        matmul::{MatrixView, ProductThreads, product, product_of_rows},
     },
     route::{check_shape, last_dim, route},
 };
@@ -75,7 +75,7 @@ pub fn linear(
     )
 }
 
-/// Checks the shapes of a layer of so many inputs, and returns the number of outputs.
+/// Checks the shapes of a layer with this number of inputs, and returns the number of outputs.
 pub(crate) fn check_layer(
     op: &'static str,
     (weight_name, weight): (&'static str, &Tensor),
@@ -108,11 +108,11 @@ pub(crate) fn check_weight(
 fn fused<T: Float>(inputs: &[&Tensor], activation: Option<Activation>) -> Result<Tensor> {
     let inputs: Vec<_> = inputs.iter().map(|input| input.contiguous()).collect::<Result<_, _>>()?;
     let inputs: Vec<_> = inputs.iter().collect();
-    let affine = Affine::new(inputs[1], inputs.get(2).copied());
-    let before = affine.forward::<T>(CpuSlice::new(inputs[0]).as_slice()?, rows(inputs[0]))?;
+    let affine = AffineLayer::new(inputs[1], inputs.get(2).copied());
+    let previous = affine.forward::<T>(CpuSlice::new(inputs[0]).as_slice()?, rows(inputs[0]))?;
     let shape = affine.output_shape(inputs[0]);
     let tracked = inputs.iter().any(|input| input.track_op());
-    let (y, slope) = activate(before, activation, tracked);
+    let (y, slope) = activate(previous, activation, tracked);
     record(&inputs, y, shape, Linear { slope })
 }
 
@@ -123,14 +123,14 @@ pub(crate) fn rows(x: &Tensor) -> usize {
 
 /// x·weightᵀ + bias, of contiguous tensors.
 #[derive(Clone, Debug)]
-pub(crate) struct Affine {
+pub(crate) struct AffineLayer {
     /// [outputs, inputs]
     weight: Tensor,
     /// \[outputs\]
     bias: Option<Tensor>,
 }
 
-impl Affine {
+impl AffineLayer {
     pub(crate) fn new(weight: &Tensor, bias: Option<&Tensor>) -> Self {
         Self { weight: weight.clone(), bias: bias.cloned() }
     }
@@ -148,7 +148,7 @@ impl Affine {
     pub(crate) fn forward<T: Float>(&self, x: &[T], rows: usize) -> Result<Vec<T>> {
         let (outputs, inputs) = self.weight.dims2()?;
         let weight = CpuSlice::new(&self.weight);
-        let weight = Matrix::contiguous(weight.as_slice()?, outputs, inputs);
+        let weight = MatrixView::contiguous(weight.as_slice()?, outputs, inputs);
         let mut y = product_of_rows(x, inputs, rows, weight.t());
         if let Some(bias) = &self.bias {
             add_bias(&mut y, CpuSlice::new(bias).as_slice()?);
@@ -168,12 +168,12 @@ impl Affine {
     pub(crate) fn backward_x<T: Float>(&self, grad: &[T], rows: usize) -> Result<Vec<T>> {
         let (outputs, inputs) = self.weight.dims2()?;
         let weight = CpuSlice::new(&self.weight);
-        let weight = Matrix::contiguous(weight.as_slice()?, outputs, inputs);
+        let weight = MatrixView::contiguous(weight.as_slice()?, outputs, inputs);
         Ok(product_of_rows(grad, outputs, rows, weight))
     }
 
-    /// Returns the gradients of the weight and, if there is one, the bias. A frozen one has none,
-    /// which saves a product.
+    /// Returns the gradients of the weight and, if there is one, the bias. Frozen parameters are
+    /// skipped, which saves a product.
     pub(crate) fn backward_parameters<T: Float>(
         &self,
         x: &[T],
@@ -182,9 +182,9 @@ impl Affine {
     ) -> Result<Vec<Option<Tensor>>> {
         let (outputs, inputs) = self.weight.dims2()?;
         let weight = self.weight.track_op().then(|| {
-            let grads = Matrix::contiguous(grad, rows, outputs);
-            let x = Matrix::contiguous(x, rows, inputs);
-            tensor(product(grads.t(), x, Threads::Pool), self.weight.shape())
+            let grads = MatrixView::contiguous(grad, rows, outputs);
+            let x = MatrixView::contiguous(x, rows, inputs);
+            tensor(product(grads.t(), x, ProductThreads::Pool), self.weight.shape())
         });
         let mut all = vec![weight.transpose()?];
         if let Some(bias) = &self.bias {
@@ -196,47 +196,50 @@ impl Affine {
 }
 
 /// The values that the gradient of an activation is computed from.
-pub(crate) enum Slope<T> {
+pub(crate) enum ActivationGradient<T> {
     /// There is no activation.
     One,
-    /// The result: that of ReLU is positive where its input is.
+    /// The result; for ReLU it is positive where the input is.
     Relu,
-    /// What the activation was applied to.
+    /// The input of the activation.
     At(Activation, Vec<T>),
 }
 
 /// Applies the activation, and keeps the values that its gradient needs.
 pub(crate) fn activate<T: Float>(
-    mut before: Vec<T>,
+    mut previous: Vec<T>,
     activation: Option<Activation>,
     tracked: bool,
-) -> (Vec<T>, Slope<T>) {
+) -> (Vec<T>, ActivationGradient<T>) {
     match activation {
-        None => (before, Slope::One),
+        None => (previous, ActivationGradient::One),
         Some(activation) if activation == Activation::Relu || !tracked => {
-            activation::forward_in_place(activation, &mut before);
-            (before, Slope::Relu)
+            activation::forward_in_place(activation, &mut previous);
+            (previous, ActivationGradient::Relu)
         }
-        Some(activation) => {
-            (activation::forward(activation, &before), Slope::At(activation, before))
-        }
+        Some(activation) => (
+            activation::forward(activation, &previous),
+            ActivationGradient::At(activation, previous),
+        ),
     }
 }
 
 struct Linear<T> {
-    slope: Slope<T>,
+    slope: ActivationGradient<T>,
 }
 
 impl<T: Float> Linear<T> {
     /// Returns the gradient of x·weightᵀ + bias, or `None` without an activation.
     fn before_activation(&self, y: &Tensor, grad: &[T]) -> Result<Option<Vec<T>>> {
         Ok(match &self.slope {
-            Slope::One => None,
-            Slope::Relu => {
+            ActivationGradient::One => None,
+            ActivationGradient::Relu => {
                 let y = CpuSlice::new(y);
                 Some(activation::backward(Activation::Relu, y.as_slice()?, grad))
             }
-            Slope::At(activation, before) => Some(activation::backward(*activation, before, grad)),
+            ActivationGradient::At(activation, previous) => {
+                Some(activation::backward(*activation, previous, grad))
+            }
         })
     }
 }
@@ -251,11 +254,11 @@ impl<T: Float> Backward for Linear<T> {
         grad: &Tensor,
     ) -> Result<Vec<Option<Tensor>>> {
         let read = CpuSlice::new(grad);
-        let before = self.before_activation(y, read.as_slice()?)?;
-        let grad = match &before {
+        let previous = self.before_activation(y, read.as_slice()?)?;
+        let grad = match &previous {
             None => read.as_slice()?,
-            Some(before) => before,
+            Some(previous) => previous,
         };
-        Affine::new(inputs[1], inputs.get(2).copied()).backward(inputs[0], grad)
+        AffineLayer::new(inputs[1], inputs.get(2).copied()).backward(inputs[0], grad)
     }
 }

@@ -11,7 +11,7 @@ use crate::{
         float::Float,
         norm::{self, Norm},
     },
-    ops::linear::{Affine, check_weight, rows},
+    ops::linear::{AffineLayer, check_weight, rows},
     route::{Route, check_shape, last_dim},
 };
 
@@ -30,12 +30,12 @@ const OP: &str = "linear_add_rms_norm";
 ///
 /// # Determinism
 ///
-/// As of [`linear`](crate::linear()); the bits are those of the two operations in `f32` and
+/// Like [`linear`](crate::linear()); the bits are those of the two operations in `f32` and
 /// `f64`. `f16` and `bf16` are rounded once by the kernels, and twice by the two operations.
 ///
 /// # Errors
 ///
-/// As of [`linear`](crate::linear()) and [`add_rms_norm`](crate::add_rms_norm).
+/// The errors of [`linear`](crate::linear()) and [`add_rms_norm`](crate::add_rms_norm).
 ///
 /// # Examples
 ///
@@ -89,8 +89,8 @@ fn fused<T: Float>(inputs: [&Tensor; 4], epsilon: f64) -> Result<(Tensor, Tensor
         *input = input.contiguous()?;
     }
     let [x, weight, residual, norm_weight] = inputs.each_ref();
-    let affine = Affine::new(weight, None);
-    let epsilon = T::of(epsilon);
+    let affine = AffineLayer::new(weight, None);
+    let epsilon = T::round_from_f64(epsilon);
     let product = affine.forward::<T>(CpuSlice::new(x).as_slice()?, rows(x))?;
     let sum = norm::add(&product, CpuSlice::new(residual).as_slice()?);
     drop(product);
@@ -107,7 +107,7 @@ fn fused<T: Float>(inputs: [&Tensor; 4], epsilon: f64) -> Result<(Tensor, Tensor
 
 struct LinearAddRmsNorm<T> {
     x: Tensor,
-    affine: Affine,
+    affine: AffineLayer,
     norm_weight: Tensor,
     epsilon: T,
 }

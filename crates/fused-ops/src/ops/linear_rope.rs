@@ -1,4 +1,4 @@
-//! A projection to queries or keys in one step: a linear layer, whose result is rotated.
+//! A projection to queries or keys in one step: a linear layer with a rotated result.
 
 use candle_core::Tensor;
 
@@ -8,11 +8,11 @@ use crate::{
     error::{Error, Result},
     kernels::{
         float::Float,
-        rope::{Pairs, Turn},
+        rope::{PairLayout, RotationDirection},
     },
     ops::{
-        linear::{Affine, check_layer, rows},
-        rope::{Angles, check_angles},
+        linear::{AffineLayer, check_layer, rows},
+        rope::{RopeAngles, check_angles},
     },
     route::{last_dim, route},
 };
@@ -31,12 +31,12 @@ const OP: &str = "linear_rope";
 ///
 /// # Determinism
 ///
-/// As of [`linear`](crate::linear()); the bits are those of the two operations in `f32` and
+/// Like [`linear`](crate::linear()); the bits are those of the two operations in `f32` and
 /// `f64`. `f16` and `bf16` are rounded once by the kernels, and twice by the two operations.
 ///
 /// # Errors
 ///
-/// As of [`linear`](crate::linear()) and [`rope_thd`](crate::rope_thd); [`Shape`](Error::Shape) also
+/// The errors of [`linear`](crate::linear()) and [`rope_thd`](crate::rope_thd); [`Shape`](Error::Shape) also
 /// if the outputs are no multiple of the size of a head.
 ///
 /// # Examples
@@ -112,19 +112,19 @@ fn check(
 fn fused<T: Float>(inputs: &[&Tensor], cos: &Tensor, sin: &Tensor) -> Result<Tensor> {
     let inputs: Vec<_> = inputs.iter().map(|input| input.contiguous()).collect::<Result<_, _>>()?;
     let inputs: Vec<_> = inputs.iter().collect();
-    let affine = Affine::new(inputs[1], inputs.get(2).copied());
+    let affine = AffineLayer::new(inputs[1], inputs.get(2).copied());
     let (batch, length, _) = inputs[0].dims3()?;
     let size = 2 * cos.dims()[1];
     let heads = inputs[1].dims()[0] / size;
-    let before = affine.forward::<T>(CpuSlice::new(inputs[0]).as_slice()?, rows(inputs[0]))?;
-    let angles = Angles::new(cos, sin)?;
-    let y = angles.turn(&before, Pairs::Halves, heads, Turn::Forward)?;
+    let previous = affine.forward::<T>(CpuSlice::new(inputs[0]).as_slice()?, rows(inputs[0]))?;
+    let angles = RopeAngles::new(cos, sin)?;
+    let y = angles.turn(&previous, PairLayout::Halves, heads, RotationDirection::Forward)?;
     let float = std::marker::PhantomData::<T>;
     record(&inputs, y, (batch, length, heads, size).into(), LinearRope { angles, float })
 }
 
 struct LinearRope<T> {
-    angles: Angles,
+    angles: RopeAngles,
     float: std::marker::PhantomData<T>,
 }
 
@@ -140,7 +140,12 @@ impl<T: Float> Backward for LinearRope<T> {
         let x = inputs[0];
         let heads = y.dims()[2];
         let read = CpuSlice::new(grad);
-        let grad = self.angles.turn::<T>(read.as_slice()?, Pairs::Halves, heads, Turn::Back)?;
-        Affine::new(inputs[1], inputs.get(2).copied()).backward(x, &grad)
+        let grad = self.angles.turn::<T>(
+            read.as_slice()?,
+            PairLayout::Halves,
+            heads,
+            RotationDirection::Back,
+        )?;
+        AffineLayer::new(inputs[1], inputs.get(2).copied()).backward(x, &grad)
     }
 }

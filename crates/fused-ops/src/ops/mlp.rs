@@ -8,7 +8,7 @@ use crate::{
     config::Activation,
     error::Result,
     kernels::{activation as kernel, float::Float},
-    ops::linear::{Affine, Slope, activate, check_layer, rows},
+    ops::linear::{ActivationGradient, AffineLayer, activate, check_layer, rows},
     route::{Route, last_dim},
 };
 
@@ -28,11 +28,11 @@ const OP: &str = "mlp";
 ///
 /// # Determinism
 ///
-/// As of [`linear`](crate::linear()).
+/// Like [`linear`](crate::linear()).
 ///
 /// # Errors
 ///
-/// As of [`linear`](crate::linear()).
+/// The errors of [`linear`](crate::linear()).
 ///
 /// # Examples
 ///
@@ -63,7 +63,8 @@ pub fn mlp(
     let mut named = vec![("x", x), ("up_weight", up_weight), ("down_weight", down_weight)];
     named.extend(up_bias.map(|bias| ("up_bias", bias)));
     named.extend(down_bias.map(|bias| ("down_bias", bias)));
-    let layers = Layers { x, up: (up_weight, up_bias), activation, down: (down_weight, down_bias) };
+    let layers =
+        MlpLayers { x, up: (up_weight, up_bias), activation, down: (down_weight, down_bias) };
     match Route::new(OP, &named)? {
         Route::F32 => layers.fused::<f32>(),
         Route::F64 => layers.fused::<f64>(),
@@ -75,16 +76,16 @@ pub fn mlp(
     }
 }
 
-/// The inputs, whose shapes have been checked.
+/// The inputs, after the check of their shapes.
 #[derive(Clone, Copy)]
-struct Layers<'a> {
+struct MlpLayers<'a> {
     x: &'a Tensor,
     up: (&'a Tensor, Option<&'a Tensor>),
     activation: Activation,
     down: (&'a Tensor, Option<&'a Tensor>),
 }
 
-impl Layers<'_> {
+impl MlpLayers<'_> {
     fn fused<T: Float>(self) -> Result<Tensor> {
         let x = self.x.contiguous()?;
         let up = contiguous(self.up)?;
@@ -94,8 +95,8 @@ impl Layers<'_> {
         let tracked = inputs.iter().any(|input| input.track_op());
 
         let rows = rows(&x);
-        let before = up.forward::<T>(CpuSlice::new(&x).as_slice()?, rows)?;
-        let (middle, slope) = activate(before, Some(self.activation), tracked);
+        let previous = up.forward::<T>(CpuSlice::new(&x).as_slice()?, rows)?;
+        let (middle, slope) = activate(previous, Some(self.activation), tracked);
         let y = down.forward(&middle, rows)?;
         let shape = down.output_shape(&x);
         if !tracked {
@@ -108,7 +109,7 @@ impl Layers<'_> {
         Ok(y)
     }
 
-    /// As [`fused`](Self::fused), the result rounded to `half` once.
+    /// Computes like [`fused`](Self::fused), and rounds the result to `half` once.
     fn fused_in_f32(self, half: candle_core::DType) -> Result<Tensor> {
         let to_f32 = |tensor: &Tensor| tensor.to_dtype(candle_core::DType::F32);
         let layer = |(weight, bias): (&Tensor, Option<&Tensor>)| {
@@ -117,7 +118,7 @@ impl Layers<'_> {
         let x = to_f32(self.x)?;
         let up = layer(self.up)?;
         let down = layer(self.down)?;
-        let layers = Layers {
+        let layers = MlpLayers {
             x: &x,
             up: (&up.0, up.1.as_ref()),
             activation: self.activation,
@@ -127,28 +128,32 @@ impl Layers<'_> {
     }
 }
 
-fn contiguous((weight, bias): (&Tensor, Option<&Tensor>)) -> Result<Affine> {
+fn contiguous((weight, bias): (&Tensor, Option<&Tensor>)) -> Result<AffineLayer> {
     let bias = bias.map(Tensor::contiguous).transpose()?;
-    Ok(Affine::new(&weight.contiguous()?, bias.as_ref()))
+    Ok(AffineLayer::new(&weight.contiguous()?, bias.as_ref()))
 }
 
 struct Mlp<T> {
     x: Tensor,
     is_x_tracked: bool,
-    up: Affine,
-    /// What the activation returned.
+    up: AffineLayer,
+    /// The output of the activation.
     middle: Vec<T>,
-    slope: Slope<T>,
-    down: Affine,
+    slope: ActivationGradient<T>,
+    down: AffineLayer,
 }
 
 impl<T: Float> Mlp<T> {
-    /// Makes of the gradient of the middle that of what the activation was applied to.
+    /// Converts the gradient of the activation's output to the gradient of its input.
     fn before_activation(&self, grad: &mut [T]) {
         match &self.slope {
-            Slope::One => {}
-            Slope::Relu => kernel::backward_in_place(Activation::Relu, &self.middle, grad),
-            Slope::At(activation, before) => kernel::backward_in_place(*activation, before, grad),
+            ActivationGradient::One => {}
+            ActivationGradient::Relu => {
+                kernel::backward_in_place(Activation::Relu, &self.middle, grad);
+            }
+            ActivationGradient::At(activation, previous) => {
+                kernel::backward_in_place(*activation, previous, grad);
+            }
         }
     }
 }

@@ -72,7 +72,7 @@ pub fn rms_norm(x: &Tensor, weight: &Tensor, epsilon: f64) -> Result<Tensor> {
 ///
 /// # Determinism
 ///
-/// As of [`rms_norm`].
+/// Like [`rms_norm`].
 ///
 /// # Errors
 ///
@@ -127,11 +127,11 @@ pub fn layer_norm(
 ///
 /// # Determinism
 ///
-/// As of [`rms_norm`].
+/// Like [`rms_norm`].
 ///
 /// # Errors
 ///
-/// As of [`rms_norm`]; [`Shape`](crate::Error::Shape) also if `residual` has another shape than
+/// The errors of [`rms_norm`]; [`Shape`](crate::Error::Shape) also if `residual` has another shape than
 /// `x`.
 ///
 /// # Examples
@@ -176,11 +176,11 @@ pub fn add_rms_norm(
 ///
 /// # Determinism
 ///
-/// As of [`rms_norm`].
+/// Like [`rms_norm`].
 ///
 /// # Errors
 ///
-/// As of [`layer_norm`]; [`Shape`](crate::Error::Shape) also if `residual` has another shape than
+/// The errors of [`layer_norm`]; [`Shape`](crate::Error::Shape) also if `residual` has another shape than
 /// `x`.
 ///
 /// # Examples
@@ -228,12 +228,12 @@ pub fn add_layer_norm(
 fn normalize<T: Float>(inputs: &[&Tensor], norm: Norm, epsilon: f64) -> Result<Tensor> {
     let inputs: Vec<_> = inputs.iter().map(|input| input.contiguous()).collect::<Result<_, _>>()?;
     let inputs: Vec<_> = inputs.iter().collect();
-    let epsilon = T::of(epsilon);
+    let epsilon = T::round_from_f64(epsilon);
     let y = forward(&inputs, norm, epsilon)?;
-    record(&inputs, y, inputs[0].shape().clone(), Normalize { norm, epsilon })
+    record(&inputs, y, inputs[0].shape().clone(), NormalizeBackward { norm, epsilon })
 }
 
-/// As [`add_normalize`], both results rounded to `half` once.
+/// Computes like [`add_normalize`], and rounds both results to `half` once.
 fn add_in_f32(
     inputs: &[&Tensor],
     norm: Norm,
@@ -256,7 +256,7 @@ fn add_normalize<T: Float>(
     let inputs: Vec<_> = inputs.iter().map(|input| input.contiguous()).collect::<Result<_, _>>()?;
     let inputs: Vec<_> = inputs.iter().collect();
     let shape = inputs[0].shape();
-    let epsilon = T::of(epsilon);
+    let epsilon = T::round_from_f64(epsilon);
     let (sum, y) = {
         let read: Vec<_> = inputs.iter().map(|input| CpuSlice::new(input)).collect();
         let bias = read.get(3).map(CpuSlice::as_slice).transpose()?;
@@ -316,7 +316,7 @@ impl<T: Float> MultiBackward<2> for AddNormalize<T> {
 }
 
 impl<T: Float> AddNormalize<T> {
-    /// In the order of the inputs: x and the residual have one gradient.
+    /// Returns the gradients in the order of the inputs: x and the residual share one gradient.
     fn gradients(&self, grad_sum: Tensor, weight: Tensor, bias: Tensor) -> Vec<Option<Tensor>> {
         let mut all = vec![Some(grad_sum.clone()), Some(grad_sum), Some(weight)];
         if self.has_bias {
@@ -332,12 +332,12 @@ fn forward<T: Float>(inputs: &[&Tensor], norm: Norm, epsilon: T) -> Result<Vec<T
     Ok(norm::forward(norm, read[0].as_slice()?, read[1].as_slice()?, bias, epsilon))
 }
 
-struct Normalize<T> {
+struct NormalizeBackward<T> {
     norm: Norm,
     epsilon: T,
 }
 
-impl<T: Float> Backward for Normalize<T> {
+impl<T: Float> Backward for NormalizeBackward<T> {
     const NAME: &'static str = "fused-norm";
 
     fn backward(

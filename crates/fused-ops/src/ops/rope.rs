@@ -1,7 +1,7 @@
 //! Rotary position embeddings, in both conventions and both layouts.
 //!
 //! Su et al., "RoFormer", arXiv 2104.09864. The functions have the names and arguments of
-//! `candle_nn::rotary_emb`, whose fused ones have no backward.
+//! `candle_nn::rotary_emb`, where the fused ones are not differentiable.
 
 use candle_core::Tensor;
 
@@ -11,7 +11,7 @@ use crate::{
     error::{Error, Result},
     kernels::{
         float::Float,
-        rope::{Pairs, Rotation, Turn, rotate},
+        rope::{PairLayout, RotationAngles, RotationDirection, rotate},
     },
     route::route,
 };
@@ -51,7 +51,7 @@ const OP: &str = "rope";
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
 pub fn rope(x: &Tensor, cos: &Tensor, sin: &Tensor) -> Result<Tensor> {
-    turn(x, cos, sin, Pairs::Halves, Rows::HeadsFirst)
+    turn(x, cos, sin, PairLayout::Halves, RowLayout::HeadsFirst)
 }
 
 /// Rotates like [`rope`](crate::rope()), where a pair is two neighbors, as in GPT-J and the original
@@ -59,24 +59,24 @@ pub fn rope(x: &Tensor, cos: &Tensor, sin: &Tensor) -> Result<Tensor> {
 ///
 /// # Shapes
 ///
-/// As of [`rope`](crate::rope()).
+/// Like [`rope`](crate::rope()).
 ///
 /// # Determinism
 ///
-/// As of [`rope`](crate::rope()).
+/// Like [`rope`](crate::rope()).
 ///
 /// # Errors
 ///
-/// As of [`rope`](crate::rope()).
+/// The errors of [`rope`](crate::rope()).
 ///
 /// # Examples
 ///
 /// See [`rope`](crate::rope()).
 pub fn rope_i(x: &Tensor, cos: &Tensor, sin: &Tensor) -> Result<Tensor> {
-    turn(x, cos, sin, Pairs::Neighbors, Rows::HeadsFirst)
+    turn(x, cos, sin, PairLayout::Neighbors, RowLayout::HeadsFirst)
 }
 
-/// Rotates like [`rope`](crate::rope()), with the heads of a position beside each other, as
+/// Rotates like [`rope`](crate::rope()), with the heads of a position next to each other, as
 /// [`attention`](crate::attention()) takes them.
 ///
 /// # Shapes
@@ -86,11 +86,11 @@ pub fn rope_i(x: &Tensor, cos: &Tensor, sin: &Tensor) -> Result<Tensor> {
 ///
 /// # Determinism
 ///
-/// As of [`rope`](crate::rope()).
+/// Like [`rope`](crate::rope()).
 ///
 /// # Errors
 ///
-/// As of [`rope`](crate::rope()).
+/// The errors of [`rope`](crate::rope()).
 ///
 /// # Examples
 ///
@@ -105,17 +105,23 @@ pub fn rope_i(x: &Tensor, cos: &Tensor, sin: &Tensor) -> Result<Tensor> {
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
 pub fn rope_thd(x: &Tensor, cos: &Tensor, sin: &Tensor) -> Result<Tensor> {
-    turn(x, cos, sin, Pairs::Halves, Rows::PositionsFirst)
+    turn(x, cos, sin, PairLayout::Halves, RowLayout::PositionsFirst)
 }
 
 /// The order of the dimensions between batch and size.
 #[derive(Clone, Copy, Debug)]
-enum Rows {
+enum RowLayout {
     HeadsFirst,
     PositionsFirst,
 }
 
-fn turn(x: &Tensor, cos: &Tensor, sin: &Tensor, pairs: Pairs, rows: Rows) -> Result<Tensor> {
+fn turn(
+    x: &Tensor,
+    cos: &Tensor,
+    sin: &Tensor,
+    pairs: PairLayout,
+    rows: RowLayout,
+) -> Result<Tensor> {
     let (length, half) = check_x(x, rows)?;
     for (input, angles) in [("cos", cos), ("sin", sin)] {
         check_angles(OP, (input, angles), length, half)?;
@@ -127,20 +133,20 @@ fn turn(x: &Tensor, cos: &Tensor, sin: &Tensor, pairs: Pairs, rows: Rows) -> Res
         [x, cos, sin],
         fused(x, cos, sin, pairs, rows),
         match rows {
-            Rows::HeadsFirst => composed::rope(x, cos, sin, pairs),
-            Rows::PositionsFirst => {
+            RowLayout::HeadsFirst => composed::rope(x, cos, sin, pairs),
+            RowLayout::PositionsFirst => {
                 composed::rope(&x.transpose(1, 2)?, cos, sin, pairs).and_then(|y| y.transpose(1, 2))
             }
         },
     )
 }
 
-/// The number of positions, and of pairs in a head.
-fn check_x(x: &Tensor, rows: Rows) -> Result<(usize, usize)> {
+/// Returns the number of positions, and of pairs in a head.
+fn check_x(x: &Tensor, rows: RowLayout) -> Result<(usize, usize)> {
     match *x.dims() {
         [_, first, second, size] if size.is_multiple_of(2) => Ok(match rows {
-            Rows::HeadsFirst => (second, size / 2),
-            Rows::PositionsFirst => (first, size / 2),
+            RowLayout::HeadsFirst => (second, size / 2),
+            RowLayout::PositionsFirst => (first, size / 2),
         }),
         _ => {
             let expected = "four dimensions, the last of them even".to_owned();
@@ -171,47 +177,52 @@ fn fused<T: Float>(
     x: &Tensor,
     cos: &Tensor,
     sin: &Tensor,
-    pairs: Pairs,
-    rows: Rows,
+    pairs: PairLayout,
+    rows: RowLayout,
 ) -> Result<Tensor> {
     let x = &x.contiguous()?;
     let rows_per_position = match rows {
-        Rows::HeadsFirst => 1,
-        Rows::PositionsFirst => x.dims()[2],
+        RowLayout::HeadsFirst => 1,
+        RowLayout::PositionsFirst => x.dims()[2],
     };
-    let angles = Angles::new(cos, sin)?;
-    let y =
-        angles.turn::<T>(CpuSlice::new(x).as_slice()?, pairs, rows_per_position, Turn::Forward)?;
+    let angles = RopeAngles::new(cos, sin)?;
+    let y = angles.turn::<T>(
+        CpuSlice::new(x).as_slice()?,
+        pairs,
+        rows_per_position,
+        RotationDirection::Forward,
+    )?;
     record_unary(x, y, x.shape().clone(), move |_, _, grad| {
-        angles.turn(grad, pairs, rows_per_position, Turn::Back)
+        angles.turn(grad, pairs, rows_per_position, RotationDirection::Back)
     })
 }
 
 /// Cosines and sines [positions, size / 2], contiguous.
-pub(crate) struct Angles {
+pub(crate) struct RopeAngles {
     cos: Tensor,
     sin: Tensor,
 }
 
-impl Angles {
+impl RopeAngles {
     pub(crate) fn new(cos: &Tensor, sin: &Tensor) -> Result<Self> {
         Ok(Self { cos: cos.contiguous()?, sin: sin.contiguous()? })
     }
 
-    /// All rows of `x`, turned, of which so many one after another have one position.
+    /// Rotates all rows of `x`, where `rows_per_position` consecutive rows share a position.
     pub(crate) fn turn<T: Float>(
         &self,
         x: &[T],
-        pairs: Pairs,
+        pairs: PairLayout,
         rows_per_position: usize,
-        turn: Turn,
+        turn: RotationDirection,
     ) -> Result<Vec<T>> {
         let (positions, half) = self.cos.dims2()?;
         let cos = CpuSlice::new(&self.cos);
         let sin = CpuSlice::new(&self.sin);
         let cos = cos.as_slice()?;
         let sin = sin.as_slice()?;
-        let rotation = Rotation { pairs, size: 2 * half, rows_per_position, positions, cos, sin };
+        let rotation =
+            RotationAngles { pairs, size: 2 * half, rows_per_position, positions, cos, sin };
         Ok(rotate(x, rotation, turn))
     }
 }

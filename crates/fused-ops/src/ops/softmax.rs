@@ -46,22 +46,22 @@ use crate::{
 #[expect(clippy::needless_pass_by_value, reason = "a dimension is given as to candle")]
 pub fn softmax(x: &Tensor, dim: impl Dim) -> Result<Tensor> {
     let dim = dim.to_index(x.shape(), "softmax")?;
-    along(x, dim, |x| route!("softmax", [x], fused(x, Softmax::Plain), composed::softmax(x)))
+    projection(x, dim, |x| route!("softmax", [x], fused(x, Softmax::Plain), composed::softmax(x)))
 }
 
 /// Returns the logarithm of [`softmax`](crate::softmax()), exact where softmax rounds to 0.
 ///
 /// # Shapes
 ///
-/// As of [`softmax`](crate::softmax()).
+/// Like [`softmax`](crate::softmax()).
 ///
 /// # Determinism
 ///
-/// As of [`softmax`](crate::softmax()), but for the logarithm itself, which is the system's.
+/// Like [`softmax`](crate::softmax()), but for the logarithm itself, which is the system's.
 ///
 /// # Errors
 ///
-/// As of [`softmax`](crate::softmax()).
+/// The errors of [`softmax`](crate::softmax()).
 ///
 /// # Examples
 ///
@@ -75,11 +75,13 @@ pub fn softmax(x: &Tensor, dim: impl Dim) -> Result<Tensor> {
 #[expect(clippy::needless_pass_by_value, reason = "a dimension is given as to candle")]
 pub fn log_softmax(x: &Tensor, dim: impl Dim) -> Result<Tensor> {
     let dim = dim.to_index(x.shape(), "log_softmax")?;
-    along(x, dim, |x| route!("log_softmax", [x], fused(x, Softmax::Log), composed::log_softmax(x)))
+    projection(x, dim, |x| {
+        route!("log_softmax", [x], fused(x, Softmax::Log), composed::log_softmax(x))
+    })
 }
 
 /// Applies `f`, which works on the last dimension, to another.
-fn along(x: &Tensor, dim: usize, f: impl FnOnce(&Tensor) -> Result<Tensor>) -> Result<Tensor> {
+fn projection(x: &Tensor, dim: usize, f: impl FnOnce(&Tensor) -> Result<Tensor>) -> Result<Tensor> {
     let last = x.rank() - 1;
     if dim == last { f(x) } else { Ok(f(&x.transpose(dim, last)?)?.transpose(dim, last)?) }
 }

@@ -7,7 +7,7 @@ use crate::{
     composed,
     error::Result,
     kernels::{activation as kernel, float::Float, norm},
-    ops::linear::{Affine, check_weight, rows},
+    ops::linear::{AffineLayer, check_weight, rows},
     route::{check_shape, last_dim, route},
 };
 
@@ -27,12 +27,12 @@ const OP: &str = "swiglu_mlp";
 ///
 /// # Determinism
 ///
-/// As of [`linear`](crate::linear()); the bits are those of the operations it is made of in
+/// Like [`linear`](crate::linear()); the bits are those of the operations it is made of in
 /// `f32` and `f64`. `f16` and `bf16` are rounded once by the kernels, and by each of the operations.
 ///
 /// # Errors
 ///
-/// As of [`linear`](crate::linear()).
+/// The errors of [`linear`](crate::linear()).
 ///
 /// # Examples
 ///
@@ -81,7 +81,7 @@ fn fused<T: Float>(inputs: &[&Tensor]) -> Result<Tensor> {
     let inputs: Vec<_> = inputs.iter().map(|input| input.contiguous()).collect::<Result<_, _>>()?;
     let inputs: Vec<_> = inputs.iter().collect();
     let x = inputs[0];
-    let [gate, up, down] = [1, 2, 3].map(|layer| Affine::new(inputs[layer], None));
+    let [gate, up, down] = [1, 2, 3].map(|layer| AffineLayer::new(inputs[layer], None));
     let n_rows = rows(x);
     let read = CpuSlice::new(x);
     let gate_out = gate.forward::<T>(read.as_slice()?, n_rows)?;
@@ -102,11 +102,11 @@ fn fused<T: Float>(inputs: &[&Tensor]) -> Result<Tensor> {
 
 struct SwiGluMlp<T> {
     x: Tensor,
-    gate: Affine,
+    gate: AffineLayer,
     gate_out: Vec<T>,
-    up: Affine,
+    up: AffineLayer,
     up_out: Vec<T>,
-    down: Affine,
+    down: AffineLayer,
     has_residual: bool,
 }
 

@@ -4,18 +4,18 @@ use candle_core::{DType, Tensor, Var};
 use proptest::{prelude::*, test_runner::RngSeed};
 
 use super::support::{
-    Attending, Case, Outcome, all_cases, attention_cases, error, rope_cases, row_cases, run,
-    run_on, values,
+    AttentionSizes, OpCase, OpOutcome, all_cases, attention_cases, error, rope_cases, row_cases,
+    run, run_on, values,
 };
 
-/// What f32 may differ from f64, relative to the largest element.
+/// The tolerance of f32 relative to f64, as a fraction of the largest element.
 const F32: f64 = 2e-6;
 
-/// What two ways to add up in f64 may differ, for rows of up to 100,000 numbers.
+/// The tolerance between two summation orders in f64, for rows of up to 100,000 numbers.
 const F64: f64 = 1e-11;
 
 /// Checks the two forms of an operation against each other in both types.
-fn check(case: &Case, seed: u64) {
+fn check(case: &OpCase, seed: u64) {
     let inputs = case.inputs(seed);
     let reference = run(&case.composed, &inputs);
     compare(case, &run(&case.fused, &inputs), &reference, &|_, _| F64);
@@ -23,15 +23,16 @@ fn check(case: &Case, seed: u64) {
     let single: Vec<_> = inputs.iter().map(|x| x.to_dtype(DType::F32).unwrap()).collect();
     let rounded: Vec<_> = single.iter().map(|x| x.to_dtype(DType::F64).unwrap()).collect();
     let reference = run(&case.composed, &rounded);
-    // A product's rounding grows with its factors, and what is computed from it is no better.
+    // The rounding error of a product grows with its factors, and carries over to results computed
+    // from it.
     let composed = run(&case.composed, &single);
     let limit =
         |pick: Pick, input| F32.max(1.5 * error(pick(&composed, input), pick(&reference, input)));
     compare(case, &run(&case.fused, &single), &reference, &limit);
 }
 
-/// Checks a result and the gradients of all inputs against those of another form.
-fn compare(case: &Case, found: &Outcome, reference: &Outcome, limit: &Limit<'_>) {
+/// Compares a result and the gradients of all inputs with another form.
+fn compare(case: &OpCase, found: &OpOutcome, reference: &OpOutcome, limit: &Limit<'_>) {
     let check = |what: &str, pick: Pick, input| {
         let off = error(pick(found, input), pick(reference, input));
         let limit = limit(pick, input);
@@ -44,12 +45,12 @@ fn compare(case: &Case, found: &Outcome, reference: &Outcome, limit: &Limit<'_>)
 }
 
 /// One tensor of an outcome: its result, or the gradient of an input.
-type Pick = fn(&Outcome, usize) -> &Tensor;
+type Pick = fn(&OpOutcome, usize) -> &Tensor;
 
-/// How far a tensor may be off.
+/// The tolerance of a tensor.
 type Limit<'a> = dyn Fn(Pick, usize) -> f64 + 'a;
 
-/// The same shapes in every run: a bound on rounding is near what some shape of many reaches.
+/// Every run uses the same shapes, because a rounding bound is tight for some shape among many.
 fn config() -> ProptestConfig {
     ProptestConfig { rng_seed: RngSeed::Fixed(1), ..ProptestConfig::with_cases(24) }
 }
@@ -61,14 +62,14 @@ proptest! {
     // narrow rows have below.)
 
     #[test]
-    fn of_rows(rows in 1..40_usize, width in 8..150_usize, seed in 1..1000_u64) {
+    fn row_operations(rows in 1..40_usize, width in 8..150_usize, seed in 1..1000_u64) {
         for case in row_cases(rows, width) {
             check(&case, seed);
         }
     }
 
     #[test]
-    fn of_rotations(
+    fn rotations(
         batch in 1..3_usize, heads in 1..5_usize, length in 1..9_usize, half in 1..40_usize,
         seed in 1..1000_u64,
     ) {
@@ -78,19 +79,19 @@ proptest! {
     }
 
     #[test]
-    fn of_attention(
+    fn attention(
         batch in 1..3_usize, queries in 1..150_usize, more in 1..150_usize, key_heads in 1..3_usize,
         group in 1..4_usize, size in 8..40_usize, seed in 1..1000_u64,
     ) {
         let keys = queries + more;
-        for case in attention_cases(Attending { batch, queries, keys, key_heads, group, size }) {
+        for case in attention_cases(AttentionSizes { batch, queries, keys, key_heads, group, size }) {
             check(&case, seed);
         }
     }
 }
 
 #[test]
-fn of_long_rows_and_many() {
+fn many_and_long_rows() {
     for (rows, width) in [(1, 100_000), (3, 20_011), (700, 64), (2_000, 33)] {
         for case in row_cases(rows, width) {
             check(&case, 1);
@@ -99,7 +100,7 @@ fn of_long_rows_and_many() {
 }
 
 #[test]
-fn of_narrow_rows() {
+fn narrow_rows() {
     // (Of few elements norms have gradients that are differences of nearly equal numbers.)
     // Miri takes minutes for one width.
     let (rows, widths) = if cfg!(miri) { (2, 3..4) } else { (9, 1..8) };
@@ -111,22 +112,24 @@ fn of_narrow_rows() {
 }
 
 #[test]
-fn of_attention_over_several_blocks_of_keys() {
+fn attention_over_several_key_blocks() {
     // (A query of one key has no gradient but rounding.)
-    let sizes = Attending { batch: 2, queries: 200, keys: 700, key_heads: 1, group: 2, size: 8 };
+    let sizes =
+        AttentionSizes { batch: 2, queries: 200, keys: 700, key_heads: 1, group: 2, size: 8 };
     for case in attention_cases(sizes) {
         check(&case, 1);
     }
-    let fewer_keys = Attending { queries: 90, keys: 3, ..sizes };
+    let fewer_keys = AttentionSizes { queries: 90, keys: 3, ..sizes };
     for case in attention_cases(fewer_keys) {
         check(&case, 2);
     }
 }
 
 #[test]
-fn in_f32_errors_are_those_of_the_composed_form() {
+fn f32_errors_match_composed_form() {
     let mut cases = row_cases(64, 512);
-    let sizes = Attending { batch: 2, queries: 96, keys: 96, key_heads: 2, group: 2, size: 32 };
+    let sizes =
+        AttentionSizes { batch: 2, queries: 96, keys: 96, key_heads: 2, group: 2, size: 32 };
     cases.extend(attention_cases(sizes));
     cases.extend(rope_cases(2, 4, 32, 16));
     for case in cases {
@@ -149,7 +152,7 @@ fn in_f32_errors_are_those_of_the_composed_form() {
 }
 
 #[test]
-fn halves_are_the_f32_results_rounded_once() {
+fn halves_are_rounded_once() {
     for half in [DType::F16, DType::BF16] {
         for case in all_cases() {
             let inputs: Vec<_> = case.inputs(1).iter().map(|x| x.to_dtype(half).unwrap()).collect();
@@ -165,7 +168,7 @@ fn halves_are_the_f32_results_rounded_once() {
     }
 }
 
-/// The same values at an offset, and with other strides.
+/// Returns the same values at an offset, and with other strides.
 fn views(x: &Tensor) -> [Tensor; 2] {
     let padded = Tensor::cat(&[x.narrow(0, 0, 1).unwrap(), x.clone()], 0).unwrap();
     let offset = padded.narrow(0, 1, x.dims()[0]).unwrap();
@@ -175,7 +178,7 @@ fn views(x: &Tensor) -> [Tensor; 2] {
 }
 
 #[test]
-fn views_are_read_as_what_they_show() {
+fn views_are_read_correctly() {
     for case in all_cases() {
         let inputs = case.inputs(2);
         let expected = run(&case.fused, &inputs);
@@ -189,19 +192,20 @@ fn views_are_read_as_what_they_show() {
 
 #[test]
 fn attention_reads_heads_with_any_strides() {
-    let sizes = Attending { batch: 2, queries: 5, keys: 5, key_heads: 2, group: 1, size: 8 };
+    let sizes = AttentionSizes { batch: 2, queries: 5, keys: 5, key_heads: 2, group: 1, size: 8 };
     let case = &attention_cases(sizes)[4];
     let inputs = case.inputs(2);
     let expected = run(&case.fused, &inputs);
     let vars: Vec<_> = inputs.iter().map(|x| Var::from_tensor(x).unwrap()).collect();
-    let swapped = |var: &Var| var.transpose(1, 2)?.contiguous()?.transpose(1, 2);
-    let seen: Vec<_> = vars.iter().map(|var| swapped(var).unwrap()).collect();
+    let seen: candle_core::Result<Vec<_>> =
+        vars.iter().map(|var| var.transpose(1, 2)?.contiguous()?.transpose(1, 2)).collect();
+    let seen = seen.unwrap();
     assert!(!seen[0].is_contiguous());
     compare(case, &run_on(&case.fused, &seen, &vars), &expected, &|_, _| 0.0);
 }
 
 #[test]
-fn a_gradient_is_made_for_those_inputs_alone_that_need_one() {
+fn only_needed_gradients_are_computed() {
     for case in all_cases() {
         let inputs = case.inputs(4);
         let expected = run(&case.fused, &inputs);
@@ -217,10 +221,10 @@ fn a_gradient_is_made_for_those_inputs_alone_that_need_one() {
     }
 }
 
-/// On devices without kernels of ours the composed form runs.
+/// Devices without our kernels run the composed form.
 #[cfg(any(feature = "cuda", feature = "metal"))]
 #[test]
-fn of_other_devices_with_the_processor() {
+fn other_devices_match_the_processor() {
     use candle_core::Device;
 
     let devices = [Device::new_cuda(0), Device::new_metal(0)];
@@ -231,13 +235,13 @@ fn of_other_devices_with_the_processor() {
         for case in all_cases() {
             let single: Vec<_> =
                 case.inputs(3).iter().map(|x| x.to_dtype(DType::F32).unwrap()).collect();
-            let there: Vec<_> = single.iter().map(|x| x.to_device(&device).unwrap()).collect();
-            let here = run(&case.fused, &single);
-            let there = run(&case.fused, &there);
+            let other: Vec<_> = single.iter().map(|x| x.to_device(&device).unwrap()).collect();
+            let local = run(&case.fused, &single);
+            let other = run(&case.fused, &other);
             let back = |x: &Tensor| x.to_device(&Device::Cpu).unwrap();
-            let there =
-                Outcome { y: back(&there.y), grads: there.grads.iter().map(back).collect() };
-            compare(&case, &there, &here, &|_, _| 1e-5);
+            let other =
+                OpOutcome { y: back(&other.y), grads: other.grads.iter().map(back).collect() };
+            compare(&case, &other, &local, &|_, _| 1e-5);
         }
     }
 }

@@ -5,25 +5,26 @@ use candle_core::{DType, Tensor};
 use rayon::ThreadPoolBuilder;
 
 use super::support::{
-    Attending, Case, Outcome, attention_cases, rope_cases, row_cases, run, values,
+    AttentionSizes, OpCase, OpOutcome, attention_cases, rope_cases, row_cases, run, values,
 };
 use crate::kernels::WITHOUT_DISPATCH;
 
 /// Cases of several blocks each.
-fn cases() -> Vec<Case> {
-    let sizes = Attending { batch: 3, queries: 70, keys: 300, key_heads: 2, group: 2, size: 16 };
+fn cases() -> Vec<OpCase> {
+    let sizes =
+        AttentionSizes { batch: 3, queries: 70, keys: 300, key_heads: 2, group: 2, size: 16 };
     let mut cases = row_cases(300, 129);
     cases.extend(rope_cases(3, 4, 50, 20));
     cases.extend(attention_cases(sizes));
     cases
 }
 
-fn single(case: &Case) -> Vec<Tensor> {
+fn single(case: &OpCase) -> Vec<Tensor> {
     case.inputs(5).iter().map(|x| x.to_dtype(DType::F32).unwrap()).collect()
 }
 
-/// The bits of a result and of all gradients.
-fn bits(outcome: &Outcome) -> Vec<u64> {
+/// Returns the bits of a result and of all gradients.
+fn bits(outcome: &OpOutcome) -> Vec<u64> {
     let all = [&outcome.y].into_iter().chain(&outcome.grads);
     all.flat_map(values).map(f64::to_bits).collect()
 }
@@ -33,7 +34,7 @@ fn with_threads<R: Send>(threads: usize, f: impl FnOnce() -> R + Send) -> R {
 }
 
 #[test]
-fn do_not_depend_on_the_number_of_threads() {
+fn are_independent_of_thread_count() {
     let all = |threads| {
         with_threads(threads, || {
             cases().iter().map(|case| bits(&run(&case.fused, &single(case)))).collect::<Vec<_>>()
@@ -46,7 +47,7 @@ fn do_not_depend_on_the_number_of_threads() {
 }
 
 #[test]
-fn do_not_depend_on_the_width_of_vectors() {
+fn are_independent_of_vector_width() {
     with_threads(1, || {
         for case in cases() {
             let wide = bits(&run(&case.fused, &single(&case)));
@@ -59,7 +60,7 @@ fn do_not_depend_on_the_width_of_vectors() {
 }
 
 #[test]
-fn of_a_row_do_not_depend_on_the_others() {
+fn rows_are_independent() {
     let whole = |x: &Tensor, weight: &Tensor| {
         let x = crate::rms_norm(x, weight, 1e-5)?;
         let x = crate::linear(&x, weight.unsqueeze(0)?.repeat((9, 1))?.as_ref(), None, None)?;
@@ -75,21 +76,22 @@ fn of_a_row_do_not_depend_on_the_others() {
 }
 
 #[test]
-fn of_a_sequence_do_not_depend_on_the_others() {
-    let sizes = Attending { batch: 3, queries: 70, keys: 70, key_heads: 2, group: 2, size: 16 };
+fn sequences_are_independent() {
+    let sizes =
+        AttentionSizes { batch: 3, queries: 70, keys: 70, key_heads: 2, group: 2, size: 16 };
     let case = attention_cases(sizes).remove(4);
     let inputs = single(&case);
     let whole = (case.fused)(&inputs).unwrap();
     for sequence in 0..3 {
-        let alone: Vec<_> = inputs.iter().map(|x| x.narrow(0, sequence, 1).unwrap()).collect();
-        let alone = (case.fused)(&alone).unwrap();
-        assert_eq!(values(&alone), values(&whole.narrow(0, sequence, 1).unwrap()));
+        let single: Vec<_> = inputs.iter().map(|x| x.narrow(0, sequence, 1).unwrap()).collect();
+        let single = (case.fused)(&single).unwrap();
+        assert_eq!(values(&single), values(&whole.narrow(0, sequence, 1).unwrap()));
     }
 }
 
 #[test]
-fn of_packed_attention_are_those_of_separate() {
-    let sizes = Attending { batch: 2, queries: 70, keys: 70, key_heads: 2, group: 2, size: 8 };
+fn packed_attention_equals_separate() {
+    let sizes = AttentionSizes { batch: 2, queries: 70, keys: 70, key_heads: 2, group: 2, size: 8 };
     let packed = attention_cases(sizes).pop().unwrap();
     let qkv = &single(&packed)[0];
     let part = |start: usize, heads: usize| {

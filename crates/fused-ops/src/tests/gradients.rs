@@ -4,7 +4,7 @@ use candle_core::{Device, Tensor};
 use proptest::prelude::*;
 
 use super::support::{
-    Attending, Case, attention_cases, numbers, rope_cases, row_cases, run, values,
+    AttentionSizes, OpCase, attention_cases, numbers, rope_cases, row_cases, run, values,
 };
 
 /// The step of the differences: about the third root of the precision, where truncation and
@@ -12,7 +12,7 @@ use super::support::{
 const STEP: f64 = 1e-5;
 
 /// Checks some elements of each input's gradient.
-fn check(case: &Case, seed: u64) {
+fn check(case: &OpCase, seed: u64) {
     let inputs = case.inputs(seed);
     let grads = run(&case.fused, &inputs).grads;
     for (input, grad) in grads.iter().enumerate() {
@@ -28,9 +28,9 @@ fn check(case: &Case, seed: u64) {
     }
 }
 
-/// How fast the sum that [`run`] takes the gradient of changes with one element.
-fn difference(case: &Case, inputs: &[Tensor], input: usize, element: usize) -> f64 {
-    let at = |change: f64| {
+/// Returns the derivative, by one element, of the sum that [`run`] differentiates.
+fn difference(case: &OpCase, inputs: &[Tensor], input: usize, element: usize) -> f64 {
+    let shifted = |change: f64| {
         let mut moved = inputs.to_vec();
         let mut elements = values(&inputs[input]);
         elements[element] += change;
@@ -39,33 +39,33 @@ fn difference(case: &Case, inputs: &[Tensor], input: usize, element: usize) -> f
         let seed = values(&numbers(y.dims(), 77));
         values(&y).iter().zip(seed).map(|(y, seed)| y * seed).sum::<f64>()
     };
-    (at(STEP) - at(-STEP)) / (2.0 * STEP)
+    (shifted(STEP) - shifted(-STEP)) / (2.0 * STEP)
 }
 
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(16))]
 
     #[test]
-    fn of_rows(rows in 1..8_usize, width in 2..70_usize, seed in 1..1000_u64) {
+    fn row_operations(rows in 1..8_usize, width in 2..70_usize, seed in 1..1000_u64) {
         for case in row_cases(rows, width) {
             check(&case, seed);
         }
     }
 
     #[test]
-    fn of_rotations(heads in 1..4_usize, length in 1..6_usize, half in 1..9_usize, seed in 1..1000_u64) {
+    fn rotations(heads in 1..4_usize, length in 1..6_usize, half in 1..9_usize, seed in 1..1000_u64) {
         for case in rope_cases(2, heads, length, half) {
             check(&case, seed);
         }
     }
 
     #[test]
-    fn of_attention(
+    fn attention(
         queries in 1..80_usize, more in 0..10_usize, key_heads in 1..3_usize, group in 1..3_usize,
         size in 1..9_usize, seed in 1..1000_u64,
     ) {
         let sizes =
-            Attending { batch: 2, queries, keys: queries + more, key_heads, group, size };
+            AttentionSizes { batch: 2, queries, keys: queries + more, key_heads, group, size };
         for case in attention_cases(sizes) {
             check(&case, seed);
         }

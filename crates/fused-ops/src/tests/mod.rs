@@ -1,5 +1,5 @@
-//! Every operation beside its composed form: values, gradients, errors, odd shapes, strides, and
-//! what is no number.
+//! Every operation compared with its composed form: values, gradients, errors, odd shapes, strides,
+//! and NaN.
 
 #![allow(
     clippy::cast_possible_truncation,

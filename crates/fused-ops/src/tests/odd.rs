@@ -3,15 +3,15 @@
 use candle_core::{DType, Device, Tensor, Var};
 
 use super::support::{
-    Attending, Case, attention_cases, numbers, rope_cases, row_cases, run_on, values,
+    AttentionSizes, OpCase, attention_cases, numbers, rope_cases, row_cases, run_on, values,
 };
 use crate::{
     config::DropoutKey,
-    kernels::{cross_entropy::Target, dropout::Drop},
+    kernels::{cross_entropy::RowTarget, dropout::DropSpec},
     ops::cross_entropy::CrossEntropyConfig,
 };
 
-/// A variable of no elements, and a contiguous view of it that begins behind its storage.
+/// Returns an empty variable, and a contiguous view of it that begins past its storage.
 fn behind_storage(shape: &[usize], dtype: DType) -> (Var, Tensor) {
     let mut wide = [shape, &[1]].concat();
     let after_empty = 1 + shape.iter().position(|&size| size == 0).unwrap();
@@ -24,9 +24,9 @@ fn behind_storage(shape: &[usize], dtype: DType) -> (Var, Tensor) {
 }
 
 /// Operations on no rows, no positions and no sequences.
-fn cases_with_empty_inputs() -> Vec<Case> {
-    let none = Attending { batch: 0, queries: 3, keys: 4, key_heads: 1, group: 1, size: 2 };
-    let attending = attention_cases(Attending { batch: 2, queries: 0, ..none });
+fn cases_with_empty_inputs() -> Vec<OpCase> {
+    let none = AttentionSizes { batch: 0, queries: 3, keys: 4, key_heads: 1, group: 1, size: 2 };
+    let attending = attention_cases(AttentionSizes { batch: 2, queries: 0, ..none });
     let mut cases = row_cases(0, 5);
     cases.retain(|case| case.name != "embedding");
     cases.extend(rope_cases(0, 2, 3, 2).into_iter().chain(rope_cases(1, 2, 0, 2)));
@@ -36,7 +36,7 @@ fn cases_with_empty_inputs() -> Vec<Case> {
 }
 
 #[test]
-fn empty_inputs_give_empty_results_and_gradients_of_zero() {
+fn empty_inputs_give_zero_gradients() {
     for (dtype, is_behind) in [(DType::F64, false), (DType::F32, true), (DType::F64, true)] {
         for case in cases_with_empty_inputs() {
             let input = |x: &Tensor| {
@@ -60,13 +60,18 @@ fn empty_inputs_give_empty_results_and_gradients_of_zero() {
 /// NaN and the infinities by name, finite numbers to six digits after the point: tails of GELU are
 /// exact to less in the composed form.
 fn kinds(tensor: &Tensor) -> Vec<String> {
-    let kind =
-        |x: f64| if x.is_finite() { ((x * 1e6).round() + 0.0).to_string() } else { x.to_string() };
-    values(tensor).into_iter().map(kind).collect()
+    values(tensor)
+        .into_iter()
+        .map(
+            |x: f64| {
+                if x.is_finite() { ((x * 1e6).round() + 0.0).to_string() } else { x.to_string() }
+            },
+        )
+        .collect()
 }
 
 #[test]
-fn what_is_no_number_comes_out_as_of_the_composed_form() {
+fn nan_propagates_like_composed_form() {
     for odd in [f64::NAN, f64::INFINITY, f64::NEG_INFINITY] {
         for case in row_cases(3, 40).into_iter().chain(rope_cases(1, 1, 2, 3)) {
             // candle's ReLU makes 0 of NaN, ours keeps it, as PyTorch's.
@@ -90,13 +95,13 @@ fn what_is_no_number_comes_out_as_of_the_composed_form() {
 }
 
 #[test]
-fn a_loss_of_no_row_is_zero_and_has_a_gradient() {
+fn empty_loss_is_zero_with_gradient() {
     let none = Tensor::full(1_i64, 3, &Device::Cpu).unwrap();
     let config = CrossEntropyConfig::default().with_ignore_index(1);
     let logits = Var::from_tensor(&numbers(&[3, 5], 1)).unwrap();
     let fused = crate::cross_entropy(&logits, &none, &config).unwrap();
     assert_eq!(fused.weight, 0.0);
-    let ignored = vec![Target { class: 0, weight: 0.0 }; 3];
+    let ignored = vec![RowTarget { class: 0, weight: 0.0 }; 3];
     let composed = crate::composed::cross_entropy(&logits, &ignored, 0.0, None).unwrap();
     for sum in [fused.sum, composed] {
         assert_eq!(sum.to_scalar::<f64>().unwrap(), 0.0);
@@ -106,7 +111,7 @@ fn a_loss_of_no_row_is_zero_and_has_a_gradient() {
 }
 
 #[test]
-fn a_part_drops_what_the_whole_drops_there() {
+fn part_drops_like_the_whole() {
     let key = DropoutKey { seed: 5, call: 2, offset: 0 };
     // Several blocks of the kernel.
     let x = numbers(&[100_000], 1).to_dtype(DType::F32).unwrap();
@@ -117,7 +122,7 @@ fn a_part_drops_what_the_whole_drops_there() {
         let key = DropoutKey { offset: start as u64, ..key };
         let dropped = crate::dropout(&part, 0.3, key).unwrap();
         assert!(values(&dropped) == expected, "{start} {len}");
-        let composed = crate::composed::dropout(&part, Drop::new(0.3, key)).unwrap();
+        let composed = crate::composed::dropout(&part, DropSpec::new(0.3, key)).unwrap();
         let kept = |values: Vec<f64>| values.iter().map(|&y| y != 0.0).collect::<Vec<_>>();
         assert_eq!(kept(values(&composed)), kept(expected.clone()));
         let grads = dropped.backward().unwrap();

@@ -6,7 +6,7 @@ use crate::{
     composed,
     config::{Activation, AttentionConfig, DropoutKey},
     error::Result,
-    kernels::{cross_entropy::Target, dropout::Drop, rope::Pairs},
+    kernels::{cross_entropy::RowTarget, dropout::DropSpec, rope::PairLayout},
     ops::cross_entropy::CrossEntropyConfig,
 };
 
@@ -14,14 +14,14 @@ use crate::{
 type Form = Box<dyn Fn(&[Tensor]) -> Result<Tensor>>;
 
 /// An operation, ready to be applied to inputs of these shapes.
-pub(super) struct Case {
+pub(super) struct OpCase {
     pub(super) name: String,
     pub(super) shapes: Vec<Vec<usize>>,
     pub(super) fused: Form,
     pub(super) composed: Form,
 }
 
-impl Case {
+impl OpCase {
     fn new(
         name: impl Into<String>,
         shapes: &[&[usize]],
@@ -58,49 +58,53 @@ pub(super) fn numbers(shape: &[usize], seed: u64) -> Tensor {
 /// Indices below `limit` that look random.
 fn indices(shape: &[usize], limit: usize) -> Tensor {
     let n: usize = shape.iter().product();
-    let index = |i: usize| ((i * 7 + i * i * 3) % limit) as u32;
-    Tensor::from_vec((0..n).map(index).collect::<Vec<_>>(), shape, &Device::Cpu).unwrap()
+    Tensor::from_vec(
+        (0..n).map(|i: usize| ((i * 7 + i * i * 3) % limit) as u32).collect::<Vec<_>>(),
+        shape,
+        &Device::Cpu,
+    )
+    .unwrap()
 }
 
 pub(super) const ACTIVATIONS: [Activation; 4] =
     [Activation::Relu, Activation::Gelu, Activation::GeluTanh, Activation::Silu];
 
-/// Every operation on `rows` rows of `width` numbers.
-pub(super) fn row_cases(rows: usize, width: usize) -> Vec<Case> {
+/// Returns every operation on `rows` rows of `width` numbers.
+pub(super) fn row_cases(rows: usize, width: usize) -> Vec<OpCase> {
     let x = &[rows, width][..];
     let mut cases = vec![
-        Case::new(
+        OpCase::new(
             "rms_norm",
             &[x, &[width]],
             |t| crate::rms_norm(&t[0], &t[1], 1e-5),
             |t| composed::rms_norm(&t[0], &t[1], 1e-5),
         ),
-        Case::new(
+        OpCase::new(
             "layer_norm",
             &[x, &[width], &[width]],
             |t| crate::layer_norm(&t[0], &t[1], Some(&t[2]), 1e-5),
             |t| composed::layer_norm(&t[0], &t[1], Some(&t[2]), 1e-5),
         ),
-        Case::new(
+        OpCase::new(
             "layer_norm without bias",
             &[x, &[width]],
             |t| crate::layer_norm(&t[0], &t[1], None, 1e-5),
             |t| composed::layer_norm(&t[0], &t[1], None, 1e-5),
         ),
-        Case::new("softmax", &[x], |t| crate::softmax(&t[0], 1), |t| composed::softmax(&t[0])),
-        Case::new(
+        OpCase::new("softmax", &[x], |t| crate::softmax(&t[0], 1), |t| composed::softmax(&t[0])),
+        OpCase::new(
             "softmax of columns",
             &[x],
             |t| crate::softmax(&t[0], 0),
             |t| candle_nn::ops::softmax(&t[0], 0),
         ),
-        Case::new(
+        OpCase::new(
             "log_softmax",
             &[x],
             |t| crate::log_softmax(&t[0], 1),
             |t| composed::log_softmax(&t[0]),
         ),
-        Case::new(
+        OpCase::new(
             "swiglu",
             &[x, x],
             |t| crate::swiglu(&t[0], &t[1]),
@@ -120,9 +124,9 @@ pub(super) fn row_cases(rows: usize, width: usize) -> Vec<Case> {
 }
 
 /// Sums with their norms; of the results only the sum, only the norm, or both are used.
-fn add_norm_cases(x: &[usize], width: usize) -> Vec<Case> {
+fn add_norm_cases(x: &[usize], width: usize) -> Vec<OpCase> {
     let of_rms = (0..3).map(|used| {
-        Case::new(
+        OpCase::new(
             format!("add_rms_norm {used}"),
             &[x, x, &[width]],
             move |t| Ok(one_or_both(used, crate::add_rms_norm(&t[0], &t[1], &t[2], 1e-5)?)?),
@@ -133,7 +137,7 @@ fn add_norm_cases(x: &[usize], width: usize) -> Vec<Case> {
         )
     });
     let of_layer = (0..3).map(|used| {
-        Case::new(
+        OpCase::new(
             format!("add_layer_norm {used}"),
             &[x, x, &[width], &[width]],
             move |t| {
@@ -154,9 +158,9 @@ fn add_norm_cases(x: &[usize], width: usize) -> Vec<Case> {
     of_rms.chain(of_layer).collect()
 }
 
-fn activation_case(x: &[usize], form: Activation) -> Case {
+fn activation_case(x: &[usize], form: Activation) -> OpCase {
     let fused = move |t: &[Tensor]| match form {
-        // It has no function of its own.
+        // There is no separate function for it.
         Activation::Relu => {
             let one = Tensor::ones((1, 1), t[0].dtype(), t[0].device())?;
             let x = t[0].flatten_all()?.unsqueeze(1)?;
@@ -166,24 +170,24 @@ fn activation_case(x: &[usize], form: Activation) -> Case {
         Activation::GeluTanh => crate::gelu_tanh(&t[0]),
         Activation::Silu => crate::silu(&t[0]),
     };
-    Case::new(format!("{form:?}"), &[x], fused, move |t| composed::activation(&t[0], form))
+    OpCase::new(format!("{form:?}"), &[x], fused, move |t| composed::activation(&t[0], form))
 }
 
-fn dropout_case(x: &[usize]) -> Case {
+fn dropout_case(x: &[usize]) -> OpCase {
     let key = DropoutKey { seed: 7, call: 3, offset: 77 };
-    Case::new(
+    OpCase::new(
         "dropout",
         &[x],
         move |t| crate::dropout(&t[0], 0.3, key),
-        move |t| composed::dropout(&t[0], Drop::new(0.3, key)),
+        move |t| composed::dropout(&t[0], DropSpec::new(0.3, key)),
     )
 }
 
-fn embedding_case(rows: usize, width: usize) -> Case {
+fn embedding_case(rows: usize, width: usize) -> OpCase {
     // A table that is read more than once, and not everywhere.
     let index = indices(&[2, rows], rows.max(1));
     let same = index.clone();
-    Case::new(
+    OpCase::new(
         "embedding",
         &[&[rows + 3, width]],
         move |t| crate::embedding(&t[0], &index.to_device(t[0].device())?),
@@ -191,11 +195,11 @@ fn embedding_case(rows: usize, width: usize) -> Case {
     )
 }
 
-fn linear_cases(rows: usize, width: usize) -> Vec<Case> {
+fn linear_cases(rows: usize, width: usize) -> Vec<OpCase> {
     let x = [rows, width];
     let weight = [5, width];
     let bias = [5];
-    let mut cases = vec![Case::new(
+    let mut cases = vec![OpCase::new(
         "linear without bias",
         &[&x, &weight],
         |t| crate::linear(&t[0], &t[1], None, None),
@@ -205,7 +209,7 @@ fn linear_cases(rows: usize, width: usize) -> Vec<Case> {
     // straight. By a power of two, which is exact.
     let scaled = |weight: &Tensor| weight * 0.0625;
     cases.extend([None].into_iter().chain(ACTIVATIONS.map(Some)).map(|form| {
-        Case::new(
+        OpCase::new(
             format!("linear {form:?}"),
             &[&x, &weight, &bias],
             move |t| crate::linear(&t[0], &scaled(&t[1])?, Some(&t[2]), form),
@@ -215,8 +219,8 @@ fn linear_cases(rows: usize, width: usize) -> Vec<Case> {
     cases
 }
 
-/// Beside the operations that it is made of, which have cases of their own.
-fn swiglu_mlp_cases(rows: usize, width: usize) -> Vec<Case> {
+/// Returns cases of the operation alone; its parts have separate cases.
+fn swiglu_mlp_cases(rows: usize, width: usize) -> Vec<OpCase> {
     let parts = |t: &[Tensor]| -> Result<Tensor> {
         let gate = crate::linear(&t[0], &t[1], None, None)?;
         let up = crate::linear(&t[0], &t[2], None, None)?;
@@ -224,13 +228,13 @@ fn swiglu_mlp_cases(rows: usize, width: usize) -> Vec<Case> {
     };
     let shapes = [&[rows, width][..], &[7, width], &[7, width], &[5, 7], &[rows, 5]];
     vec![
-        Case::new(
+        OpCase::new(
             "swiglu_mlp",
             &shapes[..4],
             |t| crate::swiglu_mlp(&t[0], &t[1], &t[2], &t[3], None),
             move |t| Ok(parts(t)?),
         ),
-        Case::new(
+        OpCase::new(
             "swiglu_mlp with a residual",
             &shapes,
             |t| crate::swiglu_mlp(&t[0], &t[1], &t[2], &t[3], Some(&t[4])),
@@ -239,12 +243,12 @@ fn swiglu_mlp_cases(rows: usize, width: usize) -> Vec<Case> {
     ]
 }
 
-/// Beside a linear layer and the norm, which have cases of their own; of the results only the sum,
-/// only the norm, or both are used.
-fn linear_add_rms_norm_cases(rows: usize, width: usize) -> Vec<Case> {
+/// Returns cases that use only the sum, only the norm, or both. The linear layer and the norm have
+/// separate cases.
+fn linear_add_rms_norm_cases(rows: usize, width: usize) -> Vec<OpCase> {
     (0..3)
         .map(|used| {
-            Case::new(
+            OpCase::new(
                 format!("linear_add_rms_norm {used}"),
                 &[&[rows, width], &[8, width], &[rows, 8], &[8]],
                 move |t| {
@@ -261,7 +265,7 @@ fn linear_add_rms_norm_cases(rows: usize, width: usize) -> Vec<Case> {
         .collect()
 }
 
-/// One of two results, or both.
+/// Returns one of two results, or both.
 fn one_or_both(used: usize, (sum, norm): (Tensor, Tensor)) -> candle_core::Result<Tensor> {
     match used {
         0 => Ok(sum),
@@ -270,15 +274,15 @@ fn one_or_both(used: usize, (sum, norm): (Tensor, Tensor)) -> candle_core::Resul
     }
 }
 
-/// Beside two linear layers, which have cases of their own: the rounding is the same.
-fn mlp_cases(rows: usize, width: usize) -> Vec<Case> {
+/// Returns cases of the operation alone; linear layers have separate cases with the same rounding.
+fn mlp_cases(rows: usize, width: usize) -> Vec<OpCase> {
     let x = [rows, width];
     let up = [7, width];
     let bias = [7];
     let down = [5, 7];
     let down_bias = [5];
     let scaled = |weight: &Tensor| weight * 0.0625;
-    let mut cases = vec![Case::new(
+    let mut cases = vec![OpCase::new(
         "mlp Relu without biases",
         &[&x, &up, &down],
         |t| crate::mlp(&t[0], &t[1], None, Activation::Relu, &t[2], None),
@@ -288,7 +292,7 @@ fn mlp_cases(rows: usize, width: usize) -> Vec<Case> {
         },
     )];
     cases.extend(ACTIVATIONS.map(|form| {
-        Case::new(
+        OpCase::new(
             format!("mlp {form:?}"),
             &[&x, &up, &bias, &down, &down_bias],
             move |t| crate::mlp(&t[0], &scaled(&t[1])?, Some(&t[2]), form, &t[3], Some(&t[4])),
@@ -301,7 +305,7 @@ fn mlp_cases(rows: usize, width: usize) -> Vec<Case> {
     cases
 }
 
-fn cross_entropy_cases(rows: usize, classes: usize) -> Vec<Case> {
+fn cross_entropy_cases(rows: usize, classes: usize) -> Vec<OpCase> {
     let targets = indices(&[rows], classes.max(1)).to_dtype(DType::I64).unwrap();
     let weights = numbers(&[rows], 5).abs().unwrap();
     let class_weights = numbers(&[classes], 6).abs().unwrap();
@@ -325,19 +329,19 @@ fn cross_entropy_case(
     number: usize,
     targets: &Tensor,
     config: CrossEntropyConfig,
-) -> Case {
+) -> OpCase {
     let values = |tensor: &Option<Tensor>| tensor.as_ref().map(|t| t.to_vec1::<f64>().unwrap());
     let row_weights = values(&config.row_weights);
     let class_weights = values(&config.class_weights);
     let weighted: Vec<_> = (targets.to_vec1::<i64>().unwrap().into_iter().enumerate())
         .map(|(row, class)| {
             let weight = row_weights.as_ref().map_or(1.0, |weights| weights[row]);
-            Target { class: class as usize, weight: if class == 1 { 0.0 } else { weight } }
+            RowTarget { class: class as usize, weight: if class == 1 { 0.0 } else { weight } }
         })
         .collect();
     let targets = targets.clone();
     let smoothing = config.label_smoothing;
-    Case::new(
+    OpCase::new(
         format!("cross_entropy {number}"),
         &[&[rows, classes]],
         move |t| Ok(crate::cross_entropy(&t[0], &targets, &config)?.sum),
@@ -346,7 +350,7 @@ fn cross_entropy_case(
 }
 
 /// Projections to heads that are rotated.
-fn linear_rope_cases(batch: usize, heads: usize, length: usize, half: usize) -> Vec<Case> {
+fn linear_rope_cases(batch: usize, heads: usize, length: usize, half: usize) -> Vec<OpCase> {
     let width = heads * 2 * half;
     let shapes = [&[batch, length, 7][..], &[width, 7], &[width]];
     let angles = move |t: &Tensor| -> candle_core::Result<[Tensor; 2]> {
@@ -356,7 +360,7 @@ fn linear_rope_cases(batch: usize, heads: usize, length: usize, half: usize) -> 
         Ok([like(angles.cos()?)?, like(angles.sin()?)?])
     };
     let case = |name: &str, n_inputs: usize| {
-        Case::new(
+        OpCase::new(
             name,
             &shapes[..n_inputs],
             move |t| {
@@ -373,26 +377,26 @@ fn linear_rope_cases(batch: usize, heads: usize, length: usize, half: usize) -> 
 }
 
 /// Rotations of [batch, heads, length, size] in both layouts and conventions.
-pub(super) fn rope_cases(batch: usize, heads: usize, length: usize, half: usize) -> Vec<Case> {
+pub(super) fn rope_cases(batch: usize, heads: usize, length: usize, half: usize) -> Vec<OpCase> {
     let shape = [batch, heads, length, 2 * half];
     let other = [batch, length, heads, 2 * half];
     // One position more than is used.
     let angles = numbers(&[length + 1, half], 9);
-    let at = move |t: &Tensor, function: fn(&Tensor) -> candle_core::Result<Tensor>| {
+    let index = move |t: &Tensor, function: fn(&Tensor) -> candle_core::Result<Tensor>| {
         // Numbers that all types have.
         function(&angles)?.to_dtype(DType::BF16)?.to_dtype(t.dtype())?.to_device(t.device())
     };
-    let apply = move |pairs: Pairs, heads_first: bool, t: &Tensor| -> Result<Tensor> {
-        let cos = at(t, Tensor::cos)?;
-        let sin = at(t, Tensor::sin)?;
+    let apply = move |pairs: PairLayout, heads_first: bool, t: &Tensor| -> Result<Tensor> {
+        let cos = index(t, Tensor::cos)?;
+        let sin = index(t, Tensor::sin)?;
         match (pairs, heads_first) {
-            (Pairs::Halves, true) => crate::rope(t, &cos, &sin),
-            (Pairs::Halves, false) => crate::rope_thd(t, &cos, &sin),
-            (Pairs::Neighbors, _) => crate::rope_i(t, &cos, &sin),
+            (PairLayout::Halves, true) => crate::rope(t, &cos, &sin),
+            (PairLayout::Halves, false) => crate::rope_thd(t, &cos, &sin),
+            (PairLayout::Neighbors, _) => crate::rope_i(t, &cos, &sin),
         }
     };
     let angles = numbers(&[length + 1, half], 9).narrow(0, 0, length).unwrap();
-    let reference = move |pairs: Pairs, heads_first: bool, t: &Tensor| {
+    let reference = move |pairs: PairLayout, heads_first: bool, t: &Tensor| {
         let exact = |x: Tensor| x.to_dtype(DType::BF16)?.to_dtype(t.dtype());
         let cos = exact(angles.cos()?)?;
         let sin = exact(angles.sin()?)?;
@@ -402,11 +406,12 @@ pub(super) fn rope_cases(batch: usize, heads: usize, length: usize, half: usize)
         composed::rope(&t.transpose(1, 2)?, &cos, &sin, pairs)?.transpose(1, 2)
     };
     let mut cases = linear_rope_cases(batch, heads, length, half);
-    let forms = [(Pairs::Halves, true), (Pairs::Halves, false), (Pairs::Neighbors, true)];
+    let forms =
+        [(PairLayout::Halves, true), (PairLayout::Halves, false), (PairLayout::Neighbors, true)];
     for (pairs, heads_first) in forms {
         let apply = apply.clone();
         let reference = reference.clone();
-        cases.push(Case::new(
+        cases.push(OpCase::new(
             format!("rope {pairs:?}, heads first: {heads_first}"),
             &[if heads_first { &shape } else { &other }],
             move |t| apply(pairs, heads_first, &t[0]),
@@ -418,7 +423,7 @@ pub(super) fn rope_cases(batch: usize, heads: usize, length: usize, half: usize)
 
 /// The sizes of attention.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Attending {
+pub(super) struct AttentionSizes {
     pub(super) batch: usize,
     pub(super) queries: usize,
     pub(super) keys: usize,
@@ -427,9 +432,9 @@ pub(super) struct Attending {
     pub(super) size: usize,
 }
 
-/// Attention of separate inputs, with and without what can be configured, and of packed ones.
-pub(super) fn attention_cases(sizes: Attending) -> Vec<Case> {
-    let Attending { batch, queries, keys, key_heads, group, size } = sizes;
+/// Returns attention of separate inputs, with and without options, and of packed inputs.
+pub(super) fn attention_cases(sizes: AttentionSizes) -> Vec<OpCase> {
+    let AttentionSizes { batch, queries, keys, key_heads, group, size } = sizes;
     let heads = key_heads * group;
     let lengths = (0..batch).map(|sequence| 1 + (sequence * 5 + 1) % keys).collect();
     let mask = numbers(&[batch, 1, queries, keys], 3);
@@ -453,20 +458,22 @@ pub(super) fn attention_cases(sizes: Attending) -> Vec<Case> {
         .enumerate()
         .map(|(number, config)| {
             let same = config.clone();
-            Case::new(
+            OpCase::new(
                 format!("attention {number} {sizes:?}"),
                 &shapes,
                 move |t| {
                     let mut config = config.clone();
-                    let here = |mask: Tensor| mask.to_device(t[0].device());
-                    config.mask = config.mask.map(here).transpose()?;
+                    config.mask = config
+                        .mask
+                        .map(|mask: Tensor| mask.to_device(t[0].device()))
+                        .transpose()?;
                     crate::attention(&t[0], &t[1], &t[2], &config)
                 },
                 move |t| composed::attention(&t[0], &t[1], &t[2], &same),
             )
         })
         .collect();
-    cases.push(Case::new(
+    cases.push(OpCase::new(
         format!("packed attention {sizes:?}"),
         &[&[batch, keys, (heads + 2 * key_heads) * size]],
         move |t| crate::attention_packed(&t[0], heads, key_heads, &AttentionConfig::causal()),
@@ -475,9 +482,9 @@ pub(super) fn attention_cases(sizes: Attending) -> Vec<Case> {
     cases
 }
 
-/// Some of everything, small.
-pub(super) fn all_cases() -> Vec<Case> {
-    let sizes = Attending { batch: 2, queries: 3, keys: 5, key_heads: 2, group: 2, size: 4 };
+/// Returns a small case of every operation.
+pub(super) fn all_cases() -> Vec<OpCase> {
+    let sizes = AttentionSizes { batch: 2, queries: 3, keys: 5, key_heads: 2, group: 2, size: 4 };
     let mut cases = row_cases(4, 7);
     cases.extend(rope_cases(2, 3, 4, 3));
     cases.extend(attention_cases(sizes));
@@ -485,20 +492,20 @@ pub(super) fn all_cases() -> Vec<Case> {
 }
 
 /// A result and the gradients of its inputs.
-pub(super) struct Outcome {
+pub(super) struct OpOutcome {
     pub(super) y: Tensor,
     pub(super) grads: Vec<Tensor>,
 }
 
 /// Runs a form on variables, with a gradient of the result that differs from element to element.
-pub(super) fn run(form: &Form, inputs: &[Tensor]) -> Outcome {
+pub(super) fn run(form: &Form, inputs: &[Tensor]) -> OpOutcome {
     let vars: Vec<_> = inputs.iter().map(|input| Var::from_tensor(input).unwrap()).collect();
     let tensors: Vec<_> = vars.iter().map(|var| var.as_tensor().clone()).collect();
     run_on(form, &tensors, &vars)
 }
 
-/// As [`run`], on tensors that were made of variables.
-pub(super) fn run_on(form: &Form, tensors: &[Tensor], vars: &[Var]) -> Outcome {
+/// Runs like [`run`], on tensors that were computed from variables.
+pub(super) fn run_on(form: &Form, tensors: &[Tensor], vars: &[Var]) -> OpOutcome {
     let y = form(tensors).unwrap();
     let seed = numbers(y.dims(), 77).to_dtype(y.dtype()).unwrap().to_device(y.device()).unwrap();
     let store = (&y * seed).unwrap().sum_all().unwrap().backward().unwrap();
@@ -507,26 +514,26 @@ pub(super) fn run_on(form: &Form, tensors: &[Tensor], vars: &[Var]) -> Outcome {
         None => var.zeros_like().unwrap(),
     });
     let grads = grads.collect();
-    Outcome { y, grads }
+    OpOutcome { y, grads }
 }
 
-/// The elements of a tensor as f64.
+/// Returns the elements of a tensor as f64.
 pub(super) fn values(tensor: &Tensor) -> Vec<f64> {
     tensor.to_dtype(DType::F64).unwrap().flatten_all().unwrap().to_vec1().unwrap()
 }
 
-/// The largest difference over the largest element of the reference; NaN if there is a NaN.
+/// Returns the largest difference over the largest element of the reference; NaN if there is a NaN.
 pub(super) fn error(found: &Tensor, reference: &Tensor) -> f64 {
     assert_eq!(found.dims(), reference.dims());
     let found = values(found);
     let reference = values(reference);
     let off = largest(found.iter().zip(&reference).map(|(a, b)| a - b));
     let largest = largest(reference.iter().copied());
-    // A gradient that is zero but for rounding is no measure.
+    // A gradient of only rounding errors cannot be the reference.
     if largest < 1e-9 { off } else { off / largest }
 }
 
-/// The largest magnitude. `f64::max` would pass over a NaN, which here is the largest.
+/// Returns the largest magnitude. NaN counts as the largest; `f64::max` would ignore it.
 fn largest(values: impl Iterator<Item = f64>) -> f64 {
     values.map(f64::abs).max_by(f64::total_cmp).unwrap_or(0.0)
 }

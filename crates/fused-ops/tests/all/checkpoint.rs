@@ -56,7 +56,7 @@ fn backward(y: &Tensor) -> Result<GradStore> {
 }
 
 #[test]
-fn values_and_gradients_have_the_same_bits() -> Result<()> {
+fn recomputed_bits_are_equal() -> Result<()> {
     let ((block, vars), x) = (block()?, input()?);
     let plain = block.forward(&x)?;
     let inside = Arc::clone(&block);
@@ -74,7 +74,7 @@ fn values_and_gradients_have_the_same_bits() -> Result<()> {
 }
 
 #[test]
-fn checkpoints_follow_one_another_and_lie_within_each_other() -> Result<()> {
+fn checkpoints_chain_and_nest() -> Result<()> {
     let ((block, vars), x) = (block()?, input()?);
     let plain = block.forward(&block.forward(&x)?)?;
     let (outer, inner, inside) = (Arc::clone(&block), Arc::clone(&block), vars.clone());
@@ -95,7 +95,7 @@ fn checkpoints_follow_one_another_and_lie_within_each_other() -> Result<()> {
 }
 
 #[test]
-fn the_function_runs_once_forward_and_once_on_the_way_back() -> Result<()> {
+fn function_runs_once_per_pass() -> Result<()> {
     let (weight, x) = (Var::new(3.0, &Device::Cpu)?, Var::new(&[1.0, 2.0], &Device::Cpu)?);
     let runs = Arc::new(AtomicUsize::new(0));
     let (counter, inside) = (Arc::clone(&runs), weight.clone());
@@ -110,19 +110,19 @@ fn the_function_runs_once_forward_and_once_on_the_way_back() -> Result<()> {
 }
 
 #[test]
-fn a_variable_that_is_not_named_is_refused() -> Result<()> {
+fn undeclared_variable_is_rejected() -> Result<()> {
     let (weight, x) = (Var::new(3.0, &Device::Cpu)?, Var::new(&[1.0, 2.0], &Device::Cpu)?);
     let inside = weight.clone();
     let error = checkpoint(&[], &x, move |x| x.broadcast_mul(&inside)).unwrap_err();
     assert!(matches!(error, Error::Variable { shape, .. } if shape.is_empty()));
-    // What it would have got no gradient for may be detached.
+    // Variables that would get no gradient may be detached.
     let inside = weight.detach();
     checkpoint(&[], &x, move |x| x.broadcast_mul(&inside))?;
     Ok(())
 }
 
 #[test]
-fn variables_named_twice_or_not_read_get_what_is_theirs() -> Result<()> {
+fn duplicate_and_unused_vars_are_handled() -> Result<()> {
     let (weight, unused) = (Var::new(3.0, &Device::Cpu)?, Var::new(&[5.0], &Device::Cpu)?);
     let x = Tensor::new(&[1.0, 2.0], &Device::Cpu)?;
     let (vars, inside) = ([weight.clone(), unused.clone(), weight.clone()], weight.clone());
@@ -135,14 +135,14 @@ fn variables_named_twice_or_not_read_get_what_is_theirs() -> Result<()> {
 }
 
 #[test]
-fn what_depends_on_no_variable_has_no_history() -> Result<()> {
+fn untracked_result_has_no_history() -> Result<()> {
     let x = Tensor::new(&[1.0, 2.0], &Device::Cpu)?;
     assert!(!checkpoint(&[], &x, Tensor::sqr)?.track_op());
     Ok(())
 }
 
 #[test]
-fn a_failure_on_the_way_back_is_an_error() -> Result<()> {
+fn failure_in_backward_is_an_error() -> Result<()> {
     let x = Var::new(&[1.0, 2.0], &Device::Cpu)?;
     let runs = AtomicUsize::new(0);
     let y = checkpoint(&[], &x, move |x| match runs.fetch_add(1, Ordering::Relaxed) {

@@ -26,7 +26,7 @@ fn check<A: Module, B: Module>(
     Ok(())
 }
 
-/// The names and shapes of all variables.
+/// Returns the names and shapes of all variables.
 fn names(vars: &VarMap) -> Vec<(String, Vec<usize>)> {
     let vars = vars.data().lock().unwrap_or_else(std::sync::PoisonError::into_inner);
     let mut names: Vec<_> =
@@ -63,7 +63,7 @@ fn embedding() -> Result<()> {
 }
 
 #[test]
-fn llama_s_parameters_have_their_names() -> Result<()> {
+fn llama_parameters_have_their_names() -> Result<()> {
     let vars = VarMap::new();
     let vb = VarBuilder::from_varmap(&vars, DType::F32, &Device::Cpu);
     let sizes = layers::AttentionSizes::new(8, 4).with_key_heads(2).with_head_size(6);

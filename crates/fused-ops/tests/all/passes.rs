@@ -1,4 +1,4 @@
-//! Each backward pass gets its own gradients, whatever other passes through the graph do.
+//! Each backward pass gets its own gradients, independent of other passes through the graph.
 
 use std::{
     sync::atomic::{AtomicUsize, Ordering},
@@ -61,7 +61,7 @@ impl Graph {
         Self { x, outputs }
     }
 
-    /// The gradient of x in a pass that begins at some of the outputs, each times `scale`.
+    /// Returns the gradient of x in a pass from some of the outputs, each times `scale`.
     fn gradient(&self, used: &[usize], scale: f64) -> Result<Vec<f64>> {
         let mut loss = Tensor::new(0_f64, &Device::Cpu)?;
         for &output in used {
@@ -96,7 +96,7 @@ fn threads_share_a_graph() {
 }
 
 #[test]
-fn second_pass_begins_anew() {
+fn second_pass_starts_fresh() {
     for (name, operation) in WITH_TWO_OUTPUTS {
         let graph = Graph::new(operation);
         for output in [0, 1] {

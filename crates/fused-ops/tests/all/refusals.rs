@@ -6,7 +6,7 @@ use fused_ops::{Activation, AttentionConfig, CrossEntropyConfig, DropoutKey, Err
 use crate::support::numbers;
 
 #[test]
-fn shapes_that_do_not_fit_are_refused() {
+fn wrong_shapes_are_rejected() {
     let x = numbers(&[2, 3], 1);
     let bad = numbers(&[4], 1);
     let is_shape = |error: Error| matches!(error, Error::Shape { .. });
@@ -74,7 +74,7 @@ fn shapes_that_do_not_fit_are_refused() {
 }
 
 #[test]
-fn types_that_do_not_fit_are_refused() {
+fn wrong_dtypes_are_rejected() {
     let x = numbers(&[2, 3], 1);
     let single = numbers(&[3], 1).to_dtype(DType::F32).unwrap();
     let is_dtype = |error: Error| matches!(error, Error::DType { .. });
@@ -87,7 +87,7 @@ fn types_that_do_not_fit_are_refused() {
 }
 
 #[test]
-fn settings_out_of_range_are_refused() {
+fn invalid_settings_are_rejected() {
     let x = numbers(&[2, 3], 1);
     let is_setting = |error: Error| matches!(error, Error::Setting { .. });
     let key = DropoutKey { seed: 0, call: 0, offset: 0 };
@@ -114,7 +114,7 @@ fn settings_out_of_range_are_refused() {
 }
 
 #[test]
-fn indices_out_of_range_are_refused() {
+fn indexes_out_of_range_are_rejected() {
     let x = numbers(&[2, 3], 1);
     let config = CrossEntropyConfig::default();
     for bad in [-1_i64, 3] {
@@ -127,7 +127,7 @@ fn indices_out_of_range_are_refused() {
 }
 
 #[test]
-fn what_gets_no_gradient_must_not_want_one() {
+fn constant_inputs_must_not_track_gradients() {
     let is_gradient = |error: Error| matches!(error, Error::Gradient { .. });
     let x = numbers(&[1, 2, 3, 4], 1);
     let var = |shape: &[usize]| Var::from_tensor(&numbers(shape, 1)).unwrap();
@@ -142,7 +142,7 @@ fn what_gets_no_gradient_must_not_want_one() {
 }
 
 #[test]
-fn an_error_becomes_candle_s_and_keeps_its_words() {
+fn errors_convert_to_candle_errors() {
     let error = fused_ops::rms_norm(&numbers(&[2, 3], 1), &numbers(&[4], 1), 1e-5).unwrap_err();
     let words = "rms_norm: weight has the shape [4], expected [3]";
     assert_eq!(error.to_string(), words);

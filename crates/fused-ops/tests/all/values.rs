@@ -6,7 +6,7 @@ use fused_ops::{Activation, AttentionConfig, CrossEntropyConfig, DropoutKey};
 use crate::support::{numbers, values};
 
 #[test]
-fn rows_without_elements_stay_so() {
+fn empty_rows_stay_empty() {
     let x = numbers(&[3, 0], 1);
     let weight = numbers(&[0], 1);
     assert_eq!(fused_ops::rms_norm(&x, &weight, 1e-5).unwrap().dims(), [3, 0]);
@@ -19,7 +19,7 @@ fn rows_without_elements_stay_so() {
 }
 
 #[test]
-fn weights_without_elements_may_begin_behind_their_storage() {
+fn empty_weights_may_start_past_storage() {
     let x = numbers(&[1, 2, 3], 1);
     let rows = numbers(&[0, 5], 1).narrow(1, 2, 3).unwrap();
     let [no_rows, width] = [numbers(&[3, 0, 3], 1), numbers(&[0, 3], 1)]
@@ -46,7 +46,7 @@ fn activations_of_infinity() {
 }
 
 #[test]
-fn attention_without_a_score_is_nan_and_a_hidden_nan_is_not_seen() {
+fn fully_masked_attention_is_nan() {
     let x = numbers(&[1, 2, 1, 4], 1);
     let mask = Tensor::new(&[[f64::NEG_INFINITY; 2], [0.0; 2]], &Device::Cpu).unwrap();
     let y = fused_ops::attention(&x, &x, &x, &AttentionConfig::default().with_mask(mask)).unwrap();
@@ -66,7 +66,7 @@ fn attention_without_a_score_is_nan_and_a_hidden_nan_is_not_seen() {
 }
 
 #[test]
-fn a_row_of_weight_zero_may_have_any_logits() {
+fn zero_weight_row_may_be_nan() {
     let logits = Tensor::new(&[[1.0, 1.0], [f64::NAN, 0.0]], &Device::Cpu).unwrap();
     let logits = Var::from_tensor(&logits).unwrap();
     let targets = Tensor::new(&[0_u32, 0], &Device::Cpu).unwrap();
@@ -80,7 +80,7 @@ fn a_row_of_weight_zero_may_have_any_logits() {
 }
 
 #[test]
-fn gradients_of_a_row_picked_often_are_added_in_f32() {
+fn repeated_rows_sum_in_f32() {
     for half in [DType::F16, DType::BF16] {
         let table = Var::zeros((2, 3), half, &Device::Cpu).unwrap();
         let indices = Tensor::ones(1000, DType::U32, &Device::Cpu).unwrap();
@@ -91,7 +91,7 @@ fn gradients_of_a_row_picked_often_are_added_in_f32() {
 }
 
 #[test]
-fn which_elements_are_dropped_never_changes() {
+fn dropped_elements_are_pinned() {
     let x = Tensor::ones(12, DType::F32, &Device::Cpu).unwrap();
     let dropped = |seed, call| {
         let y = fused_ops::dropout(&x, 0.5, DropoutKey { seed, call, offset: 0 }).unwrap();
@@ -108,7 +108,7 @@ fn which_elements_are_dropped_never_changes() {
 }
 
 #[test]
-fn the_last_offset_is_one_too() {
+fn largest_offset_is_valid() {
     let x = Tensor::ones(1000, DType::F32, &Device::Cpu).unwrap();
     let key = DropoutKey { seed: 0, call: 0, offset: u64::MAX };
     let zeros = values(&fused_ops::dropout(&x, 0.5, key).unwrap());
@@ -116,7 +116,7 @@ fn the_last_offset_is_one_too() {
 }
 
 #[test]
-fn no_two_stretches_of_a_tensor_drop_alike() {
+fn ranges_drop_differently() {
     let x = Tensor::ones(40_000, DType::F32, &Device::Cpu).unwrap();
     let key = DropoutKey { seed: 0, call: 0, offset: 0 };
     let y = values(&fused_ops::dropout(&x, 0.5, key).unwrap());
@@ -125,7 +125,7 @@ fn no_two_stretches_of_a_tensor_drop_alike() {
 }
 
 #[test]
-fn as_many_elements_are_dropped_as_asked_for() {
+fn drop_rate_matches_probability() {
     let x = Tensor::ones(100_000, DType::F32, &Device::Cpu).unwrap();
     for probability in [0.0, 0.1, 0.5, 0.9] {
         let key = DropoutKey { seed: 3, call: 1, offset: 0 };
@@ -147,7 +147,7 @@ fn check_bits(found: &Tensor, expected: &Tensor, vars: &[&Var]) -> GradStore {
 }
 
 #[test]
-fn an_mlp_with_frozen_parameters_gives_the_others_their_gradients() {
+fn frozen_mlp_parameters_are_skipped() {
     let var = |shape: &[usize], seed| Var::from_tensor(&numbers(shape, seed)).unwrap();
     let x = var(&[1, 3], 1);
     let up_bias = var(&[4], 2);
@@ -163,7 +163,7 @@ fn an_mlp_with_frozen_parameters_gives_the_others_their_gradients() {
 }
 
 #[test]
-fn a_gated_mlp_has_the_bits_of_its_parts_and_frozen_parameters_have_no_gradient() {
+fn gated_mlp_equals_its_parts() {
     let var = |shape: &[usize], seed| Var::from_tensor(&numbers(shape, seed)).unwrap();
     let (x, gate, down, residual) =
         (var(&[2, 3], 1), var(&[4, 3], 2), var(&[2, 4], 3), var(&[2, 2], 5));
@@ -177,11 +177,10 @@ fn a_gated_mlp_has_the_bits_of_its_parts_and_frozen_parameters_have_no_gradient(
 }
 
 #[test]
-fn the_parts_of_attention_have_the_bits_of_their_operations() {
-    let var = |shape: &[usize], seed| Var::from_tensor(&numbers(shape, seed)).unwrap();
+fn attention_layer_equals_its_operations() {
     let [x, weight, residual, norm] =
         [(&[1, 3, 5][..], 1), (&[4, 5], 2), (&[1, 3, 4], 3), (&[4], 4)]
-            .map(|(shape, seed)| var(shape, seed));
+            .map(|(shape, seed)| Var::from_tensor(&numbers(shape, seed)).unwrap());
     let angles = numbers(&[3, 1], 6);
     let (cos, sin) = (angles.cos().unwrap(), angles.sin().unwrap());
     let project = || fused_ops::linear(&x, &weight, None, None).unwrap();

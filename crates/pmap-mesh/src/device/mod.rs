@@ -1,4 +1,4 @@
-//! Devices: tensors moved to them, and the threads of their kernels.
+//! Devices: moving tensors to them, and the threads of their kernels.
 
 pub(crate) mod threads;
 pub(crate) mod to_device;

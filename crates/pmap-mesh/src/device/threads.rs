@@ -1,10 +1,10 @@
-//! How many threads candle's kernels use.
+//! The number of threads that candle's kernels use.
 //!
-//! candle has two pools that all slots of a process share, and asks the environment alone how large
-//! they may be: `RAYON_NUM_THREADS` at every matrix product (without it, it reads the machine's
-//! list of processors, which takes 20 µs), and `CANDLE_NUM_THREADS` once, when the first large
-//! tensor is worked on element by element. That second pool works for one slot at a time; of one
-//! thread, it is none, and each slot works by itself.
+//! candle has two thread pools, which all slots of a process share, and only environment variables
+//! set their sizes. It reads `RAYON_NUM_THREADS` at every matrix product; if unset, it reads the
+//! machine's list of processors, which takes 20 µs. It reads `CANDLE_NUM_THREADS` once, at the
+//! first large elementwise operation. This second pool serves one slot at a time; with size 1
+//! candle skips it and each slot computes in its own thread.
 
 use std::{
     env,
@@ -20,30 +20,29 @@ use crate::{
     grid::MAX_DEVICES,
 };
 
-/// The environment variables that say how many threads candle's kernels use.
+/// The environment variables that set the sizes of candle's thread pools.
 pub const THREAD_VARIABLES: [&str; 2] = ["RAYON_NUM_THREADS", "CANDLE_NUM_THREADS"];
 
-/// Gives each of `slots` slots on this machine's processor its share of the cores, at least one;
-/// for the first line of `main`.
+/// Gives each of `slots` slots on this machine's processor an equal share of the cores, at least
+/// one. Call it in the first line of `main`.
 ///
-/// Otherwise candle lets the kernels of every slot spread over all cores, and slots wait for each
-/// other: a training step on two virtual devices has been seen to take 2.3 times as long. `slots`
-/// are those of a mesh of one process, or the processes that a launcher starts on this machine. A
-/// program that computes on GPUs only does not need it.
+/// Otherwise candle lets the kernels of every slot use all cores, and slots wait for each other: a
+/// training step on two virtual devices took up to 2.3 times as long. For a mesh in one process,
+/// `slots` is the size of the mesh; otherwise it is the number of processes that a launcher starts
+/// on this machine. A program that computes on GPUs only does not need this call.
 ///
-/// candle takes its numbers of threads from environment variables, so this sets those of
-/// [`THREAD_VARIABLES`] that are not set yet; what the user has set stays. That is sound only as
-/// long as no other thread can read the environment: if there is one, it is refused. Threads are
-/// counted on Linux, Android, macOS, iOS, FreeBSD and AIX; on Windows they need not be, since its
-/// environment may be changed at any time; on other systems it is refused, and the variables must
-/// be set before the program starts.
+/// candle takes its thread counts from environment variables, so this sets each of
+/// [`THREAD_VARIABLES`] that is unset; a value set by the user stays. Setting a variable is sound
+/// only while no other thread can read the environment, so the call fails if there is another
+/// thread. Threads are counted on Linux, Android, macOS, iOS, FreeBSD and AIX. On Windows the
+/// environment may be changed at any time, so they are not counted. On other systems the call
+/// fails: set the variables before the program starts.
 ///
 /// # Errors
 ///
-/// [`MeshError::Size`] for no slots. If a variable is not set: [`MeshError::ThreadsRun`] if the
-/// process has a second thread, such as a test, which runs beside others, or any program in which
-/// candle has computed something large; and [`MeshError::ThreadsUnknown`] where they cannot be
-/// counted.
+/// [`MeshError::Size`] for no slots. If a variable is unset: [`MeshError::ThreadsRun`] if the
+/// process has a second thread (a test, which runs in parallel with others, or a program in which
+/// candle has started its pools), and [`MeshError::ThreadsUnknown`] if threads cannot be counted.
 ///
 /// # Examples
 ///
@@ -67,14 +66,14 @@ pub fn init_threads(slots: usize) -> Result<()> {
     if unset.is_empty() {
         return Ok(());
     }
-    refuse_other_threads()?;
-    // Where the system does not say how many there are, one is right on every machine.
+    check_single_thread()?;
+    // If the core count is unknown, one is valid on every machine.
     let cores = thread::available_parallelism().map_or(1, usize::from);
     let share = (cores / slots).max(1).to_string();
     for name in unset {
         #[expect(unsafe_code, reason = "candle has no other setting for it")]
-        // SAFETY: This thread is the only one of the process, as was just checked, so nobody starts
-        // another one or reads the environment meanwhile. On Windows any thread may.
+        // SAFETY: The check above found no other thread in this process, so no thread can start one
+        // or read the environment here. On Windows any thread may set variables.
         unsafe {
             env::set_var(name, &share);
         }
@@ -82,7 +81,7 @@ pub fn init_threads(slots: usize) -> Result<()> {
     Ok(())
 }
 
-fn refuse_other_threads() -> Result<(), MeshError> {
+fn check_single_thread() -> Result<(), MeshError> {
     if cfg!(windows) {
         return Ok(());
     }
@@ -93,24 +92,24 @@ fn refuse_other_threads() -> Result<(), MeshError> {
     }
 }
 
-/// Whether slots of a process with these devices take threads from each other, of a mesh of so
-/// many.
+/// Returns true if the slots of a process compete for threads, given the devices of the process and
+/// the number of slots in the mesh.
 ///
-/// Over several processes each has pools of its own, and how many of them run on this machine only
-/// their launcher knows.
-pub(crate) fn are_shared(devices: &[Device], slots: usize) -> bool {
+/// Processes have separate pools, and only the launcher knows how many processes run on this
+/// machine.
+pub(crate) fn compete_for_threads(devices: &[Device], slots: usize) -> bool {
     slots > 1 && devices.len() == slots && devices.iter().all(Device::is_cpu)
 }
 
-/// Says once, on standard error, that `slots` slots on a processor will wait for each other.
-pub(crate) fn warn_if_shared(slots: usize) {
+/// Warns once, on standard error, that `slots` slots on a processor will wait for each other.
+pub(crate) fn warn_if_competing(slots: usize) {
     static ONCE: Once = Once::new();
     if THREAD_VARIABLES.into_iter().all(|name| env::var_os(name).is_some()) {
         return;
     }
     ONCE.call_once(|| {
         let [rayon, candle] = THREAD_VARIABLES;
-        // If nobody reads it, nothing is lost.
+        // A closed standard error loses only the warning.
         drop(writeln!(
             io::stderr(),
             "warning: {slots} slots on one processor share candle's threads and wait for each \
@@ -125,11 +124,11 @@ mod tests {
     use super::*;
 
     #[test]
-    fn slots_of_one_process_share_threads_and_processes_do_not() {
+    fn slots_of_one_process_compete() {
         let two = [Device::Cpu, Device::Cpu];
-        assert!(are_shared(&two, 2));
-        assert!(!are_shared(&two[..1], 1));
-        assert!(!are_shared(&two[..1], 2));
-        assert!(!are_shared(&two, 4));
+        assert!(compete_for_threads(&two, 2));
+        assert!(!compete_for_threads(&two[..1], 1));
+        assert!(!compete_for_threads(&two[..1], 2));
+        assert!(!compete_for_threads(&two, 4));
     }
 }

@@ -1,4 +1,4 @@
-//! Who owns what of some tensors: runs of their items.
+//! The ownership of some tensors' items by the ranks of a group.
 
 use std::{fmt, ops::Range, sync::Arc};
 
@@ -7,25 +7,25 @@ use core_types::Fingerprint;
 
 use crate::error::{LayoutFault, Result, ValueError};
 
-/// A run of the items of one of several tensors, in row-major order.
+/// A range of one tensor's items, in row-major order.
 #[derive(Clone, Debug, PartialEq, Eq)]
-#[expect(clippy::exhaustive_structs, reason = "a run is this")]
+#[expect(clippy::exhaustive_structs, reason = "the two fields define a run")]
 pub struct Run {
-    /// Which of the tensors, from 0.
+    /// The index of the tensor.
     pub tensor: usize,
-    /// Which of its items.
+    /// The items of the tensor.
     pub items: Range<usize>,
 }
 
-/// Which runs of the items of some tensors each rank of a group owns: every item has one owner.
+/// The ranges of items of some tensors that each rank of a group owns. Every item has one owner.
 ///
-/// What [`Replica::gather_runs`](crate::Replica::gather_runs) puts together and
-/// [`Replica::reduce_runs`](crate::Replica::reduce_runs) takes apart. It is checked once, when it
-/// is made; cloning is cheap.
+/// [`Replica::gather_runs`](crate::Replica::gather_runs) gathers the tensors from the runs, and
+/// [`Replica::reduce_runs`](crate::Replica::reduce_runs) reduces gradients into the runs. The
+/// layout is checked once, in `new`; cloning is cheap.
 ///
 /// # Examples
 ///
-/// A weight and a bias on two ranks, the first of which owns two of the weight's three rows:
+/// A weight and a bias on two ranks; the first owns two of the weight's three rows:
 ///
 /// ```
 /// use candle_core::DType;
@@ -37,41 +37,41 @@ pub struct Run {
 /// let layout = RunLayout::new("head", tensors, [first.clone(), second])?;
 /// assert_eq!((layout.ranks(), layout.runs(0)), (2, &first[..]));
 ///
-/// // Nobody owns the bias.
+/// // The bias has no owner.
 /// assert!(RunLayout::new("head", [(vec![2], DType::F32)], [vec![], vec![]]).is_err());
 /// # Ok::<(), pmap_mesh::Error>(())
 /// ```
 #[derive(Clone)]
-pub struct RunLayout(Arc<Inner>);
+pub struct RunLayout(Arc<LayoutInner>);
 
-struct Inner {
+struct LayoutInner {
     name: String,
     tensors: Vec<(Shape, DType)>,
     by_rank: Arc<[Vec<Run>]>,
-    /// For each tensor its runs that are not empty, in the order of their items.
-    by_tensor: Vec<Vec<Owned>>,
-    /// What collectives with this layout say of themselves, and must agree in.
+    /// The non-empty runs of each tensor, in the order of their items.
+    by_tensor: Vec<Vec<OwnedRun>>,
+    /// The part of a collective's description that must agree: name and fingerprint.
     detail: String,
 }
 
-/// A run as its tensor sees it: number `n_th` of the runs of rank `rank`.
+/// A run of a tensor: number `index` of the runs of rank `rank`.
 #[derive(Clone, Debug)]
-pub(crate) struct Owned {
+pub(crate) struct OwnedRun {
     pub(crate) rank: usize,
-    pub(crate) n_th: usize,
+    pub(crate) index: usize,
     pub(crate) items: Range<usize>,
 }
 
 impl RunLayout {
-    /// The layout of tensors with these shapes and types, of which each rank owns the runs that
-    /// stand in its list.
+    /// Builds the layout of tensors with these shapes and dtypes, with a list of runs for each
+    /// rank.
     ///
-    /// `name` says in errors what the tensors are, such as the name of a layer. Runs may be empty.
+    /// Errors show `name`, such as the name of a layer. Runs may be empty.
     ///
     /// # Errors
     ///
-    /// [`ValueError::Layout`] if a run is not of one of the tensors, an item has not exactly one
-    /// owner, or a tensor has more bytes than can be addressed.
+    /// [`ValueError::Layout`] if a run is not within one of the tensors, an item does not have
+    /// exactly one owner, or a tensor has more bytes than can be addressed.
     pub fn new(
         name: impl Into<String>,
         tensors: impl IntoIterator<Item = (impl Into<Shape>, DType)>,
@@ -81,28 +81,28 @@ impl RunLayout {
         let tensors: Vec<(Shape, DType)> =
             tensors.into_iter().map(|(shape, dtype)| (shape.into(), dtype)).collect();
         let by_rank: Arc<[Vec<Run>]> = runs.into_iter().collect();
-        let by_tensor = by_tensor(&tensors, &by_rank)
+        let by_tensor = group_by_tensor(&tensors, &by_rank)
             .map_err(|fault| ValueError::Layout { layout: name.clone(), fault })?;
         let detail = format!("({name}, layout {:016x})", fingerprint(&tensors, &by_rank));
-        Ok(Self(Arc::new(Inner { name, tensors, by_rank, by_tensor, detail })))
+        Ok(Self(Arc::new(LayoutInner { name, tensors, by_rank, by_tensor, detail })))
     }
 
-    /// What the tensors are called in errors.
+    /// Returns the name that errors show.
     pub fn name(&self) -> &str {
         &self.0.name
     }
 
-    /// The number of ranks that own something or nothing.
+    /// Returns the number of ranks, including ranks that own nothing.
     pub fn ranks(&self) -> usize {
         self.0.by_rank.len()
     }
 
-    /// The shapes and types of the tensors.
+    /// Returns the shapes and dtypes of the tensors.
     pub fn tensors(&self) -> &[(Shape, DType)] {
         &self.0.tensors
     }
 
-    /// The runs that a rank owns, in the order in which it was given them.
+    /// Returns the runs that a rank owns, in the order of its list.
     ///
     /// # Panics
     ///
@@ -115,8 +115,8 @@ impl RunLayout {
         &self.0.by_rank
     }
 
-    /// For each tensor its runs that are not empty, in the order of their items.
-    pub(crate) fn owners(&self) -> &[Vec<Owned>] {
+    /// Returns the non-empty runs of each tensor, in the order of their items.
+    pub(crate) fn owners(&self) -> &[Vec<OwnedRun>] {
         &self.0.by_tensor
     }
 
@@ -135,24 +135,29 @@ impl fmt::Debug for RunLayout {
     }
 }
 
-fn by_tensor(
+fn group_by_tensor(
     tensors: &[(Shape, DType)],
     by_rank: &[Vec<Run>],
-) -> Result<Vec<Vec<Owned>>, LayoutFault> {
+) -> Result<Vec<Vec<OwnedRun>>, LayoutFault> {
     let sizes: Vec<usize> =
-        tensors.iter().enumerate().map(|(n, x)| size_of_tensor(n, x)).collect::<Result<_, _>>()?;
-    let mut by_tensor: Vec<Vec<Owned>> = vec![Vec::new(); tensors.len()];
+        tensors.iter().enumerate().map(|(n, x)| checked_size(n, x)).collect::<Result<_, _>>()?;
+    let mut by_tensor: Vec<Vec<OwnedRun>> = vec![Vec::new(); tensors.len()];
     for (rank, runs) in by_rank.iter().enumerate() {
-        for (n_th, Run { tensor, items }) in runs.iter().enumerate() {
+        for (index, Run { tensor, items }) in runs.iter().enumerate() {
             let tensor = *tensor;
             let Some(&size) = sizes.get(tensor) else {
-                return Err(LayoutFault::NoSuchTensor { rank, tensor, tensors: sizes.len() });
+                return Err(LayoutFault::TensorOutOfRange { rank, tensor, tensors: sizes.len() });
             };
             if items.start > items.end || items.end > size {
-                return Err(LayoutFault::NoSuchItems { rank, tensor, items: items.clone(), size });
+                return Err(LayoutFault::ItemsOutOfRange {
+                    rank,
+                    tensor,
+                    items: items.clone(),
+                    size,
+                });
             }
             if !items.is_empty() {
-                by_tensor[tensor].push(Owned { rank, n_th, items: items.clone() });
+                by_tensor[tensor].push(OwnedRun { rank, index, items: items.clone() });
             }
         }
     }
@@ -163,33 +168,40 @@ fn by_tensor(
     Ok(by_tensor)
 }
 
-/// How many items a tensor has, if its bytes can be addressed.
-fn size_of_tensor(tensor: usize, (shape, dtype): &(Shape, DType)) -> Result<usize, LayoutFault> {
+/// Returns the number of items of a tensor, if its bytes can be addressed.
+fn checked_size(tensor: usize, (shape, dtype): &(Shape, DType)) -> Result<usize, LayoutFault> {
     let dims = shape.dims();
     let size = dims.iter().try_fold(1_usize, |size, &dim| size.checked_mul(dim));
-    let is_addressed = |size: &usize| {
+    size.filter(|size| {
         size.checked_mul(dtype.size_in_bytes()).is_some_and(|n| n <= isize::MAX.unsigned_abs())
-    };
-    size.filter(is_addressed).ok_or_else(|| LayoutFault::TooLarge { tensor, dims: dims.to_vec() })
+    })
+    .ok_or_else(|| LayoutFault::TooLarge { tensor, dims: dims.to_vec() })
 }
 
-/// Checks that sorted runs follow each other from the first item to the last.
-fn check_owners(tensor: usize, owners: &[Owned], size: usize) -> Result<(), LayoutFault> {
+/// Checks that sorted runs cover all items without gaps or overlaps.
+fn check_owners(tensor: usize, owners: &[OwnedRun], size: usize) -> Result<(), LayoutFault> {
     let mut end = 0;
     let mut last = None;
     for owned in owners {
         match last {
             Some(first) if owned.items.start < end => {
                 let item = owned.items.start;
-                return Err(LayoutFault::TwoOwners { tensor, item, first, second: owned.rank });
+                return Err(LayoutFault::OverlappingRuns {
+                    tensor,
+                    item,
+                    first,
+                    second: owned.rank,
+                });
             }
-            _ if owned.items.start > end => return Err(LayoutFault::NoOwner { tensor, item: end }),
+            _ if owned.items.start > end => {
+                return Err(LayoutFault::MissingOwner { tensor, item: end });
+            }
             _ => {}
         }
         end = owned.items.end;
         last = Some(owned.rank);
     }
-    if end < size { Err(LayoutFault::NoOwner { tensor, item: end }) } else { Ok(()) }
+    if end < size { Err(LayoutFault::MissingOwner { tensor, item: end }) } else { Ok(()) }
 }
 
 fn fingerprint(tensors: &[(Shape, DType)], by_rank: &[Vec<Run>]) -> u64 {
@@ -227,47 +239,47 @@ mod tests {
     }
 
     #[test]
-    fn owners_stand_in_the_order_of_the_items() {
+    fn owners_are_sorted_by_items() {
         let layout = layout([vec![run(0, 4..6), run(1, 0..0)], vec![run(0, 1..4), run(0, 0..1)]]);
         let owners: Vec<_> = layout.unwrap().owners()[0]
             .iter()
-            .map(|owned| (owned.rank, owned.n_th, owned.items.clone()))
+            .map(|owned| (owned.rank, owned.index, owned.items.clone()))
             .collect();
         assert_eq!(owners, [(1, 1, 0..1), (1, 0, 1..4), (0, 0, 4..6)]);
     }
 
     #[test]
-    fn every_item_has_one_owner() {
+    fn gaps_and_overlaps_are_rejected() {
         let fault = |runs| match layout(runs) {
             Err(Error::Value(ValueError::Layout { layout, fault })) if layout == "unit" => fault,
             other => panic!("{other:?}"),
         };
         let missing = fault([vec![run(0, 0..3)], vec![run(0, 4..6)]]);
-        assert!(matches!(missing, LayoutFault::NoOwner { tensor: 0, item: 3 }));
+        assert!(matches!(missing, LayoutFault::MissingOwner { tensor: 0, item: 3 }));
         let missing = fault([vec![run(0, 0..3)], vec![run(0, 3..5)]]);
-        assert!(matches!(missing, LayoutFault::NoOwner { tensor: 0, item: 5 }));
+        assert!(matches!(missing, LayoutFault::MissingOwner { tensor: 0, item: 5 }));
         let twice = fault([vec![run(0, 0..4)], vec![run(0, 3..6)]]);
         assert!(matches!(
             twice,
-            LayoutFault::TwoOwners { tensor: 0, item: 3, first: 0, second: 1 }
+            LayoutFault::OverlappingRuns { tensor: 0, item: 3, first: 0, second: 1 }
         ));
         for outside in
             [run(0, 0..7), run(1, 0..1), Run { tensor: 0, items: Range { start: 3, end: 2 } }]
         {
             let fault = fault([vec![], vec![outside]]);
-            assert!(matches!(fault, LayoutFault::NoSuchItems { rank: 1, .. }), "{fault:?}");
+            assert!(matches!(fault, LayoutFault::ItemsOutOfRange { rank: 1, .. }), "{fault:?}");
         }
     }
 
     #[test]
-    fn a_run_of_no_tensor_is_refused_as_such() {
+    fn tensor_out_of_range_is_rejected() {
         let fault = layout([vec![], vec![run(2, 0..0)]]).unwrap_err();
-        let text = "rank 1 owns items of tensor 2, and there are 2 tensors";
+        let text = "rank 1 owns items of tensor 2, but there are only 2 tensors";
         assert!(fault.to_string().contains(text), "{fault}");
     }
 
     #[test]
-    fn a_tensor_that_cannot_be_addressed_is_refused() {
+    fn oversized_tensor_is_rejected() {
         for dims in [[usize::MAX, 2], [isize::MAX.unsigned_abs() / 4 + 1, 1]] {
             let refused = RunLayout::new("x", [(dims.to_vec(), DType::F32)], [vec![]]);
             assert!(
@@ -284,7 +296,7 @@ mod tests {
     }
 
     #[test]
-    fn layouts_that_differ_have_other_details() {
+    fn details_distinguish_layouts() {
         let halves = layout([vec![run(0, 0..3)], vec![run(0, 3..6)]]).unwrap();
         let thirds = layout([vec![run(0, 0..2)], vec![run(0, 2..6)]]).unwrap();
         assert_eq!(halves.detail(), halves.clone().detail());

@@ -1,5 +1,4 @@
-//! The seam between what replicas ask for and how it gets done: threads of one process, or
-//! something over a network.
+//! The interface between replicas and transports: threads of one process, MPI, or NCCL.
 
 pub(crate) mod layout;
 #[cfg(feature = "mpi")]
@@ -19,216 +18,218 @@ use crate::{
     axes::{AxisSet, MeshAxes},
     engine::{
         layout::{Run, RunLayout},
-        traffic::Counter,
+        traffic::TrafficCounter,
     },
     error::{self, Error, MeshError, ProcessError, call::CollectiveCall},
     grid::Topology,
     reduce::Reduction,
 };
 
-/// How the slots of a mesh talk to each other; lives as long as the mesh.
+/// The transport of a mesh, which lives as long as the mesh.
 pub(crate) trait Backend: fmt::Debug + Send + Sync {
-    /// Begins a call of a parallel function: an engine for each slot of this process, in order.
+    /// Begins a call of a parallel function. Returns an engine for each slot of this process, in
+    /// order.
     fn begin(&self) -> Vec<Arc<dyn Engine>>;
 
-    /// Refuses a call from a thread that must not make it since another one calls other meshes.
+    /// Rejects a call from a thread that must not make it because another thread calls other
+    /// meshes.
     ///
     /// # Errors
     ///
-    /// [`ProcessError::OtherThread`].
+    /// [`ProcessError::WrongThread`].
     fn check_caller(&self) -> error::Result<(), ProcessError> {
         Ok(())
     }
 
-    /// What counts the collectives of each slot of this process, in order.
-    fn counters(&self) -> &[Counter];
+    /// Returns the traffic counters of this process's slots, in order.
+    fn counters(&self) -> &[TrafficCounter];
 
-    /// The lists of all slots, given those of this process's slots, or why it has none: then all
-    /// processes fail, this one with its error. Called between two calls by every process, for
+    /// Returns the lists of all slots, given the lists of this process's slots, or its error; an
+    /// error fails all processes. Every process makes this call between two calls of functions, for
     /// the same `purpose`.
     ///
     /// # Errors
     ///
-    /// That of `lists`, and [`ProcessError::Peer`] if another process has none.
+    /// The error of `lists`, and [`ProcessError::Peer`] if another process passes an error.
     fn process_allgather(
         &self,
-        purpose: Purpose,
+        purpose: AllgatherPurpose,
         lists: error::Result<Vec<Vec<Tensor>>>,
     ) -> error::Result<Vec<Vec<Tensor>>>;
 }
 
-/// For what processes tell each other something between two calls.
+/// The reason for an exchange between two calls.
 #[derive(Clone, Copy, Debug)]
-pub(crate) enum Purpose {
-    /// Their user asked for it.
+pub(crate) enum AllgatherPurpose {
+    /// A call of the user.
     User,
-    /// The results of a call are put together.
+    /// The results of a call must be joined.
     Results,
 }
 
 /// Moves tensors between the replicas of a group, for one replica in one call.
 ///
-/// Every collective is called by all members of `site` with a `site.call` that agrees, and returns
-/// to each its own result. Tensors come without a gradient graph and may lie on any device; results
-/// lie on the device of what was given. An engine checks that calls agree, adds up in rank order,
-/// and never leaves a member waiting for one that has failed or gone: it returns an error whose
-/// cause [`failure`](Self::failure) knows.
+/// All members of `ctx` call every collective with a `ctx.call` that agrees, and each gets its
+/// own result. Tensors arrive without a gradient graph, on any device; results are on the device of
+/// the argument. An engine checks that calls agree, and sums in rank order. It never leaves a
+/// member waiting for one that has failed or returned: it returns an error, and
+/// [`failure`](Self::failure) returns the cause.
 pub(crate) trait Engine: fmt::Debug + Send + Sync {
-    /// `x` reduced over all members.
-    fn all_reduce(&self, site: &Site, x: &Tensor, reduction: Reduction) -> Result<Tensor>;
+    /// Returns `x` reduced over all members.
+    fn all_reduce(&self, ctx: &GroupContext, x: &Tensor, reduction: Reduction) -> Result<Tensor>;
 
-    /// The tensors of all members, by rank.
-    fn all_gather(&self, site: &Site, x: &Tensor) -> Result<Gathered>;
+    /// Returns the tensors of all members, by rank.
+    fn all_gather(&self, ctx: &GroupContext, x: &Tensor) -> Result<GatheredTensors>;
 
-    /// The n-th of the tensors that each member passed, where n is this member's rank.
-    fn all_to_all(&self, site: &Site, parts: Vec<Tensor>) -> Result<Vec<Tensor>>;
+    /// Returns the n-th tensor of each member, where n is this member's rank.
+    fn all_to_all(&self, ctx: &GroupContext, parts: Vec<Tensor>) -> Result<Vec<Tensor>>;
 
-    /// What the member of rank `from` sends, if this one is sent something; all members name the
-    /// same type and shape.
-    fn receive(&self, site: &Site, message: &Message<'_>) -> Result<Option<Tensor>>;
+    /// Returns the tensor of rank `from`, if this member receives one. All members pass the same
+    /// dtype and shape.
+    fn receive(&self, ctx: &GroupContext, message: &SendReceive<'_>) -> Result<Option<Tensor>>;
 
-    /// Carries out a collective of lists in a group of several members.
-    fn run(&self, site: &Site, work: Work) -> Result<Vec<Tensor>>;
+    /// Runs a collective of lists in a group of several members.
+    fn run(&self, ctx: &GroupContext, work: ListRequest) -> Result<Vec<Tensor>>;
 
-    /// Begins one, without waiting for the others; the result must be waited for.
-    fn start(&self, site: &Site, work: Work) -> Result<Box<dyn PendingCollective>>;
+    /// Starts a collective of lists without waiting for the other members.
+    fn start(&self, ctx: &GroupContext, work: ListRequest) -> Result<Box<dyn PendingCollective>>;
 
-    /// Returns when all members have called it.
-    fn barrier(&self, site: &Site) -> Result<()>;
+    /// Waits until all members have called it.
+    fn barrier(&self, ctx: &GroupContext) -> Result<()>;
 
-    /// What counts this slot's collectives.
-    fn counter(&self) -> &Counter;
+    /// Returns the traffic counter of this slot.
+    fn counter(&self) -> &TrafficCounter;
 
-    /// Says that this replica has returned, to those who would wait for it.
+    /// Records that this replica has returned, so that no other replica waits for it.
     fn finish(&self);
 
-    /// Ends the call for all replicas because this one failed.
+    /// Fails the call for all replicas because this one failed.
     fn fail(&self, error: Error);
 
-    /// Whether the call has ended because a replica waited for longer than the mesh allows, and others
-    /// may run on.
-    fn is_late(&self) -> bool {
+    /// Returns true if the call failed because a replica's wait passed the deadline; other replicas
+    /// may still run.
+    fn deadline_passed(&self) -> bool {
         false
     }
 
-    /// The error that ended the call, if one did; asked of one of its engines when all replicas
-    /// have ended, or are waited for no longer.
+    /// Returns the error that ended the call, if any. Called on one engine of the call, after all
+    /// replicas have ended or the call has stopped waiting for them.
     fn failure(&self) -> Option<Error>;
 }
 
-/// What all members of a group have gathered.
+/// The gathered tensors of all members of a group.
 #[derive(Debug)]
-pub(crate) enum Gathered {
-    /// What each member passed, by rank.
+pub(crate) enum GatheredTensors {
+    /// The tensor of each member, by rank.
     Parts(Vec<Tensor>),
-    /// The same in one tensor.
-    EndToEnd {
+    /// All items in one tensor.
+    Concatenated {
         /// The items of all members in one dimension, by rank.
         items: Tensor,
-        /// The shape of what each member passed, by rank.
+        /// The shape of each member's tensor, by rank.
         shapes: Vec<Vec<usize>>,
     },
 }
 
-impl Gathered {
-    /// The size in a dimension of what each member passed, by rank.
+impl GatheredTensors {
+    /// Returns the size of each member's tensor in a dimension, by rank.
     pub(crate) fn sizes(&self, dim: usize) -> Vec<usize> {
         match self {
             Self::Parts(parts) => parts.iter().map(|part| part.dims()[dim]).collect(),
-            Self::EndToEnd { shapes, .. } => shapes.iter().map(|shape| shape[dim]).collect(),
+            Self::Concatenated { shapes, .. } => shapes.iter().map(|shape| shape[dim]).collect(),
         }
     }
 
-    /// What each member passed, by rank.
+    /// Returns the tensor of each member, by rank.
     pub(crate) fn into_parts(self) -> Result<Vec<Tensor>> {
         let (items, shapes) = match self {
             Self::Parts(parts) => return Ok(parts),
-            Self::EndToEnd { items, shapes } => (items, shapes),
+            Self::Concatenated { items, shapes } => (items, shapes),
         };
         let mut start = 0;
-        let part = |shape: &Vec<usize>| {
+        let mut parts = Vec::with_capacity(shapes.len());
+        for shape in shapes {
             let n_items = shape.iter().product();
-            let part = items.narrow(0, start, n_items)?.reshape(shape.as_slice());
+            parts.push(items.narrow(0, start, n_items)?.reshape(shape)?);
             start += n_items;
-            part
-        };
-        shapes.iter().map(part).collect()
+        }
+        Ok(parts)
     }
 }
 
-/// What a member sends and receives in a collective in which not all do both.
+/// The part of one member in a collective in which some members only send or only receive.
 #[derive(Debug)]
-pub(crate) struct Message<'a> {
-    /// Of the type and shape of what is sent, on the device on which this member receives it.
+pub(crate) struct SendReceive<'a> {
+    /// The tensor to send; otherwise a tensor of the same dtype and shape, on the device for the
+    /// received one.
     pub(crate) x: &'a Tensor,
-    /// Whether `x` is sent to anybody, this member included. Of what is not, only type and shape
-    /// count.
+    /// Whether `x` is sent to any member, including this one.
     pub(crate) is_sent: bool,
-    /// Whose `x` this member receives.
+    /// The rank from which this member receives, if any.
     pub(crate) from: Option<usize>,
 }
 
-/// A collective of lists of tensors.
+/// A request for a collective of lists of tensors.
 #[derive(Debug)]
-pub(crate) enum Work {
-    /// Returns the tensors of a layout, each a leaf of candle's graph, put together of the runs
-    /// that each member owns.
+pub(crate) enum ListRequest {
+    /// Gathers the tensors of a layout from the runs that each member owns. Each is a leaf of
+    /// candle's graph.
     Gather {
         /// This member's runs, in the order of the layout.
         own: Vec<Tensor>,
         layout: RunLayout,
-        /// Where the results are to lie.
+        /// The device of the results.
         device: Device,
     },
-    /// Returns what this member wants, reduced over the lists of all members, which are of the same
-    /// types and shapes.
-    Reduce { list: Vec<Tensor>, wanted: Wanted, reduction: Reduction },
+    /// Reduces lists of the same dtypes and shapes over all members, and returns the part that this
+    /// member wants.
+    Reduce { list: Vec<Tensor>, wanted: WantedTensors, reduction: Reduction },
 }
 
-/// What each member of a group wants of a list that is reduced.
+/// The part of a reduced list that each member wants.
 #[derive(Clone, Debug)]
-pub(crate) enum Wanted {
+pub(crate) enum WantedTensors {
     /// Every tensor of the list.
     Everything,
-    /// Tensors by their numbers; what the others want, each says itself.
+    /// Tensors by index. The other members' choices may differ and are exchanged.
     Own(Vec<usize>),
-    /// The runs that belong to each rank, in one dimension each; several may want the same.
+    /// The runs of each rank, in one dimension each; several ranks may want the same run.
     ByRank(Arc<[Vec<Run>]>),
 }
 
-/// A collective that has been started and not been waited for.
+/// A collective that was started and not waited for.
 pub(crate) trait PendingCollective: fmt::Debug + Send {
-    /// Waits for its result.
+    /// Waits for the result.
     fn wait(self: Box<Self>) -> Result<Vec<Tensor>>;
 }
 
-/// A collective that is over before it is waited for.
+/// A collective with a result that is already known.
 #[derive(Debug)]
-pub(crate) struct Finished(pub(crate) Vec<Tensor>);
+pub(crate) struct FinishedCollective(pub(crate) Vec<Tensor>);
 
-impl PendingCollective for Finished {
+impl PendingCollective for FinishedCollective {
     fn wait(self: Box<Self>) -> Result<Vec<Tensor>> {
         Ok(self.0)
     }
 }
 
-/// A collective as one member of a group takes part in it.
+/// One member's view of a collective: the call, the group, and the member's rank.
 #[derive(Clone, Debug)]
-pub(crate) struct Site {
+pub(crate) struct GroupContext {
     pub(crate) call: Arc<CollectiveCall>,
-    /// The number of the group among those along the same axes.
-    group: usize,
+    /// The index of the group among the groups along the same axes.
+    group_index: usize,
     /// The slots of the group, by rank.
     members: Arc<[usize]>,
-    /// This replica's rank in the group.
+    /// The replica's rank in the group.
     pub(crate) rank: usize,
 }
 
-impl Site {
-    /// The collective `op` of `slot` with those that differ from it along `axes` only, as called by
-    /// the caller's caller.
+impl GroupContext {
+    /// Returns the context of collective `op` of `slot` with the replicas that differ from it along
+    /// `axes` only. The call's location is the caller's caller.
     #[track_caller]
-    pub(crate) fn along(
+    pub(crate) fn new(
         axes: MeshAxes,
         topology: &Topology,
         slot: usize,
@@ -237,7 +238,7 @@ impl Site {
     ) -> error::Result<Self, MeshError> {
         let set = topology.set(&axes)?;
         let groups = topology.groups(set);
-        let place = groups.place(slot);
+        let position = groups.position(slot);
         let call = CollectiveCall {
             op,
             detail: String::new(),
@@ -246,55 +247,55 @@ impl Site {
             dtype: x.map(Tensor::dtype),
             shape: x.iter().flat_map(|x| x.dims()).copied().collect(),
             free_dim: None,
-            place: Location::caller(),
+            location: Location::caller(),
         };
         Ok(Self {
             call: Arc::new(call),
-            group: place.group,
-            members: Arc::clone(groups.members(place.group)),
-            rank: place.rank,
+            group_index: position.group,
+            members: Arc::clone(groups.members(position.group)),
+            rank: position.rank,
         })
     }
 
-    /// The same collective, agreeing in `detail` too.
+    /// Adds a detail that must agree.
     pub(crate) fn with_detail(mut self, detail: String) -> Self {
         Arc::make_mut(&mut self.call).detail = detail;
         self
     }
 
-    /// The same collective of tensors whose sizes may differ in `dim`.
+    /// Allows sizes to differ in `dim`.
     pub(crate) fn with_free_dim(mut self, dim: usize) -> Self {
         Arc::make_mut(&mut self.call).free_dim = Some(dim);
         self
     }
 
-    /// The collective that the gradient of this one's result takes part in.
+    /// Returns the context of the backward collective.
     pub(crate) fn backward(&self, gradient: &Tensor) -> Self {
-        let mut site = self.clone();
-        let call = Arc::make_mut(&mut site.call);
+        let mut ctx = self.clone();
+        let call = Arc::make_mut(&mut ctx.call);
         call.detail.push_str(" backward");
         call.shape = gradient.dims().to_vec();
         call.free_dim = None;
-        site
+        ctx
     }
 
-    /// How many members the group has.
+    /// Returns the number of members of the group.
     pub(crate) fn size(&self) -> usize {
         self.members.len()
     }
 
-    /// The slots of the group, by rank.
+    /// Returns the slots of the group, by rank.
     pub(crate) fn members(&self) -> &Arc<[usize]> {
         &self.members
     }
 
-    /// This replica's slot.
+    /// Returns this replica's slot.
     pub(crate) fn slot(&self) -> usize {
         self.members[self.rank]
     }
 
-    /// What tells the group apart from all others of the mesh.
+    /// Returns a key that identifies the group in the mesh.
     pub(crate) fn key(&self) -> (AxisSet, usize) {
-        (self.call.set, self.group)
+        (self.call.set, self.group_index)
     }
 }

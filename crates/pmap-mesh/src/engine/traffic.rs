@@ -1,15 +1,13 @@
-//! What the slots of a mesh have handed over to their engine, counted below whatever plans it.
+//! Counts of the bytes that the slots of a mesh contribute to collectives, independent of any plan.
 
 use std::{
     ops::Sub,
     sync::atomic::{AtomicU64, Ordering},
 };
 
-/// The collectives that one slot has taken part in, by kind; see
-/// [`DeviceMesh::traffic`](crate::DeviceMesh::traffic).
+/// The collectives of one slot, by kind; see [`DeviceMesh::traffic`](crate::DeviceMesh::traffic).
 ///
-/// What a collective counts are its own group's members: of one that is called over a group of one
-/// replica, nothing is handed over, and nothing is counted.
+/// Collectives over a group of one replica are not counted, since they send nothing.
 ///
 /// # Examples
 ///
@@ -22,7 +20,7 @@ use std::{
 /// let before = mesh.traffic();
 /// sum.call(Tensor::zeros(6, DType::F32, &Device::Cpu)?)?;
 ///
-/// // Each slot has handed over its half of the numbers once.
+/// // Each slot has contributed its half of the numbers once.
 /// for (after, before) in mesh.traffic().into_iter().zip(before) {
 ///     let expected = Traffic { all_reduce: Tally { calls: 1, bytes: 12 }, ..Traffic::default() };
 ///     assert_eq!(after - before, expected);
@@ -30,13 +28,13 @@ use std::{
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-#[expect(clippy::exhaustive_structs, reason = "tests write down what they expect")]
+#[expect(clippy::exhaustive_structs, reason = "tests construct the expected value")]
 pub struct Traffic {
     /// `psum`, `pmean`, `pmax`, `pmin`, `psum_list`, the backward of `pvary`.
     pub all_reduce: Tally,
     /// `psum_scatter`, `reduce_runs`, the backward of `all_gather`.
     pub reduce_scatter: Tally,
-    /// Sums that one rank alone receives: the backward of `broadcast`.
+    /// Sums on one rank only: the backward of `broadcast`.
     pub reduce: Tally,
     /// `all_gather`, `gather_runs`, the backward of `psum_scatter`.
     pub all_gather: Tally,
@@ -50,47 +48,46 @@ pub struct Traffic {
     pub barrier: Tally,
 }
 
-/// How many collectives of a kind, and of how much.
+/// The number and size of a slot's collectives of one kind.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-#[expect(clippy::exhaustive_structs, reason = "tests write down what they expect")]
+#[expect(clippy::exhaustive_structs, reason = "tests construct the expected value")]
 pub struct Tally {
-    /// How often the slot has called one.
+    /// The number of calls.
     pub calls: u64,
-    /// The bytes of the tensors that it handed over: what the others get to see of its own, however
-    /// the engine sends it.
+    /// The bytes of the tensors that the slot contributed, however the engine sends them.
     pub bytes: u64,
 }
 
 impl Sub for Tally {
     type Output = Self;
 
-    /// What was counted since `before`, an earlier reading of the same counter.
-    fn sub(self, before: Self) -> Self {
-        Self { calls: self.calls - before.calls, bytes: self.bytes - before.bytes }
+    /// Returns the difference to `earlier`, an earlier reading of the same counter.
+    fn sub(self, earlier: Self) -> Self {
+        Self { calls: self.calls - earlier.calls, bytes: self.bytes - earlier.bytes }
     }
 }
 
 impl Sub for Traffic {
     type Output = Self;
 
-    /// What was counted since `before`, an earlier reading of the same counter.
-    fn sub(self, before: Self) -> Self {
+    /// Returns the difference to `earlier`, an earlier reading of the same counter.
+    fn sub(self, earlier: Self) -> Self {
         Self {
-            all_reduce: self.all_reduce - before.all_reduce,
-            reduce_scatter: self.reduce_scatter - before.reduce_scatter,
-            reduce: self.reduce - before.reduce,
-            all_gather: self.all_gather - before.all_gather,
-            all_to_all: self.all_to_all - before.all_to_all,
-            ppermute: self.ppermute - before.ppermute,
-            broadcast: self.broadcast - before.broadcast,
-            barrier: self.barrier - before.barrier,
+            all_reduce: self.all_reduce - earlier.all_reduce,
+            reduce_scatter: self.reduce_scatter - earlier.reduce_scatter,
+            reduce: self.reduce - earlier.reduce,
+            all_gather: self.all_gather - earlier.all_gather,
+            all_to_all: self.all_to_all - earlier.all_to_all,
+            ppermute: self.ppermute - earlier.ppermute,
+            broadcast: self.broadcast - earlier.broadcast,
+            barrier: self.barrier - earlier.barrier,
         }
     }
 }
 
-/// A kind of collective, as it is counted.
+/// A kind of collective in the counts.
 #[derive(Clone, Copy, Debug)]
-pub(crate) enum Kind {
+pub(crate) enum CollectiveKind {
     AllReduce,
     ReduceScatter,
     Reduce,
@@ -101,43 +98,44 @@ pub(crate) enum Kind {
     Barrier,
 }
 
-const N_KINDS: usize = Kind::Barrier as usize + 1;
+const N_KINDS: usize = CollectiveKind::Barrier as usize + 1;
 
-/// Counts for one slot. On cache lines of its own: slots would wait for each other's otherwise.
+/// The counter of one slot. The alignment gives it separate cache lines, since slots would
+/// otherwise contend for one.
 #[derive(Debug, Default)]
 #[repr(align(128))]
-pub(crate) struct Counter([Cell; N_KINDS]);
+pub(crate) struct TrafficCounter([CountCell; N_KINDS]);
 
 #[derive(Debug, Default)]
-struct Cell {
+struct CountCell {
     calls: AtomicU64,
     bytes: AtomicU64,
 }
 
-impl Counter {
-    /// Counts a collective of so many bytes.
-    pub(crate) fn count(&self, kind: Kind, bytes: usize) {
+impl TrafficCounter {
+    /// Counts a collective with this many bytes.
+    pub(crate) fn count(&self, kind: CollectiveKind, bytes: usize) {
         let cell = &self.0[kind as usize];
-        // Read between calls, whose end orders what was counted in them before the reader.
+        // Counts are read between calls, and the end of a call orders them before the reader.
         cell.calls.fetch_add(1, Ordering::Relaxed);
         cell.bytes.fetch_add(bytes as u64, Ordering::Relaxed);
     }
 
     pub(crate) fn read(&self) -> Traffic {
-        let tally = |kind: Kind| {
+        let tally = |kind: CollectiveKind| {
             let cell = &self.0[kind as usize];
             let calls = cell.calls.load(Ordering::Relaxed);
             Tally { calls, bytes: cell.bytes.load(Ordering::Relaxed) }
         };
         Traffic {
-            all_reduce: tally(Kind::AllReduce),
-            reduce_scatter: tally(Kind::ReduceScatter),
-            reduce: tally(Kind::Reduce),
-            all_gather: tally(Kind::AllGather),
-            all_to_all: tally(Kind::AllToAll),
-            ppermute: tally(Kind::Permute),
-            broadcast: tally(Kind::Broadcast),
-            barrier: tally(Kind::Barrier),
+            all_reduce: tally(CollectiveKind::AllReduce),
+            reduce_scatter: tally(CollectiveKind::ReduceScatter),
+            reduce: tally(CollectiveKind::Reduce),
+            all_gather: tally(CollectiveKind::AllGather),
+            all_to_all: tally(CollectiveKind::AllToAll),
+            ppermute: tally(CollectiveKind::Permute),
+            broadcast: tally(CollectiveKind::Broadcast),
+            barrier: tally(CollectiveKind::Barrier),
         }
     }
 }

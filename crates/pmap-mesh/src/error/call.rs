@@ -1,4 +1,4 @@
-//! A collective as a replica called it.
+//! One replica's call of a collective.
 
 use std::{fmt, panic::Location};
 
@@ -6,11 +6,11 @@ use candle_core::DType;
 
 use crate::axes::{AxisSet, MeshAxes};
 
-/// A collective that a replica called: what must agree over a group, and where it stands in the
-/// source.
+/// One replica's call of a collective: the parameters that must agree over a group, and the source
+/// location.
 ///
-/// Operation, axes, type and shape must be equal on all replicas of a group. The place need not: a
-/// branch by rank may call the same collective from two places.
+/// Operation, axes, dtype and shape must be equal on all replicas of a group. The location may
+/// differ: a branch by rank may call the same collective from two places.
 #[derive(Clone, Debug)]
 pub struct CollectiveCall {
     pub(crate) op: &'static str,
@@ -20,9 +20,9 @@ pub struct CollectiveCall {
     pub(crate) axes: MeshAxes,
     pub(crate) dtype: Option<DType>,
     pub(crate) shape: Vec<usize>,
-    /// A dimension in which sizes may differ.
+    /// The dimension in which sizes may differ.
     pub(crate) free_dim: Option<usize>,
-    pub(crate) place: &'static Location<'static>,
+    pub(crate) location: &'static Location<'static>,
 }
 
 impl CollectiveCall {
@@ -36,7 +36,7 @@ impl CollectiveCall {
             && self.sizes().eq(other.sizes())
     }
 
-    /// The sizes that must agree.
+    /// Returns the sizes that must agree.
     fn sizes(&self) -> impl Iterator<Item = usize> {
         let free_dim = self.free_dim;
         self.shape
@@ -49,11 +49,11 @@ impl CollectiveCall {
 
 impl fmt::Display for CollectiveCall {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { op, detail, axes, dtype, shape, place, .. } = self;
+        let Self { op, detail, axes, dtype, shape, location, .. } = self;
         write!(f, "{op}{detail}")?;
         if let Some(dtype) = dtype {
             write!(f, " of {} {shape:?}", dtype.as_str())?;
         }
-        write!(f, " over {axes} at {place}")
+        write!(f, " over {axes} at {location}")
     }
 }

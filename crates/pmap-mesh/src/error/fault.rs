@@ -1,10 +1,10 @@
-//! What can be wrong with a spec.
+//! Ways in which a spec does not fit a tensor.
 
 use std::fmt;
 
 use candle_core::DType;
 
-/// Why a spec does not fit a tensor.
+/// A spec that does not fit its tensor.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum SpecFault {
@@ -21,56 +21,56 @@ pub enum SpecFault {
     },
     /// The mesh has no such axis.
     Axes {
-        /// Argument or result.
+        /// The side of the tensor.
         side: Side,
-        /// Which of its tensors.
+        /// The index of the tensor on its side.
         index: usize,
-        /// What is wrong with the axes.
+        /// The error in the axes.
         reason: String,
     },
-    /// An axis of the mesh is used for two things.
-    AxisTwice {
-        /// Argument or result.
+    /// A spec names an axis of the mesh twice.
+    DuplicateAxis {
+        /// The side of the tensor.
         side: Side,
-        /// Which of its tensors.
+        /// The index of the tensor on its side.
         index: usize,
-        /// The axes as they were given the second time.
+        /// The axes of the second mention.
         axes: String,
     },
-    /// An argument is to be summed, averaged or stacked.
+    /// An argument has a spec that only results may have: a sum, a mean or a stack.
     ReducedInput {
-        /// Which input.
+        /// The index of the input.
         index: usize,
     },
     /// A tensor has no such dimension.
     DimOutOfRange {
-        /// Argument or result.
+        /// The side of the tensor.
         side: Side,
-        /// Which of its tensors.
+        /// The index of the tensor on its side.
         index: usize,
-        /// The dimension that was asked for, negative ones count from the end.
+        /// The requested dimension; negative ones count from the end.
         dim: isize,
-        /// The shape it was asked of.
+        /// The shape of the tensor.
         shape: Vec<usize>,
     },
-    /// The devices cannot get equal shards, or with [`Uneven::Balanced`](crate::Uneven::Balanced)
-    /// not all of them one.
+    /// The devices cannot get equal shards; with [`Uneven::Balanced`](crate::Uneven::Balanced), not
+    /// every device can get one.
     NotDivisible {
-        /// Which input.
+        /// The index of the input.
         index: usize,
         /// The dimension to cut.
         dim: usize,
-        /// Its size; of a dimension that is cut again, the size after the cut before.
+        /// The size of the dimension, after earlier cuts of it.
         size: usize,
         /// The shape of the input.
         shape: Vec<usize>,
         /// The number of shards.
         parts: usize,
     },
-    /// A dimension is cut a second time whose first cut made shards of different sizes, with
+    /// A dimension is cut again after a cut into shards of different sizes, with
     /// [`Uneven::Balanced`](crate::Uneven::Balanced).
     CutAfterUneven {
-        /// Which input.
+        /// The index of the input.
         index: usize,
         /// The dimension to cut.
         dim: usize,
@@ -81,16 +81,16 @@ pub enum SpecFault {
         /// The number of shards of the uneven cut.
         parts: usize,
     },
-    /// A mean of integers would have to be rounded.
+    /// A mean of integers would need rounding.
     MeanOfIntegers {
-        /// Which output.
+        /// The index of the output.
         index: usize,
-        /// Its type.
+        /// Its dtype.
         dtype: DType,
     },
-    /// A kept tensor has another size than the result.
+    /// A kept tensor and its result differ in size.
     KeptSize {
-        /// Which output.
+        /// The index of the output.
         index: usize,
         /// The dimension in which they differ.
         dim: usize,
@@ -109,7 +109,7 @@ impl fmt::Display for SpecFault {
                 "{side}_axes has {specs} specs for {arguments} arguments of {tensors} tensors; give one, or one for each"
             ),
             Self::Axes { side, index, reason } => write!(f, "{side}put {index}: {reason}"),
-            Self::AxisTwice { side, index, axes } => {
+            Self::DuplicateAxis { side, index, axes } => {
                 write!(f, "{side}put {index}: a mesh axis of {axes} is named twice")
             }
             Self::ReducedInput { index } => {
@@ -122,12 +122,12 @@ impl fmt::Display for SpecFault {
                 )
             }
             Self::NotDivisible { index, dim, size, shape, parts } => {
-                let below = size - size % parts;
-                let above = below.saturating_add(*parts);
+                let smaller = size - size % parts;
+                let larger = smaller.saturating_add(*parts);
                 write!(
                     f,
                     "dimension {dim} of input {index} of shape {shape:?} has size {size}, which does not split evenly over \
-                     {parts} devices; {below} and {above} do, and `uneven` allows others"
+                     {parts} devices; {smaller} and {larger} do, and `uneven` allows others"
                 )
             }
             Self::CutAfterUneven { index, dim, size, shape, parts } => write!(
@@ -150,13 +150,13 @@ impl fmt::Display for SpecFault {
     }
 }
 
-/// Whether a spec is one of an argument or of a result.
+/// The side of a parallel function that a spec belongs to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Side {
-    /// `in_axes`, arguments.
+    /// Arguments, by `in_axes`.
     In,
-    /// `out_axes`, results.
+    /// Results, by `out_axes`.
     Out,
 }
 

@@ -1,4 +1,4 @@
-//! What can go wrong on a mesh, before a replica starts and inside it.
+//! The errors of a mesh, before a replica starts and inside it.
 
 pub(crate) mod call;
 pub(crate) mod fault;
@@ -14,12 +14,11 @@ use crate::error::{call::CollectiveCall, fault::SpecFault};
 /// The result of making or calling a parallel function.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
-/// Why a mesh could not be made, or a call on it did not return a result.
+/// Why a mesh could not be made, or a call on it failed.
 ///
-/// An error that was caused by another, such as one of candle's, has it in a field `cause` and says
-/// it in its message, in one line and without the backtrace that candle adds. So
-/// [`source`](std::error::Error::source) is `None`: who prints a chain of errors says nothing
-/// twice.
+/// An error with an underlying cause, such as one of candle's errors, stores it in a field `cause`
+/// and includes it in its message, in one line and without candle's backtrace. So
+/// [`source`](std::error::Error::source) is `None`: printing the chain of errors repeats nothing.
 ///
 /// # Examples
 ///
@@ -39,48 +38,48 @@ pub type Result<T, E = Error> = std::result::Result<T, E>;
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
-    /// A mesh cannot be made, or lacks what was asked of it.
+    /// A mesh cannot be made, or lacks the requested axis or device.
     #[error(transparent)]
     Mesh(#[from] MeshError),
-    /// Specs do not fit the tensors; all that is wrong with them.
+    /// Specs do not fit the tensors. Lists all faults.
     #[error("{}", .0.iter().map(ToString::to_string).collect::<Vec<_>>().join("; "))]
     Specs(Vec<SpecFault>),
-    /// An argument cannot be cut, or the results of the replicas cannot be put together.
+    /// An argument cannot be cut, or the results of the replicas cannot be joined.
     #[error(transparent)]
     Value(#[from] ValueError),
     /// A replica failed.
     #[error(transparent)]
     Replica(#[from] ReplicaError),
-    /// Replicas do not come together in a collective.
+    /// Replicas do not complete a collective.
     #[error(transparent)]
     Collective(#[from] CollectiveError),
-    /// The processes of a mesh do not come together.
+    /// The processes of a mesh cannot start or communicate.
     #[error(transparent)]
     Process(#[from] ProcessError),
 }
 
-/// Why a mesh cannot be made, or lacks what was asked of it.
+/// Why a mesh cannot be made, or lacks a requested axis or device.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum MeshError {
     /// A mesh needs at least one device and takes at most
     /// [`DeviceMesh::MAX_DEVICES`](crate::DeviceMesh::MAX_DEVICES).
-    #[error("a mesh of {count} devices cannot be made, the number must be from 1 to {max}")]
+    #[error("invalid mesh size {count}: must be between 1 and {max} devices")]
     Size {
-        /// The number of devices asked for: the product of the sizes of all axes.
+        /// The requested number of devices: the product of the sizes of all axes.
         count: usize,
         /// The largest number of devices in a mesh.
         max: usize,
     },
     /// A mesh has too many axes.
-    #[error("a mesh of {count} axes cannot be made, there may be up to {max}")]
+    #[error("invalid number of axes {count}: at most {max}")]
     AxisCount {
-        /// The number of axes asked for.
+        /// The requested number of axes.
         count: usize,
         /// The largest number of axes.
         max: usize,
     },
-    /// Two axes of a mesh have one name.
+    /// Two axes of a mesh have the same name.
     #[error("the mesh has two axes named {name}")]
     DuplicateAxis {
         /// The name.
@@ -89,28 +88,28 @@ pub enum MeshError {
     /// An axis of a mesh has an empty name.
     #[error("axis {position} of the mesh has no name")]
     UnnamedAxis {
-        /// The place of the axis among those of the mesh, from 0.
+        /// The index of the axis.
         position: usize,
     },
     /// The mesh has no axis of this name.
-    #[error("the mesh has no axis named {name}, its axes are {}", known.join(", "))]
+    #[error("the mesh has no axis named {name}; its axes are {}", known.join(", "))]
     UnknownAxis {
-        /// The name that was asked for.
+        /// The requested name.
         name: String,
         /// The names of the mesh's axes.
         known: Vec<String>,
     },
-    /// An axis is not that long.
-    #[error("axis {axis} has no coordinate {coordinate}, its size is {size}")]
+    /// A coordinate is beyond the size of its axis.
+    #[error("coordinate {coordinate} is out of range for axis {axis} of size {size}")]
     Coordinate {
         /// The name of the axis.
         axis: String,
-        /// The coordinate that was asked for.
+        /// The requested coordinate.
         coordinate: usize,
         /// The size of the axis.
         size: usize,
     },
-    /// The axes make a grid of another size than there are devices.
+    /// The number of devices is not the size of the grid.
     #[error("{devices} devices do not fill a mesh of {slots} slots")]
     DeviceCount {
         /// The number of devices given.
@@ -118,26 +117,26 @@ pub enum MeshError {
         /// The product of the sizes of all axes.
         slots: usize,
     },
-    /// Device number `index` of its kind is not there, or this build does not support its kind.
+    /// The device does not exist, or this build does not support its kind.
     #[error("device {index} cannot be opened: {}", one_line(cause))]
     Device {
-        /// The number of the device.
+        /// The index of the device among devices of its kind.
         index: usize,
-        /// What candle says of it.
+        /// candle's error.
         cause: candle_core::Error,
     },
-    /// It is too late to say how many threads candle's kernels use; see
+    /// The thread counts of candle's kernels can no longer be set; see
     /// [`init_threads`](crate::init_threads).
     #[error(
-        "the number of candle's threads can be set only while the process has one thread, it has {threads}: call \
+        "the number of candle's threads can be set only while the process has one thread, but it has {threads}: call \
          `init_threads` in the first line of `main`, or set RAYON_NUM_THREADS and CANDLE_NUM_THREADS before the \
          program starts"
     )]
     ThreadsRun {
-        /// How many threads the process has.
+        /// The number of threads in the process.
         threads: usize,
     },
-    /// This system does not say how many threads a process has; see
+    /// This system cannot count the threads of a process; see
     /// [`init_threads`](crate::init_threads).
     #[error(
         "the number of candle's threads cannot be set safely on this system: set RAYON_NUM_THREADS and \
@@ -149,32 +148,32 @@ pub enum MeshError {
     Worker {
         /// The slot.
         slot: usize,
-        /// What the operating system says of it.
+        /// The error of the operating system.
         cause: rayon::ThreadPoolBuildError,
     },
 }
 
-/// Why an argument cannot be cut, or results cannot be put together.
+/// Why an argument cannot be cut, or results cannot be joined.
 ///
-/// Inputs and outputs are counted in the order in which their tensors stand in the arguments, from
-/// 0.
+/// An index of an input or output counts the tensors in the order in which they appear in the
+/// arguments or results, from 0.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum ValueError {
-    /// Cutting an input, or moving it to its device, failed in candle.
+    /// candle failed to cut an input or to move it to its device.
     #[error("input {index} cannot be sharded: {}", one_line(cause))]
     Shard {
-        /// Which input.
+        /// The index of the input.
         index: usize,
-        /// What candle says of it.
+        /// candle's error.
         cause: candle_core::Error,
     },
-    /// A value lies on the devices of another mesh.
-    #[error("the value lies on another mesh; gather it there and shard it here")]
-    OtherMesh,
-    /// [`DeviceMesh::process_allgather`](crate::DeviceMesh::process_allgather) was not given one
-    /// list for each slot of this process.
-    #[error("{lists} lists were given for the {slots} slots of this process")]
+    /// A value is on the devices of another mesh.
+    #[error("the value is on another mesh; gather it there and shard it here")]
+    MeshMismatch,
+    /// [`DeviceMesh::process_allgather`](crate::DeviceMesh::process_allgather) was given a
+    /// different number of lists than this process has slots.
+    #[error("got {lists} lists for the {slots} slots of this process")]
     ListCount {
         /// The number of lists given.
         lists: usize,
@@ -182,117 +181,117 @@ pub enum ValueError {
         slots: usize,
     },
     /// The replicas returned different numbers of tensors.
-    #[error("replica {slot} returned {tensors} tensors, {expected} were expected")]
+    #[error("replica {slot} returned {tensors} tensors, expected {expected}")]
     OutputCount {
-        /// The replica that differs from replica 0, or 0 if it is the kept tensors that differ.
+        /// The replica that differs from replica 0, or 0 if the number of kept tensors differs.
         slot: usize,
-        /// How many tensors it returned.
+        /// The number of tensors that it returned.
         tensors: usize,
-        /// How many replica 0 returned, or are kept.
+        /// The number of tensors that replica 0 returned, or of kept tensors.
         expected: usize,
     },
-    /// Two processes put the results of a call together in different ways.
+    /// Two processes join the results of a call in different ways.
     #[error(
-        "replica {slot} has other out_axes than replica 0, or only one of them trusts replicated results; all \
-         processes must put results together in the same way"
+        "replicas 0 and {slot} have different out_axes, or only one of them trusts replicated results; all processes \
+         must join results in the same way"
     )]
     OutAxes {
         /// The first replica that differs from replica 0.
         slot: usize,
     },
-    /// An output is not the same on two replicas though its spec says that it is replicated; see
+    /// An output differs between two replicas although its spec declares it replicated; see
     /// [`PMap::trust_replicated`](crate::PMap::trust_replicated).
     #[error(
-        "output {index} of replica {slot} differs from replica {first}'s, but its spec says that it is replicated"
+        "output {index} differs between replicas {first} and {slot}, but its spec declares it replicated"
     )]
     NotReplicated {
-        /// Which output.
+        /// The index of the output.
         index: usize,
         /// The replica that differs.
         slot: usize,
-        /// The first replica that should have the same.
+        /// The first replica with the same part of the output.
         first: usize,
     },
-    /// A [`RunLayout`](crate::support::RunLayout) does not give every item one owner.
+    /// A [`RunLayout`](crate::support::RunLayout) does not give every item exactly one owner.
     #[error("invalid layout {layout}: {fault}")]
     Layout {
         /// The name of the layout.
         layout: String,
-        /// What is wrong with it.
+        /// The fault of the layout.
         fault: LayoutFault,
     },
-    /// The outputs of the replicas do not fit together.
+    /// The outputs of the replicas cannot be joined.
     #[error("output {index} cannot be gathered: {}", one_line(cause))]
     Gather {
-        /// Which output.
+        /// The index of the output.
         index: usize,
-        /// What candle says of it.
+        /// candle's error.
         cause: candle_core::Error,
     },
 }
 
-/// Why runs of tensors are no layout; see [`RunLayout`](crate::support::RunLayout).
+/// Why ranges of tensors are no valid layout; see [`RunLayout`](crate::support::RunLayout).
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum LayoutFault {
-    /// A rank owns what is not there.
+    /// A rank owns items beyond the end of a tensor.
     #[error("rank {rank} owns items {items:?} of tensor {tensor}, which has {size}")]
-    NoSuchItems {
+    ItemsOutOfRange {
         /// The rank.
         rank: usize,
-        /// The tensor of which it owns them, from 0.
+        /// The index of the tensor.
         tensor: usize,
         /// The items.
         items: std::ops::Range<usize>,
-        /// How many items the tensor has.
+        /// The number of items in the tensor.
         size: usize,
     },
-    /// A rank owns a run of a tensor that is not there.
-    #[error("rank {rank} owns items of tensor {tensor}, and there are {tensors} tensors")]
-    NoSuchTensor {
+    /// A rank owns items of a tensor that does not exist.
+    #[error("rank {rank} owns items of tensor {tensor}, but there are only {tensors} tensors")]
+    TensorOutOfRange {
         /// The rank.
         rank: usize,
-        /// The tensor, from 0.
+        /// The index of the tensor.
         tensor: usize,
-        /// How many tensors there are.
+        /// The number of tensors.
         tensors: usize,
     },
-    /// A tensor is larger than any memory.
+    /// A tensor has more bytes than can be addressed.
     #[error("tensor {tensor} of shape {dims:?} has more bytes than can be addressed")]
     TooLarge {
-        /// The tensor, from 0.
+        /// The index of the tensor.
         tensor: usize,
         /// Its shape.
         dims: Vec<usize>,
     },
-    /// An item belongs to nobody.
-    #[error("item {item} of tensor {tensor} belongs to no rank")]
-    NoOwner {
-        /// The tensor, from 0.
+    /// An item has no owner.
+    #[error("item {item} of tensor {tensor} has no owner")]
+    MissingOwner {
+        /// The index of the tensor.
         tensor: usize,
         /// The first item without an owner.
         item: usize,
     },
-    /// An item belongs to two ranks, or to one of them twice.
-    #[error("item {item} of tensor {tensor} belongs to rank {first} and to rank {second}")]
-    TwoOwners {
-        /// The tensor, from 0.
+    /// An item belongs to two ranks, or to one rank twice.
+    #[error("item {item} of tensor {tensor} belongs to both rank {first} and rank {second}")]
+    OverlappingRuns {
+        /// The index of the tensor.
         tensor: usize,
         /// The first such item.
         item: usize,
-        /// One of its owners.
+        /// One owner.
         first: usize,
-        /// The other one.
+        /// The other owner.
         second: usize,
     },
 }
 
-/// How a replica failed.
+/// Why a replica failed.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum ReplicaError {
-    /// The function returned an error on one device; of several, this is the one with the lowest
-    /// slot.
+    /// The function returned an error on one device. If it failed on several, this is the error of
+    /// the lowest slot.
     #[error("replica {slot} on {device:?} failed: {}", one_line(cause))]
     Failed {
         /// The replica's slot in the mesh.
@@ -314,51 +313,51 @@ pub enum ReplicaError {
     },
     /// A replica called a parallel function; its worker would wait for itself.
     ///
-    /// A call from a thread that a replica has started is not noticed, and waits for ever if the
+    /// A call from a thread that a replica has started is not detected, and deadlocks if the
     /// replica waits for that thread.
     #[error(
         "a parallel function cannot be called inside a replica of another: its worker would wait for itself, or for a \
          mesh whose workers wait for this one; call it between two calls instead"
     )]
     Nested,
-    /// A replica of an earlier call, which has returned without it at the mesh's deadline, still
-    /// runs; the mesh can be used again when it returns. The refused call has not begun in that slot;
-    /// in others it has only if it was made before the deadline.
+    /// A replica of an earlier call is still running after its call missed the mesh's deadline; the
+    /// mesh can be used again when it returns. The rejected call has not begun in that slot, and in
+    /// others only if it was made before the deadline.
     #[error(
         "slot {slot} is busy: its replica of the call at {call} has not returned since that call missed the mesh's \
          deadline"
     )]
     Stuck {
-        /// The slot in which it runs.
+        /// The slot of the running replica.
         slot: usize,
-        /// Where the function was called.
+        /// The source location of the earlier call.
         call: &'static Location<'static>,
     },
 }
 
-/// Why replicas do not come together in a collective.
+/// Why replicas do not complete a collective.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum CollectiveError {
-    /// What a collective returns to a replica because another one has failed. A call never returns
-    /// this, but the cause.
-    #[error("ended by replica {by}: {cause}")]
+    /// A collective ended because another replica failed. Only a replica sees this error; the call
+    /// itself returns the cause.
+    #[error("ended by replica {slot}: {cause}")]
     Aborted {
         /// The replica that failed.
-        by: usize,
+        slot: usize,
         /// The message of its error.
         cause: String,
     },
     /// Two replicas of a group called different collectives.
     #[error("replica {left} calls {left_call}, replica {right} calls {right_call}")]
     Mismatch {
-        /// The replica that came first; over several processes, the first of the group.
+        /// The replica that arrived first; over several processes, the first of the group.
         left: usize,
-        /// What it called, and where.
+        /// The first replica's call and its location.
         left_call: String,
         /// The other replica; the same one if two of its threads called at once.
         right: usize,
-        /// What the other called, and where.
+        /// The other replica's call and its location.
         right_call: String,
     },
     /// A replica returned while another one waits for it in a collective.
@@ -366,150 +365,150 @@ pub enum CollectiveError {
     PeerReturned {
         /// The replica that returned.
         slot: usize,
-        /// The replica that waits.
+        /// The waiting replica.
         waiting: usize,
-        /// What it waits in.
+        /// The call in which it waits.
         call: Arc<CollectiveCall>,
     },
-    /// The process of a replica has dropped its last mesh while another one waits for it in a
+    /// The process of a replica dropped its last mesh while another replica waits for it in a
     /// collective.
     #[error(
         "the process of replica {slot} has left while replica {waiting} waits for it in {call}"
     )]
     Left {
-        /// The replica whose process has left.
+        /// The replica of the process that left.
         slot: usize,
-        /// The replica that waits.
+        /// The waiting replica.
         waiting: usize,
-        /// What it waits in.
+        /// The call in which it waits.
         call: Arc<CollectiveCall>,
     },
-    /// A replica calls a collective after the call of the parallel function has ended for it.
+    /// A replica calls a collective after its function has returned.
     #[error("replica {slot} calls {call} after its function has returned")]
     Ended {
         /// The replica.
         slot: usize,
-        /// What it called.
+        /// The call.
         call: Arc<CollectiveCall>,
     },
-    /// A replica returned without having waited for a collective that it has started.
+    /// A replica returned without waiting for a collective that it had started.
     #[error("replica {slot} has returned without having waited for {call}")]
     NeverAwaited {
         /// The replica.
         slot: usize,
-        /// What it has started.
+        /// The collective that it started.
         call: Arc<CollectiveCall>,
     },
-    /// Every replica that has not returned waits, in groups that cannot become complete.
+    /// Every replica that has not returned waits, in groups that cannot complete.
     #[error("all replicas wait for each other: {}", waiters(waiting))]
     Deadlock {
-        /// The replicas that wait, and in what.
+        /// The waiting replicas and their calls.
         waiting: Vec<(usize, Arc<CollectiveCall>)>,
     },
     /// A replica waited in a collective for longer than the mesh allows.
-    #[error("replica {slot} waited for more than {after:?} in {call}{}", absent(missing))]
+    #[error("replica {slot} waited for more than {limit:?} in {call}{}", absent(missing))]
     Deadline {
         /// The replica that waited.
         slot: usize,
-        /// The replicas of its group that have not come, or not finished; none where that cannot be
-        /// known, as over NCCL.
+        /// The replicas of its group that have not arrived, or not finished; empty if that cannot
+        /// be known, as over NCCL.
         missing: Vec<usize>,
-        /// What it waited in.
+        /// The call in which it waited.
         call: Arc<CollectiveCall>,
         /// The mesh's deadline.
-        after: Duration,
+        limit: Duration,
     },
     /// A tensor in a collective over NCCL is not on the device of its process.
     #[cfg(feature = "nccl")]
     #[error(
-        "the tensor of {call} is on {found:?}, over NCCL it must be on the device of its replica, {expected:?}"
+        "the tensor of {call} is on {found:?}, but NCCL needs it on the device of its replica, {expected:?}"
     )]
-    OtherDevice {
+    DeviceMismatch {
         /// The collective.
         call: Arc<CollectiveCall>,
-        /// Where the tensor is.
+        /// The device of the tensor.
         found: DeviceLocation,
-        /// Where it should be; candle tells apart devices that were opened twice.
+        /// The device of the replica; candle distinguishes two handles of one device.
         expected: DeviceLocation,
     },
 }
 
-/// Why the processes of a mesh do not come together.
+/// Why the processes of a mesh cannot start or communicate.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum ProcessError {
-    /// MPI could not be started, or its processes are not as many as the mesh has slots.
+    /// MPI could not be started, or the number of its processes is not the number of slots.
     #[cfg(feature = "mpi")]
     #[error("MPI: {reason}")]
     Mpi {
-        /// What is wrong.
+        /// The reason.
         reason: String,
     },
-    /// NCCL or its device could not be started, or its processes are not as many as the mesh has
+    /// NCCL or its device could not be started, or the number of processes is not the number of
     /// slots.
     #[cfg(feature = "nccl")]
     #[error("NCCL: {reason}")]
     Nccl {
-        /// What is wrong.
+        /// The reason.
         reason: String,
     },
-    /// The file by which the processes of a mesh find each other could not be used.
+    /// The rendezvous file of the processes could not be used.
     ///
-    /// The kind of its cause is [`AlreadyExists`](std::io::ErrorKind::AlreadyExists) for the file
-    /// of another mesh, [`TimedOut`](std::io::ErrorKind::TimedOut) if another rank has not written it
-    /// in time, and [`InvalidData`](std::io::ErrorKind::InvalidData) for one that is not of this
-    /// version, or is of another world.
+    /// The kind of the cause is [`AlreadyExists`](std::io::ErrorKind::AlreadyExists) for the file
+    /// of another mesh, [`TimedOut`](std::io::ErrorKind::TimedOut) if another rank has not written
+    /// it in time, and [`InvalidData`](std::io::ErrorKind::InvalidData) for a file of another
+    /// version or another world.
     #[cfg(feature = "nccl")]
     #[error("the processes cannot find each other at {}: {}", path.display(), in_one_line(cause))]
     Store {
         /// The file.
         path: std::path::PathBuf,
-        /// What is wrong with it.
+        /// The error of the file.
         cause: std::io::Error,
     },
-    /// A second thread of a process called a function on a mesh that spans several processes; over
-    /// them calls meet in the order in which each process makes them, which two threads do not keep.
-    /// Over MPI one thread calls on all meshes of a process.
+    /// A second thread of a process called a function on a mesh that spans several processes.
+    /// Collectives are matched in the order in which each process makes them, and two threads do
+    /// not keep an order. Over MPI one thread makes the calls on all meshes of a process.
     #[error(
-        "thread {name} uses a mesh of several processes after another thread has called on one: one thread makes all \
-         calls, since those of two would come in another order in every process"
+        "thread {name} uses a mesh of several processes, but another thread has called on one before: make all calls \
+         from one thread, since two threads would make them in a different order in every process"
     )]
-    OtherThread {
-        /// The name of the thread that was refused.
+    WrongThread {
+        /// The name of the rejected thread.
         name: String,
     },
-    /// The processes of a mesh cannot tell each other something, at the end of a call or in
-    /// [`DeviceMesh::process_allgather`](crate::DeviceMesh::process_allgather); also because one of
-    /// them has come to the one and another to the other.
+    /// The processes of a mesh failed to exchange data, at the end of a call or in
+    /// [`DeviceMesh::process_allgather`](crate::DeviceMesh::process_allgather). One reason is that
+    /// one process reached the end of a call while another called `process_allgather`.
     #[error("failed to exchange results between processes: {}", one_line(cause))]
     Exchange {
-        /// What went wrong.
+        /// The error of the exchange.
         cause: candle_core::Error,
     },
-    /// Another process has failed where all processes tell each other something, at the end of a
-    /// call or in [`DeviceMesh::process_allgather`](crate::DeviceMesh::process_allgather).
+    /// Another process failed before an exchange of all processes, at the end of a call or in
+    /// [`DeviceMesh::process_allgather`](crate::DeviceMesh::process_allgather).
     #[error("the process of slot {slot} has failed: {reason}")]
     Peer {
-        /// Its slot.
+        /// The slot of the failed process.
         slot: usize,
-        /// Its error's message.
+        /// The message of its error.
         reason: String,
     },
-    /// Meshes that span several processes do not have this yet.
+    /// A feature that meshes over several processes lack.
     #[error("{what} of a mesh that spans several processes is not supported")]
     Unsupported {
-        /// What was asked for.
+        /// The name of the feature.
         what: &'static str,
     },
 }
 
 impl Error {
-    /// The error of a failed cut or move of input number `index`.
+    /// Returns a function that wraps the error of cutting or moving input `index`.
     pub(crate) fn shard(index: usize) -> impl FnOnce(candle_core::Error) -> Self {
         move |cause| ValueError::Shard { index, cause }.into()
     }
 
-    /// The error of a failed join of output number `index`.
+    /// Returns a function that wraps the error of joining output `index`.
     pub(crate) fn gather(index: usize) -> impl FnOnce(candle_core::Error) -> Self {
         move |cause| ValueError::Gather { index, cause }.into()
     }
@@ -521,11 +520,10 @@ impl From<SpecFault> for Error {
     }
 }
 
-/// The message of an error of candle and of its causes in one line, for the message of an error that
-/// wraps it.
+/// Returns the message of a candle error and its causes in one line, for the message of an error
+/// that wraps it.
 ///
-/// candle's own text goes over many lines, and where `RUST_BACKTRACE` is set it ends in a backtrace
-/// of a hundred more.
+/// candle's own text has many lines and, with `RUST_BACKTRACE`, a backtrace of a hundred more.
 ///
 /// # Examples
 ///
@@ -546,7 +544,7 @@ pub fn one_line(error: &candle_core::Error) -> String {
     }
 }
 
-/// The messages of an error and of its sources, in one line.
+/// Returns the messages of an error and its sources in one line.
 fn in_one_line(error: &(dyn StdError + 'static)) -> String {
     let chain = iter::successors(Some(error), |&error| error.source());
     let messages: Vec<String> = chain
@@ -561,13 +559,13 @@ fn waiters(waiting: &[(usize, Arc<CollectiveCall>)]) -> String {
     waiters.join(", ")
 }
 
-/// The replicas that a deadline is to blame on, as far as they are known.
+/// Lists the replicas that missed a deadline, as far as they are known.
 fn absent(missing: &[usize]) -> String {
     let slots: Vec<String> = missing.iter().map(ToString::to_string).collect();
     match slots.len() {
         0 => String::new(),
-        1 => format!("; replica {} did not come", slots[0]),
-        _ => format!("; replicas {} did not come", slots.join(", ")),
+        1 => format!("; replica {} did not arrive", slots[0]),
+        _ => format!("; replicas {} did not arrive", slots.join(", ")),
     }
 }
 
@@ -591,14 +589,14 @@ mod tests {
     }
 
     #[test]
-    fn the_cause_is_named_once_and_without_its_backtrace() {
+    fn cause_appears_once_without_backtrace() {
         let error = failed(with_backtrace(CandleError::Msg("no data".into())));
         assert_eq!(error.to_string(), "replica 2 on Cpu failed: no data");
         assert!(error.source().is_none());
     }
 
     #[test]
-    fn what_surrounds_a_cause_stays_in_one_line() {
+    fn context_and_path_stay_in_one_line() {
         let missing = CandleError::Io(io::Error::new(io::ErrorKind::NotFound, "no\nfile"));
         let cause = with_backtrace(missing).context("reading a shard").with_path("a/b");
         assert_eq!(
@@ -608,7 +606,7 @@ mod tests {
     }
 
     #[test]
-    fn causes_of_a_cause_are_named() {
+    fn sources_are_listed() {
         #[derive(Debug, thiserror::Error)]
         #[error("outer")]
         struct Outer(#[source] io::Error);
@@ -617,7 +615,7 @@ mod tests {
     }
 
     #[test]
-    fn a_worker_that_cannot_be_started_is_named_with_its_reason() {
+    fn worker_error_names_slot_and_reason() {
         let cause = rayon::ThreadPoolBuilder::new()
             .num_threads(1)
             .spawn_handler(|_| Err(io::Error::other("no more threads")))
@@ -629,7 +627,7 @@ mod tests {
     }
 
     #[test]
-    fn causes_that_are_values_are_said_once() {
+    fn value_causes_appear_once() {
         let gather = Error::gather(1)(CandleError::Msg("shapes differ".into()));
         assert_eq!(gather.to_string(), "output 1 cannot be gathered: shapes differ");
         let shard = Error::shard(0)(CandleError::Msg("no memory".into()));

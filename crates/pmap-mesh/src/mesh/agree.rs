@@ -1,6 +1,6 @@
-//! Facts that the processes of a mesh exchange between calls, so that all of them decide alike.
+//! Facts that the processes of a mesh exchange between calls, so that all make the same decisions.
 //!
-//! Every process calls these methods, in one order. In a single process they return at once.
+//! Every process makes these calls, in the same order. In a single process they return at once.
 
 use std::fmt;
 
@@ -13,7 +13,8 @@ use crate::{
 
 #[doc(hidden)]
 impl DeviceMesh {
-    /// Returns true if slot 0 runs in this process: it does what is done once for all.
+    /// Returns true if slot 0 runs in this process, which then does the work that one process does
+    /// for all.
     pub fn is_first_process(&self) -> bool {
         self.local_slots().start == 0
     }
@@ -55,58 +56,60 @@ impl DeviceMesh {
     ///
     /// # Errors
     ///
-    /// Those of [`process_allgather`](Self::process_allgather).
+    /// The errors of [`process_allgather`](Self::process_allgather).
     pub fn find_mismatch(&self, number: u64) -> Result<Option<(usize, u64)>> {
         let numbers = self.gather_numbers(&vec![[number]; self.devices().len()])?;
         let slot = numbers.iter().position(|&[other]| other != number);
         Ok(slot.map(|slot| (slot, numbers[slot][0])))
     }
 
-    /// Returns the numbers of all slots, given those of this process's slots.
+    /// Returns the numbers of all slots, given the numbers of this process's slots.
     ///
     /// # Errors
     ///
-    /// Those of [`process_allgather`](Self::process_allgather), and [`ProcessError::Exchange`] if
+    /// The errors of [`process_allgather`](Self::process_allgather), and [`ProcessError::Exchange`] if
     /// another process passes another amount of numbers.
     pub fn gather_numbers<const N: usize>(&self, local: &[[u64; N]]) -> Result<Vec<[u64; N]>> {
         let lists = local.iter().map(|numbers| numbers.to_vec()).collect();
-        self.gather_number_lists(lists)?.into_iter().map(sized).collect()
+        self.gather_number_lists(lists)?.into_iter().map(to_array).collect()
     }
 
-    /// Returns the numbers of all slots, given those of this process's slots, of which each may have
-    /// another amount.
+    /// Returns the lists of all slots, given the lists of this process's slots. Lists may differ in
+    /// length.
     ///
     /// # Errors
     ///
-    /// Those of [`process_allgather`](Self::process_allgather).
+    /// The errors of [`process_allgather`](Self::process_allgather).
     pub fn gather_number_lists(&self, local: Vec<Vec<u64>>) -> Result<Vec<Vec<u64>>> {
         let lists: candle_core::Result<_> = local.into_iter().map(encode_numbers).collect();
-        let all = self.process_allgather(lists.map_err(exchange)?)?;
-        all.iter().map(|list| decode_numbers(list)).collect::<Result<_, _>>().map_err(exchange)
+        let all = self.process_allgather(lists.map_err(exchange_error)?)?;
+        all.iter()
+            .map(|list| decode_numbers(list))
+            .collect::<Result<_, _>>()
+            .map_err(exchange_error)
     }
 
-    /// Returns the texts of all slots, given those of this process: its first slot has all of them,
-    /// the others none.
+    /// Returns the texts of all slots, given the texts of this process, which are sent for its
+    /// first slot; its other slots have no texts.
     ///
     /// # Errors
     ///
-    /// Those of [`process_allgather`](Self::process_allgather).
+    /// The errors of [`process_allgather`](Self::process_allgather).
     pub fn gather_texts(&self, local: &[String]) -> Result<Vec<Vec<String>>> {
         let texts: candle_core::Result<_> = local.iter().map(encode_text).collect();
         let mut lists = vec![Vec::new(); self.devices().len()];
-        lists[0] = texts.map_err(exchange)?;
+        lists[0] = texts.map_err(exchange_error)?;
         let all = self.process_allgather(lists)?;
         let texts = all.iter().map(|list| list.iter().map(decode_text).collect());
-        texts.collect::<Result<_, _>>().map_err(exchange)
+        texts.collect::<Result<_, _>>().map_err(exchange_error)
     }
 }
 
-fn exchange(cause: candle_core::Error) -> Error {
+fn exchange_error(cause: candle_core::Error) -> Error {
     ProcessError::Exchange { cause }.into()
 }
 
-/// Encodes unsigned numbers of 64 bits, a type that tensors lack, as the signed ones of the same
-/// bits.
+/// Encodes `u64` numbers, a type that tensors lack, as `i64` with the same bits.
 fn encode_numbers(numbers: Vec<u64>) -> candle_core::Result<Vec<Tensor>> {
     let signed: Vec<i64> = numbers.into_iter().map(u64::cast_signed).collect();
     Ok(vec![Tensor::new(signed, &Device::Cpu)?])
@@ -117,9 +120,9 @@ fn decode_numbers(list: &[Tensor]) -> candle_core::Result<Vec<u64>> {
     Ok(signed?.into_iter().flatten().map(i64::cast_unsigned).collect())
 }
 
-fn sized<const N: usize>(numbers: Vec<u64>) -> Result<[u64; N]> {
+fn to_array<const N: usize>(numbers: Vec<u64>) -> Result<[u64; N]> {
     <[u64; N]>::try_from(numbers).map_err(|other| {
-        exchange(candle_core::Error::msg(format!("{} numbers came for {N}", other.len())))
+        exchange_error(candle_core::Error::msg(format!("{} numbers came for {N}", other.len())))
     })
 }
 
@@ -137,13 +140,16 @@ mod tests {
     use crate::error::ValueError;
 
     #[test]
-    fn numbers_arrive_to_the_bit() {
+    fn numbers_keep_their_bits() {
         let numbers = [[0, u64::MAX], [1 << 63, 7], [3, 4], [5, 6]];
         let mesh = DeviceMesh::cpu(4).unwrap();
         assert_eq!(mesh.gather_numbers(&numbers).unwrap(), numbers);
         let lists = vec![vec![], vec![u64::MAX], vec![1, 2], vec![3]];
         assert_eq!(mesh.gather_number_lists(lists.clone()).unwrap(), lists);
-        assert!(matches!(sized::<2>(vec![1]), Err(Error::Process(ProcessError::Exchange { .. }))));
+        assert!(matches!(
+            to_array::<2>(vec![1]),
+            Err(Error::Process(ProcessError::Exchange { .. }))
+        ));
     }
 
     #[test]
@@ -154,11 +160,11 @@ mod tests {
     }
 
     #[test]
-    fn a_single_process_agrees_with_itself() {
+    fn single_process_agrees_with_itself() {
         let mesh = DeviceMesh::cpu(2).unwrap();
         assert_eq!(mesh.all_ok::<_, Error>(Ok(7)).unwrap(), 7);
-        let failed = mesh.all_ok::<(), Error>(Err(ValueError::OtherMesh.into()));
-        assert!(matches!(failed, Err(Error::Value(ValueError::OtherMesh))));
+        let failed = mesh.all_ok::<(), Error>(Err(ValueError::MeshMismatch.into()));
+        assert!(matches!(failed, Err(Error::Value(ValueError::MeshMismatch))));
         assert_eq!(mesh.find_mismatch(7).unwrap(), None);
     }
 }

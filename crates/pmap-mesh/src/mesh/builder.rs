@@ -1,31 +1,31 @@
-//! How a mesh is made: its axes and options, then its devices.
+//! The builder of a mesh: its axes and options, then its devices.
 
 use std::{num::NonZeroU64, sync::Arc, time::Duration};
 
 use candle_core::Device;
 
 #[cfg(feature = "mpi")]
-use crate::engine::mpi::{Mpi, Session};
+use crate::engine::mpi::{Mpi, MpiSession};
 #[cfg(feature = "nccl")]
 use crate::engine::nccl::{Nccl, NcclStore};
 #[cfg(any(feature = "mpi", feature = "nccl"))]
 use crate::{engine::Backend, grid::PROCESS_DEADLINE};
 use crate::{
-    engine::threads::Threads,
+    engine::threads::ThreadBackend,
     error::{MeshError, Result},
     grid::{MAX_DEVICES, Topology},
     mesh::DeviceMesh,
     sync::catch,
 };
 
-/// Options of a mesh, which its sub-meshes have too.
+/// Options of a mesh and of its sub-meshes.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Options {
     /// Whether workers are bound to cores.
     pub(crate) pin: bool,
-    /// How long a replica waits in a collective; for ever without.
+    /// Time limit for a replica to wait in a collective; `None` for no limit.
     pub(crate) deadline: Option<Duration>,
-    /// How fast lists of tensors travel between threads, if not at once.
+    /// Simulated bandwidth for lists of tensors between threads; `None` for no delay.
     pub(crate) bytes_per_second: Option<NonZeroU64>,
 }
 
@@ -40,6 +40,7 @@ pub(crate) struct Options {
 /// let mesh = DeviceMesh::builder().axis("data", 2).deadline(minute).cpu()?;
 /// # Ok::<(), pmap_mesh::Error>(())
 /// ```
+/// A builder for [`DeviceMesh`].
 #[derive(Clone, Debug)]
 #[must_use = "a builder makes no mesh until it is given devices"]
 pub struct DeviceMeshBuilder {
@@ -55,40 +56,40 @@ impl DeviceMeshBuilder {
         self
     }
 
-    /// Whether the workers of a mesh of processors are bound to cores; they are unless told
-    /// otherwise, if there are at least two.
+    /// Sets whether the workers of a mesh on the processor are bound to cores. By default they are,
+    /// if there are at least two.
     ///
-    /// Bound workers keep their caches, but cannot step aside for another busy process.
+    /// Bound workers keep their caches, but cannot move away from another busy process.
     pub fn pin(mut self, pin: bool) -> Self {
         self.options.pin = pin;
         self
     }
 
-    /// How long a replica waits for the others, in a collective and when it has returned, before
-    /// the call ends with [`CollectiveError::Deadline`](crate::CollectiveError::Deadline).
+    /// Sets how long a replica waits for the others, in a collective or after it has returned,
+    /// before the call fails with [`CollectiveError::Deadline`](crate::CollectiveError::Deadline).
     ///
-    /// In one process for ever by default, since failures of others end it anyway; over several
-    /// processes, of which one may never come, for ten minutes.
+    /// The default is no limit in one process, since a failing replica ends the call anyway, and
+    /// ten minutes over several processes, of which one may never start.
     ///
-    /// A replica that computes on cannot be stopped from outside. In one process the call returns
-    /// without it, and further calls on the mesh are refused with
-    /// [`ReplicaError::Stuck`](crate::ReplicaError::Stuck), which names its slot and the line of
-    /// the call, until it returns; then the mesh works again. (A replica of
-    /// [`pmap_scoped`](DeviceMesh::pmap_scoped) ends the process.) A mesh that is dropped meanwhile
-    /// leaves the threads of that slot behind, which end when it returns. Only a call of which no
-    /// replica returns or enters a collective has no limit.
+    /// A replica that keeps computing cannot be stopped from outside. In one process the call
+    /// returns without it. Until the replica returns, further calls on the mesh fail with
+    /// [`ReplicaError::Stuck`](crate::ReplicaError::Stuck), which names the slot and the line of
+    /// the call; then the mesh works again. (A replica of [`pmap_scoped`](DeviceMesh::pmap_scoped)
+    /// ends the process.) A mesh that is dropped meanwhile leaves the threads of that slot running
+    /// until the replica returns. A call in which no replica returns or enters a collective has no
+    /// limit.
     pub fn deadline(mut self, deadline: Duration) -> Self {
         self.options.deadline = Some(deadline);
         self
     }
 
-    /// Lets the lists of tensors that threads of one process hand each other, such as the parameters
-    /// and gradients of a sharded model, take their time, as over a network of this bandwidth: each
-    /// slot receives one after the other. By default they are there at once.
+    /// Simulates a network of this bandwidth between the threads of one process. It delays lists of
+    /// tensors, such as the parameters and gradients of a sharded model; each slot receives one
+    /// list at a time. By default there is no delay.
     ///
-    /// It is for experiments on one machine: what a slower network would cost, and how much of that
-    /// is hidden by collectives that are [started](crate::Replica::start_gather_runs) ahead. Results
-    /// do not change. Processes have the network that they have.
+    /// Use it for experiments on one machine: the cost of a slower network, and the part of it that
+    /// collectives hide when they are [started](crate::Replica::start_gather_runs) early. Results
+    /// do not change. Collectives between processes are not delayed.
     ///
     /// # Examples
     ///
@@ -107,35 +108,36 @@ impl DeviceMeshBuilder {
         self
     }
 
-    /// Makes the mesh of virtual devices, all of them this machine's processor.
+    /// Builds the mesh of virtual devices, all of them this machine's processor.
     ///
     /// # Errors
     ///
-    /// Those of [`devices`](Self::devices).
+    /// The errors of [`devices`](Self::devices).
     pub fn cpu(self) -> Result<DeviceMesh> {
         self.open(|_| Ok(Device::Cpu))
     }
 
-    /// Makes the mesh of the first CUDA devices.
+    /// Builds the mesh of the first CUDA devices.
     ///
     /// # Errors
     ///
-    /// Those of [`DeviceMesh::cuda`] and [`devices`](Self::devices).
+    /// The errors of [`DeviceMesh::cuda`] and [`devices`](Self::devices).
     pub fn cuda(self) -> Result<DeviceMesh> {
-        // A stream of its own for each: candle's default streams are not ordered among threads.
+        // Each device needs a separate stream: candle does not order its default streams among
+        // threads.
         self.open(Device::new_cuda_with_stream)
     }
 
-    /// Makes the mesh of the first Metal devices.
+    /// Builds the mesh of the first Metal devices.
     ///
     /// # Errors
     ///
-    /// Those of [`DeviceMesh::metal`] and [`devices`](Self::devices).
+    /// The errors of [`DeviceMesh::metal`] and [`devices`](Self::devices).
     pub fn metal(self) -> Result<DeviceMesh> {
         self.open(Device::new_metal)
     }
 
-    /// Makes the mesh of these devices.
+    /// Builds the mesh of these devices.
     ///
     /// # Errors
     ///
@@ -149,64 +151,67 @@ impl DeviceMeshBuilder {
         if devices.len() != slots {
             return Err(MeshError::DeviceCount { devices: devices.len(), slots }.into());
         }
-        let backend =
-            Arc::new(Threads::new(slots, self.options.deadline, self.options.bytes_per_second));
+        let backend = Arc::new(ThreadBackend::new(
+            slots,
+            self.options.deadline,
+            self.options.bytes_per_second,
+        ));
         DeviceMesh::start(devices, 0, Arc::new(topology), self.options, backend)
     }
 
     fn open(self, device: impl Fn(usize) -> candle_core::Result<Device>) -> Result<DeviceMesh> {
-        // Axes that make no mesh are refused before devices are opened.
+        // Check the axes before opening any device.
         let slots = Topology::new(self.axes.clone(), MAX_DEVICES)?.slots();
-        let open = |index| {
-            // candle panics for some devices that are not there.
+        let mut devices = Vec::with_capacity(slots);
+        for index in 0..slots {
+            // candle panics for some devices that do not exist.
             let opened = catch(|| device(index));
             let opened = opened.unwrap_or_else(|panic| Err(candle_core::Error::msg(panic)));
-            opened.map_err(|cause| MeshError::Device { index, cause })
-        };
-        let devices: Result<_, MeshError> = (0..slots).map(open).collect();
-        self.devices(devices?)
+            devices.push(opened.map_err(|cause| MeshError::Device { index, cause })?);
+        }
+        self.devices(devices)
     }
 }
 
 /// Meshes of one process per slot.
 #[cfg(any(feature = "mpi", feature = "nccl"))]
 impl DeviceMeshBuilder {
-    /// Makes the mesh of all processes that MPI has started, one slot each, by rank; this one's
-    /// runs on `device`.
+    /// Builds the mesh of all processes that MPI has started, one slot each, by rank. This
+    /// process's slot runs on `device`.
     ///
-    /// Every process makes the same mesh and calls the same functions with the same arguments, and
-    /// takes its own shard of them; results come back to all of them. All compute the same: sums
-    /// are formed in rank order. A replica that fails ends all processes, with its error on the
-    /// standard error of its own, since the others may wait for it: there is no call that returns
-    /// an error for it.
+    /// Every process builds the same mesh and calls the same functions with the same arguments.
+    /// Each takes its shard of the arguments, and all get the results. All compute the same values,
+    /// because sums are formed in rank order. A failing replica ends all processes, since the
+    /// others may wait for it; its process prints the error on standard error, and no call returns
+    /// it.
     ///
-    /// Neither is there a panic that one process survives: from the first mesh over MPI on, a panic
-    /// on any thread of a process ends all of them, also one that the program would catch by
-    /// [`catch_unwind`](std::panic::catch_unwind) or by joining its thread. A rank that unwinds
-    /// would wait for the others when MPI ends, and they for it.
+    /// A panic ends all processes too: from the first mesh over MPI on, a panic on any thread ends
+    /// the program, even one that the program would catch by
+    /// [`catch_unwind`](std::panic::catch_unwind) or by joining the thread. Otherwise an unwinding
+    /// rank would wait for the others in MPI's finalization while they wait for it in a collective.
     ///
-    /// One thread of a process calls all its meshes over MPI, which has begun with support for one
-    /// thread at a time. A call from a second thread is refused, whichever mesh it is of, and so is a
-    /// mesh that a second thread makes once another one calls.
+    /// One thread of a process makes the calls on all its meshes over MPI, which is initialized for
+    /// one thread at a time. A call from a second thread fails on any of the meshes, and a second
+    /// thread cannot build another mesh.
     ///
-    /// A process that drops its last mesh waits there for the others to do so. Those that still wait
-    /// for it in a collective end the program at once, with an error that names it.
+    /// A process that drops its last mesh waits until the other processes drop theirs. A process
+    /// that still waits for it in a collective ends the program with an error that names the
+    /// process that left.
     ///
     /// A mesh without axes is a row named [`DeviceMesh::AXIS`].
     ///
     /// # Errors
     ///
-    /// Those of [`devices`](Self::devices), [`ProcessError::OtherThread`], and [`ProcessError::Mpi`] if
-    /// MPI cannot be started, or a second time, if not all processes come within the mesh's
-    /// [deadline](Self::deadline), if they are not as many as the mesh has slots, or if MPI grants its
-    /// calls to one thread only.
-    ///
+    /// The errors of [`devices`](Self::devices); [`ProcessError::WrongThread`]; and
+    /// [`ProcessError::Mpi`] if MPI cannot be started, or is started twice, if not all processes
+    /// start within the mesh's [deadline](Self::deadline), if their number is not the number of
+    /// slots, or if MPI restricts its calls to the main thread.
     /// [`ProcessError::Mpi`]: crate::ProcessError::Mpi
-    /// [`ProcessError::OtherThread`]: crate::ProcessError::OtherThread
+    /// [`ProcessError::WrongThread`]: crate::ProcessError::WrongThread
     #[cfg(feature = "mpi")]
     pub fn mpi(self, device: Device) -> Result<DeviceMesh> {
         let deadline = self.options.deadline.unwrap_or(PROCESS_DEADLINE);
-        let session = Session::start_within(deadline)?;
+        let session = MpiSession::start_within(deadline)?;
         let slot = session.rank();
         let processes = session.size();
         self.over_processes(slot, processes, device, |topology, deadline, _| {
@@ -214,31 +219,31 @@ impl DeviceMeshBuilder {
         })
     }
 
-    /// Makes the mesh of as many processes as the world of `place` has, one slot each, by rank;
-    /// this one's runs on CUDA device `device` of its machine, and tensors go from device to device
-    /// through NCCL.
+    /// Builds the mesh of the processes in the world of `place`, one slot each, by rank. This
+    /// process's slot runs on CUDA device `device` of its machine, and NCCL moves tensors from
+    /// device to device.
     ///
-    /// The launcher knows which process this is and which device it takes: a program passes on the
-    /// placement and the local rank of `core_types::LaunchEnv`. The processes find each other at
-    /// `store`, and wait there for each other for up to ten minutes.
+    /// The launcher knows the rank and the device of each process: pass on the placement and the
+    /// local rank of `core_types::LaunchEnv`. The processes find each other through `store`, where
+    /// they wait up to ten minutes.
     ///
-    /// As over MPI, every process makes the same mesh and calls the same functions with the same
-    /// arguments, sums are formed in rank order, and a replica that fails ends its process with its
-    /// error on the standard error; the launcher then ends the others, which wait for it. Tensors
-    /// of other devices are refused in collectives, and types that cannot be sent or added up: all
+    /// As over MPI, every process builds the same mesh and calls the same functions with the same
+    /// arguments, and sums are formed in rank order. A failing replica ends its process with the
+    /// error on standard error; the launcher then ends the other processes, which wait for it.
+    /// Collectives reject tensors of other devices, and dtypes that cannot be sent or summed: all
     /// but `U8`, `U32`, `I64` and floating point of 16 to 64 bits.
     ///
-    /// A collective that was started has a communicator and a stream of its own, and is carried out
-    /// while the GPU computes.
+    /// A started collective has a separate communicator and stream, and proceeds while the GPU
+    /// computes.
     ///
     /// A mesh without axes is a row named [`DeviceMesh::AXIS`].
     ///
     /// # Errors
     ///
-    /// Those of [`devices`](Self::devices), [`MeshError::Device`] if there is no such device,
-    /// [`ProcessError::Store`] if the processes cannot find each other, and [`ProcessError::Nccl`]
-    /// if NCCL cannot be started, two processes take one GPU, or the mesh has not as many slots as
-    /// there are processes.
+    /// The errors of [`devices`](Self::devices), [`MeshError::Device`] if the device does not
+    /// exist, [`ProcessError::Store`] if the processes cannot find each other, and
+    /// [`ProcessError::Nccl`] if NCCL cannot be started, two processes take the same GPU, or the
+    /// number of processes is not the number of slots.
     ///
     /// [`ProcessError::Nccl`]: crate::ProcessError::Nccl
     /// [`ProcessError::Store`]: crate::ProcessError::Store
@@ -258,8 +263,8 @@ impl DeviceMeshBuilder {
         })
     }
 
-    /// Makes the mesh of several processes, of which this one's slot is `slot`; its backend is made
-    /// when the axes have been checked.
+    /// Builds the mesh of several processes, with slot `slot` in this one. `backend` runs after the
+    /// axes are checked.
     fn over_processes(
         self,
         slot: usize,
@@ -284,12 +289,14 @@ mod tests {
     use crate::error::Error;
 
     #[test]
-    fn a_device_whose_opening_panics_is_named_with_the_reason() {
-        let open = |index| {
-            assert_eq!(index, 0, "no such device");
-            Ok(Device::Cpu)
-        };
-        let refused = DeviceMesh::builder().axis("a", 2).open(open).unwrap_err();
+    fn panic_while_opening_a_device_is_reported() {
+        let refused = DeviceMesh::builder()
+            .axis("a", 2)
+            .open(|index| {
+                assert_eq!(index, 0, "no such device");
+                Ok(Device::Cpu)
+            })
+            .unwrap_err();
         let text = refused.to_string();
         assert!(matches!(refused, Error::Mesh(MeshError::Device { index: 1, .. })), "{text}");
         assert!(text.contains("no such device"), "{text}");

@@ -1,4 +1,4 @@
-//! The devices that work together.
+//! The mesh of devices: construction, devices and axes, exchange between its processes.
 
 mod agree;
 pub(crate) mod builder;
@@ -16,7 +16,7 @@ use candle_core::{Device, Tensor};
 
 use crate::{
     device::{threads, to_device::synchronize_all},
-    engine::{Backend, Purpose},
+    engine::{AllgatherPurpose, Backend},
     error::{MeshError, ProcessError, ReplicaError, Result, ValueError},
     grid::{self, Topology},
     mesh::{
@@ -25,17 +25,17 @@ use crate::{
     },
 };
 
-/// Devices in a grid with named axes, each with a worker that waits for calls.
+/// Devices in a grid with named axes, each with a worker thread that waits for calls.
 ///
-/// Cloning is cheap and shares the workers; they end when the last clone is dropped. Dropping it
-/// waits for them, except for one whose replica did not return by the
+/// Cloning is cheap and shares the workers; they end when the last clone is dropped. The drop waits
+/// for them, except for a worker with a replica that did not return by the
 /// [deadline](DeviceMeshBuilder::deadline) of its call.
 ///
-/// Several threads may call functions on a mesh of one process; their calls take turns. Over
-/// several processes one thread calls, the first one that does: others are refused with
-/// [`ProcessError::OtherThread`](crate::ProcessError::OtherThread). That is known of each mesh by
-/// itself: a program with several meshes over the same processes calls all of them from one thread,
-/// since nothing orders the calls of two.
+/// In one process several threads may call functions on a mesh; their calls take turns. Over
+/// several processes only the first calling thread may call: other threads get
+/// [`ProcessError::WrongThread`](crate::ProcessError::WrongThread). Each mesh checks this
+/// separately. A program with several meshes over the same processes must call all of them from one
+/// thread, since nothing orders the calls of two threads.
 ///
 /// # Examples
 ///
@@ -50,15 +50,15 @@ use crate::{
 /// # Ok::<(), pmap_mesh::Error>(())
 /// ```
 #[derive(Clone, Debug)]
-pub struct DeviceMesh(Arc<Inner>);
+pub struct DeviceMesh(Arc<MeshInner>);
 
 #[derive(Debug)]
-struct Inner {
+struct MeshInner {
     /// The devices of the slots in this process.
     devices: Vec<Device>,
     /// The first slot in this process.
     first_slot: usize,
-    /// The thread that calls, if the mesh spans several processes.
+    /// The calling thread, if the mesh spans several processes.
     caller: OnceLock<ThreadId>,
     topology: Arc<Topology>,
     options: Options,
@@ -67,13 +67,13 @@ struct Inner {
 }
 
 impl DeviceMesh {
-    /// The largest number of devices in one mesh; each has a thread of its own.
+    /// The largest number of devices in one mesh. Each has its own thread.
     pub const MAX_DEVICES: usize = grid::MAX_DEVICES;
 
-    /// The name of the axis of a mesh that was made without a builder.
+    /// The axis name of a mesh that was built without a builder.
     pub const AXIS: &str = "devices";
 
-    /// Starts a mesh with axes of its own.
+    /// Returns a builder for a mesh with named axes.
     pub fn builder() -> DeviceMeshBuilder {
         DeviceMeshBuilder {
             axes: Vec::new(),
@@ -81,8 +81,8 @@ impl DeviceMesh {
         }
     }
 
-    /// Returns a row of these devices, in this order; they may be of different kinds, or the same
-    /// one several times.
+    /// Returns a row of these devices, in this order. They may be of different kinds, and the same
+    /// device may appear several times.
     ///
     /// # Errors
     ///
@@ -94,12 +94,12 @@ impl DeviceMesh {
 
     /// Returns a row of `count` virtual devices, all of them this machine's processor.
     ///
-    /// Each gets an equal share of the cores, at least one. So a program for several devices runs
-    /// on a laptop.
+    /// Each device gets an equal share of the cores, at least one, so a program for several devices
+    /// runs on a laptop.
     ///
     /// # Errors
     ///
-    /// Those of [`new`](Self::new).
+    /// The errors of [`new`](Self::new).
     pub fn cpu(count: usize) -> Result<Self> {
         Self::builder().axis(Self::AXIS, count).cpu()
     }
@@ -108,8 +108,8 @@ impl DeviceMesh {
     ///
     /// # Errors
     ///
-    /// [`MeshError::Device`] if one of them is not there or the crate was built without feature
-    /// `cuda`, and those of [`new`](Self::new).
+    /// [`MeshError::Device`] if a device does not exist or the crate was built without feature
+    /// `cuda`, and the errors of [`new`](Self::new).
     pub fn cuda(count: usize) -> Result<Self> {
         Self::builder().axis(Self::AXIS, count).cuda()
     }
@@ -118,15 +118,14 @@ impl DeviceMesh {
     ///
     /// # Errors
     ///
-    /// [`MeshError::Device`] if one of them is not there or the crate was built without feature
-    /// `metal`, and those of [`new`](Self::new).
+    /// [`MeshError::Device`] if a device does not exist or the crate was built without feature
+    /// `metal`, and the errors of [`new`](Self::new).
     pub fn metal(count: usize) -> Result<Self> {
         Self::builder().axis(Self::AXIS, count).metal()
     }
 
-    /// Starts the workers of a mesh whose parts have been checked.
-    ///
-    /// `devices` are those of this process's slots, which begin with `first_slot`.
+    /// Starts the workers of a mesh with checked parts. `devices` are the devices of this process's
+    /// slots, beginning with `first_slot`.
     pub(crate) fn start(
         devices: Vec<Device>,
         first_slot: usize,
@@ -135,13 +134,13 @@ impl DeviceMesh {
         backend: Arc<dyn Backend>,
     ) -> Result<Self> {
         let on_processor = devices.iter().all(Device::is_cpu);
-        if threads::are_shared(&devices, topology.slots()) {
-            threads::warn_if_shared(devices.len());
+        if threads::compete_for_threads(&devices, topology.slots()) {
+            threads::warn_if_competing(devices.len());
         }
-        // A process with one slot is bound by its launcher, or is not, as that was told.
+        // The launcher decides whether a process with one slot is bound.
         let pin = options.pin && on_processor && devices.len() > 1;
         let workers = Workers::start(devices.len(), pin, options.deadline)?;
-        Ok(Self(Arc::new(Inner {
+        Ok(Self(Arc::new(MeshInner {
             devices,
             first_slot,
             caller: OnceLock::new(),
@@ -152,13 +151,13 @@ impl DeviceMesh {
         })))
     }
 
-    /// Returns a mesh, with workers of its own, of those devices of this one whose coordinate along
-    /// `axis` is `coordinate`; it lacks that axis.
+    /// Returns the mesh, with separate workers, of the devices with this `coordinate` along `axis`;
+    /// it lacks that axis.
     ///
     /// # Errors
     ///
     /// [`MeshError::UnknownAxis`], [`MeshError::Coordinate`], [`ProcessError::Unsupported`], and
-    /// those of [`new`](Self::new).
+    /// the errors of [`new`](Self::new).
     ///
     /// # Examples
     ///
@@ -180,75 +179,76 @@ impl DeviceMesh {
             return Err(MeshError::Coordinate { axis, coordinate, size }.into());
         }
         let groups = self.topology().groups(set);
-        let slots = self.local_slots().filter(|&slot| groups.place(slot).rank == coordinate);
+        let slots = self.local_slots().filter(|&slot| groups.position(slot).rank == coordinate);
         let devices = slots.map(|slot| self.devices()[slot].clone()).collect();
         let others = self.topology().axes().iter().filter(|(name, _)| name != axis).cloned();
         DeviceMeshBuilder { axes: others.collect(), options: self.0.options }.devices(devices)
     }
 
-    /// The devices of this process's slots, by slot: the last axis varies fastest.
+    /// Returns the devices of this process's slots, by slot: the last axis varies fastest.
     pub fn devices(&self) -> &[Device] {
         &self.0.devices
     }
 
-    /// The number of devices, in all processes.
+    /// Returns the number of devices in all processes.
     #[expect(clippy::len_without_is_empty, reason = "a mesh is never empty")]
     pub fn len(&self) -> usize {
         self.topology().slots()
     }
 
-    /// The slots that run in this process: all, unless the mesh spans several.
+    /// Returns the slots that run in this process: all of them, unless the mesh spans several
+    /// processes.
     pub fn local_slots(&self) -> Range<usize> {
         self.0.first_slot..self.0.first_slot + self.0.devices.len()
     }
 
-    /// Names and sizes of the axes.
+    /// Returns the names and sizes of the axes.
     pub fn axes(&self) -> impl ExactSizeIterator<Item = (&str, usize)> {
         self.topology().axes().iter().map(|(name, size)| (name.as_str(), *size))
     }
 
-    /// Returns the tensors of all slots, given those of this process's slots; JAX's
+    /// Returns the tensors of all slots, given the tensors of this process's slots; JAX's
     /// `process_allgather`.
     ///
-    /// Every process of the mesh calls it, between two calls of parallel functions. In one process
-    /// the argument comes back.
+    /// Every process of the mesh makes this call, between two calls of parallel functions. In one
+    /// process it returns its argument.
     ///
     /// # Shapes
     ///
-    /// A list for each of the [`local_slots`](Self::local_slots) in, a list for each slot out.
-    /// Lists may differ in length, and tensors in type and shape.
+    /// Takes a list for each of the [`local_slots`](Self::local_slots) and returns a list for each
+    /// slot. Lists may differ in length, and tensors in dtype and shape.
     ///
     /// # Errors
     ///
-    /// [`ValueError::ListCount`] for another number of lists; over several processes
-    /// [`ProcessError::OtherThread`] for a second calling thread, [`ProcessError::Exchange`] if what
-    /// a process has cannot be sent, and [`ProcessError::Peer`] on all others then.
+    /// [`ValueError::ListCount`] for a wrong number of lists. Over several processes:
+    /// [`ProcessError::WrongThread`] for a second calling thread, [`ProcessError::Exchange`] if a
+    /// process cannot send its tensors, and then [`ProcessError::Peer`] on all others.
     #[doc(hidden)]
     pub fn process_allgather(&self, lists: Vec<Vec<Tensor>>) -> Result<Vec<Vec<Tensor>>> {
         let slots = self.devices().len();
         if lists.len() != slots {
             return Err(ValueError::ListCount { lists: lists.len(), slots }.into());
         }
-        self.refuse_other_thread()?;
-        self.0.backend.process_allgather(Purpose::User, Ok(lists))
+        self.check_caller_thread()?;
+        self.0.backend.process_allgather(AllgatherPurpose::User, Ok(lists))
     }
 
-    /// The lists of all slots at the end of a call, given those of this process's slots, or why it
-    /// has none.
+    /// Returns the results of all slots at the end of a call, given the results of this process's
+    /// slots or its error.
     pub(crate) fn exchange_results(
         &self,
         lists: Result<Vec<Vec<Tensor>>>,
     ) -> Result<Vec<Vec<Tensor>>> {
-        self.refuse_other_thread()?;
-        self.0.backend.process_allgather(Purpose::Results, lists)
+        self.check_caller_thread()?;
+        self.0.backend.process_allgather(AllgatherPurpose::Results, lists)
     }
 
-    /// Refuses a call on a mesh of several processes from a second thread.
+    /// Rejects a call on a mesh of several processes from a second thread.
     ///
-    /// Their calls meet in the order in which each process makes them. Those of two threads come in
-    /// any order, another one in every process, and their tensors would be mixed up without an
-    /// error.
-    pub(crate) fn refuse_other_thread(&self) -> Result<(), ProcessError> {
+    /// The calls of the processes are matched in the order in which each process makes them. Two
+    /// threads make calls in an order that varies between processes, so their tensors would be
+    /// mixed up without an error.
+    pub(crate) fn check_caller_thread(&self) -> Result<(), ProcessError> {
         if !self.spans_processes() {
             return Ok(());
         }
@@ -257,11 +257,11 @@ impl DeviceMesh {
             return self.0.backend.check_caller();
         }
         let name = current.name().unwrap_or("without a name").to_owned();
-        Err(ProcessError::OtherThread { name })
+        Err(ProcessError::WrongThread { name })
     }
 
-    /// Waits until all devices of this process have done what any thread has begun there: a
-    /// function may have captured what is still being written.
+    /// Waits for all pending work on the devices of this process: a captured tensor may still be in
+    /// the middle of a write.
     pub(crate) fn synchronize_all(&self) -> Result<()> {
         for (slot, device) in self.local_slots().zip(self.devices()) {
             synchronize_all(device).map_err(|cause| {
@@ -288,15 +288,15 @@ impl DeviceMesh {
         Arc::clone(&self.0.topology)
     }
 
-    /// Whether both are clones of one mesh.
+    /// Returns true if both are clones of the same mesh.
     pub(crate) fn ptr_eq(&self, other: &Self) -> bool {
         Arc::ptr_eq(&self.0, &other.0)
     }
 }
 
 impl fmt::Display for DeviceMesh {
-    /// Names and sizes of the axes, then this process's slots with their devices, a row for each
-    /// step of all axes but the last.
+    /// Writes names and sizes of the axes, then this process's slots with their devices, in rows
+    /// along the last axis.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let axes: Vec<String> = self.axes().map(|(name, size)| format!("{name} {size}")).collect();
         f.write_str(&axes.join(" x "))?;
@@ -305,37 +305,38 @@ impl fmt::Display for DeviceMesh {
         let slots: Vec<String> = self
             .local_slots()
             .zip(self.devices())
-            .map(|(slot, device)| format!("{slot}: {}", name_of(device)))
+            .map(|(slot, device)| format!("{slot}: {}", device_name(device)))
             .collect();
         slots.chunks(columns).try_for_each(|row| write!(f, "\n[{}]", row.join(", ")))
     }
 }
 
-fn name_of(device: &Device) -> String {
+fn device_name(device: &Device) -> String {
     format!("{:?}", device.location())
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::{engine::threads::Threads, error::Error};
+    use crate::{engine::threads::ThreadBackend, error::Error};
 
-    /// The process of slot 0 of two, without the other one: functions without collectives can run.
+    /// Returns the mesh of slot 0 of two processes, without the other process. It can run functions
+    /// without collectives.
     fn one_of_two_processes() -> DeviceMesh {
         let topology = Arc::new(Topology::new(vec![("a".into(), 2)], 2).unwrap());
         let options = Options { pin: false, deadline: None, bytes_per_second: None };
-        let backend = Arc::new(Threads::new(2, None, None));
+        let backend = Arc::new(ThreadBackend::new(2, None, None));
         DeviceMesh::start(vec![Device::Cpu], 0, topology, options, backend).unwrap()
     }
 
     #[test]
-    fn over_processes_one_thread_calls() {
+    fn second_calling_thread_is_rejected() {
         let mesh = one_of_two_processes();
         let nothing = mesh.pmap(|_, ()| Ok(()));
         let refused = |outcome: Result<()>| {
             matches!(
                 outcome,
-                Err(Error::Process(ProcessError::OtherThread { name })) if name == "two"
+                Err(Error::Process(ProcessError::WrongThread { name })) if name == "two"
             )
         };
         nothing.call_sharded(()).unwrap();

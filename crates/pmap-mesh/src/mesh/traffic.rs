@@ -1,18 +1,18 @@
-//! What a mesh tells of the collectives on it.
+//! Counts of the bytes that a mesh's collectives have sent.
 
 use crate::{
-    engine::traffic::{Counter, Traffic},
+    engine::traffic::{Traffic, TrafficCounter},
     mesh::DeviceMesh,
 };
 
 #[doc(hidden)]
 impl DeviceMesh {
-    /// What each slot of this process has handed over in collectives since the mesh was made, in
-    /// the order of the slots.
+    /// Returns the bytes that each slot of this process has contributed to collectives since the
+    /// mesh was built, by slot.
     ///
-    /// Exact between two calls; while one runs, what it has counted by then. A collective counts
-    /// when it begins, whether it succeeds or not.
+    /// The counts are exact between two calls, and partial while a call runs. A collective is
+    /// counted when it begins, whether it succeeds or not.
     pub fn traffic(&self) -> Vec<Traffic> {
-        self.backend().counters().iter().map(Counter::read).collect()
+        self.backend().counters().iter().map(TrafficCounter::read).collect()
     }
 }

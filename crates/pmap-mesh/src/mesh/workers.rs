@@ -1,18 +1,19 @@
-//! One persistent worker per slot, on which its replica runs.
+//! One persistent worker per slot, which runs the slot's replicas.
 //!
 //! # Synchronization
 //!
-//! There are two kinds of locks: `dispatch`, one per mesh, and the queue of each mailbox, which is
-//! taken under `dispatch` when a job is handed out, and alone when the worker takes its part or the
-//! caller takes it back. None is held while a job runs. The counters beside them are looked at
-//! without a lock by threads that wait ([`sync::until`]); each is changed before the thread that
-//! waits is unparked.
+//! There are two kinds of locks: `dispatch`, one per mesh, and the queue of each worker. A thread
+//! that submits a job takes the queues' locks under `dispatch`; a worker that takes a task, or a
+//! caller that cancels one, takes only the queue's. No lock is held while a job runs. Waiting
+//! threads read the atomic counters without a lock ([`sync::wait_until`]); each counter changes
+//! before the waiting thread is unparked.
 //!
-//! # What a job borrows
+//! # Jobs that borrow
 //!
-//! A call returns when all parts of its job have ended, or were taken back before they began. If
-//! the job owns what it uses, the call may also return without those that do not end
-//! ([`Workers::run`]); if it borrows, they end the process instead ([`Workers::run_scoped`]).
+//! A call returns when all tasks of its job have ended or were cancelled before they began. If the
+//! job owns its data, the call may also return while a task runs on after the deadline
+//! ([`Workers::run`]). If the job borrows, such a task ends the process instead
+//! ([`Workers::run_scoped`]).
 
 use std::{
     cell::Cell,
@@ -33,80 +34,80 @@ use core_affinity::CoreId;
 use rayon::{ThreadPoolBuildError, ThreadPoolBuilder};
 
 use crate::{
-    ending,
     error::{CollectiveError, Error, MeshError, ReplicaError, Result},
+    exit,
     sync::{self, catch, lock},
 };
 
-/// How long replicas that have learned of the end of their call are given to return from it: some
-/// thousand times what it takes to wake them, since others may need the cores.
+/// Time for replicas to return after their call has failed: some thousand times as long as waking
+/// them takes, since other threads may occupy the cores.
 const GRACE: Duration = Duration::from_millis(100);
 
-/// What the workers of a mesh do at the same time: the replicas of one call.
-pub(crate) trait Job: Send + Sync {
-    /// Does the part of the n-th slot of this process.
+/// The concurrent work of a mesh's workers: the replicas of one call.
+pub(crate) trait WorkerJob: Send + Sync {
+    /// Runs the task of this process's slot number `local_index`.
     fn run(&self, local_index: usize);
 
-    /// Whether a slot has waited for another one for as long as it may: the others are then given
-    /// no more time than it takes to notice.
-    fn is_late(&self) -> bool;
+    /// Returns true if a slot's wait for another slot has passed the deadline. The other slots then
+    /// get only the time to notice it.
+    fn deadline_passed(&self) -> bool;
 
-    /// Ends what the slots do together, since these ones have not ended this long after another
-    /// one; returns why.
-    fn time_out(&self, stuck: &[usize], after: Duration) -> Error;
+    /// Fails the job because the slots `stuck` have not ended within `after` of another slot's end.
+    /// Returns the error.
+    fn time_out(&self, stuck: &[usize], limit: Duration) -> Error;
 }
 
-/// The workers of a mesh: for each slot a thread that waits for jobs, in a thread pool of its own.
+/// The workers of a mesh: for each slot a thread that waits for jobs, in a separate thread pool.
 ///
-/// candle's kernels look for the pool they are called in and stay there: replicas that shared the
-/// global pool would queue behind each other's matrix products.
+/// candle's kernels run in the pool of the thread that calls them. In the shared global pool,
+/// replicas would queue for each other's matrix products.
 #[derive(Debug)]
 pub(crate) struct Workers {
-    slots: Vec<Slot>,
-    /// Held while a job is handed out: all slots must see jobs in the same order, or collectives of
-    /// two calls would wait for each other.
-    dispatch: Mutex<Dispatch>,
-    /// How long a slot that has begun a job is waited for when another one has ended it; for ever
-    /// without.
+    slots: Vec<SlotWorker>,
+    /// Locked while a job is submitted: all slots must get jobs in the same order, or collectives
+    /// of two calls would wait for each other.
+    dispatch: Mutex<DispatchState>,
+    /// Time limit for a slot that has begun a job, counted from the end of the first slot; `None`
+    /// for no limit.
     deadline: Option<Duration>,
 }
 
-/// The worker of a slot.
+/// The worker of one slot.
 #[derive(Debug)]
-struct Slot {
-    mailbox: Arc<TaskQueue>,
-    /// All threads of its pool.
+struct SlotWorker {
+    queue: Arc<TaskQueue>,
+    /// All threads of the slot's pool.
     threads: Vec<JoinHandle<()>>,
 }
 
 #[derive(Debug, Default)]
-struct Dispatch {
-    /// How many jobs were handed out: each has a part for every slot.
+struct DispatchState {
+    /// The number of submitted jobs. Each has a task for every slot.
     n_jobs: u64,
-    /// Those that were given up, oldest first; some may have ended since.
-    given_up: VecDeque<GivenUp>,
+    /// The jobs that timed out, oldest first. Some may have ended since.
+    timed_out: VecDeque<TimedOutJob>,
 }
 
-/// A job whose caller has returned, though a slot is still busy with it.
+/// A job that timed out: its caller has returned, but a slot may still run it.
 #[derive(Debug)]
-struct GivenUp {
+struct TimedOutJob {
     number: u64,
     call: &'static Location<'static>,
 }
 
 /// Why a job has not ended.
-struct Stuck {
-    /// The slots that have not ended their part.
+struct UnfinishedJob {
+    /// The slots with an unfinished task.
     slots: Vec<usize>,
-    /// How long a slot was waited for.
-    after: Duration,
-    /// Whether some of them have begun it; from the others it was taken back.
+    /// The time limit that they missed.
+    limit: Duration,
+    /// Whether a task of the job is still running. All others were cancelled.
     is_running: bool,
-    /// One that has not begun it since it is busy with an earlier call, which was given up.
-    behind: Option<Blocker>,
+    /// An earlier call that kept a slot from beginning the job.
+    blocker: Option<Blocker>,
 }
 
-/// What keeps a slot from beginning a job: a call that was given up, and has not returned there.
+/// A timed-out call that still runs in a slot, and so keeps a later job from beginning there.
 #[derive(Clone, Copy)]
 struct Blocker {
     slot: usize,
@@ -119,11 +120,11 @@ impl From<Blocker> for ReplicaError {
     }
 }
 
-/// A job that has been handed out.
+/// A submitted job.
 struct SubmittedJob {
-    /// How many were handed out up to this one.
+    /// The number of jobs submitted so far, including this one.
     number: u64,
-    pending: Arc<Pending>,
+    countdown: Arc<TaskCountdown>,
 }
 
 thread_local! {
@@ -132,227 +133,243 @@ thread_local! {
 }
 
 impl Workers {
-    /// Starts `count` workers that share the machine's cores, each bound to its own if `pin`.
+    /// Starts `count` workers that share the machine's cores, each bound to its cores if `pin`.
     pub(crate) fn start(
         count: usize,
         pin: bool,
         deadline: Option<Duration>,
     ) -> Result<Self, MeshError> {
-        let cores = Cores::new(count, pin);
+        let cores = CoreAllocation::new(count, pin);
         let mut workers =
             Self { slots: Vec::with_capacity(count), dispatch: Mutex::default(), deadline };
         for slot in 0..count {
-            // If one cannot be started, dropping `workers` ends those before it.
-            let started = Slot::start(slot, &cores);
+            // If a worker cannot be started, dropping `workers` ends the earlier ones.
+            let started = SlotWorker::start(slot, &cores);
             workers.slots.push(started.map_err(|cause| MeshError::Worker { slot, cause })?);
         }
         Ok(workers)
     }
 
-    /// Refuses a call inside a mesh, whose worker would wait for itself.
-    pub(crate) fn refuse_nesting() -> Result<(), ReplicaError> {
+    /// Rejects a call inside a replica, whose worker would wait for itself.
+    pub(crate) fn check_not_nested() -> Result<(), ReplicaError> {
         if IN_MESH.get() { Err(ReplicaError::Nested) } else { Ok(()) }
     }
 
-    /// Runs a job on all workers at once, and returns when all have ended it, or when the deadline
+    /// Runs a job on all workers in parallel. Returns when all have ended it, or when the deadline
     /// has passed.
     ///
     /// # Errors
     ///
-    /// [`ReplicaError::Stuck`] while a worker is busy with a job that was given up, and what
-    /// [`Job::time_out`] returns if this one is.
-    pub(crate) fn run<J: Job + 'static>(
+    /// [`ReplicaError::Stuck`] while a worker runs a job that timed out, and the error of
+    /// [`WorkerJob::time_out`] if this job times out.
+    pub(crate) fn run<J: WorkerJob + 'static>(
         &self,
         job: &Arc<J>,
         call: &'static Location<'static>,
     ) -> Result<()> {
-        let job_of_workers: Arc<dyn Job> = Arc::<J>::clone(job);
-        let posted = self.post(&job_of_workers)?;
-        self.wait(&posted, &**job).map_err(|stuck| {
+        let shared: Arc<dyn WorkerJob> = Arc::<J>::clone(job);
+        let submitted = self.submit(&shared)?;
+        self.wait(&submitted, &**job).map_err(|stuck| {
             if stuck.is_running {
-                let given_up = GivenUp { number: posted.number, call };
-                lock(&self.dispatch).given_up.push_back(given_up);
+                let timed_out = TimedOutJob { number: submitted.number, call };
+                lock(&self.dispatch).timed_out.push_back(timed_out);
             }
             stuck.error(&**job)
         })
     }
 
-    /// Runs a job that may borrow: returns when all workers that have begun it have ended it. If
-    /// one of these has not when the deadline has passed, and neither does when all have learned
-    /// that the job has failed, it ends the process.
+    /// Runs a job that may borrow, and returns when all workers that have begun it have ended it. A
+    /// worker that misses the deadline, and does not return [`GRACE`] after the job has failed,
+    /// ends the process.
     ///
     /// # Errors
     ///
-    /// As [`run`](Self::run).
-    pub(crate) fn run_scoped<J: Job>(
+    /// The errors of [`run`](Self::run).
+    pub(crate) fn run_scoped<J: WorkerJob>(
         &self,
         job: &Arc<J>,
         _: &'static Location<'static>,
     ) -> Result<()> {
-        let borrowing: Arc<dyn Job + '_> = Arc::<J>::clone(job);
+        let borrowing: Arc<dyn WorkerJob + '_> = Arc::<J>::clone(job);
         #[expect(unsafe_code, reason = "a type cannot say that a thread waits for others")]
-        // SAFETY: Only the lifetime changes, and no clone of this `Arc` is used when what it
-        // borrows may be gone. Clones are given to the workers alone, and each is dropped before
-        // its part counts as ended, by the worker or by this thread, which takes it back. This
-        // function is not left before all have: neither by returning, since then `wait` has found
-        // that none is left, or the process ends; nor by a panic, since `AbortIfDropped` ends the
-        // process while `post` hands the job out, and `_all` waits after that. `job` outlives this
-        // function, so that no worker drops the last clone, and with it what the job owns.
-        let job_of_workers: Arc<dyn Job> =
-            unsafe { mem::transmute::<Arc<dyn Job + '_>, Arc<dyn Job>>(borrowing) };
-        let posted = self.post(&job_of_workers)?;
-        let _all = WaitForAll(&posted.pending);
-        self.wait(&posted, &**job).map_err(|stuck| {
+        // SAFETY: Only the lifetime changes, and no clone of this `Arc` is used after the end of
+        // the borrow. Only the workers get clones. Each clone is dropped before its task counts as
+        // ended, either by the worker or by this thread when it cancels the task. This function
+        // does not end before all tasks have: it returns only after `wait` has found that none is
+        // left, and otherwise ends the process; on a panic, `AbortIfDropped` ends the process while
+        // `submit` runs, and later `_all` waits for the tasks. `job` outlives this function, so no
+        // worker drops the last clone, and with it the data that the job owns.
+        let job_of_workers: Arc<dyn WorkerJob> =
+            unsafe { mem::transmute::<Arc<dyn WorkerJob + '_>, Arc<dyn WorkerJob>>(borrowing) };
+        let submitted = self.submit(&job_of_workers)?;
+        let _all = WaitForAll(&submitted.countdown);
+        self.wait(&submitted, &**job).map_err(|stuck| {
             let error = stuck.error(&**job);
-            // Who has learned of it in a collective returns, and who was about to return has.
+            // A replica that sees the failure in a collective returns now, and one that was about
+            // to return has.
             let grace = Instant::now() + GRACE;
-            if !sync::until(Some(grace), || posted.pending.all_have_ended()) {
-                ending::end(&format!("{error}; {NO_RETURN}"), || process::exit(1));
+            if !sync::wait_until(Some(grace), || submitted.countdown.all_ended()) {
+                exit::exit_with(&format!("{error}; {NO_RETURN}"), || process::exit(1));
             }
             error
         })
     }
 
-    /// Hands a job out to all workers.
-    fn post(&self, job: &Arc<dyn Job>) -> Result<SubmittedJob> {
-        let pending = Arc::new(Pending {
-            of: self.slots.len(),
-            left: AtomicUsize::new(self.slots.len()),
+    /// Submits a job to all workers.
+    fn submit(&self, job: &Arc<dyn WorkerJob>) -> Result<SubmittedJob> {
+        let countdown = Arc::new(TaskCountdown {
+            total: self.slots.len(),
+            remaining: AtomicUsize::new(self.slots.len()),
             caller: thread::current(),
         });
         let mut dispatch = lock(&self.dispatch);
-        self.refuse_if_stuck(&mut dispatch)?;
-        // From here on workers may run the job, and nobody waits for them yet.
+        self.check_not_stuck(&mut dispatch)?;
+        // From here on workers may run the job, and no thread waits for them yet.
         let handing_out = AbortIfDropped;
         dispatch.n_jobs += 1;
         for slot in &self.slots {
-            let part = Part { job: Arc::clone(job), pending: Arc::clone(&pending) };
-            slot.mailbox.post(Task(Some(part)));
+            let task = SlotTask { job: Arc::clone(job), countdown: Arc::clone(&countdown) };
+            slot.queue.push(QueuedTask(Some(task)));
         }
         mem::forget(handing_out);
-        Ok(SubmittedJob { number: dispatch.n_jobs, pending })
+        Ok(SubmittedJob { number: dispatch.n_jobs, countdown })
     }
 
-    fn refuse_if_stuck(&self, dispatch: &mut Dispatch) -> Result<(), ReplicaError> {
-        dispatch.given_up.retain(|job| self.stuck(job.number).next().is_some());
-        match self.behind(dispatch, dispatch.n_jobs) {
+    fn check_not_stuck(&self, dispatch: &mut DispatchState) -> Result<(), ReplicaError> {
+        dispatch.timed_out.retain(|job| self.unfinished_slots(job.number).next().is_some());
+        match self.find_blocker(dispatch, dispatch.n_jobs) {
             None => Ok(()),
-            Some(behind) => Err(behind.into()),
+            Some(blocker) => Err(blocker.into()),
         }
     }
 
-    /// A slot that is busy with one of the first `number` jobs though that was given up.
-    fn behind(&self, dispatch: &Dispatch, number: u64) -> Option<Blocker> {
-        let mut given_up = dispatch.given_up.iter().filter(|job| job.number <= number);
-        given_up.find_map(|&GivenUp { number, call }| {
-            self.stuck(number).next().map(|slot| Blocker { slot, call })
-        })
+    /// Returns a slot that still runs a timed-out job among the first `number` jobs.
+    fn find_blocker(&self, dispatch: &DispatchState, number: u64) -> Option<Blocker> {
+        for job in dispatch.timed_out.iter().filter(|job| job.number <= number) {
+            if let Some(slot) = self.unfinished_slots(job.number).next() {
+                return Some(Blocker { slot, call: job.call });
+            }
+        }
+        None
     }
 
-    /// The slots that have not ended their parts of the first `number` jobs.
-    fn stuck(&self, number: u64) -> impl Iterator<Item = usize> {
-        // Only the number counts: nothing that a job wrote is read under it.
-        let ended = |slot: &Slot| slot.mailbox.n_ended.load(Ordering::Relaxed);
-        (0..self.slots.len()).filter(move |&slot| ended(&self.slots[slot]) < number)
+    /// Returns the slots that have not ended their tasks of the first `number` jobs.
+    fn unfinished_slots(&self, number: u64) -> impl Iterator<Item = usize> {
+        // Only the number counts; it publishes no other data.
+        let slots = self.slots.iter().enumerate();
+        slots
+            .filter(move |(_, slot)| slot.queue.n_ended.load(Ordering::Relaxed) < number)
+            .map(|(index, _)| index)
     }
 
-    /// Waits until all workers have ended a job; fails with those that have not in time.
+    /// Waits until all workers have ended a job; fails if some miss the deadline.
     ///
-    /// The time of a slot counts from when it has begun the job: what an earlier call took, of
-    /// another thread, is that call's. But if that call is given up, this one does not begin.
-    fn wait(&self, posted: &SubmittedJob, job: &dyn Job) -> Result<(), Stuck> {
-        let pending = &posted.pending;
-        let Some(after) = self.deadline else {
-            sync::until(None, || pending.all_have_ended());
+    /// The time limit of a slot starts when the slot begins the job, so that an earlier call of
+    /// another thread does not use it up. But if that earlier call times out, this job never
+    /// begins.
+    fn wait(&self, submitted: &SubmittedJob, job: &dyn WorkerJob) -> Result<(), UnfinishedJob> {
+        let countdown = &submitted.countdown;
+        let Some(deadline) = self.deadline else {
+            sync::wait_until(None, || countdown.all_ended());
             return Ok(());
         };
-        // Replicas wait for each other only until the deadline: one of them ends, or all compute.
-        sync::until(None, || pending.one_has_ended());
-        let is_late = job.is_late();
-        let patience = if is_late { GRACE } else { after };
+        // Replicas wait for each other at most until the deadline, so either one of them ends or
+        // all compute.
+        sync::wait_until(None, || countdown.any_ended());
+        let deadline_passed = job.deadline_passed();
+        let limit = if deadline_passed { GRACE } else { deadline };
         let start = Instant::now();
         loop {
-            // A deadline beyond all time is none.
-            let look = self.next_look(posted.number, start, patience);
-            if sync::until(look, || pending.all_have_ended()) {
+            // A deadline that overflows is no deadline.
+            let next_check = self.next_check(submitted.number, start, limit);
+            if sync::wait_until(next_check, || countdown.all_ended()) {
                 return Ok(());
             }
-            let slots: Vec<usize> = self.stuck(posted.number).collect();
-            let behind = self.behind(&lock(&self.dispatch), posted.number - 1);
-            let begun =
-                slots.iter().map(|&slot| self.slots[slot].mailbox.started_at(posted.number));
+            let slots: Vec<usize> = self.unfinished_slots(submitted.number).collect();
+            let blocker = self.find_blocker(&lock(&self.dispatch), submitted.number - 1);
             let spent: Vec<_> =
-                begun.map(|begun| begun.map(|begun| begun.max(start).elapsed())).collect();
-            if is_over(&spent, patience, is_late || behind.is_some()) {
-                return Err(self.cancel(pending, slots, after, behind));
+                slots.iter().map(|&slot| self.time_spent(slot, submitted.number, start)).collect();
+            if has_timed_out(&spent, limit, deadline_passed || blocker.is_some()) {
+                return Err(self.cancel(countdown, slots, deadline, blocker));
             }
         }
     }
 
-    /// When to look whether slots that have not ended job `number` have had their time, if one of
-    /// them ends it at all; `start` is when the first one has ended it.
-    fn next_look(&self, number: u64, start: Instant, patience: Duration) -> Option<Instant> {
-        let over = |slot: usize| match self.slots[slot].mailbox.started_at(number) {
-            Some(begun) => begun.max(start).checked_add(patience),
-            // It is behind an earlier call, of which we are not told when it is given up.
-            None => start.checked_add(patience).map(|over| over.max(Instant::now() + GRACE)),
-        };
-        self.stuck(number).filter_map(over).min()
+    /// Returns when to check again whether unfinished slots have used up their time. `start` is
+    /// when the first slot ended job `number`.
+    fn next_check(&self, number: u64, start: Instant, limit: Duration) -> Option<Instant> {
+        let mut earliest = None;
+        for slot in self.unfinished_slots(number) {
+            let check = match self.slots[slot].queue.started_at(number) {
+                Some(started) => started.max(start).checked_add(limit),
+                // An earlier call blocks the slot. Its time-out does not wake this thread, so poll.
+                None => start.checked_add(limit).map(|end| end.max(Instant::now() + GRACE)),
+            };
+            earliest = [earliest, check].into_iter().flatten().min();
+        }
+        earliest
     }
 
-    /// Takes a job back from those of these slots that have not begun it, all that have not ended
+    /// Returns how long a slot has run job `number` since `start`, or `None` if it has not begun.
+    fn time_spent(&self, slot: usize, number: u64, start: Instant) -> Option<Duration> {
+        let started = self.slots[slot].queue.started_at(number)?;
+        Some(started.max(start).elapsed())
+    }
+
+    /// Cancels a job in the slots that have not begun it. `slots` are all slots that have not ended
     /// it.
     fn cancel(
         &self,
-        pending: &Arc<Pending>,
+        countdown: &Arc<TaskCountdown>,
         slots: Vec<usize>,
-        after: Duration,
-        behind: Option<Blocker>,
-    ) -> Stuck {
+        limit: Duration,
+        blocker: Option<Blocker>,
+    ) -> UnfinishedJob {
         let mut is_running = false;
         for &slot in &slots {
-            is_running |= !self.slots[slot].mailbox.cancel(pending);
+            is_running |= !self.slots[slot].queue.cancel(countdown);
         }
-        Stuck { slots, after, is_running, behind }
+        UnfinishedJob { slots, limit, is_running, blocker }
     }
 }
 
-/// Whether slots that have not ended a job have had their time, given how long each has had it, if
-/// it has begun it. Where all others wait to begin, that is so if there is no more use in it.
-fn is_over(spent: &[Option<Duration>], patience: Duration, is_in_vain: bool) -> bool {
-    let mut begun = spent.iter().flatten();
-    match begun.clone().next() {
-        Some(_) => begun.any(|spent| *spent >= patience),
+/// Returns true if a job has timed out, given the time that each unfinished slot has spent on it,
+/// or `None` if the slot has not begun it. If no slot has begun it, the job has timed out if
+/// `is_in_vain`: it cannot succeed any more.
+fn has_timed_out(spent: &[Option<Duration>], limit: Duration, is_in_vain: bool) -> bool {
+    match spent.iter().flatten().max() {
+        Some(longest) => *longest >= limit,
         None => is_in_vain && !spent.is_empty(),
     }
 }
 
-impl Stuck {
-    /// What the call fails with, which ends for all of its slots.
-    fn error(&self, job: &dyn Job) -> Error {
-        match (job.time_out(&self.slots, self.after), self.behind) {
-            // It did not get from the busy slot what it waited for.
-            (Error::Collective(CollectiveError::Deadline { .. }), Some(behind))
+impl UnfinishedJob {
+    /// Returns the error of the whole call.
+    fn error(&self, job: &dyn WorkerJob) -> Error {
+        let failure = job.time_out(&self.slots, self.limit);
+        match (&failure, self.blocker) {
+            // The job waited for the slot that is busy with an earlier call.
+            (Error::Collective(CollectiveError::Deadline { .. }), Some(blocker))
                 if !self.is_running =>
             {
-                ReplicaError::from(behind).into()
+                ReplicaError::from(blocker).into()
             }
-            (failure, _) => failure,
+            _ => failure,
         }
     }
 }
 
-/// Why a process ends that could go on if its replicas borrowed nothing.
+/// Why a process ends instead of returning the error of a replica that borrows.
 const NO_RETURN: &str = "the process ends, since what the function borrows may be used as long as \
                          a replica runs";
 
 impl Drop for Workers {
-    /// Ends all threads, and waits for them unless it is one of them that dropped the mesh; not for
-    /// those that are stuck, which end when their replica returns.
+    /// Ends all threads and joins them, unless one of them drops the mesh. Threads of stuck slots
+    /// are not joined; they end when their replica returns.
     fn drop(&mut self) {
         let n_jobs = lock(&self.dispatch).n_jobs;
-        let stuck: Vec<usize> = self.stuck(n_jobs).collect();
-        self.slots.iter().for_each(|slot| slot.mailbox.close());
+        let stuck: Vec<usize> = self.unfinished_slots(n_jobs).collect();
+        self.slots.iter().for_each(|slot| slot.queue.close());
         for (index, slot) in self.slots.drain(..).enumerate() {
             if !IN_MESH.get() && !stuck.contains(&index) {
                 slot.join();
@@ -361,19 +378,19 @@ impl Drop for Workers {
     }
 }
 
-impl Slot {
-    /// Starts the thread pool of a slot, whose first job lasts as long as the mesh, and the pool as
-    /// long as its job; kernels called in it find the pool's other threads.
+impl SlotWorker {
+    /// Starts the thread pool of a slot. Its first job runs as long as the mesh exists, and the
+    /// pool lives as long as this job; kernels called in it use the pool's other threads.
     #[expect(clippy::expect_used, reason = "a pool that was built runs what it is given")]
-    fn start(index: usize, cores: &Cores) -> Result<Self, ThreadPoolBuildError> {
+    fn start(index: usize, cores: &CoreAllocation) -> Result<Self, ThreadPoolBuildError> {
         let mut threads = Vec::new();
         let pool = ThreadPoolBuilder::new()
             .num_threads(cores.threads_per_slot)
             .spawn_handler(|thread| {
                 let name = format!("mesh-{index}.{}", thread.index());
-                let core = cores.of(index, thread.index());
+                let core = cores.core_for(index, thread.index());
                 let start = move || {
-                    // Where the system refuses, the thread runs unbound, which is only slower.
+                    // If the system refuses, the thread runs unbound, which is only slower.
                     core.map(core_affinity::set_for_current);
                     IN_MESH.set(true);
                     thread.run();
@@ -384,33 +401,34 @@ impl Slot {
             .build()?;
         let (started, worker) = mpsc::sync_channel(1);
         pool.spawn(move || {
-            let mailbox = Arc::new(TaskQueue::new(thread::current()));
-            started.send(Arc::clone(&mailbox)).expect("the mesh waits for it");
-            mailbox.serve(index);
+            let queue = Arc::new(TaskQueue::new(thread::current()));
+            started.send(Arc::clone(&queue)).expect("the mesh waits for it");
+            queue.serve(index);
         });
-        let mailbox = worker.recv().expect("a worker starts with its mailbox");
-        Ok(Self { mailbox, threads })
+        let queue = worker.recv().expect("a worker starts with its queue");
+        Ok(Self { queue, threads })
     }
 
     fn join(self) {
         for thread in self.threads {
-            // What a thread panicked with was printed by the panic hook.
+            // The panic hook has printed the panic of the thread.
             drop(thread.join());
         }
     }
 }
 
-/// How the cores of the machine are divided among the slots.
-struct Cores {
+/// The division of the machine's cores among the slots.
+struct CoreAllocation {
     slots: usize,
     threads_per_slot: usize,
-    /// What threads are bound to; none if they are not to be, or the system does not say.
+    /// The cores to bind threads to; empty if threads are not bound, or the system does not list
+    /// its cores.
     pins: Vec<CoreId>,
 }
 
-impl Cores {
+impl CoreAllocation {
     fn new(slots: usize, pin: bool) -> Self {
-        // Where the system does not say how many there are, one is right on every machine.
+        // If the core count is unknown, one is valid on every machine.
         let cores = thread::available_parallelism().map_or(1, usize::from);
         let pins = if pin { core_affinity::get_core_ids() } else { None };
         Self {
@@ -420,9 +438,9 @@ impl Cores {
         }
     }
 
-    /// The core of one thread: a slot's threads side by side, and slots spread evenly where there
-    /// are more than cores.
-    fn of(&self, slot: usize, thread: usize) -> Option<CoreId> {
+    /// Returns the core of one thread. Threads of a slot get adjacent cores, and if there are more
+    /// slots than cores, slots are spread evenly.
+    fn core_for(&self, slot: usize, thread: usize) -> Option<CoreId> {
         let n_pins = self.pins.len();
         let core = if self.slots > n_pins {
             slot * n_pins / self.slots
@@ -433,36 +451,39 @@ impl Cores {
     }
 }
 
-/// The parts of a job that have not ended, and who waits for them.
-struct Pending {
-    /// How many parts there are.
-    of: usize,
-    left: AtomicUsize,
+/// The unfinished tasks of a job, and the thread that waits for them.
+struct TaskCountdown {
+    /// The number of tasks.
+    total: usize,
+    remaining: AtomicUsize,
     caller: Thread,
 }
 
-impl Pending {
-    fn one_has_ended(&self) -> bool {
-        // Pairs with the release in `count_down`: the failure that the part noted is seen.
-        self.left.load(Ordering::Acquire) < self.of
+impl TaskCountdown {
+    fn any_ended(&self) -> bool {
+        // Pairs with the release in `count_down`: this thread then sees the failure that the task
+        // recorded.
+        self.remaining.load(Ordering::Acquire) < self.total
     }
 
-    fn all_have_ended(&self) -> bool {
-        // Pairs with the release in `count_down`: what the parts wrote is seen after this.
-        self.left.load(Ordering::Acquire) == 0
+    fn all_ended(&self) -> bool {
+        // Pairs with the release in `count_down`: this thread then sees everything that the tasks
+        // wrote.
+        self.remaining.load(Ordering::Acquire) == 0
     }
 
-    /// Notes the end of a part; the first one and the last one are what the caller waits for.
+    /// Records the end of a task, and wakes the caller for the first and for the last one.
     fn count_down(&self) {
-        // Releases what this part wrote and, for the last one, acquires what the others did.
-        let left = self.left.fetch_sub(1, Ordering::AcqRel);
-        if left == self.of || left == 1 {
+        // Releases this task's writes; the last task also acquires the writes of the others.
+        let remaining = self.remaining.fetch_sub(1, Ordering::AcqRel);
+        if remaining == self.total || remaining == 1 {
             self.caller.unpark();
         }
     }
 }
 
-/// Ends the process if a panic leaves a job with some of its workers: no memory for a task, say.
+/// Ends the process if a panic leaves a job submitted to only some of its workers, for example when
+/// a task cannot be allocated.
 struct AbortIfDropped;
 
 impl Drop for AbortIfDropped {
@@ -471,62 +492,62 @@ impl Drop for AbortIfDropped {
     }
 }
 
-/// When it is dropped, all parts of a job have ended.
-struct WaitForAll<'a>(&'a Pending);
+/// Waits on drop until all tasks of a job have ended.
+struct WaitForAll<'a>(&'a TaskCountdown);
 
 impl Drop for WaitForAll<'_> {
     fn drop(&mut self) {
-        sync::until(None, || self.0.all_have_ended());
+        sync::wait_until(None, || self.0.all_ended());
     }
 }
 
-/// What a worker is to do next; nothing if the caller has taken it back.
-struct Task(Option<Part>);
+/// The next work of a worker; `None` if the caller cancelled it.
+struct QueuedTask(Option<SlotTask>);
 
-/// A worker's part of a job.
-struct Part {
-    job: Arc<dyn Job>,
-    pending: Arc<Pending>,
+/// A slot's share of a job.
+struct SlotTask {
+    job: Arc<dyn WorkerJob>,
+    countdown: Arc<TaskCountdown>,
 }
 
-impl Part {
-    /// Drops the job; returns what its end is then to be counted in, since what the job borrows may
-    /// be gone as soon as it is.
-    fn release(self) -> Arc<Pending> {
-        let Self { job, pending } = self;
-        // What it owns may panic when it is dropped; that was printed by the panic hook.
+impl SlotTask {
+    /// Drops the job and returns its counter. The job must be gone before it is counted as ended,
+    /// since the caller may then free the data that it borrows.
+    fn release(self) -> Arc<TaskCountdown> {
+        let Self { job, countdown } = self;
+        // Dropping the job's data may panic; the panic hook has printed that.
         drop(catch(|| drop(job)));
-        pending
+        countdown
     }
 }
 
-/// Where a worker finds its tasks.
+/// The queue of one worker's tasks.
 #[derive(Debug)]
 struct TaskQueue {
-    tasks: Mutex<Tasks>,
-    /// How many tasks there are, to be read without the lock: never more than lie in the queue, so
-    /// that a worker that reads another number than 0 finds a task.
+    tasks: Mutex<QueueState>,
+    /// The number of queued tasks, readable without the lock. It is never more than the queue's
+    /// length, so a worker that reads a positive count finds a task.
     count: AtomicUsize,
-    /// How many tasks have ended.
+    /// The number of tasks that have ended.
     n_ended: AtomicU64,
-    /// Whether the mesh ends; no task is posted afterwards.
+    /// Whether the mesh is being dropped; no task is queued afterwards.
     closed: AtomicBool,
     worker: Thread,
 }
 
 #[derive(Default)]
-struct Tasks {
-    /// Those that have not begun, oldest first.
-    queue: VecDeque<Task>,
-    /// How many have begun: the last of them is the job of that number.
+struct QueueState {
+    /// The tasks that have not begun, oldest first.
+    queue: VecDeque<QueuedTask>,
+    /// The number of tasks that have begun. The latest of them belongs to the job of that number.
     n_begun: u64,
-    /// When the last one has.
+    /// The start of the latest task.
     last_begun: Option<Instant>,
 }
 
-impl fmt::Debug for Tasks {
+impl fmt::Debug for QueueState {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Tasks")
+        f.debug_struct("QueueState")
             .field("queued", &self.queue.len())
             .field("last_begun", &self.last_begun)
             .finish_non_exhaustive()
@@ -544,25 +565,26 @@ impl TaskQueue {
         }
     }
 
-    /// Does tasks as they come, until the mailbox is closed.
+    /// Runs tasks as they arrive, until the queue is closed.
     fn serve(&self, local_index: usize) {
-        while let Some(Task(part)) = self.next() {
-            // What was taken back has been counted by who took it.
-            let pending = part.map(|part| {
-                part.job.run(local_index);
-                part.release()
+        while let Some(QueuedTask(task)) = self.next() {
+            // `cancel` has already counted a cancelled task.
+            let countdown = task.map(|task| {
+                task.job.run(local_index);
+                task.release()
             });
             self.n_ended.fetch_add(1, Ordering::Relaxed);
-            if let Some(pending) = pending {
-                pending.count_down();
+            if let Some(countdown) = countdown {
+                countdown.count_down();
             }
         }
     }
 
-    /// The next task, waited for; `None` if the mailbox is closed and empty.
-    fn next(&self) -> Option<Task> {
-        // Pair with the changes in `post` and `close`. The task itself comes through the lock.
-        sync::until(None, || {
+    /// Waits for the next task; returns `None` once the queue is closed and empty.
+    fn next(&self) -> Option<QueuedTask> {
+        // These loads pair with the stores in `push` and `close`. The lock publishes the task
+        // itself.
+        sync::wait_until(None, || {
             self.count.load(Ordering::Acquire) > 0 || self.closed.load(Ordering::Acquire)
         });
         let mut tasks = lock(&self.tasks);
@@ -573,31 +595,32 @@ impl TaskQueue {
         Some(task)
     }
 
-    fn post(&self, task: Task) {
+    fn push(&self, task: QueuedTask) {
         lock(&self.tasks).queue.push_back(task);
-        // After the task is there, before the worker is woken.
+        // Count the task after queueing it and before waking the worker.
         self.count.fetch_add(1, Ordering::AcqRel);
         self.worker.unpark();
     }
 
-    /// When this worker has begun a job that it has not ended; none if it has not begun it.
+    /// Returns when this worker began job `number`, or `None` if it has not begun it.
     fn started_at(&self, number: u64) -> Option<Instant> {
         let tasks = lock(&self.tasks);
         tasks.last_begun.filter(|_| tasks.n_begun >= number)
     }
 
-    /// Takes back a part, if it has not begun; returns whether it had not.
-    fn cancel(&self, pending: &Arc<Pending>) -> bool {
+    /// Cancels a task if it has not begun. Returns true if it was cancelled.
+    fn cancel(&self, countdown: &Arc<TaskCountdown>) -> bool {
         let mut tasks = lock(&self.tasks);
-        let is_its = |part: &mut Part| Arc::ptr_eq(&part.pending, pending);
-        // The task stays, and is counted when its turn comes: those behind it keep their numbers.
-        let part = tasks.queue.iter_mut().find_map(|Task(part)| part.take_if(is_its));
-        // What the job owns is dropped without the lock.
+        // An empty task stays in the queue, so that later tasks keep their numbers.
+        let task = tasks.queue.iter_mut().find_map(|QueuedTask(task)| {
+            task.take_if(|task| Arc::ptr_eq(&task.countdown, countdown))
+        });
+        // Release the lock before dropping the job's data.
         drop(tasks);
-        match part {
+        match task {
             None => false,
-            Some(part) => {
-                part.release().count_down();
+            Some(task) => {
+                task.release().count_down();
                 true
             }
         }
@@ -613,17 +636,17 @@ impl TaskQueue {
 mod tests {
     use super::*;
 
-    /// Adds one to each of what it borrows.
+    /// Adds one to each borrowed number.
     struct Add<'a>(&'a [AtomicUsize]);
 
-    impl Job for Add<'_> {
+    impl WorkerJob for Add<'_> {
         fn run(&self, local_index: usize) {
-            // Not at once: the other slot, and the caller, may be done by then.
+            // Yield, so that the other slot and the caller can run ahead.
             thread::yield_now();
             self.0[local_index].fetch_add(1, Ordering::Relaxed);
         }
 
-        fn is_late(&self) -> bool {
+        fn deadline_passed(&self) -> bool {
             false
         }
 
@@ -633,110 +656,111 @@ mod tests {
     }
 
     #[test]
-    fn a_job_that_borrows_is_gone_when_it_has_run() {
+    fn scoped_job_is_dropped_after_run() {
         let workers = Workers::start(2, false, None).unwrap();
         for _ in 0..3 {
             let mut counts = vec![AtomicUsize::new(0), AtomicUsize::new(0)];
             let job = Arc::new(Add(&counts));
             workers.run_scoped(&job, Location::caller()).unwrap();
-            // No worker holds it.
+            // No worker holds a clone.
             assert!(Arc::try_unwrap(job).is_ok());
             assert_eq!(counts.iter_mut().map(|n| *n.get_mut()).collect::<Vec<_>>(), [1, 1]);
         }
     }
 
-    /// Slot 1 returns when the caller has given it up.
+    /// A job in which slot 1 returns only after the time-out.
     #[derive(Default)]
     struct Late {
-        is_given_up: AtomicBool,
+        is_timed_out: AtomicBool,
     }
 
-    impl Job for Late {
+    impl WorkerJob for Late {
         fn run(&self, local_index: usize) {
-            while local_index == 1 && !self.is_given_up.load(Ordering::Acquire) {
+            while local_index == 1 && !self.is_timed_out.load(Ordering::Acquire) {
                 thread::yield_now();
             }
         }
 
-        fn is_late(&self) -> bool {
+        fn deadline_passed(&self) -> bool {
             false
         }
 
         fn time_out(&self, stuck: &[usize], _: Duration) -> Error {
             assert_eq!(stuck, [1]);
-            self.is_given_up.store(true, Ordering::Release);
+            self.is_timed_out.store(true, Ordering::Release);
             ReplicaError::Nested.into()
         }
     }
 
     #[test]
-    fn a_scoped_job_that_ends_when_it_is_given_up_ends_no_process() {
+    fn scoped_job_may_end_during_time_out() {
         let workers = Workers::start(2, false, Some(Duration::ZERO)).unwrap();
         let outcome = workers.run_scoped(&Arc::new(Late::default()), Location::caller());
         assert!(matches!(outcome, Err(Error::Replica(ReplicaError::Nested))));
-        // Nobody is busy with it.
-        assert!(workers.refuse_if_stuck(&mut lock(&workers.dispatch)).is_ok());
+        // No slot is busy.
+        assert!(workers.check_not_stuck(&mut lock(&workers.dispatch)).is_ok());
     }
 
     #[test]
-    fn a_slot_has_its_time_from_when_it_has_begun() {
-        let patience = Duration::from_secs(5);
+    fn time_limit_counts_only_started_slots() {
+        let limit = Duration::from_secs(5);
         let [short, long] = [4, 5].map(|seconds| Some(Duration::from_secs(seconds)));
         for is_in_vain in [false, true] {
-            assert!(is_over(&[None, short, long], patience, is_in_vain));
-            assert!(!is_over(&[None, short], patience, is_in_vain));
-            assert!(!is_over(&[], patience, is_in_vain));
-            assert_eq!(is_over(&[None, None], patience, is_in_vain), is_in_vain);
+            assert!(has_timed_out(&[None, short, long], limit, is_in_vain));
+            assert!(!has_timed_out(&[None, short], limit, is_in_vain));
+            assert!(!has_timed_out(&[], limit, is_in_vain));
+            assert_eq!(has_timed_out(&[None, None], limit, is_in_vain), is_in_vain);
         }
     }
 
     #[test]
-    fn a_job_is_behind_one_that_was_given_up_before_it_and_not_behind_a_slow_one() {
+    fn timed_out_job_blocks_later_jobs() {
         let workers = Workers::start(1, false, None).unwrap();
-        // None of the three has ended.
+        // None of the three jobs has ended.
         let mut dispatch = lock(&workers.dispatch);
         dispatch.n_jobs = 3;
-        assert!(workers.refuse_if_stuck(&mut dispatch).is_ok());
+        assert!(workers.check_not_stuck(&mut dispatch).is_ok());
         let call = Location::caller();
-        dispatch.given_up.push_back(GivenUp { number: 2, call });
-        assert!(workers.behind(&dispatch, 1).is_none());
-        assert_eq!(workers.behind(&dispatch, 2).unwrap().call, call);
-        let refused = workers.refuse_if_stuck(&mut dispatch);
+        dispatch.timed_out.push_back(TimedOutJob { number: 2, call });
+        assert!(workers.find_blocker(&dispatch, 1).is_none());
+        assert_eq!(workers.find_blocker(&dispatch, 2).unwrap().call, call);
+        let refused = workers.check_not_stuck(&mut dispatch);
         assert!(matches!(refused, Err(ReplicaError::Stuck { slot: 0, .. })));
-        workers.slots[0].mailbox.n_ended.store(2, Ordering::Relaxed);
-        assert!(workers.refuse_if_stuck(&mut dispatch).is_ok());
-        // So that dropping them waits for nobody.
+        workers.slots[0].queue.n_ended.store(2, Ordering::Relaxed);
+        assert!(workers.check_not_stuck(&mut dispatch).is_ok());
+        // Let the drop wait for no job.
         dispatch.n_jobs = 0;
     }
 
     static COUNTS: [AtomicUsize; 1] = [AtomicUsize::new(0)];
 
-    /// Posts a part of a job of one slot; returns what its end is counted in.
-    fn post(mailbox: &TaskQueue, job: &Arc<dyn Job>) -> Arc<Pending> {
+    /// Submits a task of a job of one slot; returns its counter.
+    fn push_task(queue: &TaskQueue, job: &Arc<dyn WorkerJob>) -> Arc<TaskCountdown> {
         let caller = thread::current();
-        let pending = Arc::new(Pending { of: 1, left: AtomicUsize::new(1), caller });
-        let part = Part { job: Arc::clone(job), pending: Arc::clone(&pending) };
-        mailbox.post(Task(Some(part)));
-        pending
+        let countdown =
+            Arc::new(TaskCountdown { total: 1, remaining: AtomicUsize::new(1), caller });
+        let task = SlotTask { job: Arc::clone(job), countdown: Arc::clone(&countdown) };
+        queue.push(QueuedTask(Some(task)));
+        countdown
     }
 
     #[test]
-    fn a_part_is_taken_back_until_it_begins_and_its_job_is_let_go() {
-        let mailbox = TaskQueue::new(thread::current());
-        let job: Arc<dyn Job> = Arc::new(Add(&COUNTS));
-        let first = post(&mailbox, &job);
-        let second = post(&mailbox, &job);
-        assert!(mailbox.started_at(1).is_none());
-        let _begun = mailbox.next().unwrap();
-        assert!(mailbox.started_at(1).is_some() && mailbox.started_at(2).is_none());
+    fn task_is_cancellable_until_it_begins() {
+        let queue = TaskQueue::new(thread::current());
+        let job: Arc<dyn WorkerJob> = Arc::new(Add(&COUNTS));
+        let first = push_task(&queue, &job);
+        let second = push_task(&queue, &job);
+        assert!(queue.started_at(1).is_none());
+        let _running = queue.next().unwrap();
+        assert!(queue.started_at(1).is_some() && queue.started_at(2).is_none());
 
-        assert!(!mailbox.cancel(&first));
-        assert!(mailbox.cancel(&second));
-        assert!(second.all_have_ended() && !first.all_have_ended());
-        // Here, and in the part that has begun.
+        assert!(!queue.cancel(&first));
+        assert!(queue.cancel(&second));
+        assert!(second.all_ended() && !first.all_ended());
+        // One clone is here, the other in the task that has begun.
         assert_eq!(Arc::strong_count(&job), 2);
-        // Its turn comes all the same.
-        assert!(mailbox.next().unwrap().0.is_none());
-        assert!(!mailbox.cancel(&second));
+        // The cancelled task still takes its turn.
+        assert!(queue.next().unwrap().0.is_none());
+        assert!(!queue.cancel(&second));
     }
 }

@@ -1,4 +1,4 @@
-//! One call of a parallel function: what its replicas are given, and what they return.
+//! One call of a parallel function: the inputs and outputs of its replicas.
 
 use std::{
     panic::Location,
@@ -11,77 +11,77 @@ use core_types::Seed;
 
 use crate::{
     axes::ALL,
-    device::to_device::{copied, place},
+    device::to_device::{contiguous_copy, shard_to_device},
     engine::Engine,
     error::{CollectiveError, Error, ReplicaError, Result, call::CollectiveCall},
     grid::Topology,
-    mesh::workers::Job,
-    replica::{Identity, Replica, collectives::Collectives},
+    mesh::workers::WorkerJob,
+    replica::{Replica, ReplicaContext, collectives::Collectives},
     spec::{cut::Cut, tree::TensorTree},
     sync::{catch, lock},
 };
 
 /// A call of a function on all slots of this process.
-pub(super) struct Call<I, O, F> {
+pub(super) struct PmapCall<I, O, F> {
     pub(super) f: Arc<F>,
     pub(super) topology: Arc<Topology>,
     pub(super) first_slot: usize,
     pub(super) cut: Option<Arc<Cut>>,
     pub(super) seed: Seed,
-    /// Where the function was called.
-    pub(super) site: &'static Location<'static>,
-    /// For each slot of this process.
-    pub(super) parts: Vec<Part<I, O>>,
+    /// The source location of the call.
+    pub(super) location: &'static Location<'static>,
+    /// One entry for each slot of this process.
+    pub(super) slots: Vec<SlotCall<I, O>>,
 }
 
-/// What one slot has of a call.
-pub(super) struct Part<I, O> {
+/// One slot's data of a call.
+pub(super) struct SlotCall<I, O> {
     device: Device,
     engine: Arc<dyn Engine>,
-    /// Its arguments, until the replica takes them.
+    /// The slot's arguments, until the replica takes them.
     shard: Mutex<Option<I>>,
-    /// What the replica has returned, if it has not failed.
+    /// The replica's result, if it succeeded.
     result: Mutex<Option<O>>,
 }
 
-impl<I, O> Part<I, O> {
+impl<I, O> SlotCall<I, O> {
     pub(super) fn new(device: Device, engine: Arc<dyn Engine>, shard: I) -> Self {
         Self { device, engine, shard: Mutex::new(Some(shard)), result: Mutex::new(None) }
     }
 }
 
-impl<I, O, F> Call<I, O, F> {
-    /// The results of all slots, or why there are none; when all replicas have ended.
-    #[expect(clippy::expect_used, reason = "a replica that has no result has noted a failure")]
+impl<I, O, F> PmapCall<I, O, F> {
+    /// Takes the results of all slots, or returns the failure, after all replicas have ended.
+    #[expect(clippy::expect_used, reason = "a replica without a result has recorded a failure")]
     pub(super) fn results(&self) -> Result<Vec<O>> {
         if let Some(failure) = self.failure() {
             return Err(failure);
         }
-        let result = |part: &Part<I, O>| lock(&part.result).take().expect("nothing failed");
-        Ok(self.parts.iter().map(result).collect())
+        let results = self.slots.iter().map(|slot| lock(&slot.result).take());
+        Ok(results.map(|result| result.expect("no replica failed")).collect())
     }
 
     fn failure(&self) -> Option<Error> {
-        self.parts[0].engine.failure()
+        self.slots[0].engine.failure()
     }
 
     fn replica(&self, local_index: usize) -> Replica {
         let slot = self.first_slot + local_index;
-        let part = &self.parts[local_index];
-        Replica::new(Identity {
+        let call = &self.slots[local_index];
+        Replica::new(ReplicaContext {
             slot,
             local_index,
-            device: part.device.clone(),
+            device: call.device.clone(),
             topology: Arc::clone(&self.topology),
-            collectives: Collectives::new(Arc::clone(&part.engine)),
-            valid: self.cut.as_ref().and_then(|cut| cut.valid(slot)),
+            collectives: Collectives::new(Arc::clone(&call.engine)),
+            real_rows: self.cut.as_ref().and_then(|cut| cut.real_rows(slot)),
             seed: self.seed,
         })
     }
 
-    /// What a replica that has returned waits in, until all have.
+    /// Returns the call in which a returned replica waits until all have returned.
     #[expect(clippy::expect_used, reason = "every mesh has all axes")]
-    fn end(&self) -> CollectiveCall {
+    fn end_of_call(&self) -> CollectiveCall {
         CollectiveCall {
             op: "the end of the function",
             detail: String::new(),
@@ -90,45 +90,47 @@ impl<I, O, F> Call<I, O, F> {
             dtype: None,
             shape: Vec::new(),
             free_dim: None,
-            place: self.site,
+            location: self.location,
         }
     }
 }
 
-impl<I, O, F> Job for Call<I, O, F>
+impl<I, O, F> WorkerJob for PmapCall<I, O, F>
 where
     I: TensorTree,
     O: TensorTree,
     F: Fn(&Replica, I) -> candle_core::Result<O> + Send + Sync,
 {
-    #[expect(clippy::expect_used, reason = "a worker runs its part of a job once")]
+    #[expect(clippy::expect_used, reason = "a worker runs each of its tasks once")]
     fn run(&self, local_index: usize) {
-        let part = &self.parts[local_index];
-        let shard = lock(&part.shard).take().expect("a replica runs once");
+        let call = &self.slots[local_index];
+        let shard = lock(&call.shard).take().expect("a replica runs once");
         let replica = self.replica(local_index);
         let outcome = run_replica(&*self.f, &replica, shard);
-        replica.end(outcome.map(|result| *lock(&part.result) = Some(result)));
+        replica.record_end(outcome.map(|result| *lock(&call.result) = Some(result)));
     }
 
-    fn is_late(&self) -> bool {
-        self.parts[0].engine.is_late()
+    fn deadline_passed(&self) -> bool {
+        self.slots[0].engine.deadline_passed()
     }
 
-    #[expect(clippy::expect_used, reason = "one slot has ended, and a failure was noted")]
-    fn time_out(&self, stuck: &[usize], after: Duration) -> Error {
+    #[expect(clippy::expect_used, reason = "one slot has ended, and a failure is recorded")]
+    fn time_out(&self, stuck: &[usize], limit: Duration) -> Error {
         if let Some(failure) = self.failure() {
             return failure;
         }
-        // Its slots are those of the mesh: over several processes each has one.
-        let slot = (0..self.parts.len()).find(|slot| !stuck.contains(slot)).expect("one has ended");
+        // All slots of the mesh are in this process: with several processes, each has one slot and
+        // cannot be stuck here.
+        let slot = (0..self.slots.len()).find(|slot| !stuck.contains(slot)).expect("one has ended");
         let missing = stuck.to_vec();
-        let late = CollectiveError::Deadline { slot, missing, call: Arc::new(self.end()), after };
-        self.parts[slot].engine.fail(late.into());
-        self.failure().expect("a failure was noted")
+        let late =
+            CollectiveError::Deadline { slot, missing, call: Arc::new(self.end_of_call()), limit };
+        self.slots[slot].engine.fail(late.into());
+        self.failure().expect("a failure was recorded above")
     }
 }
 
-/// What the worker of one replica does.
+/// Runs the function of one replica on its shard.
 fn run_replica<I: TensorTree, O: TensorTree>(
     f: impl Fn(&Replica, I) -> candle_core::Result<O>,
     replica: &Replica,
@@ -137,16 +139,16 @@ fn run_replica<I: TensorTree, O: TensorTree>(
     let slot = replica.slot();
     let device = replica.device();
     let run = || {
-        let placed = shard.try_map(&mut |input| place(input, device))?;
-        // Here, where it may panic.
+        let placed = shard.try_map(&mut |input| shard_to_device(input, device))?;
+        // Drop the shard inside `catch`, since the drop may panic.
         drop(shard);
         let output = f(replica, placed)?;
         device.synchronize()?;
         output.try_map(&mut |result| {
             let result = result.detach();
-            // It may lie elsewhere, on a device that the function has captured or opened.
+            // The result may be on another device, which the function captured or opened.
             result.device().synchronize()?;
-            if result.elem_count() == 0 { copied(&result) } else { Ok(result) }
+            if result.elem_count() == 0 { contiguous_copy(&result) } else { Ok(result) }
         })
     };
     let failure = match catch(run) {

@@ -1,4 +1,4 @@
-//! One program, many devices: cut the arguments, run everywhere at once, put the results together.
+//! Parallel functions: cut the arguments, run on all devices in parallel, join the results.
 
 mod call;
 mod exchange;
@@ -21,7 +21,7 @@ use crate::{
     error::Result,
     mesh::{DeviceMesh, workers::Workers},
     pmap::{
-        call::{Call, Part},
+        call::{PmapCall, SlotCall},
         sharded::Sharded,
     },
     replica::Replica,
@@ -32,46 +32,47 @@ use crate::{
     },
 };
 
-/// A function that runs on every device of a mesh; made by [`DeviceMesh::pmap`] and
+/// A function that runs on every device of a mesh, created by [`DeviceMesh::pmap`] and
 /// [`DeviceMesh::pmap_scoped`].
 ///
 /// # Determinism
 ///
-/// Results are put together in the order of the mesh, whichever device finishes first.
+/// Results are joined in the order of the mesh, whichever device finishes first.
 ///
 /// # References
 ///
-/// JAX's `pmap` and `shard_map`. As in `shard_map`, a mapped dimension is cut into shards and keeps
-/// its place, where `pmap` would remove it: a batch of 8 on 2 devices is two batches of 4.
+/// JAX's `pmap` and `shard_map`. As in `shard_map`, a mapped dimension is cut into shards and stays
+/// a dimension, where `pmap` would remove it: a batch of 8 on 2 devices becomes two batches of 4.
 pub struct PMap<I, O, F> {
     mesh: DeviceMesh,
     f: Arc<F>,
-    /// How its replicas are waited for: by [`Workers::run`] if `F` borrows nothing, or else by
+    /// The function that waits for the replicas: [`Workers::run`] if `F` borrows nothing, otherwise
     /// [`Workers::run_scoped`].
-    run_call: RunCall<I, O, F>,
+    run_call: RunFunction<I, O, F>,
     in_axes: Specs,
     out_axes: Specs,
     uneven: Uneven,
-    /// Whether replicated results are not compared.
+    /// Whether to skip the comparison of replicated results.
     trust: bool,
     seed: Seed,
     calls: AtomicU64,
     signature: PhantomData<fn(I) -> O>,
 }
 
-type RunCall<I, O, F> = fn(&Workers, &Arc<Call<I, O, F>>, &'static Location<'static>) -> Result<()>;
+type RunFunction<I, O, F> =
+    fn(&Workers, &Arc<PmapCall<I, O, F>>, &'static Location<'static>) -> Result<()>;
 
 impl DeviceMesh {
-    /// Returns a function that runs `f` on every device at once, each on its shard of the
+    /// Returns a function that runs `f` on every device in parallel, each on its shard of the
     /// arguments.
     ///
-    /// By default the first tensor among the arguments is cut in dimension 0 and all others are
+    /// By default the first tensor of the arguments is cut in dimension 0 and all others are
     /// replicated, and results are concatenated in dimension 0; see [`PMap::in_axes`] and
-    /// [`PMap::out_axes`]. What `f` is given besides, a [`Replica`], tells it where it runs and
-    /// lets it talk to the others.
+    /// [`PMap::out_axes`]. The first argument of `f`, a [`Replica`], holds the slot and device, and
+    /// runs collectives with the other replicas.
     ///
-    /// `f` owns what it captures, so that a call may return at its [deadline] although a replica
-    /// does not; [`pmap_scoped`](Self::pmap_scoped) is for functions that borrow.
+    /// `f` owns its captures, so that a call can return at its [deadline] even if a replica does
+    /// not; [`pmap_scoped`](Self::pmap_scoped) is for functions that borrow.
     ///
     /// [deadline]: crate::DeviceMeshBuilder::deadline
     ///
@@ -98,17 +99,17 @@ impl DeviceMesh {
         O: TensorTree,
         F: Fn(&Replica, I) -> candle_core::Result<O> + Send + Sync + 'static,
     {
-        PMap::new(self.clone(), f, Workers::run::<Call<I, O, F>>)
+        PMap::new(self.clone(), f, Workers::run::<PmapCall<I, O, F>>)
     }
 
-    /// [`pmap`](Self::pmap) of a function that may borrow what lies around it, as the closures of
-    /// [`std::thread::scope`] may.
+    /// Returns a function like [`pmap`](Self::pmap), but `f` may borrow, like the closures of
+    /// [`std::thread::scope`].
     ///
-    /// A call waits for every replica that has begun, since each may use what is borrowed until it
-    /// returns. On a mesh with a [deadline](crate::DeviceMeshBuilder::deadline) a replica that does
-    /// not return in time therefore ends the **process**, with exit code 1 and the error on
+    /// A call waits for every replica that has begun, since each may use the borrowed data until it
+    /// returns. On a mesh with a [deadline](crate::DeviceMeshBuilder::deadline), a replica that
+    /// does not return in time therefore ends the **process**, with exit code 1 and the error on
     /// standard error, where a call of `pmap` would return the error. Without a deadline the call
-    /// waits for it for ever.
+    /// waits indefinitely.
     ///
     /// # Examples
     ///
@@ -134,7 +135,7 @@ impl DeviceMesh {
         O: TensorTree,
         F: Fn(&Replica, I) -> candle_core::Result<O> + Send + Sync,
     {
-        PMap::new(self.clone(), f, Workers::run_scoped::<Call<I, O, F>>)
+        PMap::new(self.clone(), f, Workers::run_scoped::<PmapCall<I, O, F>>)
     }
 }
 
@@ -144,7 +145,7 @@ where
     O: TensorTree,
     F: Fn(&Replica, I) -> candle_core::Result<O> + Send + Sync,
 {
-    fn new(mesh: DeviceMesh, f: F, run_call: RunCall<I, O, F>) -> Self {
+    fn new(mesh: DeviceMesh, f: F, run_call: RunFunction<I, O, F>) -> Self {
         Self {
             mesh,
             f: Arc::new(f),
@@ -159,8 +160,7 @@ where
         }
     }
 
-    /// Sets what each device gets of the arguments: a [`P`] for each tensor, for each argument, or
-    /// one for all.
+    /// Sets how the arguments are cut: a [`P`] for each tensor, for each argument, or one for all.
     ///
     /// By default the first tensor is cut in dimension 0 over all devices and the others are
     /// replicated.
@@ -175,7 +175,7 @@ where
     /// let x = Tensor::ones((3, 4), DType::F32, &Device::Cpu)?;
     /// let w = Tensor::eye(4, DType::F32, &Device::Cpu)?;
     ///
-    /// // Columns of `w` on different devices: the columns of the product come back side by side.
+    /// Each device gets some columns of `w`; the columns of the product are joined.
     /// let matmul = mesh
     ///     .pmap(|_, (x, w): (Tensor, Tensor)| x.matmul(&w))
     ///     .in_axes([P::replicate(), P::shard(-1, ALL)])
@@ -188,20 +188,20 @@ where
         Self { in_axes: specs.into(), ..self }
     }
 
-    /// Sets what becomes of the results; by default they are concatenated in dimension 0 over all
+    /// Sets how the results are joined. By default they are concatenated in dimension 0 over all
     /// devices.
     #[must_use]
     pub fn out_axes(self, specs: impl Into<Specs>) -> Self {
         Self { out_axes: specs.into(), ..self }
     }
 
-    /// Sets what happens to a dimension that the devices do not divide; by default the call is
-    /// refused.
+    /// Sets how to treat a dimension with a size that the devices do not divide. By default the
+    /// call fails.
     ///
     /// # Examples
     ///
-    /// A batch of 5 on 2 devices: weighted by [`Replica::weight`], the mean is that of the whole
-    /// batch.
+    /// With a batch of 5 on 2 devices, [`Replica::weight`] makes the mean of the replicas the mean
+    /// of the full batch.
     ///
     /// ```
     /// use candle_core::{Device, Tensor};
@@ -220,17 +220,17 @@ where
         Self { uneven, ..self }
     }
 
-    /// Takes results that are said to be replicated from the first device unseen.
+    /// Returns the first device's replicated results without a comparison.
     ///
-    /// By default they are compared to the bit with those of the other devices, since the first of
-    /// several different results would be as good as wrong. That costs the reading of all of them,
-    /// and on GPUs their way to the processor: nothing for a loss, much for the parameters of a
+    /// By default they are compared to the bit with the results of the other devices, since the
+    /// first of several different results would be arbitrary. The comparison reads all of them, and
+    /// copies them to the host from GPUs: cheap for a loss, expensive for the parameters of a
     /// model.
     ///
-    /// Processes compare a fingerprint of 64 bits of each result, in one collective of some bytes
-    /// at the end of the call; where results are joined as well, these travel in the same one. All
-    /// processes must trust alike: one that does, of results that are all replicated, does not come
-    /// to that collective, and the others wait for it.
+    /// Processes compare a 64-bit fingerprint of each result, in one small collective at the end of
+    /// the call; joined results are sent in the same one. All processes must agree on this setting:
+    /// a process that trusts results that are all replicated skips that collective, and the others
+    /// would wait for it.
     ///
     /// # Examples
     ///
@@ -261,44 +261,40 @@ where
 
     /// Runs the function on every device and returns the results on the first device of the mesh.
     ///
-    /// Shards are views of the argument where they lie on the same device and dimension 0 is cut,
-    /// and a replicated argument is the caller's own tensor: what the function writes into it in
-    /// place, all see.
+    /// Shards that stay on the argument's device are views if dimension 0 is cut, and a replicated
+    /// argument is the caller's tensor: all replicas see in-place writes of the function.
     ///
-    /// Arguments, and results that lie elsewhere, go to their device through the processor's
-    /// memory; what any device of the mesh has begun is done before the function runs, so that
-    /// tensors it has captured are complete. They must lie on [`Replica::device`], or be moved
-    /// there inside.
+    /// Arguments and results that change their device go through host memory. Pending work on all
+    /// devices of the mesh finishes before the function runs, so captured tensors are complete.
+    /// Captured tensors must be on [`Replica::device`], or be moved there by the function.
     ///
-    /// Nobody may [`set`](candle_core::Var::set) a variable while a replica computes with it:
-    /// candle would wait for ever if the variable meets itself, as in `v * v`, which locks it
-    /// twice.
+    /// No thread may [`set`](candle_core::Var::set) a variable while a replica computes with it:
+    /// candle would deadlock in an operation such as `v * v`, which locks the variable twice.
     ///
-    /// Gradients do not cross a call: arguments come without the graph they were computed by, and
-    /// results go without theirs, which would hold the part of one replica only. Call `backward`
-    /// inside the function and return the gradients, of variables that it captures or makes.
+    /// Gradients do not cross a call: arguments arrive detached from their graph, and so do
+    /// results, since their graph would contain only one replica's part. Call `backward` inside the
+    /// function and return the gradients of variables that it captures or creates.
     ///
-    /// A call inside a replica is refused, as [`ReplicaError::Nested`]. That is known of the mesh's
-    /// own threads only: on a thread that a replica has started itself, a call of the same mesh
-    /// waits for ever for the replica that waits for that thread. A deadline ends it only once
-    /// another replica has returned or waits in a collective.
-    ///
+    /// A call inside a replica fails with [`ReplicaError::Nested`]. Only the mesh's threads are
+    /// detected: if a replica starts a thread that calls the same mesh, and waits for that thread,
+    /// the call deadlocks. A deadline ends it only after another replica has returned or waits in a
+    /// collective.
     /// # Errors
     ///
-    /// Before a replica starts: [`Error::Specs`] with everything that is wrong with the arguments,
-    /// and [`ReplicaError::Nested`]. From inside: [`ReplicaError::Failed`],
-    /// [`ReplicaError::Panicked`] and those of [`CollectiveError`]; the mesh can be used again at
-    /// once. Over several processes [`ProcessError::OtherThread`] for a second calling thread. If a
-    /// replica has not returned by the mesh's [deadline], the call returns without it, and those
-    /// that are queued behind it or follow are refused with [`ReplicaError::Stuck`] until it does.
-    /// Afterwards: [`Error::Specs`], [`ValueError::OutputCount`], [`ValueError::NotReplicated`],
+    /// Before a replica starts: [`Error::Specs`] with all faults of the arguments, and
+    /// [`ReplicaError::Nested`]. From a replica: [`ReplicaError::Failed`],
+    /// [`ReplicaError::Panicked`] and each [`CollectiveError`]; the mesh can be used again at once.
+    /// Over several processes: [`ProcessError::WrongThread`] for a second calling thread. If a
+    /// replica has not returned by the mesh's [deadline], the call returns without it, and all
+    /// queued and later calls fail with [`ReplicaError::Stuck`] until it does. After the replicas:
+    /// [`Error::Specs`], [`ValueError::OutputCount`], [`ValueError::NotReplicated`],
     /// [`ValueError::Gather`] and, over several processes, [`ValueError::OutAxes`],
-    /// [`ProcessError::Exchange`] and [`ProcessError::Peer`].
+    /// [`ProcessError::ResultExchange`] and [`ProcessError::Peer`].
     ///
     /// [deadline]: crate::DeviceMeshBuilder::deadline
     /// [`Error::Specs`]: crate::Error::Specs
-    /// [`ProcessError::Exchange`]: crate::ProcessError::Exchange
-    /// [`ProcessError::OtherThread`]: crate::ProcessError::OtherThread
+    /// [`ProcessError::ResultExchange`]: crate::ProcessError::ResultExchange
+    /// [`ProcessError::WrongThread`]: crate::ProcessError::WrongThread
     /// [`ProcessError::Peer`]: crate::ProcessError::Peer
     /// [`ReplicaError::Failed`]: crate::ReplicaError::Failed
     /// [`ReplicaError::Nested`]: crate::ReplicaError::Nested
@@ -311,64 +307,65 @@ where
     /// [`ValueError::Gather`]: crate::ValueError::Gather
     #[track_caller]
     pub fn call(&self, arguments: I) -> Result<O> {
-        self.call_sharded(arguments)?.joined(&self.out_axes, self.trust)
+        self.call_sharded(arguments)?.join(&self.out_axes, self.trust)
     }
 
-    /// [`call`](Self::call) as the given step, on which [`Replica::rng`] depends; without it, calls
-    /// are counted from 0, those as a given step apart.
+    /// Runs the function as [`call`](Self::call) does, with the given step for [`Replica::rng`].
+    /// Other calls count their steps from 0, independently of given steps.
     ///
     /// # Errors
     ///
-    /// Those of [`call`](Self::call).
+    /// The errors of [`call`](Self::call).
     #[expect(
         clippy::needless_pass_by_value,
         reason = "arguments are given away, as to any function of tensors"
     )]
     #[track_caller]
     pub fn call_at(&self, step: u64, arguments: I) -> Result<O> {
-        Workers::refuse_nesting()?;
+        Workers::check_not_nested()?;
         let (shards, cut) = self.shard(&arguments)?;
-        self.run_on(step, shards, cut, Location::caller())?.joined(&self.out_axes, self.trust)
+        self.run_on(step, shards, cut, Location::caller())?.join(&self.out_axes, self.trust)
     }
 
-    /// [`call`](Self::call), with results written into the tensors of `kept` instead of new ones.
+    /// Runs the function as [`call`](Self::call) does, and writes the results into the tensors of
+    /// `kept`.
     ///
-    /// They must be contiguous and of the results' shapes, on the first device of the mesh. New
-    /// tensors of many megabytes cost more in fresh memory than in copying.
+    /// They must be contiguous, of the results' shapes, and on the first device of the mesh. For
+    /// large results this is faster: allocating fresh memory costs more than copying.
     ///
     /// # Errors
     ///
-    /// Those of [`call`](Self::call); what was written to `kept` by then is undefined.
+    /// The errors of [`call`](Self::call). On an error the contents of `kept` are unspecified.
     #[track_caller]
     pub fn call_into(&self, arguments: I, kept: &O) -> Result<()> {
-        self.call_sharded(arguments)?.joined_into(&self.out_axes, kept, self.trust)
+        self.call_sharded(arguments)?.join_into(&self.out_axes, kept, self.trust)
     }
 
-    /// Runs the function on every device and leaves the results where they are.
+    /// Runs the function on every device and leaves the results on their devices.
     ///
     /// # Errors
     ///
-    /// Those of [`call`](Self::call) that precede gathering.
+    /// The errors of [`call`](Self::call) that precede gathering.
     #[expect(
         clippy::needless_pass_by_value,
         reason = "arguments are given away, as to any function of tensors"
     )]
     #[track_caller]
     pub fn call_sharded(&self, arguments: I) -> Result<Sharded<O>> {
-        Workers::refuse_nesting()?;
+        Workers::check_not_nested()?;
         let (shards, cut) = self.shard(&arguments)?;
         self.run_on(self.next_step(), shards, cut, Location::caller())
     }
 
-    /// Runs the function on what already lies on the devices.
+    /// Runs the function on values that are already on the devices.
     ///
     /// # Errors
     ///
-    /// [`ValueError::OtherMesh`](crate::ValueError::OtherMesh) if it lies on those of another mesh,
-    /// and those of [`call_sharded`](Self::call_sharded).
+    /// [`ValueError::MeshMismatch`](crate::ValueError::MeshMismatch) if the values are on another
+    /// mesh, and the errors of [`call_sharded`](Self::call_sharded).
     #[track_caller]
     pub fn run(&self, arguments: Sharded<I>) -> Result<Sharded<O>> {
-        Workers::refuse_nesting()?;
+        Workers::check_not_nested()?;
         let (shards, cut) = arguments.into_shards(&self.mesh)?;
         self.run_on(self.next_step(), shards, cut, Location::caller())
     }
@@ -377,9 +374,9 @@ where
         sharded::shard(&self.mesh, arguments, &self.in_axes, self.uneven)
     }
 
-    /// The number of a call that was not told its step.
+    /// Returns the step of a call without an explicit step.
     fn next_step(&self) -> u64 {
-        // Only the number counts: nothing else is read or written under it.
+        // Only the number counts; it publishes no other data.
         self.calls.fetch_add(1, Ordering::Relaxed)
     }
 
@@ -388,24 +385,24 @@ where
         step: u64,
         shards: Vec<I>,
         cut: Option<Arc<Cut>>,
-        site: &'static Location<'static>,
+        location: &'static Location<'static>,
     ) -> Result<Sharded<O>> {
-        self.mesh.refuse_other_thread()?;
+        self.mesh.check_caller_thread()?;
         self.mesh.synchronize_all()?;
         let engines = self.mesh.backend().begin();
-        let parts = shards.into_iter().zip(engines).zip(self.mesh.devices());
-        let call = Arc::new(Call {
+        let inputs = shards.into_iter().zip(engines).zip(self.mesh.devices());
+        let call = Arc::new(PmapCall {
             f: Arc::clone(&self.f),
             topology: self.mesh.topology_arc(),
             first_slot: self.mesh.local_slots().start,
             cut: cut.clone(),
             seed: self.seed.derive(step),
-            site,
-            parts: parts
-                .map(|((shard, engine), device)| Part::new(device.clone(), engine, shard))
+            location,
+            slots: inputs
+                .map(|((shard, engine), device)| SlotCall::new(device.clone(), engine, shard))
                 .collect(),
         });
-        (self.run_call)(self.mesh.workers(), &call, site)?;
+        (self.run_call)(self.mesh.workers(), &call, location)?;
         Ok(Sharded::new(self.mesh.clone(), call.results()?, cut))
     }
 }

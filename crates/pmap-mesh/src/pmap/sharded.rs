@@ -1,26 +1,25 @@
-//! Values that stay on their devices.
+//! Values that stay sharded on their devices between calls.
 
 use std::sync::Arc;
 
 use candle_core::Tensor;
 
 use crate::{
-    device::to_device::{place, synchronize_all},
+    device::to_device::{shard_to_device, synchronize_all},
     error::{Error, Result, ValueError, fault::Side},
     mesh::DeviceMesh,
-    pmap::exchange::{Exchange, check_counts},
+    pmap::exchange::{ResultExchange, check_counts},
     spec::{
-        Faults, Resolved, Specs,
+        FaultList, ResolvedSpec, Specs,
         cut::{Cut, Uneven},
-        join::{Comparison, Join},
+        join::{Comparison, ResultJoin},
         tree::{self, TensorTree},
     },
 };
 
-/// A value that lies in shards on the devices of a mesh; one call's results are the next call's
-/// arguments.
+/// A value in shards on the devices of a mesh: results of one call that are arguments of the next.
 ///
-/// Made by [`DeviceMesh::shard`], [`PMap::call_sharded`](crate::PMap::call_sharded) and
+/// It is created by [`DeviceMesh::shard`], [`PMap::call_sharded`](crate::PMap::call_sharded) and
 /// [`PMap::run`](crate::PMap::run). Cloning copies no tensor.
 ///
 /// # Examples
@@ -43,7 +42,7 @@ use crate::{
 pub struct Sharded<T> {
     mesh: DeviceMesh,
     shards: Vec<T>,
-    /// How the first of the arguments was cut that was.
+    /// The cut of the first argument that was cut.
     cut: Option<Arc<Cut>>,
 }
 
@@ -60,16 +59,13 @@ impl DeviceMesh {
     )]
     pub fn shard<T: TensorTree>(&self, value: T, specs: impl Into<Specs>) -> Result<Sharded<T>> {
         let (shards, cut) = self::shard(self, &value, &specs.into(), Uneven::Refuse)?;
-        let placed: Result<_> = shards
-            .iter()
-            .zip(self.devices())
-            .map(|(shard, device)| {
-                tree::try_map_indexed(shard, |index, tensor| {
-                    place(tensor, device).map_err(Error::shard(index))
-                })
-            })
-            .collect();
-        Ok(Sharded::new(self.clone(), placed?, cut))
+        let mut placed = Vec::with_capacity(shards.len());
+        for (shard, device) in shards.iter().zip(self.devices()) {
+            placed.push(tree::try_map_indexed(shard, |index, tensor| {
+                shard_to_device(tensor, device).map_err(Error::shard(index))
+            })?);
+        }
+        Ok(Sharded::new(self.clone(), placed, cut))
     }
 }
 
@@ -78,116 +74,115 @@ impl<T: TensorTree> Sharded<T> {
         Self { mesh, shards, cut }
     }
 
-    /// What lies on each device of this process, in the order of the mesh.
+    /// Returns the shards of this process's devices, in the order of the mesh.
     pub fn shards(&self) -> &[T] {
         &self.shards
     }
 
-    /// The shards, for a mesh that must be this one's.
+    /// Returns the shards, if the value is on `mesh`.
     pub(crate) fn into_shards(self, mesh: &DeviceMesh) -> Result<(Vec<T>, Option<Arc<Cut>>)> {
         if self.mesh.ptr_eq(mesh) {
             Ok((self.shards, self.cut))
         } else {
-            Err(ValueError::OtherMesh.into())
+            Err(ValueError::MeshMismatch.into())
         }
     }
 
-    /// Both values as one argument, so that what stays on the devices can be passed together with
-    /// what is new.
+    /// Combines two values into one argument, to pass stored values together with new ones.
     ///
-    /// Rows are those of the other value, if it was cut and this was not: parameters first, then
-    /// the batch.
+    /// Row counts come from the other value if it was cut and this one was not: zip the parameters
+    /// with the batch.
     ///
     /// # Errors
     ///
-    /// [`ValueError::OtherMesh`] if they lie on different meshes.
+    /// [`ValueError::MeshMismatch`] if they are on different meshes.
     pub fn zip<U: TensorTree>(self, other: Sharded<U>) -> Result<Sharded<(T, U)>> {
         let (others, cut) = other.into_shards(&self.mesh)?;
         let shards = self.shards.into_iter().zip(others).collect();
         Ok(Sharded { mesh: self.mesh, shards, cut: self.cut.or(cut) })
     }
 
-    /// Puts the shards together on the first device of the mesh. Over several processes, every
-    /// process calls it.
+    /// Joins the shards on the first device of the mesh. Over several processes, every process
+    /// makes this call.
     ///
     /// # Errors
     ///
-    /// As the errors of [`PMap::call`](crate::PMap::call) after the replicas have run.
+    /// The errors of [`PMap::call`](crate::PMap::call) after the replicas have run.
     pub fn gather(&self, specs: impl Into<Specs>) -> Result<T> {
-        self.joined(&specs.into(), false)
+        self.join(&specs.into(), false)
     }
 
-    /// `trust` says that replicated results are not compared.
-    pub(crate) fn joined(&self, specs: &Specs, trust: bool) -> Result<T> {
-        let Outputs { of_slots, specs, join } = self.outputs(specs, trust)?;
+    /// Joins the shards; `trust` skips the comparison of replicated results.
+    pub(crate) fn join(&self, specs: &Specs, trust: bool) -> Result<T> {
+        let JoinInputs { per_slot, specs, join } = self.outputs(specs, trust)?;
         let joined: Result<Vec<Tensor>> = specs
             .iter()
             .enumerate()
-            .map(|(index, spec)| join.join(index, tensors_at(&of_slots, index), spec))
+            .map(|(index, spec)| join.join(index, tensors_at(&per_slot, index), spec))
             .collect();
         Ok(tree::with_leaves(&self.shards[0], &joined?))
     }
 
-    /// Puts the shards together in tensors that are there already.
-    pub(crate) fn joined_into(&self, specs: &Specs, kept: &T, trust: bool) -> Result<()> {
-        let Outputs { of_slots, specs, join } = self.outputs(specs, trust)?;
+    /// Joins the shards into existing tensors.
+    pub(crate) fn join_into(&self, specs: &Specs, kept: &T, trust: bool) -> Result<()> {
+        let JoinInputs { per_slot, specs, join } = self.outputs(specs, trust)?;
         let kept = tree::leaves(kept);
         if kept.len() != specs.len() {
             let expected = kept.len();
             return Err(ValueError::OutputCount { slot: 0, tensors: specs.len(), expected }.into());
         }
         for (index, (spec, kept)) in specs.iter().zip(&kept).enumerate() {
-            join.join_into(index, tensors_at(&of_slots, index), spec, kept)?;
+            join.join_into(index, tensors_at(&per_slot, index), spec, kept)?;
         }
         Ok(())
     }
 
-    fn outputs(&self, specs: &Specs, trust: bool) -> Result<Outputs<'_>> {
+    fn outputs(&self, specs: &Specs, trust: bool) -> Result<JoinInputs<'_>> {
         let own: Vec<Vec<Tensor>> = self.shards.iter().map(tree::leaves).collect();
         check_counts(&own)?;
-        let resolved = self.resolved(specs);
-        // The same on all processes, whatever their results are: all come to the exchange, or none.
+        let resolved = self.resolve(specs);
+        // The condition must not depend on results: either all processes exchange or none does.
         let is_exchanged = self.mesh.spans_processes() && !(trust && specs.are_replicated());
-        let (of_slots, comparison) = if is_exchanged {
+        let (per_slot, comparison) = if is_exchanged {
             let resolved = resolved.as_deref().ok();
-            Exchange { mesh: &self.mesh, specs, resolved, trust }.run(&own)?
+            ResultExchange { mesh: &self.mesh, specs, resolved, trust }.run(&own)?
         } else {
             (own, if trust { Comparison::Trusted } else { Comparison::Bits })
         };
         let specs = resolved?;
-        let join = Join {
+        let join = ResultJoin {
             topology: self.mesh.topology(),
             home: &self.mesh.devices()[0],
             cut: self.cut.as_deref(),
             comparison,
         };
-        Ok(Outputs { of_slots, specs, join })
+        Ok(JoinInputs { per_slot, specs, join })
     }
 
-    /// How each result is treated.
-    fn resolved(&self, specs: &Specs) -> Result<Vec<Resolved>> {
-        let mut faults = Faults::default();
+    /// Returns the treatments of each result.
+    fn resolve(&self, specs: &Specs) -> Result<Vec<ResolvedSpec>> {
+        let mut faults = FaultList::default();
         let specs = specs.resolve(Side::Out, &self.shards[0], self.mesh.topology(), &mut faults)?;
         faults.check()?;
         Ok(specs)
     }
 }
 
-/// What is put together of the shards.
-struct Outputs<'a> {
-    /// For each slot its results.
-    of_slots: Vec<Vec<Tensor>>,
-    /// How each result is treated.
-    specs: Vec<Resolved>,
-    join: Join<'a>,
+/// The inputs of a join.
+struct JoinInputs<'a> {
+    /// The results of each slot.
+    per_slot: Vec<Vec<Tensor>>,
+    /// The treatments of each result.
+    specs: Vec<ResolvedSpec>,
+    join: ResultJoin<'a>,
 }
 
-/// The tensor number `index` of each list.
+/// Returns tensor number `index` of each list.
 fn tensors_at(lists: &[Vec<Tensor>], index: usize) -> Vec<Tensor> {
     lists.iter().map(|list| list[index].clone()).collect()
 }
 
-/// The arguments of this process's slots, as views, and how the first one is cut that is.
+/// Returns the arguments of this process's slots, as views, and the cut of the first cut argument.
 pub(crate) fn shard<I: TensorTree>(
     mesh: &DeviceMesh,
     arguments: &I,
@@ -196,21 +191,21 @@ pub(crate) fn shard<I: TensorTree>(
 ) -> Result<(Vec<I>, Option<Arc<Cut>>)> {
     let topology = mesh.topology();
     let inputs = tree::leaves(arguments);
-    let mut faults = Faults::default();
+    let mut faults = FaultList::default();
     let specs = specs.resolve(Side::In, arguments, topology, &mut faults)?;
     let cuts: Vec<Cut> = (inputs.iter().zip(&specs).enumerate())
         .map(|(index, (input, spec))| Cut::new(index, input, spec, uneven, topology, &mut faults))
         .collect();
     faults.check()?;
     for (index, input) in inputs.iter().enumerate() {
-        // Until an argument is written: another thread's stream would not know of it.
+        // Wait until the argument is written: another thread's stream would not wait for it.
         synchronize_all(input.device()).map_err(Error::shard(index))?;
     }
-    let of_slot = |slot| {
-        tree::try_map_indexed(arguments, |index, input| {
+    let mut shards = Vec::with_capacity(mesh.devices().len());
+    for slot in mesh.local_slots() {
+        shards.push(tree::try_map_indexed(arguments, |index, input| {
             cuts[index].view(input, slot).map_err(Error::shard(index))
-        })
-    };
-    let shards = mesh.local_slots().map(of_slot).collect::<Result<_>>()?;
-    Ok((shards, cuts.into_iter().find(|cut| !cut.is_none()).map(Arc::new)))
+        })?);
+    }
+    Ok((shards, cuts.into_iter().find(|cut| !cut.is_uncut()).map(Arc::new)))
 }

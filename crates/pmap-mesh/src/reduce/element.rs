@@ -1,23 +1,24 @@
-//! The numbers that can be reduced, and how two of them become one.
+//! The number types that can be reduced, and the operations on them.
 
 use candle_core::{Result, WithDType};
 use half::{bf16, f16};
 
-/// A number that can be reduced, in the type that its sums are kept in.
+/// A number that can be reduced, with the type of its partial sums.
 ///
-/// Halves are added up in single precision and rounded once; integers wrap, as candle's do.
-pub(super) trait Element: WithDType {
+/// Halves are summed in single precision and rounded once; integers wrap, as in candle.
+pub(super) trait ReduceElement: WithDType {
     type Sum: Copy;
     fn widen(self) -> Self::Sum;
     fn plus(sum: Self::Sum, next: Self::Sum) -> Self::Sum;
     fn larger(sum: Self::Sum, next: Self::Sum) -> Self::Sum;
     fn smaller(sum: Self::Sum, next: Self::Sum) -> Self::Sum;
+    /// Only floats have means; integers are rejected earlier and returned unchanged here.
     /// Means are for floats; an integer stays as it is, and is refused earlier.
     fn divide(sum: Self::Sum, count: usize) -> Self::Sum;
-    /// Its bits, and zeros above them.
+    /// Returns the bits of the number, zero-extended.
     fn bits(self) -> u64;
-    /// Has `add` change items as sums: where they lie if they are, or else in a copy of them, which
-    /// is rounded when all is added.
+    /// Runs `add` on the items as partial sums: in place if the types are equal, otherwise in a
+    /// copy that is rounded at the end.
     fn as_sums(items: &mut [Self], add: impl FnOnce(&mut [Self::Sum]) -> Result<()>) -> Result<()>;
 }
 
@@ -26,7 +27,7 @@ macro_rules! float_arithmetic {
         fn plus(sum: $sum, next: $sum) -> $sum {
             sum + next
         }
-        // A NaN stays, as in candle's and JAX's maximum.
+        // Keep a NaN, like the maximum of candle and JAX.
         fn larger(sum: $sum, next: $sum) -> $sum {
             if next > sum || next.is_nan() { next } else { sum }
         }
@@ -42,8 +43,8 @@ macro_rules! float_arithmetic {
     };
 }
 
-/// A type that is its own sum.
-macro_rules! its_own_sum {
+/// Implements the partial sums of a type that is its own sum type.
+macro_rules! sum_in_own_type {
     () => {
         type Sum = Self;
         fn widen(self) -> Self {
@@ -57,8 +58,8 @@ macro_rules! its_own_sum {
 
 macro_rules! float_element {
     ($($type:ty),+) => {$(
-        impl Element for $type {
-            its_own_sum!();
+        impl ReduceElement for $type {
+            sum_in_own_type!();
             float_arithmetic!($type);
         }
     )+};
@@ -66,7 +67,7 @@ macro_rules! float_element {
 
 macro_rules! half_element {
     ($($type:ty),+) => {$(
-        impl Element for $type {
+        impl ReduceElement for $type {
             type Sum = f32;
             fn widen(self) -> f32 {
                 self.to_f32()
@@ -87,8 +88,8 @@ macro_rules! half_element {
 
 macro_rules! integer_element {
     ($($type:ty as $unsigned:ty),+) => {$(
-        impl Element for $type {
-            its_own_sum!();
+        impl ReduceElement for $type {
+            sum_in_own_type!();
             fn plus(sum: $type, next: $type) -> $type {
                 sum.wrapping_add(next)
             }

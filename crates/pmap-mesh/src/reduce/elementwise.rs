@@ -1,26 +1,25 @@
-//! Adding up tensors on their device, in the order of the ranks: what [`whole`](super::whole) does
-//! on a processor, to the bit.
+//! Reduction of tensors on their device, in rank order. The results equal [`whole`](super::whole)
+//! on a processor to the bit.
 
 use candle_core::{DType, Result, Tensor, bail};
 
-use crate::{device::to_device::copied, reduce::Reduction};
+use crate::{device::to_device::contiguous_copy, reduce::Reduction};
 
-/// The reduction of tensors of one shape, by candle's elementwise operations.
+/// Reduces tensors of one shape by candle's elementwise operations.
 ///
-/// Halves are added up in single precision and rounded once; integers wrap.
-pub(crate) fn reduced(summands: &[Tensor], reduction: Reduction) -> Result<Tensor> {
+/// Halves are summed in single precision and rounded once; integers wrap.
+pub(crate) fn reduce(summands: &[Tensor], reduction: Reduction) -> Result<Tensor> {
     let [first, rest @ ..] = summands else { bail!("nothing to reduce") };
     if first.elem_count() == 0 {
-        return copied(first);
+        return contiguous_copy(first);
     }
-    let sum = rest
-        .iter()
-        .try_fold(widened(first)?, |sum, next| combined(&sum, &widened(next)?, reduction))?;
-    let result = if reduction == Reduction::Mean { divided(&sum, summands.len())? } else { sum };
+    let sum =
+        rest.iter().try_fold(widen(first)?, |sum, next| combine(&sum, &widen(next)?, reduction))?;
+    let result = if reduction == Reduction::Mean { divide(&sum, summands.len())? } else { sum };
     result.to_dtype(first.dtype())
 }
 
-fn widened(x: &Tensor) -> Result<Tensor> {
+fn widen(x: &Tensor) -> Result<Tensor> {
     if matches!(x.dtype(), DType::BF16 | DType::F16) {
         x.to_dtype(DType::F32)
     } else {
@@ -28,24 +27,25 @@ fn widened(x: &Tensor) -> Result<Tensor> {
     }
 }
 
-fn combined(sum: &Tensor, next: &Tensor, reduction: Reduction) -> Result<Tensor> {
+fn combine(sum: &Tensor, next: &Tensor, reduction: Reduction) -> Result<Tensor> {
     match reduction {
         Reduction::Sum | Reduction::Mean => sum + next,
-        Reduction::Max => chosen(sum, next, &next.gt(sum)?),
-        Reduction::Min => chosen(sum, next, &next.lt(sum)?),
+        Reduction::Max => select(sum, next, &next.gt(sum)?),
+        Reduction::Min => select(sum, next, &next.lt(sum)?),
     }
 }
 
-/// `next` where it is `better` or not a number, else `sum`.
+/// Selects `next` where it is `better` or NaN, otherwise `sum`.
 ///
-/// candle's own maximum loses a NaN on CUDA devices, and takes one zero for the other.
-fn chosen(sum: &Tensor, next: &Tensor, better: &Tensor) -> Result<Tensor> {
-    // At most one of the two is 1.
+/// candle's maximum drops NaN on CUDA devices and does not distinguish the signs of zeros.
+fn select(sum: &Tensor, next: &Tensor, better: &Tensor) -> Result<Tensor> {
+    // At most one of the two conditions is 1.
     (better + next.ne(next)?)?.where_cond(next, sum)
 }
 
-/// A division: candle's by a number is a product with its inverse, which is rounded twice.
-fn divided(sum: &Tensor, count: usize) -> Result<Tensor> {
+/// Divides by the count. candle's division by a number multiplies with the inverse, which rounds
+/// twice.
+fn divide(sum: &Tensor, count: usize) -> Result<Tensor> {
     if !sum.dtype().is_float() {
         return Ok(sum.clone());
     }
@@ -57,16 +57,16 @@ mod tests {
     use candle_core::Device;
 
     use super::*;
-    use crate::{reduce::whole, spec::join::same};
+    use crate::{reduce::whole, spec::join::bits_equal};
 
     const ALL: [Reduction; 4] = [Reduction::Sum, Reduction::Mean, Reduction::Max, Reduction::Min];
 
     fn check(summands: &[Tensor]) {
         for reduction in ALL {
-            let result = reduced(summands, reduction).unwrap();
+            let result = reduce(summands, reduction).unwrap();
             let expected = whole(summands, reduction).unwrap();
             assert!(
-                same(&result, &expected).unwrap(),
+                bits_equal(&result, &expected).unwrap(),
                 "{reduction:?} of {:?}",
                 summands[0].dtype()
             );
@@ -74,42 +74,42 @@ mod tests {
     }
 
     #[test]
-    fn every_type_is_reduced_as_by_the_kernel_for_processors() {
+    fn every_dtype_matches_the_host_kernel() {
         let values = |n: usize| {
             (0..97).map(move |i| ((i * 7919 + n * 104_729) % 2003) as f32 * 0.037 - 30.0)
         };
         for dtype in [DType::F32, DType::F64, DType::BF16, DType::F16] {
-            let of =
+            let tensor =
                 |n| Tensor::from_iter(values(n), &Device::Cpu).unwrap().to_dtype(dtype).unwrap();
-            check(&[of(0)]);
-            check(&[of(0), of(1), of(2)]);
+            check(&[tensor(0)]);
+            check(&[tensor(0), tensor(1), tensor(2)]);
         }
         for dtype in [DType::U8, DType::U32, DType::I16, DType::I32, DType::I64] {
-            let of = |n| {
+            let tensor = |n| {
                 Tensor::from_iter(values(n).map(f32::abs), &Device::Cpu)
                     .unwrap()
                     .to_dtype(dtype)
                     .unwrap()
             };
-            check(&[of(0), of(1), of(2)]);
+            check(&[tensor(0), tensor(1), tensor(2)]);
         }
     }
 
     #[test]
-    fn what_is_not_a_number_stays_and_zeros_keep_their_signs() {
+    fn nan_and_signed_zeros_match_the_host_kernel() {
         let special = [f32::NAN, 0.0, -0.0, f32::INFINITY, f32::NEG_INFINITY, 1.0];
         let pairs = special.iter().flat_map(|a| special.iter().map(move |b| (*a, *b)));
         let (left, right): (Vec<f32>, Vec<f32>) = pairs.unzip();
-        let of = |values: Vec<f32>| Tensor::new(values, &Device::Cpu).unwrap();
-        check(&[of(left), of(right)]);
+        let tensor = |values: Vec<f32>| Tensor::new(values, &Device::Cpu).unwrap();
+        check(&[tensor(left), tensor(right)]);
     }
 
     #[test]
-    fn an_empty_tensor_stays_empty() {
+    fn empty_tensor_stays_empty() {
         let empty = Tensor::zeros((0, 3), DType::F32, &Device::Cpu).unwrap();
         check(&[empty.clone(), empty.clone()]);
-        let behind_the_end = empty.narrow(1, 1, 2).unwrap();
-        let reduced = reduced(&[behind_the_end.clone(), behind_the_end], Reduction::Sum).unwrap();
+        let past_the_end = empty.narrow(1, 1, 2).unwrap();
+        let reduced = reduce(&[past_the_end.clone(), past_the_end], Reduction::Sum).unwrap();
         assert_eq!(reduced.flatten_all().unwrap().dims(), [0]);
     }
 }

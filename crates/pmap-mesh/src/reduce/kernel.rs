@@ -1,4 +1,4 @@
-//! The loop that adds up several summands, block by block, in the order of the summands.
+//! The reduction loop over several summands, block by block, in the order of the summands.
 
 #[cfg(feature = "mpi")]
 use std::mem;
@@ -6,29 +6,29 @@ use std::ops::Range;
 
 use candle_core::{CpuStorage, Result, Storage, Tensor, WithDType, bail};
 
-use crate::reduce::{Reduction, element::Element};
+use crate::reduce::{Reduction, element::ReduceElement};
 
-/// How many items are worked on at a time: 32 KiB of single-precision sums, which stay in the
-/// nearest caches while the same items of all summands pass by. Half as many took a tenth longer,
-/// because each block takes the locks of all summands, which pass from core to core.
+/// The number of items per block: 32 KiB of single-precision sums, which stay in the nearest caches
+/// while the items of all summands are added. Half of it took a tenth longer, because each block
+/// takes the locks of all summands, which move from core to core.
 pub(super) const BLOCK: usize = 8192;
 
-/// What is added up: lists of items of one length.
+/// The inputs of a reduction: lists of items of equal length.
 pub(super) trait Summands<T> {
     fn count(&self) -> usize;
 
-    /// What `see` makes of the items in a range of one summand.
+    /// Calls `see` with a range of items of one summand.
     fn lend<R>(&self, index: usize, range: Range<usize>, see: impl FnOnce(&[T]) -> R) -> Result<R>;
 }
 
-/// Where sums are written, from the first one to the last.
-pub(super) trait Destination<T> {
-    /// Copies the next items; returns them where they lie now.
+/// The output of a reduction, written from the first sum to the last.
+pub(super) trait SumDestination<T> {
+    /// Copies the next items, and returns the copy.
     fn take(&mut self, items: &[T]) -> &mut [T];
 }
 
-/// One that has the capacity for all of them.
-impl<T: Copy> Destination<T> for Vec<T> {
+/// Appends to a vector, which has capacity for all items.
+impl<T: Copy> SumDestination<T> for Vec<T> {
     fn take(&mut self, items: &[T]) -> &mut [T] {
         let start = self.len();
         self.extend_from_slice(items);
@@ -36,9 +36,9 @@ impl<T: Copy> Destination<T> for Vec<T> {
     }
 }
 
-/// One whose items are overwritten from the first one on.
+/// Overwrites a slice from its first item on.
 #[cfg(feature = "mpi")]
-impl<T: Copy> Destination<T> for &mut [T] {
+impl<T: Copy> SumDestination<T> for &mut [T] {
     fn take(&mut self, items: &[T]) -> &mut [T] {
         let (places, rest) = mem::take(self).split_at_mut(items.len());
         *self = rest;
@@ -49,8 +49,8 @@ impl<T: Copy> Destination<T> for &mut [T] {
 
 /// The items of contiguous tensors on the processor.
 ///
-/// One summand is locked at a time: a thread that waits for one lock while it holds another could
-/// wait for a `Var::set` that waits for this one.
+/// It locks one summand at a time: while a thread held one lock and waited for another, a
+/// `Var::set` could wait for the first and deadlock.
 impl<T: WithDType> Summands<T> for [Tensor] {
     fn count(&self) -> usize {
         self.len()
@@ -59,11 +59,11 @@ impl<T: WithDType> Summands<T> for [Tensor] {
     fn lend<R>(&self, index: usize, range: Range<usize>, see: impl FnOnce(&[T]) -> R) -> Result<R> {
         let (storage, layout) = self[index].storage_and_layout();
         let Storage::Cpu(storage) = &*storage else { bail!("a summand is not on the processor") };
-        Ok(see(items_of::<T>(storage, layout.start_offset() + range.start, range.len())?))
+        Ok(see(typed_items::<T>(storage, layout.start_offset() + range.start, range.len())?))
     }
 }
 
-/// Slices of one length.
+/// Slices of equal length.
 #[cfg(feature = "mpi")]
 impl<T> Summands<T> for [&[T]] {
     fn count(&self) -> usize {
@@ -78,24 +78,24 @@ impl<T> Summands<T> for [&[T]] {
     }
 }
 
-fn items_of<T: WithDType>(storage: &CpuStorage, start: usize, len: usize) -> Result<&[T]> {
+fn typed_items<T: WithDType>(storage: &CpuStorage, start: usize, len: usize) -> Result<&[T]> {
     match storage.as_slice::<T>()?.get(start..start + len) {
         Some(items) => Ok(items),
         None => bail!("summands differ in size"),
     }
 }
 
-/// Reduces the items in `range` of all summands, always in the order of the summands.
+/// Reduces the items in `range` of all summands, in the order of the summands.
 ///
-/// The first summand is copied to where the sums are to be, and the others are added to it there:
-/// in a copy elsewhere each sum would be written twice.
-pub(super) fn reduce<T: Element>(
+/// The first summand is copied to the destination, and the others are added to it there: a copy
+/// elsewhere would write each sum twice.
+pub(super) fn reduce<T: ReduceElement>(
     summands: &(impl Summands<T> + ?Sized),
     reduction: Reduction,
     range: Range<usize>,
-    sums: &mut impl Destination<T>,
+    sums: &mut impl SumDestination<T>,
 ) -> Result<()> {
-    let combine = combination::<T>(reduction);
+    let combine = block_reduction::<T>(reduction);
     for start in range.clone().step_by(BLOCK) {
         let block = start..range.end.min(start + BLOCK);
         let block_sums = summands.lend(0, block.clone(), |items| sums.take(items))?;
@@ -114,7 +114,7 @@ pub(super) fn reduce<T: Element>(
     Ok(())
 }
 
-fn combination<T: Element>(reduction: Reduction) -> fn(&mut [T::Sum], &[T]) {
+fn block_reduction<T: ReduceElement>(reduction: Reduction) -> fn(&mut [T::Sum], &[T]) {
     match reduction {
         Reduction::Sum | Reduction::Mean => |sums, items| accumulate(sums, items, T::plus),
         Reduction::Max => |sums, items| accumulate(sums, items, T::larger),
@@ -122,8 +122,9 @@ fn combination<T: Element>(reduction: Reduction) -> fn(&mut [T::Sum], &[T]) {
     }
 }
 
-/// A loop over a block with one operation, so that each compiles to vector instructions.
-fn accumulate<T: Element>(
+/// Combines a block of items into the sums. Each call has a fixed `combine`, so that the loop
+/// compiles to vector instructions.
+fn accumulate<T: ReduceElement>(
     sums: &mut [T::Sum],
     items: &[T],
     combine: impl Fn(T::Sum, T::Sum) -> T::Sum,

@@ -1,14 +1,14 @@
-//! Adding up tensors of several replicas on a processor, in the order of the ranks.
+//! Reduction of several replicas' tensors on a processor, in rank order.
 
 mod element;
-// Tested in every build, against the kernel that it must agree with.
+// Compiled in every test build, to compare it with the kernel that it must equal.
 #[cfg(any(test, feature = "nccl"))]
 pub(crate) mod elementwise;
-pub(crate) mod joint;
 mod kernel;
 pub(crate) mod outputs;
 pub(crate) mod parts;
 mod shared_buffer;
+pub(crate) mod shared_work;
 
 use std::{ops::Range, slice};
 
@@ -17,11 +17,11 @@ use core_types::Fingerprint;
 use half::{bf16, f16};
 
 use self::{
-    element::Element,
+    element::ReduceElement,
     kernel::{BLOCK, Summands, reduce},
 };
 
-/// How several tensors become one.
+/// The operation of a reduction.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Reduction {
     Sum,
@@ -50,24 +50,24 @@ macro_rules! dispatch {
 
 use dispatch;
 
-/// The types with a kernel.
+/// The dtypes with a kernel.
 const REDUCIBLE: [DType; 9] = {
     use DType::{BF16, F16, F32, F64, I16, I32, I64, U8, U32};
     [F32, F64, BF16, F16, U8, U32, I16, I32, I64]
 };
 
-/// Returns true if tensors of this type can be reduced.
+/// Returns true if tensors of this dtype can be reduced.
 pub(crate) fn has_kernel(dtype: DType) -> bool {
     REDUCIBLE.contains(&dtype)
 }
 
-/// The reduction of contiguous tensors on the processor, all by this thread.
+/// Reduces contiguous tensors on the processor, in this thread.
 pub(crate) fn whole(summands: &[Tensor], reduction: Reduction) -> Result<Tensor> {
     let [first, ..] = summands else { bail!("nothing to reduce") };
     run(summands, 0..first.elem_count(), first.shape(), reduction)
 }
 
-/// The reduction of these items of contiguous tensors on the processor, all by this thread.
+/// Reduces a range of items of contiguous tensors on the processor, in this thread.
 pub(crate) fn run(
     summands: &[Tensor],
     items: Range<usize>,
@@ -75,10 +75,10 @@ pub(crate) fn run(
     reduction: Reduction,
 ) -> Result<Tensor> {
     let [first, ..] = summands else { bail!("nothing to reduce") };
-    dispatch!(first.dtype(), run_of(summands, items, shape, reduction))
+    dispatch!(first.dtype(), run_typed(summands, items, shape, reduction))
 }
 
-fn run_of<T: Element>(
+fn run_typed<T: ReduceElement>(
     summands: &[Tensor],
     items: Range<usize>,
     shape: &Shape,
@@ -89,21 +89,22 @@ fn run_of<T: Element>(
     Tensor::from_vec(sums, shape, &Device::Cpu)
 }
 
-/// Whether two contiguous tensors on the processor, of one type and size, are equal to the bit.
+/// Returns true if two contiguous tensors on the processor, of one dtype and size, are equal to the
+/// bit.
 pub(crate) fn same(left: &Tensor, right: &Tensor) -> Result<bool> {
-    dispatch!(left.dtype(), same_of(&[left.clone(), right.clone()]))
+    dispatch!(left.dtype(), same_typed(&[left.clone(), right.clone()]))
 }
 
-fn same_of<T: Element>(pair: &[Tensor; 2]) -> Result<bool> {
+fn same_typed<T: ReduceElement>(pair: &[Tensor; 2]) -> Result<bool> {
     let len = pair[0].elem_count();
     let mut left: Vec<T> = Vec::with_capacity(BLOCK.min(len));
     for start in (0..len).step_by(BLOCK) {
         let block = start..len.min(start + BLOCK);
         left.clear();
-        // Kept, because one tensor is locked at a time.
+        // Copy the block, because only one tensor may be locked at a time.
         pair.lend(0, block.clone(), |items| left.extend_from_slice(items))?;
         let differ = pair.lend(1, block, |right| {
-            // Without a way out of the loop, so that it compiles to vector instructions.
+            // No early exit, so that the loop compiles to vector instructions.
             let pairs = left.iter().zip(right);
             pairs.fold(false, |any, (a, b): (&T, &T)| any | (a.bits() != b.bits()))
         })?;
@@ -114,26 +115,27 @@ fn same_of<T: Element>(pair: &[Tensor; 2]) -> Result<bool> {
     Ok(true)
 }
 
-/// Adds the items of a contiguous tensor on the processor to a fingerprint, as many as fit into a
-/// word at a time.
+/// Adds the items of a contiguous tensor on the processor to a fingerprint, a word of items at a
+/// time.
 pub(crate) fn fingerprint(x: &Tensor, fingerprint: &mut Fingerprint) -> Result<()> {
-    dispatch!(x.dtype(), fingerprint_of(x, fingerprint))
+    dispatch!(x.dtype(), fingerprint_typed(x, fingerprint))
 }
 
-fn fingerprint_of<T: Element>(x: &Tensor, fingerprint: &mut Fingerprint) -> Result<()> {
-    let word = |items: &[T]| {
-        let shifted = |word: u64, item: &T| match size_of::<T>() {
-            8 => item.bits(),
-            bytes => word << (8 * bytes) | item.bits(),
-        };
-        items.iter().fold(0, shifted)
-    };
-    slice::from_ref(x).lend(0, 0..x.elem_count(), |items| {
-        fingerprint.extend(items.chunks(size_of::<u64>() / size_of::<T>()).map(word));
+fn fingerprint_typed<T: ReduceElement>(x: &Tensor, fingerprint: &mut Fingerprint) -> Result<()> {
+    slice::from_ref(x).lend(0, 0..x.elem_count(), |items: &[T]| {
+        fingerprint.extend(items.chunks(size_of::<u64>() / size_of::<T>()).map(packed_word));
     })
 }
 
-/// Reduces what several ranks sent, as bytes of items of type `dtype`, into `sums`.
+/// Returns the bits of up to 8 bytes of items, one after the other.
+fn packed_word<T: ReduceElement>(items: &[T]) -> u64 {
+    items.iter().fold(0, |word: u64, item: &T| match size_of::<T>() {
+        8 => item.bits(),
+        bytes => word << (8 * bytes) | item.bits(),
+    })
+}
+
+/// Reduces the raw items of several ranks, of type `dtype`, into `sums`.
 #[cfg(feature = "mpi")]
 pub(crate) fn bytes(
     dtype: DType,
@@ -141,17 +143,19 @@ pub(crate) fn bytes(
     reduction: Reduction,
     sums: &mut [u8],
 ) -> Result<()> {
-    dispatch!(dtype, bytes_of(summands, reduction, sums))
+    dispatch!(dtype, bytes_typed(summands, reduction, sums))
 }
 
 #[cfg(feature = "mpi")]
-fn bytes_of<T: Element + bytemuck::Pod>(
+fn bytes_typed<T: ReduceElement + bytemuck::Pod>(
     summands: &[&[u8]],
     reduction: Reduction,
     sums: &mut [u8],
 ) -> Result<()> {
-    let cast = |bytes| bytemuck::try_cast_slice(bytes).map_err(candle_core::Error::msg);
-    let summands: Vec<&[T]> = summands.iter().map(|bytes| cast(bytes)).collect::<Result<_>>()?;
+    let summands: Vec<&[T]> = summands
+        .iter()
+        .map(|bytes| bytemuck::try_cast_slice(bytes).map_err(candle_core::Error::msg))
+        .collect::<Result<_>>()?;
     let mut sums: &mut [T] = bytemuck::try_cast_slice_mut(sums).map_err(candle_core::Error::msg)?;
     reduce::<T>(&summands[..], reduction, 0..sums.len(), &mut sums)
 }

@@ -1,5 +1,4 @@
-//! What members of a group make together: reductions of what all have, and tensors put together of
-//! what each has.
+//! Outputs of shared work: reductions and concatenations.
 
 use std::{iter, ops::Range, sync::OnceLock};
 
@@ -8,90 +7,92 @@ use half::{bf16, f16};
 
 use crate::reduce::{
     Reduction, dispatch,
-    element::Element,
-    joint::{self, Output},
-    kernel::{Destination, Summands, reduce},
+    element::ReduceElement,
+    kernel::{SumDestination, Summands, reduce},
     shared_buffer::SharedBuffer,
+    shared_work::{self, SharedOutput},
 };
 
-/// The reduction of these items of contiguous tensors on the processor, as a tensor of this shape.
-pub(crate) fn reduced(
+/// Returns the reduction of a range of items of contiguous tensors on the processor, as a tensor of
+/// this shape.
+pub(crate) fn reduce_output(
     summands: Vec<Tensor>,
     items: Range<usize>,
     shape: Shape,
     reduction: Reduction,
-) -> Result<Output> {
+) -> Result<SharedOutput> {
     let [first, ..] = &summands[..] else { bail!("nothing to reduce") };
-    dispatch!(first.dtype(), reduced_of(summands, items, shape, reduction))
+    dispatch!(first.dtype(), reduce_typed(summands, items, shape, reduction))
 }
 
 #[expect(clippy::unnecessary_wraps, reason = "for other types there is an error")]
-fn reduced_of<T: Element>(
+fn reduce_typed<T: ReduceElement>(
     summands: Vec<Tensor>,
     items: Range<usize>,
     shape: Shape,
     reduction: Reduction,
-) -> Result<Output> {
-    let pieces: Vec<Range<usize>> =
-        pieces(0..items.len(), joint::piece_items(items.len(), size_of::<T>())).collect();
-    let n_pieces = pieces.len();
-    let buffer = LazyBuffer::<T>::new(pieces);
-    Ok(Output::new(n_pieces, move |piece| {
+) -> Result<SharedOutput> {
+    let chunks: Vec<Range<usize>> =
+        chunks(0..items.len(), shared_work::chunk_items(items.len(), size_of::<T>())).collect();
+    let n_chunks = chunks.len();
+    let buffer = LazyBuffer::<T>::new(chunks);
+    Ok(SharedOutput::new(n_chunks, move |chunk| {
         let buffer = buffer.get();
-        let part = buffer.part(piece);
+        let part = buffer.part(chunk);
         let items = items.start + part.start..items.start + part.end;
         let filled =
-            buffer.fill(piece, |sums| reduce::<T>(&summands[..], reduction, items, sums))?;
+            buffer.fill(chunk, |sums| reduce::<T>(&summands[..], reduction, items, sums))?;
         filled.map(|items| Tensor::from_vec(items, &shape, &Device::Cpu)).transpose()
     }))
 }
 
-/// A tensor to be put together of the items of others.
-pub(crate) struct Assembly {
+/// A concatenation of flat parts into one tensor.
+pub(crate) struct Concatenation {
     pub(crate) dtype: DType,
     pub(crate) shape: Shape,
-    /// Contiguous tensors on the processor, in the order of their places, which follow each other.
+    /// Contiguous tensors on the processor, in the order of their items.
     pub(crate) parts: Vec<Tensor>,
-    /// Whether it becomes a leaf of candle's graph, under which a gradient is found.
+    /// Whether the result is a leaf of candle's graph, so that it gets a gradient.
     pub(crate) is_leaf: bool,
 }
 
-/// The items of all parts, one after the other.
-pub(crate) fn assembled(assembly: Assembly) -> Result<Output> {
-    match assembly.dtype {
-        DType::F32 => assembled_of(Vec::<f32>::new(), assembly),
-        DType::F64 => assembled_of(Vec::<f64>::new(), assembly),
-        DType::BF16 => assembled_of(Vec::<bf16>::new(), assembly),
-        DType::F16 => assembled_of(Vec::<f16>::new(), assembly),
-        DType::U8 => assembled_of(Vec::<u8>::new(), assembly),
-        DType::U32 => assembled_of(Vec::<u32>::new(), assembly),
-        DType::I16 => assembled_of(Vec::<i16>::new(), assembly),
-        DType::I32 => assembled_of(Vec::<i32>::new(), assembly),
-        DType::I64 => assembled_of(Vec::<i64>::new(), assembly),
+/// Returns the concatenation of all parts.
+pub(crate) fn concat_output(concatenation: Concatenation) -> Result<SharedOutput> {
+    match concatenation.dtype {
+        DType::F32 => concat_typed(Vec::<f32>::new(), concatenation),
+        DType::F64 => concat_typed(Vec::<f64>::new(), concatenation),
+        DType::BF16 => concat_typed(Vec::<bf16>::new(), concatenation),
+        DType::F16 => concat_typed(Vec::<f16>::new(), concatenation),
+        DType::U8 => concat_typed(Vec::<u8>::new(), concatenation),
+        DType::U32 => concat_typed(Vec::<u32>::new(), concatenation),
+        DType::I16 => concat_typed(Vec::<i16>::new(), concatenation),
+        DType::I32 => concat_typed(Vec::<i32>::new(), concatenation),
+        DType::I64 => concat_typed(Vec::<i64>::new(), concatenation),
         DType::F8E4M3 => {
-            // The crate of the type is no dependency: candle's own variant says which it is.
+            // This crate does not depend on the crate of the 8-bit type; candle's variant infers
+            // it.
             let items = Vec::new();
             let of_this_type = CpuStorage::F8E4M3(items);
             let CpuStorage::F8E4M3(items) = of_this_type else { bail!("a storage has one type") };
-            assembled_of(items, assembly)
+            concat_typed(items, concatenation)
         }
         other => bail!("tensors of type {} cannot be put together", other.as_str()),
     }
 }
 
-/// `_type` tells the type of the items.
+/// Returns the concatenation for items of type `T`, which `_type` names.
 #[expect(clippy::unnecessary_wraps, reason = "for other types there is an error")]
-fn assembled_of<T: WithDType>(_type: Vec<T>, assembly: Assembly) -> Result<Output> {
-    let Assembly { shape, parts, is_leaf, .. } = assembly;
-    // For each piece of the result: of which part it is, and where that part begins in the result.
-    let step = joint::piece_items(shape.elem_count(), size_of::<T>());
+fn concat_typed<T: WithDType>(_type: Vec<T>, concatenation: Concatenation) -> Result<SharedOutput> {
+    let Concatenation { shape, parts, is_leaf, .. } = concatenation;
+    // For each chunk of the result: the index of its part, and the part's start in the result.
+    let step = shared_work::chunk_items(shape.elem_count(), size_of::<T>());
     let mut sources = Vec::new();
     let mut places = Vec::new();
     let mut end = 0;
     for (n, part) in parts.iter().enumerate().filter(|(_, part)| part.elem_count() > 0) {
         let start = end;
         end += part.elem_count();
-        for place in pieces(start..end, step) {
+        for place in chunks(start..end, step) {
             sources.push((n, start));
             places.push(place);
         }
@@ -99,12 +100,12 @@ fn assembled_of<T: WithDType>(_type: Vec<T>, assembly: Assembly) -> Result<Outpu
     if places.is_empty() {
         places.push(0..0);
     }
-    let n_pieces = places.len();
+    let n_chunks = places.len();
     let buffer = LazyBuffer::<T>::new(places);
-    Ok(Output::new(n_pieces, move |piece| {
+    Ok(SharedOutput::new(n_chunks, move |chunk| {
         let buffer = buffer.get();
-        let place = buffer.part(piece);
-        let filled = buffer.fill(piece, |items| match sources.get(piece) {
+        let place = buffer.part(chunk);
+        let filled = buffer.fill(chunk, |items| match sources.get(chunk) {
             None => Ok(()),
             Some(&(n, start)) => {
                 let items_of_part = place.start - start..place.end - start;
@@ -125,9 +126,8 @@ fn tensor<T: WithDType>(items: Vec<T>, shape: &Shape, is_leaf: bool) -> Result<T
     }
 }
 
-/// A buffer that who fills its first part allocates: of what is for one member alone that is mostly
-/// the member itself, to whom the allocator then gives, round after round, memory that its caches
-/// hold.
+/// A buffer that the first thread to fill a chunk allocates. For a result of one member this is
+/// usually the member itself, and its allocator returns the same cached memory in every round.
 struct LazyBuffer<T> {
     parts: Vec<Range<usize>>,
     buffer: OnceLock<SharedBuffer<T>>,
@@ -143,35 +143,35 @@ impl<T: Copy> LazyBuffer<T> {
     }
 }
 
-/// A range in pieces of `step` items and a shorter last one; an empty range is one piece.
-fn pieces(range: Range<usize>, step: usize) -> impl Iterator<Item = Range<usize>> {
+/// Splits a range into chunks of `step` items and a shorter last one; an empty range is one chunk.
+fn chunks(range: Range<usize>, step: usize) -> impl Iterator<Item = Range<usize>> {
     let Range { start, end } = range;
     let first = start..end.min(start.saturating_add(step));
-    iter::successors(Some(first), move |piece| {
-        (piece.end < end).then(|| piece.end..end.min(piece.end.saturating_add(step)))
+    iter::successors(Some(first), move |chunk| {
+        (chunk.end < end).then(|| chunk.end..end.min(chunk.end.saturating_add(step)))
     })
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::reduce::{REDUCIBLE, joint::SharedWork, same, whole};
+    use crate::reduce::{REDUCIBLE, same, shared_work::SharedWork, whole};
 
     fn values(n: usize, items: usize, dtype: DType) -> Tensor {
-        let value = |i: usize| ((i * 7919 + n * 104_729) % 251) as f32 * 0.5;
-        Tensor::from_iter((0..items).map(value), &Device::Cpu).unwrap().to_dtype(dtype).unwrap()
+        let values = (0..items).map(|i| ((i * 7919 + n * 104_729) % 251) as f32 * 0.5);
+        Tensor::from_iter(values, &Device::Cpu).unwrap().to_dtype(dtype).unwrap()
     }
 
-    fn made(output: Output) -> Tensor {
+    fn run_alone(output: SharedOutput) -> Tensor {
         let work = SharedWork::new(vec![output], 3);
-        assert!(work.help(1));
+        assert!(work.run_chunks(1));
         work.result(0).unwrap()
     }
 
     #[test]
-    fn a_range_is_cut_without_gaps() {
+    fn chunks_cover_the_range() {
         for len in [0, 1, 6, 7, 8, 21] {
-            let cut: Vec<_> = pieces(3..3 + len, 7).collect();
+            let cut: Vec<_> = chunks(3..3 + len, 7).collect();
             assert_eq!((cut[0].start, cut[cut.len() - 1].end), (3, 3 + len));
             assert!(cut.windows(2).all(|pair| pair[0].end == pair[1].start));
             assert_eq!(cut.len(), len.div_ceil(7).max(1));
@@ -179,7 +179,7 @@ mod tests {
     }
 
     #[test]
-    fn a_run_of_sums_is_that_run_of_the_whole_sum() {
+    fn partial_reduction_matches_full_reduction() {
         for dtype in REDUCIBLE {
             for (items, run) in
                 [(0, 0..0), (5, 2..4), (70_001, 1..70_001), (70_001, 69_000..69_000)]
@@ -187,7 +187,9 @@ mod tests {
                 let summands: Vec<Tensor> = (0..3).map(|n| values(n, items, dtype)).collect();
                 let whole = whole(&summands, Reduction::Sum).unwrap();
                 let len = run.len();
-                let sum = made(reduced(summands, run.clone(), len.into(), Reduction::Sum).unwrap());
+                let sum = run_alone(
+                    reduce_output(summands, run.clone(), len.into(), Reduction::Sum).unwrap(),
+                );
                 let expected = whole.narrow(0, run.start, len).unwrap().force_contiguous().unwrap();
                 assert!(same(&sum, &expected).unwrap(), "{dtype:?} {run:?}");
             }
@@ -195,7 +197,7 @@ mod tests {
     }
 
     #[test]
-    fn parts_of_every_type_are_put_together_in_their_order() {
+    fn parts_of_every_dtype_are_concatenated() {
         for dtype in REDUCIBLE {
             let parts = [70_000, 0, 1, 20_000].map(|items| values(items, items, dtype)).to_vec();
             let expected = Tensor::cat(&parts, 0)
@@ -203,29 +205,31 @@ mod tests {
                 .reshape((3, 30_000 + 1))
                 .unwrap_or_else(|_| Tensor::cat(&parts, 0).unwrap());
             let shape = expected.shape().clone();
-            let whole = made(assembled(Assembly { dtype, shape, parts, is_leaf: false }).unwrap());
+            let whole = run_alone(
+                concat_output(Concatenation { dtype, shape, parts, is_leaf: false }).unwrap(),
+            );
             assert!(same(&whole, &expected).unwrap());
             assert!(!whole.is_variable());
         }
     }
 
     #[test]
-    fn numbers_of_eight_bits_and_those_that_are_none_are_moved_as_they_are() {
+    fn f8_and_nan_keep_their_bits() {
         let bits = [f32::from_bits(0x7f80_0001), f32::NAN, -0.0, 1.5];
         let part = Tensor::new(&bits, &Device::Cpu).unwrap();
         let eight_bits = part.to_dtype(DType::F8E4M3).unwrap();
-        let assembly = |part: &Tensor| Assembly {
+        let concatenation = |part: &Tensor| Concatenation {
             dtype: part.dtype(),
             shape: 4.into(),
             parts: vec![part.clone()],
             is_leaf: true,
         };
-        let whole = made(assembled(assembly(&part)).unwrap());
+        let whole = run_alone(concat_output(concatenation(&part)).unwrap());
         let moved: Vec<u32> =
             whole.to_vec1::<f32>().unwrap().into_iter().map(f32::to_bits).collect();
         assert_eq!(moved, bits.map(f32::to_bits));
         assert!(whole.is_variable());
-        let whole = made(assembled(assembly(&eight_bits)).unwrap());
+        let whole = run_alone(concat_output(concatenation(&eight_bits)).unwrap());
         assert_eq!(whole.dtype(), DType::F8E4M3);
         let numbers = whole.to_dtype(DType::F32).unwrap().to_vec1::<f32>().unwrap();
         assert_eq!(numbers[3].to_bits(), 1.5_f32.to_bits());

@@ -1,10 +1,10 @@
-//! Cutting lengths that candle counts in `usize`.
+//! Balanced splits of `usize` lengths.
 
 use std::ops::Range;
 
 use core_types::{Placement, split};
 
-/// The items of part number `part` of `parts`, whose sizes differ by at most one.
+/// Returns the items of part number `part` of `parts`. Sizes differ by at most one.
 ///
 /// # Panics
 ///
@@ -22,7 +22,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_first_parts_are_the_larger_ones() {
+    fn first_parts_are_larger() {
         assert_eq!([0, 1, 2].map(|part| balanced(8, part, 3)), [0..3, 3..6, 6..8]);
         assert_eq!([0, 1, 2].map(|part| balanced(1, part, 3)), [0..1, 1..1, 1..1]);
     }

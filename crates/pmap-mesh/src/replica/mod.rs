@@ -1,10 +1,10 @@
-//! What a replica knows of itself, and what it can ask of the others.
+//! A replica: its position in the mesh, and its collectives with the other replicas.
 
-mod alone;
 pub(crate) mod collectives;
 pub(crate) mod pending;
 pub(crate) mod rng;
 mod runs;
+mod single;
 mod transpose;
 
 use std::sync::Arc;
@@ -14,7 +14,7 @@ use core_types::Seed;
 
 use crate::{
     axes::{AxisSet, MeshAxes},
-    engine::Site,
+    engine::GroupContext,
     grid::Topology,
     reduce::Reduction,
     replica::{
@@ -24,28 +24,28 @@ use crate::{
         transpose::Transpose,
     },
     spec::{
-        cut::Valid,
+        cut::RealRows,
         normalize,
         tree::{TensorTree, leaves, with_leaves},
     },
 };
 
-/// The running copy of a parallel function on one device: its place in the mesh, and collectives
-/// with the others.
+/// The running copy of a parallel function on one device: its position in the mesh, and collectives
+/// with the other replicas.
 ///
 /// # Collectives
 ///
 /// Every collective runs over some axes of the mesh: `"data"`, `["data", "model"]`, or
-/// [`ALL`](crate::ALL). All replicas that differ in these coordinates only form a group, and each
-/// member must call the same collectives in the same order, with tensors of equal type and shape.
-/// If one does not, the call ends with an error that names both sides; if one fails or returns
-/// early, the others get an error instead of waiting for ever.
+/// [`ALL`](crate::ALL). All replicas that differ in these coordinates only form a group. Each
+/// member must call the same collectives in the same order, with tensors of equal dtype and shape.
+/// On a mismatch the call fails with an error that names both calls. If a replica fails or returns
+/// early, the others get an error instead of waiting forever.
 ///
-/// Sums are formed in rank order, whichever replica comes first, in single precision for halves;
+/// Sums are formed in rank order, whichever replica arrives first, in single precision for halves;
 /// integers wrap.
 ///
-/// On a processor the replicas of a group may share one result: what one of them writes into it in
-/// place, with `slice_set`, all of them see. Write into a copy.
+/// On a processor the replicas of a group may share one result: if one writes into it in place,
+/// with `slice_set`, the others see the change. Write into a copy.
 ///
 /// # Gradients
 ///
@@ -62,129 +62,129 @@ use crate::{
 /// | [`broadcast`](Self::broadcast) | a sum that only the root receives |
 /// | [`pmax`](Self::pmax), [`pmin`](Self::pmin) | none: `backward` returns an error |
 ///
-/// The result of `psum` is one value that all replicas hold, so its gradient is that value's and
-/// not a sum of theirs. Where a value that all hold enters work that differs by replica,
-/// [`pvary`](Self::pvary) marks the place: its backward adds up what the replicas found.
-/// (Megatron-LM, arXiv 1909.08053, calls the two g and f; JAX's `shard_map` has the same pair.)
-/// Since a collective also runs in `backward`, all replicas must call `backward` alike, and what
-/// one of them passes to a collective must have a gradient on all of them or on none. (candle ends
-/// a gradient at a multiplication by 0: to switch a replica's part off, multiply by a tensor of
-/// zeros.)
+/// The result of `psum` is one value on all replicas, so its gradient passes through unchanged.
+/// Where a replicated value enters work that differs by replica, [`pvary`](Self::pvary) marks the
+/// place: its backward sums the gradients of the replicas. (Megatron-LM, arXiv 1909.08053, calls
+/// the two g and f; JAX's `shard_map` has the same pair.) Since a collective also runs in
+/// `backward`, all replicas must call `backward` in the same order, and an argument of a collective
+/// must have a gradient on all of them or on none. (candle ends a gradient at a multiplication by
+/// 0: to switch off a replica's part, multiply by a tensor of zeros.)
 ///
 /// # After the call
 ///
-/// A replica belongs to one call. On one that is kept longer, collectives fail, and so does a
-/// `backward` through them: the others have returned.
+/// A replica belongs to one call. If a program keeps it longer, collectives and a `backward`
+/// through them fail, because the other replicas have returned.
 #[derive(Clone, Debug)]
-pub struct Replica(Arc<Identity>);
+pub struct Replica(Arc<ReplicaContext>);
 
-/// What a replica knows of itself and of the call it runs in.
+/// A replica's position and the context of its call.
 #[derive(Debug)]
-pub(crate) struct Identity {
+pub(crate) struct ReplicaContext {
     pub(crate) slot: usize,
-    /// Its place among the slots of its process.
+    /// The index of the replica among the slots of its process.
     pub(crate) local_index: usize,
     pub(crate) device: Device,
     pub(crate) topology: Arc<Topology>,
     pub(crate) collectives: Collectives,
-    /// The real rows of its shard, if an argument was cut.
-    pub(crate) valid: Option<Valid>,
+    /// The real rows of the replica's shard, if an argument was cut.
+    pub(crate) real_rows: Option<RealRows>,
     /// The seed of the call, the same for all replicas.
     pub(crate) seed: Seed,
 }
 
-/// The stream that all replicas share, beside those of the slots, which are numbered from 0.
-const WHOLE_BATCH: u64 = u64::MAX;
+/// The random stream that all replicas share; the streams of slots are numbered from 0.
+const BATCH_STREAM: u64 = u64::MAX;
 
 impl Replica {
-    pub(crate) fn new(identity: Identity) -> Self {
+    pub(crate) fn new(identity: ReplicaContext) -> Self {
         Self(Arc::new(identity))
     }
 
-    /// Its slot in the mesh, from 0, counted along the last axis first.
+    /// Returns the replica's slot in the mesh, from 0; the last axis varies fastest.
     pub fn slot(&self) -> usize {
         self.0.slot
     }
 
-    /// The number of replicas.
+    /// Returns the number of replicas.
     pub fn count(&self) -> usize {
         self.0.topology.slots()
     }
 
-    /// The device it runs on, where its inputs lie.
+    /// Returns the device of the replica and its inputs.
     pub fn device(&self) -> &Device {
         &self.0.device
     }
 
-    /// Its rank along `axes`, from 0: its place in the group of those that differ from it along
-    /// these axes only.
+    /// Returns the replica's rank along `axes`, from 0: its index in the group of replicas that
+    /// differ from it along these axes only.
     ///
     /// # Errors
     ///
-    /// If the mesh has no such axis; as in a collective, that ends the call for all replicas.
+    /// If the mesh has no such axis; as in a collective, this ends the call for all replicas.
     pub fn axis_index(&self, axes: impl Into<MeshAxes>) -> Result<usize> {
         let set = self.set(&axes.into())?;
-        Ok(self.0.topology.groups(set).place(self.0.slot).rank)
+        Ok(self.0.topology.groups(set).position(self.0.slot).rank)
     }
 
-    /// The number of replicas along `axes`.
+    /// Returns the number of replicas along `axes`.
     ///
     /// # Errors
     ///
-    /// As [`axis_index`](Self::axis_index).
+    /// The errors of [`axis_index`](Self::axis_index).
     pub fn axis_size(&self, axes: impl Into<MeshAxes>) -> Result<usize> {
         Ok(self.0.topology.size(self.set(&axes.into())?))
     }
 
-    /// How many rows of its shard are real, if a batch was padded or cut into uneven parts.
+    /// Returns the number of real rows in the replica's shard, if a batch was padded or cut
+    /// unevenly.
     ///
-    /// Counted along the dimension in which the first sharded argument is cut; `None` if no
-    /// argument is.
+    /// The rows are counted in the first dimension that the first sharded argument is cut in;
+    /// `None` if no argument is cut.
     pub fn valid_len(&self) -> Option<usize> {
-        self.0.valid.map(|valid| valid.len)
+        self.0.real_rows.map(|valid| valid.len)
     }
 
-    /// The part of the whole batch that is here, times the number of parts: 1 where all parts are
-    /// equal.
+    /// Returns the fraction of the batch in this shard, times the number of shards: 1 if all shards
+    /// are equal.
     ///
     /// The mean over replicas of `weight × (mean over the shard's real rows)` is the mean over the
-    /// whole batch, however unevenly it was cut.
+    /// full batch, however unevenly it was cut.
     pub fn weight(&self) -> f64 {
-        match self.0.valid {
-            // Of an empty batch all parts are equal, too.
-            Some(Valid { len, total, parts, .. }) if total > 0 => {
+        match self.0.real_rows {
+            // An empty batch has equal shards too.
+            Some(RealRows { len, total, parts, .. }) if total > 0 => {
                 (len * parts) as f64 / total as f64
             }
             _ => 1.0,
         }
     }
 
-    /// Random numbers of this replica alone: they depend on the function's seed, the number of the
-    /// call and the replica's place, and on nothing else. Every call of this method starts the same
+    /// Returns a random generator for this replica. Its numbers depend only on the function's seed,
+    /// the step of the call and the replica's slot. Every call of this method starts the same
     /// stream.
     ///
-    /// candle's own generator has no seed on a processor, and all replicas share it.
+    /// candle's generator cannot be seeded on a processor, and all replicas share it.
     pub fn rng(&self) -> ReplicaRng {
         ReplicaRng::new(self.0.seed.derive(self.0.slot as u64), self.0.device.clone())
     }
 
-    /// Keys for random numbers of the whole batch, of which this replica draws those of its rows:
-    /// dropout that is the same on any number of devices.
+    /// Returns keys for random numbers of the full batch, of which this replica draws the numbers
+    /// for its rows: dropout that is the same on any number of devices.
     ///
-    /// Every call of this method starts the same keys, so make it once and pass it through the
-    /// model. If no argument is cut, all replicas draw the same.
+    /// Every call of this method starts the same keys, so create them once and pass them through
+    /// the model. If no argument is cut, all replicas draw the same numbers.
     pub fn batch_keys(&self) -> BatchKeys {
-        BatchKeys::new(self.0.seed.derive(WHOLE_BATCH), self.0.valid)
+        BatchKeys::new(self.0.seed.derive(BATCH_STREAM), self.0.real_rows)
     }
 
-    /// The sum of `x` over the replicas along `axes`, the same on all of them; of a tree that of each
-    /// of its tensors, in one collective.
+    /// Returns the sum of `x` over the replicas along `axes`, the same on all of them. For a tree
+    /// it sums each tensor, in one collective.
     ///
     /// # Errors
     ///
-    /// All collectives fail if the mesh has no such axis, if replicas of the group call different
-    /// collectives or pass different types or shapes, if one of them fails or returns, and if the
-    /// mesh's deadline passes.
+    /// Every collective fails if the mesh has no such axis, if replicas of the group call different
+    /// collectives or pass different dtypes or shapes, if a replica fails or returns early, and if
+    /// the mesh's deadline passes.
     ///
     /// # Examples
     ///
@@ -206,15 +206,15 @@ impl Replica {
     /// ```
     #[track_caller]
     pub fn psum<T: TensorTree>(&self, x: &T, axes: impl Into<MeshAxes>) -> Result<T> {
-        self.reduced("psum", x, axes.into(), Reduction::Sum, |_| Transpose::Identity)
+        self.reduce_tree("psum", x, axes.into(), Reduction::Sum, |_| Transpose::Identity)
     }
 
-    /// The mean of `x` over the replicas along `axes`, the same on all of them; of a tree that of each
-    /// of its tensors, in one collective.
+    /// Returns the mean of `x` over the replicas along `axes`, the same on all of them. For a tree
+    /// it averages each tensor, in one collective.
     ///
     /// # Errors
     ///
-    /// As [`psum`](Self::psum), and for integers, whose mean would have to be rounded.
+    /// The errors of [`psum`](Self::psum), and an error for integers, which would need rounding.
     #[track_caller]
     pub fn pmean<T: TensorTree>(&self, x: &T, axes: impl Into<MeshAxes>) -> Result<T> {
         if let Some(integers) = leaves(x).iter().find(|leaf| !leaf.dtype().is_float()) {
@@ -223,36 +223,37 @@ impl Replica {
                 integers.dtype().as_str()
             );
         }
-        let transpose = |size| Transpose::Scale(1.0 / size as f64);
-        self.reduced("pmean", x, axes.into(), Reduction::Mean, transpose)
+        self.reduce_tree("pmean", x, axes.into(), Reduction::Mean, |size| {
+            Transpose::Scale(1.0 / size as f64)
+        })
     }
 
-    /// The largest of each element of `x`, a tensor or a tree, over the replicas along `axes`; NaN if
-    /// one is.
+    /// Returns the elementwise maximum of `x`, a tensor or a tree, over the replicas along `axes`;
+    /// NaN if any element is.
     ///
     /// # Errors
     ///
-    /// As [`psum`](Self::psum).
+    /// The errors of [`psum`](Self::psum).
     #[track_caller]
     pub fn pmax<T: TensorTree>(&self, x: &T, axes: impl Into<MeshAxes>) -> Result<T> {
-        self.reduced("pmax", x, axes.into(), Reduction::Max, |_| Transpose::None("pmax"))
+        self.reduce_tree("pmax", x, axes.into(), Reduction::Max, |_| Transpose::None("pmax"))
     }
 
-    /// The smallest of each element of `x`, a tensor or a tree, over the replicas along `axes`; NaN if
-    /// one is.
+    /// Returns the elementwise minimum of `x`, a tensor or a tree, over the replicas along `axes`;
+    /// NaN if any element is.
     ///
     /// # Errors
     ///
-    /// As [`psum`](Self::psum).
+    /// The errors of [`psum`](Self::psum).
     #[track_caller]
     pub fn pmin<T: TensorTree>(&self, x: &T, axes: impl Into<MeshAxes>) -> Result<T> {
-        self.reduced("pmin", x, axes.into(), Reduction::Min, |_| Transpose::None("pmin"))
+        self.reduce_tree("pmin", x, axes.into(), Reduction::Min, |_| Transpose::None("pmin"))
     }
 
-    /// A tree with the reduction of each of its tensors; what runs backward is made of the number of
+    /// Reduces each tensor of a tree. `transpose` makes the backward operation for the number of
     /// replicas.
     #[track_caller]
-    fn reduced<T: TensorTree>(
+    fn reduce_tree<T: TensorTree>(
         &self,
         op: &'static str,
         tree: &T,
@@ -261,65 +262,66 @@ impl Replica {
         transpose: impl Fn(usize) -> Transpose,
     ) -> Result<T> {
         let list = leaves(tree);
-        let (site, results) = if let [x] = &list[..] {
-            let site = self.site(op, Some(x), axes)?;
-            let result = self.0.collectives.all_reduce(&site, x, reduction)?;
-            (site, vec![result])
+        let (ctx, results) = if let [x] = &list[..] {
+            let ctx = self.context(op, Some(x), axes)?;
+            let result = self.0.collectives.all_reduce(&ctx, x, reduction)?;
+            (ctx, vec![result])
         } else {
-            let site =
-                self.site(op, None, axes)?.with_detail(format!(" of {} tensors", list.len()));
-            let results = self.0.collectives.reduce_list(&site, list.clone(), reduction)?;
-            (site, results)
+            let ctx =
+                self.context(op, None, axes)?.with_detail(format!(" of {} tensors", list.len()));
+            let results = self.0.collectives.reduce_list(&ctx, list.clone(), reduction)?;
+            (ctx, results)
         };
-        let linked = |(x, result): (&Tensor, Tensor)| {
-            transpose::linked(x, result, || transpose(site.size()))
+        let link_gradient = |(x, result): (&Tensor, Tensor)| {
+            transpose::link_gradient(x, result, || transpose(ctx.size()))
         };
-        let linked: Vec<Tensor> = list.iter().zip(results).map(linked).collect::<Result<_>>()?;
-        Ok(with_leaves(tree, &linked))
+        let link_gradient: Vec<Tensor> =
+            list.iter().zip(results).map(link_gradient).collect::<Result<_>>()?;
+        Ok(with_leaves(tree, &link_gradient))
     }
 
-    /// `x` itself, whose gradient will be summed over the replicas along `axes`.
+    /// Returns `x` unchanged; its gradient will be summed over the replicas along `axes`.
     ///
-    /// For a value that all of them hold and each uses in its own way; see
+    /// Use it for a replicated value that each replica uses in a different way; see
     /// [Gradients](Self#gradients).
     ///
     /// # Errors
     ///
-    /// If the mesh has no such axis; its backward as [`psum`](Self::psum).
+    /// If the mesh has no such axis. Its backward has the errors of [`psum`](Self::psum).
     #[track_caller]
     pub fn pvary(&self, x: &Tensor, axes: impl Into<MeshAxes>) -> Result<Tensor> {
-        let site = self.site("psum (backward of pvary)", Some(x), axes.into())?;
-        transpose::linked(x, None, || Transpose::Psum(self.0.collectives.clone(), site))
+        let ctx = self.context("psum (backward of pvary)", Some(x), axes.into())?;
+        transpose::link_gradient(x, None, || Transpose::Psum(self.0.collectives.clone(), ctx))
     }
 
-    /// The tensors of all replicas along `axes`, concatenated in dimension `dim` by rank.
+    /// Returns the tensors of all replicas along `axes`, concatenated in dimension `dim` by rank.
     ///
     /// Sizes may differ in `dim` and must be equal elsewhere. Negative dimensions count from the
     /// last.
     ///
     /// # Errors
     ///
-    /// As [`psum`](Self::psum), and if `x` has no such dimension.
+    /// The errors of [`psum`](Self::psum), and an error if `x` has no such dimension.
     #[track_caller]
     pub fn all_gather(&self, x: &Tensor, dim: isize, axes: impl Into<MeshAxes>) -> Result<Tensor> {
-        let dim = dim_of(x, dim, "all_gather")?;
-        let site = self
-            .site("all_gather", Some(x), axes.into())?
+        let dim = find_dim(x, dim, "all_gather")?;
+        let ctx = self
+            .context("all_gather", Some(x), axes.into())?
             .with_detail(format!("({dim})"))
             .with_free_dim(dim);
-        let (gathered, sizes) = self.0.collectives.gather(&site, x, dim)?;
-        transpose::linked(x, gathered, || {
-            Transpose::PsumScatter(self.0.collectives.clone(), site, dim, sizes)
+        let (gathered, sizes) = self.0.collectives.gather(&ctx, x, dim)?;
+        transpose::link_gradient(x, gathered, || {
+            Transpose::PsumScatter(self.0.collectives.clone(), ctx, dim, sizes)
         })
     }
 
-    /// The sum of `x` over the replicas along `axes`, of which each gets its part in dimension
-    /// `dim`.
+    /// Returns the replica's part of the sum of `x` over the replicas along `axes`, cut in
+    /// dimension `dim`.
     ///
     /// # Errors
     ///
-    /// As [`psum`](Self::psum), and if `x` has no such dimension or its size does not divide by the
-    /// replicas.
+    /// The errors of [`psum`](Self::psum), and an error if `x` has no such dimension or its size is
+    /// not divisible by the number of replicas.
     #[track_caller]
     pub fn psum_scatter(
         &self,
@@ -327,22 +329,25 @@ impl Replica {
         dim: isize,
         axes: impl Into<MeshAxes>,
     ) -> Result<Tensor> {
-        let dim = dim_of(x, dim, "psum_scatter")?;
-        let site = self.site("psum_scatter", Some(x), axes.into())?.with_detail(format!("({dim})"));
-        let sizes = even_parts(x, dim, &site)?;
-        let part = self.0.collectives.sum_and_scatter(&site, x, dim, &sizes)?;
-        transpose::linked(x, part, || Transpose::AllGather(self.0.collectives.clone(), site, dim))
+        let dim = find_dim(x, dim, "psum_scatter")?;
+        let ctx =
+            self.context("psum_scatter", Some(x), axes.into())?.with_detail(format!("({dim})"));
+        let sizes = even_parts(x, dim, &ctx)?;
+        let part = self.0.collectives.sum_and_scatter(&ctx, x, dim, &sizes)?;
+        transpose::link_gradient(x, part, || {
+            Transpose::AllGather(self.0.collectives.clone(), ctx, dim)
+        })
     }
 
-    /// Sends `x` along `axes` from rank to rank: for each pair (from, to), rank `to` gets what rank
-    /// `from` has.
+    /// Sends `x` along `axes` from rank to rank: for each pair (from, to), rank `to` gets the
+    /// tensor of rank `from`.
     ///
-    /// A rank that is sent nothing gets zeros. Each may send once and receive once.
+    /// A rank without a sender gets zeros. Each rank may send once and receive once.
     ///
     /// # Errors
     ///
-    /// As [`psum`](Self::psum), and if a pair names a rank outside the group, or two name the
-    /// same sender or receiver.
+    /// The errors of [`psum`](Self::psum), and an error if a pair names a rank outside the group,
+    /// or two pairs have the same sender or receiver.
     #[track_caller]
     pub fn ppermute(
         &self,
@@ -350,22 +355,22 @@ impl Replica {
         pairs: &[(usize, usize)],
         axes: impl Into<MeshAxes>,
     ) -> Result<Tensor> {
-        let site = self.site("ppermute", Some(x), axes.into())?.with_detail(format!("{pairs:?}"));
-        check_pairs(pairs, site.size())?;
-        let received = self.0.collectives.permute(&site, x, pairs)?;
+        let ctx = self.context("ppermute", Some(x), axes.into())?.with_detail(format!("{pairs:?}"));
+        check_pairs(pairs, ctx.size())?;
+        let received = self.0.collectives.permute(&ctx, x, pairs)?;
         let inverse = pairs.iter().map(|&(from, to)| (to, from)).collect();
-        transpose::linked(x, received, || {
-            Transpose::Permute(self.0.collectives.clone(), site, inverse)
+        transpose::link_gradient(x, received, || {
+            Transpose::Permute(self.0.collectives.clone(), ctx, inverse)
         })
     }
 
-    /// Cuts `x` in dimension `split_dim`, sends part n to rank n along `axes`, and concatenates
-    /// what arrives in dimension `concat_dim`.
+    /// Cuts `x` in dimension `split_dim`, sends part n to rank n along `axes`, and concatenates the
+    /// received parts in dimension `concat_dim`.
     ///
     /// # Errors
     ///
-    /// As [`psum`](Self::psum), and if `x` lacks one of the dimensions or its size does not divide
-    /// by the replicas.
+    /// The errors of [`psum`](Self::psum), and an error if `x` lacks one of the dimensions or its
+    /// size is not divisible by the number of replicas.
     #[track_caller]
     pub fn all_to_all(
         &self,
@@ -374,42 +379,44 @@ impl Replica {
         concat_dim: isize,
         axes: impl Into<MeshAxes>,
     ) -> Result<Tensor> {
-        let split = dim_of(x, split_dim, "all_to_all")?;
-        let concat = dim_of(x, concat_dim, "all_to_all")?;
-        let site = self
-            .site("all_to_all", Some(x), axes.into())?
+        let split = find_dim(x, split_dim, "all_to_all")?;
+        let concat = find_dim(x, concat_dim, "all_to_all")?;
+        let ctx = self
+            .context("all_to_all", Some(x), axes.into())?
             .with_detail(format!("({split} to {concat})"));
-        let exchanged = self.0.collectives.exchange(&site, x, split, concat)?;
-        transpose::linked(x, exchanged, || {
-            Transpose::AllToAll(self.0.collectives.clone(), site, concat, split)
+        let exchanged = self.0.collectives.exchange(&ctx, x, split, concat)?;
+        transpose::link_gradient(x, exchanged, || {
+            Transpose::AllToAll(self.0.collectives.clone(), ctx, concat, split)
         })
     }
 
-    /// The `x` of rank `root` along `axes`; of what the others pass, only type and shape count, and
-    /// whether it has a gradient.
+    /// Returns the `x` of rank `root` along `axes`. The other ranks pass a tensor of the same dtype
+    /// and shape, with a gradient if the root's has one.
     ///
     /// # Errors
     ///
-    /// As [`psum`](Self::psum), and if there is no such rank.
+    /// The errors of [`psum`](Self::psum), and an error if there is no such rank.
     #[track_caller]
     pub fn broadcast(&self, x: &Tensor, root: usize, axes: impl Into<MeshAxes>) -> Result<Tensor> {
-        let site = self.site("broadcast", Some(x), axes.into())?.with_detail(format!("({root})"));
-        if root >= site.size() {
-            bail!("broadcast from rank {root} of a group of {}", site.size());
+        let ctx = self.context("broadcast", Some(x), axes.into())?.with_detail(format!("({root})"));
+        if root >= ctx.size() {
+            bail!("broadcast from rank {root} of a group of {}", ctx.size());
         }
-        let received = self.0.collectives.broadcast(&site, x, root)?;
-        transpose::linked(x, received, || Transpose::Reduce(self.0.collectives.clone(), site, root))
+        let received = self.0.collectives.broadcast(&ctx, x, root)?;
+        transpose::link_gradient(x, received, || {
+            Transpose::Reduce(self.0.collectives.clone(), ctx, root)
+        })
     }
 
-    /// Returns when all replicas along `axes` have called it.
+    /// Waits until all replicas along `axes` have called it.
     ///
     /// # Errors
     ///
-    /// As [`psum`](Self::psum).
+    /// The errors of [`psum`](Self::psum).
     #[track_caller]
     pub fn barrier(&self, axes: impl Into<MeshAxes>) -> Result<()> {
-        let site = self.site("barrier", None, axes.into())?;
-        self.0.collectives.barrier(&site)
+        let ctx = self.context("barrier", None, axes.into())?;
+        self.0.collectives.barrier(&ctx)
     }
 
     #[track_caller]
@@ -420,39 +427,44 @@ impl Replica {
         wanted: &[usize],
         axes: MeshAxes,
     ) -> Result<Vec<Tensor>> {
-        let site = self.site("psum_list", None, axes)?.with_detail(detail);
-        self.0.collectives.sum_list(&site, list, wanted)
+        let ctx = self.context("psum_list", None, axes)?.with_detail(detail);
+        self.0.collectives.sum_list(&ctx, list, wanted)
     }
 
-    /// Says how the function has ended here.
-    pub(crate) fn end(&self, outcome: crate::error::Result<()>) {
-        self.0.collectives.end(self.0.slot, outcome);
+    /// Records the end of the function in this replica.
+    pub(crate) fn record_end(&self, outcome: crate::error::Result<()>) {
+        self.0.collectives.record_end(self.0.slot, outcome);
     }
 
     #[track_caller]
-    fn site(&self, op: &'static str, x: Option<&Tensor>, axes: MeshAxes) -> Result<Site> {
-        let site = Site::along(axes, &self.0.topology, self.0.slot, op, x);
-        site.map_err(|error| self.0.collectives.refuse(error.into()))
+    fn context(
+        &self,
+        op: &'static str,
+        x: Option<&Tensor>,
+        axes: MeshAxes,
+    ) -> Result<GroupContext> {
+        let ctx = GroupContext::new(axes, &self.0.topology, self.0.slot, op, x);
+        ctx.map_err(|error| self.0.collectives.fail_with(error.into()))
     }
 
     fn set(&self, axes: &MeshAxes) -> Result<AxisSet> {
         let set = self.0.topology.set(axes);
-        set.map_err(|error| self.0.collectives.refuse(error.into()))
+        set.map_err(|error| self.0.collectives.fail_with(error.into()))
     }
 }
 
 #[doc(hidden)]
 impl Replica {
-    /// Returns its place among the replicas of its process, from 0.
+    /// Returns the index of the replica among the replicas of its process.
     pub fn local_index(&self) -> usize {
         self.0.local_index
     }
 
-    /// Starts [`psum`](Self::psum): hands in `x` and does not wait for the others.
+    /// Starts a [`psum`](Self::psum) without waiting for the other replicas.
     ///
     /// # Errors
     ///
-    /// As [`psum`](Self::psum), as far as it can be known before the others come.
+    /// The errors of [`psum`](Self::psum) that can be detected before the other replicas arrive.
     ///
     /// # Examples
     ///
@@ -463,7 +475,7 @@ impl Replica {
     /// let mesh = DeviceMesh::cpu(2)?;
     /// let sums = mesh.pmap(|ctx, x: Tensor| {
     ///     let sum = ctx.start_psum(&x, ALL)?;
-    ///     let squares = ctx.start_psum(&x.sqr()?, ALL)?; // while the others come to the first
+    ///     let squares = ctx.start_psum(&x.sqr()?, ALL)?; // while the first is pending
     ///     squares.wait()? - sum.wait()?
     /// });
     /// let x = Tensor::new(&[1_f32, 2., 3., 4.], &Device::Cpu)?;
@@ -472,24 +484,23 @@ impl Replica {
     /// ```
     #[track_caller]
     pub fn start_psum(&self, x: &Tensor, axes: impl Into<MeshAxes>) -> Result<Pending<Tensor>> {
-        let site = self.site("start_psum", Some(x), axes.into())?;
-        let underway = self.0.collectives.start_sum(&site, x)?;
+        let ctx = self.context("start_psum", Some(x), axes.into())?;
+        let collective = self.0.collectives.start_sum(&ctx, x)?;
         let x = x.clone();
-        let finish = move |mut sums: Vec<Tensor>| {
-            transpose::linked(&x, sums.swap_remove(0), || Transpose::Identity)
-        };
-        Ok(Pending::new(underway, finish))
+        Ok(Pending::new(collective, move |mut sums: Vec<Tensor>| {
+            transpose::link_gradient(&x, sums.swap_remove(0), || Transpose::Identity)
+        }))
     }
 
-    /// Returns sums over the replicas along `axes`, in one collective for a whole list: of
+    /// Returns sums over the replicas along `axes`, in one collective for a whole list: the sum of
     /// `list[n]` for each n of `wanted`, in this order.
     ///
-    /// All of them pass lists of the same types and shapes; what each wants is its own choice.
-    /// Gradients do not pass.
+    /// All replicas pass lists of the same dtypes and shapes; `wanted` may differ. No gradient
+    /// flows through it.
     ///
     /// # Errors
     ///
-    /// As [`psum`](Self::psum).
+    /// The errors of [`psum`](Self::psum).
     #[track_caller]
     pub fn psum_list(
         &self,
@@ -500,12 +511,12 @@ impl Replica {
         self.sum_list(format!(" of {} tensors", list.len()), list, wanted, axes.into())
     }
 
-    /// [`psum_list`](Self::psum_list) of what has a name, such as a part of a model: replicas that sum
-    /// something else of the same shapes are refused.
+    /// Sums a list like [`psum_list`](Self::psum_list), with a name, such as a part of a model.
+    /// Replicas that pass different names get an error.
     ///
     /// # Errors
     ///
-    /// As [`psum`](Self::psum).
+    /// The errors of [`psum`](Self::psum).
     #[track_caller]
     pub fn psum_named(
         &self,
@@ -518,7 +529,7 @@ impl Replica {
     }
 }
 
-fn dim_of(x: &Tensor, dim: isize, op: &str) -> Result<usize> {
+fn find_dim(x: &Tensor, dim: isize, op: &str) -> Result<usize> {
     match normalize(dim, x.rank()) {
         Some(dim) => Ok(dim),
         None => bail!("{op}: dimension {dim} is out of range for shape {:?}", x.dims()),

@@ -1,4 +1,4 @@
-//! Collectives that are under way while their replica computes.
+//! Pending collectives, which proceed while their replica computes.
 
 use std::{
     collections::BTreeMap,
@@ -10,94 +10,95 @@ use candle_core::{Result, Tensor};
 
 use crate::{engine::PendingCollective, error::call::CollectiveCall, sync::lock};
 
-/// A collective that was started: its result is to be waited for.
+/// A started collective; [`wait`](Self::wait) returns its result.
 ///
-/// Several may be under way at a time, and be waited for in any order. All members of a group start
-/// them in one order: the n-th collective that each starts or calls along the same axes is one.
-/// (Over NCCL in one order along all axes together, as its operations run one after the other.) A
-/// collective that one member starts and another one calls, `start_psum` and `psum`, is a
-/// [`CollectiveError::Mismatch`](crate::CollectiveError::Mismatch); over NCCL, where the two do not
-/// meet, both wait until their deadline.
+/// Several collectives may be pending at a time, and a program may wait for them in any order. All
+/// members of a group start them in the same order: the n-th collective that each member starts or
+/// calls along the same axes is one. (Over NCCL the order counts along all axes together, because
+/// its operations run one after another.) If one member starts a collective and another calls it,
+/// `start_psum` and `psum`, the call fails with
+/// [`CollectiveError::Mismatch`](crate::CollectiveError::Mismatch); over NCCL both wait until their
+/// deadline.
 ///
-/// What was handed in must not be written to in place until [`wait`](Self::wait) has returned.
+/// Do not write to the arguments in place until [`wait`](Self::wait) has returned.
 ///
-/// A collective under way shares the fate of its call: a replica that fails or returns early ends
-/// this wait too. One that is dropped without having been waited for is an error when the function
-/// returns, [`CollectiveError::NeverAwaited`](crate::CollectiveError::NeverAwaited).
-#[must_use = "a collective that was started must be waited for, or its call fails"]
+/// A pending collective fails with its call: a replica that fails or returns early ends the wait
+/// too. If it is dropped without a wait, the function's return fails with
+/// [`CollectiveError::NeverAwaited`](crate::CollectiveError::NeverAwaited).
+#[must_use = "wait for a started collective, or its call fails"]
 pub struct Pending<T> {
-    underway: Box<dyn PendingCollective>,
+    collective: Box<dyn PendingCollective>,
     finish: Box<dyn FnOnce(Vec<Tensor>) -> Result<T> + Send>,
 }
 
 impl<T> Pending<T> {
     pub(crate) fn new(
-        underway: Box<dyn PendingCollective>,
+        collective: Box<dyn PendingCollective>,
         finish: impl FnOnce(Vec<Tensor>) -> Result<T> + Send + 'static,
     ) -> Self {
-        Self { underway, finish: Box::new(finish) }
+        Self { collective, finish: Box::new(finish) }
     }
 
-    /// Returns the result, when all members of the group have started the collective.
+    /// Returns the result after all members of the group have started the collective.
     ///
     /// # Errors
     ///
-    /// As [`Replica::psum`](crate::Replica::psum).
+    /// The errors of [`Replica::psum`](crate::Replica::psum).
     pub fn wait(self) -> Result<T> {
-        (self.finish)(self.underway.wait()?)
+        (self.finish)(self.collective.wait()?)
     }
 }
 
 impl<T> fmt::Debug for Pending<T> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Pending").field("underway", &self.underway).finish_non_exhaustive()
+        f.debug_struct("Pending").field("collective", &self.collective).finish_non_exhaustive()
     }
 }
 
-/// What a replica has started and not waited for.
+/// The collectives that a replica has started and not waited for.
 ///
-/// Noted here and not where handles are dropped: a replica that fails drops its handles too, and
-/// its own error counts.
+/// The list is kept here and not by the handles' destructors: a failing replica drops its handles
+/// too, and must report its own error.
 #[derive(Debug, Default)]
-pub(crate) struct Outstanding(Mutex<Calls>);
+pub(crate) struct OutstandingCollectives(Mutex<OutstandingCalls>);
 
 #[derive(Debug, Default)]
-struct Calls {
+struct OutstandingCalls {
     n_started: u64,
     by_number: BTreeMap<u64, Arc<CollectiveCall>>,
 }
 
-impl Outstanding {
-    /// The first collective that nobody has waited for.
+impl OutstandingCollectives {
+    /// Returns the first collective that was never waited for.
     pub(crate) fn first(&self) -> Option<Arc<CollectiveCall>> {
         lock(&self.0).by_number.values().next().cloned()
     }
 
-    /// Notes a collective until it is waited for.
-    pub(crate) fn note(
+    /// Tracks a collective until it is waited for.
+    pub(crate) fn track(
         self: &Arc<Self>,
         call: &Arc<CollectiveCall>,
-        underway: Box<dyn PendingCollective>,
+        collective: Box<dyn PendingCollective>,
     ) -> Box<dyn PendingCollective> {
         let mut calls = lock(&self.0);
         let number = calls.n_started;
         calls.n_started += 1;
         calls.by_number.insert(number, Arc::clone(call));
-        Box::new(Noted { underway, outstanding: Arc::clone(self), number })
+        Box::new(TrackedCollective { collective, outstanding: Arc::clone(self), number })
     }
 }
 
-/// A collective that is noted until it is waited for.
+/// A collective that is tracked until it is waited for.
 #[derive(Debug)]
-struct Noted {
-    underway: Box<dyn PendingCollective>,
-    outstanding: Arc<Outstanding>,
+struct TrackedCollective {
+    collective: Box<dyn PendingCollective>,
+    outstanding: Arc<OutstandingCollectives>,
     number: u64,
 }
 
-impl PendingCollective for Noted {
+impl PendingCollective for TrackedCollective {
     fn wait(self: Box<Self>) -> Result<Vec<Tensor>> {
         lock(&self.outstanding.0).by_number.remove(&self.number);
-        self.underway.wait()
+        self.collective.wait()
     }
 }

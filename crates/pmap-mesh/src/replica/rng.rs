@@ -1,17 +1,17 @@
-//! Random numbers that depend on seed, step and replica alone, and those of a whole batch.
+//! Random numbers that depend only on seed, step and replica, and random numbers of a full batch.
 
 use candle_core::{DType, Device, Result, Shape, Tensor, bail};
 use core_types::Seed;
 
-use crate::spec::cut::Valid;
+use crate::spec::cut::RealRows;
 
-/// A stream of random tensors; made by [`Replica::rng`](crate::Replica::rng).
+/// A stream of random tensors, created by [`Replica::rng`](crate::Replica::rng).
 ///
 /// # Determinism
 ///
-/// The n-th number of a stream is a hash of the stream's seed and n, so it depends on nothing else:
-/// not on threads, nor on the device, on which tensors arrive after they were made on the
-/// processor. The first values are pinned by a test.
+/// The n-th number of a stream is a hash of the stream's seed and n. It does not depend on threads
+/// or on the device: tensors are generated on the processor and then moved. A test pins the first
+/// values.
 ///
 /// # Examples
 ///
@@ -40,41 +40,42 @@ impl ReplicaRng {
         Self { seed, next: 0, device }
     }
 
-    /// Numbers uniform in [0, 1), of 24 bits, as an f32 tensor.
+    /// Returns numbers uniform in [0, 1), of 24 bits, as an f32 tensor.
     ///
     /// # Errors
     ///
-    /// Those of making a tensor on the device.
+    /// The errors of creating a tensor on the device.
     pub fn uniform(&mut self, shape: impl Into<Shape>) -> Result<Tensor> {
         let shape = shape.into();
         let values: Vec<f32> = (0..shape.elem_count()).map(|_| self.unit()).collect();
         Tensor::from_vec(values, shape, &Device::Cpu)?.to_device(&self.device)
     }
 
-    /// Numbers from the standard normal distribution, by Box and Muller's transform, as an f32
-    /// tensor.
+    /// Returns numbers from the standard normal distribution, by the Box-Muller transform, as an
+    /// f32 tensor.
     ///
     /// # Errors
     ///
-    /// Those of making a tensor on the device.
+    /// The errors of creating a tensor on the device.
     pub fn normal(&mut self, shape: impl Into<Shape>) -> Result<Tensor> {
         let shape = shape.into();
-        let draw = |_| {
-            // From (0, 1], so that its logarithm is finite.
-            let radius = (-2.0 * (1.0 - self.unit()).ln()).sqrt();
-            radius * (std::f32::consts::TAU * self.unit()).cos()
-        };
-        let values: Vec<f32> = (0..shape.elem_count()).map(draw).collect();
+        let values: Vec<f32> = (0..shape.elem_count())
+            .map(|_| {
+                // From (0, 1], so that the logarithm is finite.
+                let radius = (-2.0 * (1.0 - self.unit()).ln()).sqrt();
+                radius * (std::f32::consts::TAU * self.unit()).cos()
+            })
+            .collect();
         Tensor::from_vec(values, shape, &Device::Cpu)?.to_device(&self.device)
     }
 
     /// Returns ones with probability `p` and zeros otherwise, as a u8 tensor: a mask for dropout.
     ///
-    /// A dropout that is the same on any number of devices takes its numbers from [`BatchKeys`].
+    /// For dropout that is the same on any number of devices, use [`BatchKeys`].
     ///
     /// # Errors
     ///
-    /// Those of making a tensor on the device.
+    /// The errors of creating a tensor on the device.
     pub fn bernoulli(&mut self, p: f32, shape: impl Into<Shape>) -> Result<Tensor> {
         self.uniform(shape)?.lt(f64::from(p))?.to_dtype(DType::U8)
     }
@@ -92,21 +93,21 @@ impl ReplicaRng {
     }
 }
 
-/// Keys for generators that number the elements of a tensor; made by
+/// Keys for counter-based generators over the elements of a batch, created by
 /// [`Replica::batch_keys`](crate::Replica::batch_keys).
 ///
-/// A generator that is given a key's seed, and begins at the key's offset, draws for the rows of a
-/// shard what it would draw for them in the whole batch. So a loss with dropout is the same on any
+/// A generator with a key's seed that starts at the key's offset draws the same numbers for the
+/// rows of a shard as for these rows of the full batch. So a loss with dropout is the same on any
 /// number of devices, up to the rounding of sums, however unevenly the batch is cut.
 ///
 /// # Determinism
 ///
-/// The n-th key is a function of the function's seed, the number of the call, n, and the rows of
-/// the shard. The first seeds are pinned by a test.
+/// The n-th key depends on the function's seed, the step of the call, n, and the rows of the shard.
+/// A test pins the first seeds.
 ///
 /// # Examples
 ///
-/// With `fused_ops::dropout`, whose key says where the numbers begin:
+/// With `fused_ops::dropout`, where the key has an offset:
 ///
 /// ```text
 /// let mut keys = ctx.batch_keys();
@@ -115,7 +116,7 @@ impl ReplicaRng {
 /// let x = dropout(&x, 0.1, DropoutKey { seed: seed.as_u64(), call: 0, offset })?;
 /// ```
 ///
-/// With a generator of one's own, the same numbers on one device and on three:
+/// With another generator, the same numbers on one device and on three:
 ///
 /// ```
 /// use candle_core::{DType, Device, Tensor};
@@ -139,37 +140,37 @@ pub struct BatchKeys {
     seed: Seed,
     next: u64,
     /// The rows of the shard, if an argument was cut.
-    rows: Option<Valid>,
+    rows: Option<RealRows>,
 }
 
-/// Where a generator begins; made by [`BatchKeys::next_key`].
+/// The start of a generator for one tensor, created by [`BatchKeys::next_key`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub struct BatchKey {
-    /// The same on all replicas, another one for each key.
+    /// The seed: the same on all replicas, different for each key.
     pub seed: Seed,
-    /// The index, among the elements of the whole batch's tensor, of the shard's first.
+    /// The index of the shard's first element in the full batch's tensor.
     pub offset: u64,
 }
 
 impl BatchKeys {
-    pub(crate) fn new(seed: Seed, rows: Option<Valid>) -> Self {
+    pub(crate) fn new(seed: Seed, rows: Option<RealRows>) -> Self {
         Self { seed, next: 0, rows }
     }
 
-    /// The key for the elements of `x`, another one each time.
+    /// Returns a new key for the elements of `x`.
     ///
-    /// All replicas ask for the same keys in the same order.
+    /// All replicas request the same keys in the same order.
     ///
     /// # Shapes
     ///
-    /// `x` [rows, ...], the rows being those of the shard, with its padding or
-    /// [without](crate::Replica::valid_len); any if no argument is cut.
+    /// `x` [rows, ...], with the rows of the shard, including its padding or
+    /// [without](crate::Replica::valid_len) it; any shape if no argument is cut.
     ///
     /// # Errors
     ///
-    /// If the first argument that is cut is not cut in dimension 0 first, or `x` has another number
-    /// of rows than the shard: then no offset says where its elements stand.
+    /// If the first cut of the arguments is not in dimension 0, or `x` has a different number of
+    /// rows than the shard, because then the offset is undefined.
     pub fn next_key(&mut self, x: &Tensor) -> Result<BatchKey> {
         let offset = self.offset(x)?;
         let seed = self.seed.derive(self.next);
@@ -178,7 +179,7 @@ impl BatchKeys {
     }
 
     fn offset(&self, x: &Tensor) -> Result<u64> {
-        let Some(Valid { dim, start, len, padded, .. }) = self.rows else { return Ok(0) };
+        let Some(RealRows { dim, start, len, padded, .. }) = self.rows else { return Ok(0) };
         if dim != 0 {
             bail!("keys of a batch number its rows in dimension 0, and it is cut in {dim}");
         }
@@ -195,7 +196,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn seeds_and_numbers_are_drawn_from_one_stream() {
+    fn seeds_and_numbers_share_a_stream() {
         let mut rng = ReplicaRng::new(Seed::new(5), Device::Cpu);
         assert_eq!(rng.next_seed(), Seed::new(5).derive(0));
         rng.uniform(3).unwrap();
@@ -208,7 +209,6 @@ mod tests {
         let drawn: Vec<f32> = rng.normal(4).unwrap().to_vec1().unwrap();
         let pinned = [-0.782_466, -0.207_448_4, -1.299_551_5, -0.460_909_5];
         // Systems round logarithms and cosines differently in the last bit.
-        let is_close = |(a, b): (&f32, &f32)| (a - b).abs() < 1e-6;
-        assert!(drawn.iter().zip(&pinned).all(is_close), "{drawn:?}");
+        assert!(drawn.iter().zip(&pinned).all(|(a, b)| (a - b).abs() < 1e-6), "{drawn:?}");
     }
 }

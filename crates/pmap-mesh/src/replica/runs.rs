@@ -1,27 +1,27 @@
-//! Collectives of tensors of which each replica owns runs of items, many tensors at a time.
+//! Collectives of many tensors at a time, of which each replica owns ranges of items.
 
 use candle_core::{Result, Tensor, Var, bail};
 
 use crate::{
     axes::MeshAxes,
-    engine::{Site, layout::RunLayout},
+    engine::{GroupContext, layout::RunLayout},
     replica::{Replica, pending::Pending},
 };
 
 #[doc(hidden)]
 impl Replica {
-    /// The tensors of a layout, put together of the runs that each replica along `axes` owns: many
-    /// parameters in one collective, each a tensor of its own.
+    /// Gathers the tensors of a layout from the runs that each replica along `axes` owns: many
+    /// parameters in one collective, each as a separate tensor.
     ///
     /// `own` are this replica's runs, in the order of the layout, of any shapes. Each result is a
-    /// variable, so that `backward` finds its gradient, which
-    /// [`reduce_runs`](Self::reduce_runs) hands to the owners of its parts; no gradient flows to
-    /// `own`. On a processor the replicas of the group share one copy of every result.
+    /// variable, so that `backward` finds its gradient; [`reduce_runs`](Self::reduce_runs) returns
+    /// the gradient's runs to their owners. No gradient flows to `own`. On a processor the replicas
+    /// of the group share one copy of every result.
     ///
     /// # Errors
     ///
-    /// As [`psum`](Self::psum); if the layout is of another number of ranks than the group, or
-    /// `own` is not as it says.
+    /// The errors of [`psum`](Self::psum), and an error if the layout has a different number of
+    /// ranks than the group, or `own` does not match it.
     ///
     /// # Examples
     ///
@@ -60,16 +60,17 @@ impl Replica {
         layout: &RunLayout,
         axes: impl Into<MeshAxes>,
     ) -> Result<Vec<Var>> {
-        let site = self.runs_site("gather_runs", layout, axes.into())?;
-        check_own(&site, &own, layout)?;
-        variables(self.0.collectives.gather_runs(&site, own, layout, &self.0.device)?)
+        let ctx = self.layout_context("gather_runs", layout, axes.into())?;
+        check_own(&ctx, &own, layout)?;
+        variables(self.0.collectives.gather_runs(&ctx, own, layout, &self.0.device)?)
     }
 
-    /// Starts [`gather_runs`](Self::gather_runs): hands in `own` and does not wait for the others.
+    /// Starts a [`gather_runs`](Self::gather_runs) without waiting for the other replicas.
     ///
     /// # Errors
     ///
-    /// As [`gather_runs`](Self::gather_runs), as far as it can be known before the others come.
+    /// The errors of [`gather_runs`](Self::gather_runs) that can be detected before the other
+    /// replicas arrive.
     #[track_caller]
     pub fn start_gather_runs(
         &self,
@@ -77,23 +78,23 @@ impl Replica {
         layout: &RunLayout,
         axes: impl Into<MeshAxes>,
     ) -> Result<Pending<Vec<Var>>> {
-        let site = self.runs_site("start_gather_runs", layout, axes.into())?;
-        check_own(&site, &own, layout)?;
-        let underway = self.0.collectives.start_gather_runs(&site, own, layout, &self.0.device)?;
-        Ok(Pending::new(underway, variables))
+        let ctx = self.layout_context("start_gather_runs", layout, axes.into())?;
+        check_own(&ctx, &own, layout)?;
+        let collective = self.0.collectives.start_gather_runs(&ctx, own, layout, &self.0.device)?;
+        Ok(Pending::new(collective, variables))
     }
 
-    /// The runs of a layout that this replica owns, each summed over the replicas along `axes`:
-    /// many gradients in one collective.
+    /// Returns the runs of a layout that this replica owns, each summed over the replicas along
+    /// `axes`: many gradients in one collective.
     ///
-    /// `list` are this replica's tensors of the layout's shapes. Each result has one dimension, in
-    /// the order of [`RunLayout::runs`]. Sums are formed in rank order, as by
-    /// [`psum`](Self::psum), to the bit. Gradients do not pass.
+    /// `list` are this replica's tensors, with the layout's shapes. Each result has one dimension;
+    /// the order is that of [`RunLayout::runs`]. Sums are formed in rank order and equal
+    /// [`psum`](Self::psum) to the bit. No gradient flows through it.
     ///
     /// # Errors
     ///
-    /// As [`psum`](Self::psum); if the layout is of another number of ranks than the group, or
-    /// `list` is not as it says.
+    /// The errors of [`psum`](Self::psum), and an error if the layout has a different number of
+    /// ranks than the group, or `list` does not match it.
     #[track_caller]
     pub fn reduce_runs(
         &self,
@@ -101,17 +102,17 @@ impl Replica {
         layout: &RunLayout,
         axes: impl Into<MeshAxes>,
     ) -> Result<Vec<Tensor>> {
-        let site = self.runs_site("reduce_runs", layout, axes.into())?;
-        check_list(&site, &list, layout)?;
-        self.0.collectives.reduce_runs(&site, list, layout)
+        let ctx = self.layout_context("reduce_runs", layout, axes.into())?;
+        check_list(&ctx, &list, layout)?;
+        self.0.collectives.reduce_runs(&ctx, list, layout)
     }
 
-    /// Starts [`reduce_runs`](Self::reduce_runs): hands in the list and does not wait for the
-    /// others.
+    /// Starts a [`reduce_runs`](Self::reduce_runs) without waiting for the other replicas.
     ///
     /// # Errors
     ///
-    /// As [`reduce_runs`](Self::reduce_runs), as far as it can be known before the others come.
+    /// The errors of [`reduce_runs`](Self::reduce_runs) that can be detected before the other
+    /// replicas arrive.
     #[track_caller]
     pub fn start_reduce_runs(
         &self,
@@ -119,41 +120,47 @@ impl Replica {
         layout: &RunLayout,
         axes: impl Into<MeshAxes>,
     ) -> Result<Pending<Vec<Tensor>>> {
-        let site = self.runs_site("start_reduce_runs", layout, axes.into())?;
-        check_list(&site, &list, layout)?;
-        Ok(Pending::new(self.0.collectives.start_reduce_runs(&site, list, layout)?, Ok))
+        let ctx = self.layout_context("start_reduce_runs", layout, axes.into())?;
+        check_list(&ctx, &list, layout)?;
+        Ok(Pending::new(self.0.collectives.start_reduce_runs(&ctx, list, layout)?, Ok))
     }
 
     #[track_caller]
-    fn runs_site(&self, op: &'static str, layout: &RunLayout, axes: MeshAxes) -> Result<Site> {
-        let site = self.site(op, None, axes)?.with_detail(layout.detail().to_owned());
-        if layout.ranks() != site.size() {
+    fn layout_context(
+        &self,
+        op: &'static str,
+        layout: &RunLayout,
+        axes: MeshAxes,
+    ) -> Result<GroupContext> {
+        let ctx = self.context(op, None, axes)?.with_detail(layout.detail().to_owned());
+        if layout.ranks() != ctx.size() {
             bail!(
                 "{op}({}): a layout of {} ranks in a group of {}",
                 layout.name(),
                 layout.ranks(),
-                site.size()
+                ctx.size()
             );
         }
-        Ok(site)
+        Ok(ctx)
     }
 }
 
-/// The gathered leaves: they are variables, and `from_tensor` returns those as they are.
+/// Returns the gathered leaves as variables. They are variables already, so `from_tensor` returns
+/// them unchanged.
 fn variables(leaves: Vec<Tensor>) -> Result<Vec<Var>> {
     leaves.into_iter().map(|leaf| Var::from_tensor(&leaf)).collect()
 }
 
-fn check_own(site: &Site, own: &[Tensor], layout: &RunLayout) -> Result<()> {
-    let runs = layout.runs(site.rank);
+fn check_own(ctx: &GroupContext, own: &[Tensor], layout: &RunLayout) -> Result<()> {
+    let runs = layout.runs(ctx.rank);
     if own.len() != runs.len() {
         bail!(
             "{}({}): {} tensors for the {} runs of rank {}",
-            site.call.op,
+            ctx.call.op,
             layout.name(),
             own.len(),
             runs.len(),
-            site.rank
+            ctx.rank
         );
     }
     for (n, (x, run)) in own.iter().zip(runs).enumerate() {
@@ -161,9 +168,9 @@ fn check_own(site: &Site, own: &[Tensor], layout: &RunLayout) -> Result<()> {
         if x.dtype() != dtype || x.elem_count() != run.items.len() {
             bail!(
                 "{}({}): run {n} of rank {} is {} items of {}, the layout says {} of {}",
-                site.call.op,
+                ctx.call.op,
                 layout.name(),
-                site.rank,
+                ctx.rank,
                 x.elem_count(),
                 x.dtype().as_str(),
                 run.items.len(),
@@ -174,12 +181,12 @@ fn check_own(site: &Site, own: &[Tensor], layout: &RunLayout) -> Result<()> {
     Ok(())
 }
 
-fn check_list(site: &Site, list: &[Tensor], layout: &RunLayout) -> Result<()> {
+fn check_list(ctx: &GroupContext, list: &[Tensor], layout: &RunLayout) -> Result<()> {
     let tensors = layout.tensors();
     if list.len() != tensors.len() {
         bail!(
             "{}({}): {} tensors for a layout of {}",
-            site.call.op,
+            ctx.call.op,
             layout.name(),
             list.len(),
             tensors.len()
@@ -189,7 +196,7 @@ fn check_list(site: &Site, list: &[Tensor], layout: &RunLayout) -> Result<()> {
         if x.dtype() != *dtype || x.shape() != shape {
             bail!(
                 "{}({}): tensor {n} is {} {:?}, the layout says {} {:?}",
-                site.call.op,
+                ctx.call.op,
                 layout.name(),
                 x.dtype().as_str(),
                 x.dims(),

@@ -1,4 +1,4 @@
-//! How gradients run backward through collectives.
+//! Gradients through collectives: each runs backward by its transpose.
 
 use candle_core::{
     CpuStorage, CudaStorage, CustomOp1, Layout, MetalStorage, Result, Shape, Storage, Tensor,
@@ -6,72 +6,73 @@ use candle_core::{
     bail,
 };
 
-use crate::{engine::Site, reduce::Reduction, replica::collectives::Collectives};
+use crate::{engine::GroupContext, reduce::Reduction, replica::collectives::Collectives};
 
-/// What happens to the gradient of a collective's result on its way to the gradient of its
+/// The operation that turns the gradient of a collective's result into the gradient of its
 /// argument.
 ///
-/// Ranks are those of the forward call; a site's call names the forward operation and its
-/// place.
+/// Ranks refer to the forward call; the call in a context names the forward operation and its
+/// location.
 #[derive(Debug)]
 pub(crate) enum Transpose {
-    /// Nothing runs backward through this operation.
+    /// The operation has no gradient.
     None(&'static str),
     Identity,
     Scale(f64),
-    Psum(Collectives, Site),
-    AllGather(Collectives, Site, usize),
-    /// With the sizes of all parts in this dimension.
-    PsumScatter(Collectives, Site, usize, Vec<usize>),
-    Permute(Collectives, Site, Vec<(usize, usize)>),
-    AllToAll(Collectives, Site, usize, usize),
-    /// A sum for one rank, zeros for the others.
-    Reduce(Collectives, Site, usize),
+    Psum(Collectives, GroupContext),
+    AllGather(Collectives, GroupContext, usize),
+    /// Includes the sizes of all parts in this dimension.
+    PsumScatter(Collectives, GroupContext, usize, Vec<usize>),
+    Permute(Collectives, GroupContext, Vec<(usize, usize)>),
+    AllToAll(Collectives, GroupContext, usize, usize),
+    /// A sum on one rank, zeros on the others.
+    Reduce(Collectives, GroupContext, usize),
 }
 
 impl Transpose {
-    fn of(&self, gradient: &Tensor) -> Result<Tensor> {
+    fn apply(&self, gradient: &Tensor) -> Result<Tensor> {
         match self {
             Self::None(op) => bail!("{op} has no gradient"),
             Self::Identity => Ok(gradient.clone()),
             Self::Scale(factor) => gradient * *factor,
-            Self::Psum(collectives, site) => {
-                collectives.all_reduce(&site.backward(gradient), gradient, Reduction::Sum)
+            Self::Psum(collectives, ctx) => {
+                collectives.all_reduce(&ctx.backward(gradient), gradient, Reduction::Sum)
             }
-            Self::AllGather(collectives, site, dim) => {
-                Ok(collectives.gather(&site.backward(gradient), gradient, *dim)?.0)
+            Self::AllGather(collectives, ctx, dim) => {
+                Ok(collectives.gather(&ctx.backward(gradient), gradient, *dim)?.0)
             }
-            Self::PsumScatter(collectives, site, dim, sizes) => {
-                collectives.sum_and_scatter(&site.backward(gradient), gradient, *dim, sizes)
+            Self::PsumScatter(collectives, ctx, dim, sizes) => {
+                collectives.sum_and_scatter(&ctx.backward(gradient), gradient, *dim, sizes)
             }
-            Self::Permute(collectives, site, pairs) => {
-                collectives.permute(&site.backward(gradient), gradient, pairs)
+            Self::Permute(collectives, ctx, pairs) => {
+                collectives.permute(&ctx.backward(gradient), gradient, pairs)
             }
-            Self::AllToAll(collectives, site, split, concat) => {
-                collectives.exchange(&site.backward(gradient), gradient, *split, *concat)
+            Self::AllToAll(collectives, ctx, split, concat) => {
+                collectives.exchange(&ctx.backward(gradient), gradient, *split, *concat)
             }
-            Self::Reduce(collectives, site, root) => {
-                let sum = collectives.sum_for(&site.backward(gradient), gradient, *root)?;
+            Self::Reduce(collectives, ctx, root) => {
+                let sum = collectives.sum_for(&ctx.backward(gradient), gradient, *root)?;
                 sum.map_or_else(|| gradient.zeros_like(), Ok)
             }
         }
     }
 }
 
-/// `result` as the result of an operation on `x` that has this transpose; as it is, if `x` has no
-/// gradient. `None` stands for `x` itself: its storage must not be locked a second time.
+/// Links `result` into candle's graph as the result of an operation on `x` with this transpose;
+/// returns it unchanged if `x` has no gradient. `None` stands for `x`, whose storage must not be
+/// locked twice.
 ///
-/// The collective itself has run before: inside candle's operation the storage of `x` is locked,
-/// and waiting for a peer there could wait for its `Var::set`. So the operation only hands the
-/// result on, at the price of a copy.
-pub(crate) fn linked(
+/// The collective has already run: inside candle's operation the storage of `x` is locked, and
+/// while this thread waited for a peer, the peer's `Var::set` could wait for that lock. So the
+/// operation only returns the result, which costs a copy.
+pub(crate) fn link_gradient(
     x: &Tensor,
     result: impl Into<Option<Tensor>>,
     transpose: impl FnOnce() -> Transpose,
 ) -> Result<Tensor> {
     let result = result.into();
     if x.track_op() {
-        return x.apply_op1(Link { result, transpose: transpose() });
+        return x.apply_op1(TransposeOp { result, transpose: transpose() });
     }
     match result {
         Some(result) => Ok(result),
@@ -80,12 +81,12 @@ pub(crate) fn linked(
 }
 
 #[derive(Debug)]
-struct Link {
+struct TransposeOp {
     result: Option<Tensor>,
     transpose: Transpose,
 }
 
-impl CustomOp1 for Link {
+impl CustomOp1 for TransposeOp {
     fn name(&self) -> &'static str {
         "collective"
     }
@@ -118,7 +119,7 @@ impl CustomOp1 for Link {
     }
 
     fn bwd(&self, _: &Tensor, _: &Tensor, gradient: &Tensor) -> Result<Option<Tensor>> {
-        self.transpose.of(gradient).map(Some)
+        self.transpose.apply(gradient).map(Some)
     }
 }
 

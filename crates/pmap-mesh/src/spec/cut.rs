@@ -9,61 +9,61 @@ use crate::{
     error::fault::{Side, SpecFault},
     grid::{Groups, Topology},
     reduce::parts::balanced,
-    spec::{self, Faults, Resolved, Treatment},
+    spec::{self, FaultList, ResolvedSpec, Treatment},
 };
 
-/// What happens to a dimension whose size the devices do not divide.
+/// The treatment of a dimension with a size that the devices do not divide.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Uneven {
-    /// The call is refused; the default, as in JAX.
+    /// The call fails; the default, as in JAX.
     #[default]
     Refuse,
-    /// Shards are of equal size, the last ones filled up with zeros.
+    /// Shards have equal size; the last ones are padded with zeros.
     ///
-    /// Results that are put together along the same axes, by [`P::shard`](crate::P::shard) in a
-    /// dimension of a padded shard's size, are cut back to the real rows. What a result means cannot
-    /// be seen from its size: one that has as many rows by chance must be put together by
-    /// [`P::concat`](crate::P::concat), which cuts nothing.
+    /// [`P::shard`](crate::P::shard) trims a result that is joined along the same axes to the real
+    /// rows, if its dimension has the size of a padded shard. The size is the only criterion, so
+    /// join a result that has this size by chance with [`P::concat`](crate::P::concat), which trims
+    /// nothing.
     Pad,
-    /// Sizes differ by at most one, the first shards are the larger ones. Every device needs at
-    /// least one row. A dimension that was cut unevenly cannot be cut a second time along other
-    /// axes; one cut along both at once can.
+    /// Sizes differ by at most one; the first shards are the larger ones. Every device needs at
+    /// least one row. A dimension that was cut unevenly cannot be cut again along other axes, but
+    /// it can be cut along both at once.
     Balanced,
 }
 
-/// How a dimension is distributed over the groups along some axes: one of the cuts of a [`Cut`].
+/// The distribution of a dimension over the groups along some axes: one step of a [`Cut`].
 #[derive(Debug)]
-struct Rows {
+struct DimSplit {
     set: AxisSet,
     groups: Arc<Groups>,
-    /// The size that is cut: with its padding, where an earlier cut has padded it.
+    /// The size before this cut, including the padding of earlier cuts.
     total: usize,
     parts: usize,
     uneven: Uneven,
 }
 
-/// The real rows of one shard, of how many, in how many shards.
+/// The real rows of one shard, and the totals over all shards.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Valid {
-    /// The dimension that they are counted along.
+pub(crate) struct RealRows {
+    /// The dimension of the rows.
     pub(crate) dim: usize,
-    /// The place of the first of them in the whole.
+    /// The position of the first row in the full tensor.
     pub(crate) start: usize,
     pub(crate) len: usize,
-    /// The size of the shard: the real rows and the padding after them.
+    /// The size of the shard: real rows plus padding.
     pub(crate) padded: usize,
     pub(crate) total: usize,
     pub(crate) parts: usize,
 }
 
-impl Rows {
+impl DimSplit {
     fn rank(&self, slot: usize) -> usize {
-        self.groups.place(slot).rank
+        self.groups.position(slot).rank
     }
 
-    /// The rows of a rank, of the first `real` ones, which are no padding.
-    fn of(&self, rank: usize, real: usize) -> Range<usize> {
+    /// Returns the rows of a rank, given the number of real rows before the padding.
+    fn range(&self, rank: usize, real: usize) -> Range<usize> {
         match self.uneven {
             Uneven::Pad => {
                 let start = (rank * self.padded()).min(real);
@@ -73,16 +73,16 @@ impl Rows {
         }
     }
 
-    /// The size of every shard after padding.
+    /// Returns the size of every shard after padding.
     fn padded(&self) -> usize {
         self.total.div_ceil(self.parts)
     }
 
-    /// The size of a rank's shard, with its padding.
+    /// Returns the size of a rank's shard, including its padding.
     fn size(&self, rank: usize) -> usize {
         match self.uneven {
             Uneven::Pad => self.padded(),
-            Uneven::Refuse | Uneven::Balanced => self.of(rank, self.total).len(),
+            Uneven::Refuse | Uneven::Balanced => self.range(rank, self.total).len(),
         }
     }
 
@@ -90,7 +90,7 @@ impl Rows {
         self.total.is_multiple_of(self.parts)
     }
 
-    /// Whether a dimension of this size can be cut so.
+    /// Returns true if a dimension of this size can be cut in this way.
     fn is_possible(&self) -> bool {
         self.is_even()
             || match self.uneven {
@@ -100,10 +100,10 @@ impl Rows {
             }
     }
 
-    /// The rows of a rank in dimension `dim` of a tensor: a view, without a copy, unless it is
+    /// Returns the rows of a rank in dimension `dim` of a tensor: a view, or a copy if it is
     /// padded.
     fn cut(&self, tensor: &Tensor, dim: usize, rank: usize) -> candle_core::Result<Tensor> {
-        let rows = self.of(rank, self.total);
+        let rows = self.range(rank, self.total);
         match self.uneven {
             Uneven::Pad if rows.is_empty() || tensor.elem_count() == 0 => {
                 zeros(tensor, dim, self.padded())
@@ -118,34 +118,34 @@ impl Rows {
     }
 }
 
-/// How one argument is cut: checked once, before any replica starts. Each cut is one of a dimension
-/// along a set of axes; a dimension may be cut again along others.
+/// The checked cuts of one argument: pairs of a dimension and its distribution along a set of axes.
+/// A dimension may be cut again along other axes.
 #[derive(Debug)]
-pub(crate) struct Cut(Vec<(usize, Rows)>);
+pub(crate) struct Cut(Vec<(usize, DimSplit)>);
 
 impl Cut {
-    /// The cut of argument `index`.
+    /// Resolves the cut of argument `index`.
     pub(crate) fn new(
         index: usize,
         input: &Tensor,
-        spec: &Resolved,
+        spec: &ResolvedSpec,
         uneven: Uneven,
         topology: &Topology,
-        faults: &mut Faults,
+        faults: &mut FaultList,
     ) -> Self {
         let mut cut = Self(Vec::with_capacity(spec.len()));
         for &(set, treatment) in spec {
-            // Other treatments of an argument are faults that have been noted.
+            // Other treatments of an argument are faults that `resolve` has recorded.
             let Treatment::Shard(dim) = treatment else { continue };
             let Some(dim) = faults.note(spec::find_dim(Side::In, index, dim, input)) else {
                 continue;
             };
-            let before = cut.of_dim(dim).last();
-            // What all earlier shards of the dimension have, if they are of one size.
-            let total = before.map_or(input.dims()[dim], Rows::padded);
+            let earlier = cut.cuts_in_dim(dim).last();
+            // The size of all earlier shards of the dimension, if they have one size.
+            let total = earlier.map_or(input.dims()[dim], DimSplit::padded);
             let groups = topology.groups(set);
-            let rows = Rows { set, groups, total, parts: topology.size(set), uneven };
-            if let Some(fault) = fault(index, input, dim, before, &rows) {
+            let rows = DimSplit { set, groups, total, parts: topology.size(set), uneven };
+            if let Some(fault) = find_fault(index, input, dim, earlier, &rows) {
                 faults.add(fault);
             }
             cut.0.push((dim, rows));
@@ -153,24 +153,24 @@ impl Cut {
         cut
     }
 
-    /// The cuts of a dimension, in order.
-    fn of_dim(&self, dim: usize) -> impl Iterator<Item = &Rows> {
+    /// Returns the cuts of a dimension, in order.
+    fn cuts_in_dim(&self, dim: usize) -> impl Iterator<Item = &DimSplit> {
         self.0.iter().filter(move |(cut, _)| *cut == dim).map(|(_, rows)| rows)
     }
 
-    pub(crate) fn is_none(&self) -> bool {
+    pub(crate) fn is_uncut(&self) -> bool {
         self.0.is_empty()
     }
 
-    /// The real rows of a slot's shard in the first dimension that is cut, after all cuts of it;
-    /// `None` if no dimension is.
-    pub(crate) fn valid(&self, slot: usize) -> Option<Valid> {
+    /// Returns the real rows of a slot's shard in the first cut dimension, after all cuts of it;
+    /// `None` if no dimension is cut.
+    pub(crate) fn real_rows(&self, slot: usize) -> Option<RealRows> {
         let (dim, first) = self.0.first()?;
         let last = self.0.iter().rposition(|(cut, _)| cut == dim)?;
-        let parts = self.of_dim(*dim).map(|rows| rows.parts).product();
+        let parts = self.cuts_in_dim(*dim).map(|rows| rows.parts).product();
         let real = self.real(last, slot);
         let last = &self.0[last].1;
-        Some(Valid {
+        Some(RealRows {
             dim: *dim,
             start: real.start,
             len: real.len(),
@@ -180,7 +180,7 @@ impl Cut {
         })
     }
 
-    /// A result of a slot without the padding of the cut along `set`, if it still has it.
+    /// Removes the padding of the cut along `set` from a slot's result, if it has any.
     pub(crate) fn trim(
         &self,
         result: &Tensor,
@@ -188,28 +188,28 @@ impl Cut {
         set: AxisSet,
         slot: usize,
     ) -> candle_core::Result<Tensor> {
-        let is_padded = |(_, rows): &(usize, Rows)| {
-            rows.set == set && rows.uneven == Uneven::Pad && result.dims()[dim] == rows.padded()
-        };
-        match self.0.iter().position(is_padded) {
-            Some(number) => result.narrow(dim, 0, self.real(number, slot).len()),
-            None => Ok(result.clone()),
+        for (number, (_, rows)) in self.0.iter().enumerate() {
+            let size = result.dims()[dim];
+            if rows.set == set && rows.uneven == Uneven::Pad && size == rows.padded() {
+                return result.narrow(dim, 0, self.real(number, slot).len());
+            }
         }
+        Ok(result.clone())
     }
 
-    /// The rows of the whole that a slot has, without padding, after cut number `number` and those
-    /// of the same dimension before it.
+    /// Returns the rows of the full tensor that a slot has, without padding, after cut number
+    /// `number` and all earlier cuts of the same dimension.
     fn real(&self, number: usize, slot: usize) -> Range<usize> {
         let (dim, rows) = &self.0[number];
-        let before = match self.0[..number].iter().rposition(|(cut, _)| cut == dim) {
-            Some(before) => self.real(before, slot),
+        let parent = match self.0[..number].iter().rposition(|(cut, _)| cut == dim) {
+            Some(earlier) => self.real(earlier, slot),
             None => 0..rows.total,
         };
-        let here = rows.of(rows.rank(slot), before.len());
-        before.start + here.start..before.start + here.end
+        let local = rows.range(rows.rank(slot), parent.len());
+        parent.start + local.start..parent.start + local.end
     }
 
-    /// The shard of a slot.
+    /// Returns the shard of a slot.
     pub(crate) fn view(&self, input: &Tensor, slot: usize) -> candle_core::Result<Tensor> {
         self.0
             .iter()
@@ -217,27 +217,27 @@ impl Cut {
     }
 }
 
-/// Why a dimension cannot be cut so, after the cut of it `before`.
-fn fault(
+/// Returns the reason why a dimension cannot be cut in this way after the cut `earlier`.
+fn find_fault(
     index: usize,
     input: &Tensor,
     dim: usize,
-    before: Option<&Rows>,
-    rows: &Rows,
+    earlier: Option<&DimSplit>,
+    rows: &DimSplit,
 ) -> Option<SpecFault> {
-    let Rows { total: size, parts, .. } = *rows;
+    let DimSplit { total: size, parts, .. } = *rows;
     let shape = input.dims().to_vec();
-    match before {
-        // Noted with the cut before.
-        Some(before) if !before.is_possible() => None,
+    match earlier {
+        // The earlier cut has recorded the fault.
+        Some(earlier) if !earlier.is_possible() => None,
         // Balanced shards of different sizes cannot all be cut in the same way.
-        Some(before) if !before.is_even() && rows.uneven != Uneven::Pad => {
+        Some(earlier) if !earlier.is_even() && rows.uneven != Uneven::Pad => {
             Some(SpecFault::CutAfterUneven {
                 index,
                 dim,
-                size: before.total,
+                size: earlier.total,
                 shape,
-                parts: before.parts,
+                parts: earlier.parts,
             })
         }
         _ => (!rows.is_possible()).then_some(SpecFault::NotDivisible {

@@ -1,59 +1,60 @@
-//! Putting the results of replicas together.
+//! Joins the results of replicas.
 
 use candle_core::{Device, Tensor, bail};
 use core_types::Fingerprint;
 
 use crate::{
     axes::{ALL, AxisSet},
-    device::to_device::{copied, in_one_piece, moved, on_host},
+    device::to_device::{contiguous_copy, to_contiguous, to_device, to_host},
     error::{
         Error, Result, ValueError,
         fault::{Side, SpecFault},
     },
     grid::{Groups, Topology},
     reduce::{self, Reduction},
-    spec::{self, Resolved, Treatment, cut::Cut},
+    spec::{self, ResolvedSpec, Treatment, cut::Cut},
 };
 
-/// Where the results of a call come from and go to.
-pub(crate) struct Join<'a> {
+/// The context in which results of a call are joined.
+pub(crate) struct ResultJoin<'a> {
     pub(crate) topology: &'a Topology,
     /// The device of joined results.
     pub(crate) home: &'a Device,
-    /// How the first argument was cut that was.
+    /// The cut of the first argument that was cut.
     pub(crate) cut: Option<&'a Cut>,
     pub(crate) comparison: Comparison,
 }
 
-/// How results that are said to be replicated are compared, before they are taken from the first
-/// slot.
+/// The method that verifies that replicated results are equal, before the first slot's is returned.
 pub(crate) enum Comparison {
-    /// Not at all.
+    /// Skips the check.
     Trusted,
-    /// All their bits.
+    /// Compares all bits.
     Bits,
-    /// The [`fingerprint`] of each, by slot and number: all slots' results are not in one process.
+    /// Compares the [`fingerprint`]s, by slot and result, because this process does not have the
+    /// results of all slots.
     Fingerprints(Vec<Vec<u64>>),
 }
 
-impl Join<'_> {
-    /// One tensor on `home` of result number `index` of all slots.
+impl ResultJoin<'_> {
+    /// Joins result number `index` of all slots into one tensor on `home`.
     pub(crate) fn join(
         &self,
         index: usize,
         results: Vec<Tensor>,
-        spec: &Resolved,
+        spec: &ResolvedSpec,
     ) -> Result<Tensor> {
-        let mut joined = self.one_of_each_replicated(index, results, spec)?;
-        // Backward: what was cut last is put together first.
+        let mut joined = self.take_first_replicas(index, results, spec)?;
+        // Undo the cuts in reverse order.
         for &(set, treatment) in spec.iter().rev() {
             joined = self.join_along(index, &joined, set, treatment)?;
         }
         let (_, result) = joined.swap_remove(0);
-        moved(&result, self.home).map_err(Error::gather(index))
+        to_device(&result, self.home).map_err(Error::gather(index))
     }
 
-    /// One tensor for each group along `set`, with its first slot.
+    /// Joins the results of each group along `set`. Returns pairs of a group's first slot and its
+    /// tensor.
     fn join_along(
         &self,
         index: usize,
@@ -66,7 +67,7 @@ impl Join<'_> {
         let mut firsts = Vec::new();
         for (slot, tensor) in results {
             let part = self.part(index, *slot, tensor, set, treatment)?;
-            let group = groups.place(*slot).group;
+            let group = groups.position(*slot).group;
             if parts[group].is_empty() {
                 firsts.push((*slot, group));
             }
@@ -78,20 +79,20 @@ impl Join<'_> {
             .collect()
     }
 
-    /// Writes result number `index` of all slots into `kept`, a contiguous tensor of the joined
+    /// Joins result number `index` of all slots into `kept`, a contiguous tensor of the joined
     /// shape.
     pub(crate) fn join_into(
         &self,
         index: usize,
         results: Vec<Tensor>,
-        spec: &Resolved,
+        spec: &ResolvedSpec,
         kept: &Tensor,
     ) -> Result<()> {
         match spec[..] {
-            // Shards are written one by one, without a tensor of them all.
+            // Write the shards one by one, without a temporary tensor for all of them.
             [(set, treatment @ (Treatment::Shard(dim) | Treatment::Concat(dim)))] => {
                 let dim = spec::find_dim(Side::Out, index, dim, &results[0])?;
-                let shards = self.one_of_each_replicated(index, results, spec)?;
+                let shards = self.take_first_replicas(index, results, spec)?;
                 let parts: Result<Vec<Tensor>> = shards
                     .iter()
                     .map(|(slot, shard)| self.part(index, *slot, shard, set, treatment))
@@ -102,12 +103,12 @@ impl Join<'_> {
         }
     }
 
-    /// The results of the first slot along each axis that `spec` does not name.
-    fn one_of_each_replicated(
+    /// Returns the results of the first slot along each axis that `spec` does not name.
+    fn take_first_replicas(
         &self,
         index: usize,
         results: Vec<Tensor>,
-        spec: &Resolved,
+        spec: &ResolvedSpec,
     ) -> Result<Vec<(usize, Tensor)>> {
         let replicated = replicated_axes(spec, self.topology)?;
         if replicated == 0 {
@@ -116,26 +117,31 @@ impl Join<'_> {
         let replicated = self.topology.groups(replicated);
         self.check_replicated(index, &results, &replicated)?;
         let results = results.into_iter().enumerate();
-        Ok(results.filter(|(slot, _)| replicated.place(*slot).rank == 0).collect())
+        Ok(results.filter(|(slot, _)| replicated.position(*slot).rank == 0).collect())
     }
 
     /// Checks that the members of each group have the same result.
     fn check_replicated(&self, index: usize, results: &[Tensor], groups: &Groups) -> Result<()> {
-        let are_same = |first: usize, slot: usize| match &self.comparison {
-            Comparison::Trusted => Ok(true),
-            Comparison::Bits => same(&results[first], &results[slot]),
-            Comparison::Fingerprints(prints) => Ok(prints[first][index] == prints[slot][index]),
-        };
         for slot in 0..results.len() {
-            let first = groups.members_with(slot)[0];
-            if first != slot && !are_same(first, slot).map_err(Error::gather(index))? {
+            let first = groups.group_members(slot)[0];
+            if first == slot {
+                continue;
+            }
+            let are_equal = match &self.comparison {
+                Comparison::Trusted => true,
+                Comparison::Bits => {
+                    bits_equal(&results[first], &results[slot]).map_err(Error::gather(index))?
+                }
+                Comparison::Fingerprints(prints) => prints[first][index] == prints[slot][index],
+            };
+            if !are_equal {
                 return Err(ValueError::NotReplicated { index, slot, first }.into());
             }
         }
         Ok(())
     }
 
-    /// What one slot adds to a joined result, on the home device.
+    /// Returns one slot's part of a joined result, on the home device.
     fn part(
         &self,
         index: usize,
@@ -144,7 +150,7 @@ impl Join<'_> {
         set: AxisSet,
         treatment: Treatment,
     ) -> Result<Tensor> {
-        let tensor = moved(tensor, self.home).map_err(Error::gather(index))?;
+        let tensor = to_device(tensor, self.home).map_err(Error::gather(index))?;
         match (treatment, self.cut) {
             (Treatment::Shard(dim), Some(cut)) => {
                 let dim = spec::find_dim(Side::Out, index, dim, &tensor)?;
@@ -155,28 +161,29 @@ impl Join<'_> {
     }
 }
 
-/// The axes along which a result is the same, as none of them is named.
-pub(crate) fn replicated_axes(spec: &Resolved, topology: &Topology) -> Result<AxisSet> {
+/// Returns the axes that `spec` does not name, along which a result is replicated.
+pub(crate) fn replicated_axes(spec: &ResolvedSpec, topology: &Topology) -> Result<AxisSet> {
     let named = spec.iter().fold(0, |named, (set, _)| named | set);
     Ok(topology.set(&ALL)? & !named)
 }
 
-/// Writes `parts` one after the other into `kept`, which they must fill.
+/// Writes `parts` into `kept` along `dim`. They must fill it.
 fn write_into(kept: &Tensor, index: usize, dim: usize, parts: &[Tensor]) -> Result<()> {
     if let ([], [part]) = (kept.dims(), parts)
         && part.rank() == 0
     {
         // candle writes along a dimension, and a scalar has none.
-        let row = |scalar: &Tensor| scalar.reshape(1).map_err(Error::gather(index));
-        return write_into(&row(kept)?, index, 0, &[row(part)?]);
+        let kept = kept.reshape(1).map_err(Error::gather(index))?;
+        let part = part.reshape(1).map_err(Error::gather(index))?;
+        return write_into(&kept, index, 0, &[part]);
     }
     let mut size = 0;
     for part in parts {
-        let part = in_one_piece(part).map_err(Error::gather(index))?;
+        let part = to_contiguous(part).map_err(Error::gather(index))?;
         kept.slice_set(&part, dim, size).map_err(Error::gather(index))?;
         size += part.dims()[dim];
     }
-    // candle only checks that there is room for each part.
+    // candle only checks that each part fits.
     if size == kept.dims()[dim] {
         return Ok(());
     }
@@ -194,28 +201,28 @@ fn combine(index: usize, parts: &[Tensor], treatment: Treatment) -> Result<Tenso
             let out_of_range = SpecFault::DimOutOfRange { side: Side::Out, index, dim, shape };
             Tensor::stack(parts, spec::normalize(dim, first.rank() + 1).ok_or(out_of_range)?)
         }
-        Treatment::Sum => reduced(parts, Reduction::Sum),
+        Treatment::Sum => reduce_parts(parts, Reduction::Sum),
         Treatment::Mean if !first.dtype().is_float() => {
             return Err(SpecFault::MeanOfIntegers { index, dtype: first.dtype() }.into());
         }
-        Treatment::Mean => reduced(parts, Reduction::Mean),
+        Treatment::Mean => reduce_parts(parts, Reduction::Mean),
     };
     combined.map_err(Error::gather(index))
 }
 
-/// The reduction in the order of the mesh, by the kernel of the collectives: `P::sum` has the bits
-/// of `psum`.
-fn reduced(parts: &[Tensor], reduction: Reduction) -> candle_core::Result<Tensor> {
+/// Reduces in the order of the mesh with the kernel of the collectives, so that `P::sum` has the
+/// same bits as `psum`.
+fn reduce_parts(parts: &[Tensor], reduction: Reduction) -> candle_core::Result<Tensor> {
     let first = &parts[0];
     if let Some(other) = parts.iter().find(|part| part.shape() != first.shape()) {
-        bail!("{:?} and {:?} cannot be added up", first.dims(), other.dims());
+        bail!("cannot add shapes {:?} and {:?}", first.dims(), other.dims());
     }
-    let on_host = parts.iter().map(on_host).collect::<candle_core::Result<Vec<_>>>()?;
-    moved(&reduce::whole(&on_host, reduction)?, first.device())
+    let on_host = parts.iter().map(to_host).collect::<candle_core::Result<Vec<_>>>()?;
+    to_device(&reduce::whole(&on_host, reduction)?, first.device())
 }
 
-/// Whether two tensors are equal to the bit, wherever they lie.
-pub(crate) fn same(left: &Tensor, right: &Tensor) -> candle_core::Result<bool> {
+/// Returns true if two tensors are equal to the bit, on any devices.
+pub(crate) fn bits_equal(left: &Tensor, right: &Tensor) -> candle_core::Result<bool> {
     if left.shape() != right.shape() || left.dtype() != right.dtype() {
         return Ok(false);
     }
@@ -223,29 +230,30 @@ pub(crate) fn same(left: &Tensor, right: &Tensor) -> candle_core::Result<bool> {
         return Ok(true);
     }
     if reduce::has_kernel(left.dtype()) {
-        reduce::same(&on_host(left)?, &on_host(right)?)
+        reduce::same(&to_host(left)?, &to_host(right)?)
     } else {
         Ok(bytes(left)? == bytes(right)?)
     }
 }
 
-/// A number that differs if two tensors are not the [`same`], but for one pair in 2^64.
+/// Returns a hash that differs for tensors that are not the [`bits_equal`], except for one pair in 2^64.
 pub(crate) fn fingerprint(x: &Tensor) -> candle_core::Result<u64> {
     let mut fingerprint = Fingerprint::new();
     fingerprint.write_bytes(x.dtype().as_str().as_bytes()).write_u64(x.rank() as u64);
     fingerprint.extend(x.dims().iter().map(|&size| size as u64));
     if reduce::has_kernel(x.dtype()) {
-        reduce::fingerprint(&on_host(x)?, &mut fingerprint)?;
+        reduce::fingerprint(&to_host(x)?, &mut fingerprint)?;
     } else {
         fingerprint.write_bytes(&bytes(x)?);
     }
     Ok(fingerprint.finish())
 }
 
-/// Whether both look at the same items of one storage, as the results of a large `psum` do.
+/// Returns true if both tensors are the same view of one storage, like the results of a large
+/// `psum`.
 fn is_one_storage(left: &Tensor, right: &Tensor) -> bool {
-    // One after the other: a thread that held one lock while it waits for the other could wait for
-    // a `Var::set` that waits for this one.
+    // Lock one storage at a time: while this thread held one lock and waited for the other, a
+    // `Var::set` could wait for the first and deadlock.
     let address = |x: &Tensor| std::ptr::from_ref(&*x.storage_and_layout().0).addr();
     left.stride() == right.stride()
         && left.layout().start_offset() == right.layout().start_offset()
@@ -254,7 +262,7 @@ fn is_one_storage(left: &Tensor, right: &Tensor) -> bool {
 
 fn bytes(tensor: &Tensor) -> candle_core::Result<Vec<u8>> {
     let mut bytes = Vec::new();
-    copied(tensor)?.write_bytes(&mut bytes)?;
+    contiguous_copy(tensor)?.write_bytes(&mut bytes)?;
     Ok(bytes)
 }
 
@@ -269,7 +277,7 @@ mod tests {
     }
 
     #[test]
-    fn tensors_are_the_same_if_all_their_bits_are() {
+    fn equality_and_fingerprint_see_every_item() {
         let zeros = |len: usize, dtype| Tensor::zeros(len, dtype, &Device::Cpu).unwrap();
         let dtypes = [DType::F32, DType::F64, DType::BF16, DType::F16, DType::F8E4M3];
         let integers = [DType::U8, DType::U32, DType::I16, DType::I32, DType::I64];
@@ -279,41 +287,45 @@ mod tests {
             .flat_map(|dtype| [1, 4097, 9000].map(|len| (dtype, len)))
         {
             let x = zeros(len, dtype);
-            assert!(same(&x, &x).unwrap() && same(&x, &zeros(len, dtype)).unwrap());
+            assert!(bits_equal(&x, &x).unwrap() && bits_equal(&x, &zeros(len, dtype)).unwrap());
             assert_eq!(print(&x), print(&zeros(len, dtype)));
             let one = Tensor::ones(1, DType::F32, &Device::Cpu).unwrap().to_dtype(dtype).unwrap();
-            // The first of the items that make one word of a fingerprint, and the last of all.
-            for place in [0, len - 1] {
-                let (before, after) = (zeros(place, dtype), zeros(len - 1 - place, dtype));
-                let other = Tensor::cat(&[&before, &one, &after], 0).unwrap();
-                assert!(!same(&x, &other).unwrap() && !same(&other, &x).unwrap(), "{dtype:?}");
-                assert_ne!(print(&x), print(&other), "{dtype:?} {len} {place}");
+            // The first item of a fingerprint's word, and the last item of all.
+            for position in [0, len - 1] {
+                let head = zeros(position, dtype);
+                let tail = zeros(len - 1 - position, dtype);
+                let other = Tensor::cat(&[&head, &one, &tail], 0).unwrap();
+                assert!(
+                    !bits_equal(&x, &other).unwrap() && !bits_equal(&other, &x).unwrap(),
+                    "{dtype:?}"
+                );
+                assert_ne!(print(&x), print(&other), "{dtype:?} {len} {position}");
             }
         }
         let column = zeros(2, DType::F32);
         for other in [zeros(2, DType::U32), column.reshape((1, 2)).unwrap()] {
-            assert!(!same(&column, &other).unwrap());
+            assert!(!bits_equal(&column, &other).unwrap());
             assert_ne!(print(&column), print(&other));
         }
     }
 
     #[test]
-    fn bits_count_and_not_numbers() {
-        let of = |x: f32| Tensor::new(x, &Device::Cpu).unwrap();
-        assert!(same(&of(f32::NAN), &of(f32::NAN)).unwrap());
-        assert!(!same(&of(0.0), &of(-0.0)).unwrap());
-        assert_ne!(print(&of(0.0)), print(&of(-0.0)));
+    fn equality_compares_bits() {
+        let scalar = |x: f32| Tensor::new(x, &Device::Cpu).unwrap();
+        assert!(bits_equal(&scalar(f32::NAN), &scalar(f32::NAN)).unwrap());
+        assert!(!bits_equal(&scalar(0.0), &scalar(-0.0)).unwrap());
+        assert_ne!(print(&scalar(0.0)), print(&scalar(-0.0)));
     }
 
     #[test]
-    fn views_of_one_storage_are_compared_by_what_they_look_at() {
+    fn views_are_compared_by_items() {
         let x = Tensor::new(&[1_f32, 2., 1., 3.], &Device::Cpu).unwrap();
-        let at = |start| x.narrow(0, start, 1).unwrap();
-        assert!(same(&at(0), &at(0)).unwrap() && same(&at(0), &at(2)).unwrap());
-        assert!(!same(&at(0), &at(1)).unwrap());
-        assert_eq!([print(&at(0)), print(&at(1))], [print(&at(2)), print(&at(1))]);
-        assert_ne!(print(&at(0)), print(&at(1)));
+        let item = |start| x.narrow(0, start, 1).unwrap();
+        assert!(bits_equal(&item(0), &item(0)).unwrap() && bits_equal(&item(0), &item(2)).unwrap());
+        assert!(!bits_equal(&item(0), &item(1)).unwrap());
+        assert_eq!([print(&item(0)), print(&item(1))], [print(&item(2)), print(&item(1))]);
+        assert_ne!(print(&item(0)), print(&item(1)));
         let square = x.reshape((2, 2)).unwrap();
-        assert!(!same(&square, &square.t().unwrap()).unwrap());
+        assert!(!bits_equal(&square, &square.t().unwrap()).unwrap());
     }
 }

@@ -1,4 +1,4 @@
-//! How tensors lie on a mesh: what is cut, what is whole, and what is put together again.
+//! Specs: the treatment of tensors along the axes of a mesh (cut, replicated, joined).
 
 pub(crate) mod cut;
 pub(crate) mod join;
@@ -18,13 +18,13 @@ use crate::{
     spec::tree::TensorTree,
 };
 
-/// How one tensor lies on the axes of a mesh; JAX's `PartitionSpec`, and what `out_axes` adds to
-/// it.
+/// The treatment of one tensor along the axes of a mesh; JAX's `PartitionSpec`, extended by
+/// reductions for `out_axes`.
 ///
-/// Each axis of the mesh may be named once. Along an axis that is not named a tensor is replicated:
-/// every device gets the whole of an input, and of an output, which must then be the same on all
-/// devices, the first is returned. (It is compared, unless
-/// [`PMap::trust_replicated`](crate::PMap::trust_replicated) says otherwise.)
+/// A spec may name each axis of the mesh once. Along an unnamed axis a tensor is replicated: every
+/// device gets the full input. A replicated output must be the same on all devices, and the first
+/// device's is returned. (The outputs are compared, unless
+/// [`PMap::trust_replicated`](crate::PMap::trust_replicated) is set.)
 ///
 /// `Some(dim)` is short for `P::shard(dim, ALL)` and `None` for [`P::replicate`], so that JAX's
 /// `in_axes=(0, None)` is `.in_axes([Some(0), None])`.
@@ -43,43 +43,44 @@ use crate::{
 #[doc(alias = "PartitionSpec")]
 pub struct P(Vec<(MeshAxes, Treatment)>);
 
-/// What happens to a tensor along some axes of the mesh.
+/// The treatment of a tensor along some axes of the mesh.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Treatment {
     /// Cut, or concatenated, in this dimension.
     Shard(isize),
-    /// Concatenated in this dimension, with what may be padding; outputs only, like the following.
+    /// Concatenated in this dimension, including padding. Like the following variants, for outputs
+    /// only.
     Concat(isize),
-    /// Added up.
+    /// Summed.
     Sum,
     Mean,
-    /// Laid side by side in a new dimension.
+    /// Stacked in a new dimension.
     Stack(isize),
 }
 
 impl P {
-    /// Whole on every device.
+    /// Returns the spec of a tensor that is whole on every device.
     pub fn replicate() -> Self {
         Self(Vec::new())
     }
 
-    /// Cut in dimension `dim` over the devices along `axes`, or concatenated in it, without the rows
-    /// of padding that [`Uneven::Pad`](crate::Uneven::Pad) has added; negative dimensions count from
-    /// the last.
+    /// Returns the spec of an input that is cut in dimension `dim` over the devices along `axes`,
+    /// or of an output that is concatenated in it, without the padding of
+    /// [`Uneven::Pad`](crate::Uneven::Pad). Negative dimensions count from the last.
     pub fn shard(dim: isize, axes: impl Into<MeshAxes>) -> Self {
         Self(vec![(axes.into(), Treatment::Shard(dim))])
     }
 
-    /// Outputs only: concatenated in dimension `dim` over the devices along `axes`, with all that the
-    /// devices return.
+    /// Returns the spec of an output that is concatenated in dimension `dim` over the devices along
+    /// `axes`, including all rows that the devices return.
     ///
-    /// It differs from [`shard`](Self::shard) beside a batch that was cut with
-    /// [`Uneven::Pad`](crate::Uneven::Pad) only, whose padding `shard` cuts back.
+    /// It differs from [`shard`](Self::shard) only if a batch was cut with
+    /// [`Uneven::Pad`](crate::Uneven::Pad): `shard` removes the padding.
     ///
     /// # Examples
     ///
-    /// Each device returns its rows and, beside them, three numbers, which are as many as the rows of
-    /// a padded shard.
+    /// Each device returns its rows and a tensor of three numbers, which has the size of a padded
+    /// shard by chance.
     ///
     /// ```
     /// use candle_core::{DType, Device, Tensor};
@@ -97,37 +98,38 @@ impl P {
         Self(vec![(axes.into(), Treatment::Concat(dim))])
     }
 
-    /// Outputs only: added up over the devices along `axes`, in the order of the mesh.
+    /// Returns the spec of an output that is summed over the devices along `axes`, in the order of
+    /// the mesh.
     pub fn sum(axes: impl Into<MeshAxes>) -> Self {
         Self(vec![(axes.into(), Treatment::Sum)])
     }
 
-    /// Outputs only: the mean over the devices along `axes`, floats only.
+    /// Returns the spec of a floating-point output that is averaged over the devices along `axes`.
     pub fn mean(axes: impl Into<MeshAxes>) -> Self {
         Self(vec![(axes.into(), Treatment::Mean)])
     }
 
-    /// Outputs only: laid side by side in a new dimension `dim`, one entry for each device along
-    /// `axes`.
+    /// Returns the spec of an output that is stacked in a new dimension `dim`, with one entry for
+    /// each device along `axes`.
     pub fn stack(dim: isize, axes: impl Into<MeshAxes>) -> Self {
         Self(vec![(axes.into(), Treatment::Stack(dim))])
     }
 
-    /// This and `other`, for a tensor that is treated in different ways along different axes.
+    /// Combines two specs, for a tensor with different treatments along different axes.
     #[must_use]
     pub fn and(mut self, other: Self) -> Self {
         self.0.extend(other.0);
         self
     }
 
-    /// The treatments with the axes of this mesh.
+    /// Returns the treatments along the axes of this mesh.
     fn resolve(
         &self,
         side: Side,
         index: usize,
         topology: &Topology,
-        faults: &mut Faults,
-    ) -> Resolved {
+        faults: &mut FaultList,
+    ) -> ResolvedSpec {
         let mut seen = 0;
         let mut resolved = Vec::with_capacity(self.0.len());
         for (axes, treatment) in &self.0 {
@@ -137,7 +139,7 @@ impl P {
             });
             let Some(set) = faults.note(set) else { continue };
             if seen & set != 0 {
-                faults.add(SpecFault::AxisTwice { side, index, axes: axes.to_string() });
+                faults.add(SpecFault::DuplicateAxis { side, index, axes: axes.to_string() });
             }
             if side == Side::In && !matches!(treatment, Treatment::Shard(_)) {
                 faults.add(SpecFault::ReducedInput { index });
@@ -159,58 +161,58 @@ impl From<Option<isize>> for P {
 }
 
 /// The treatments of one tensor along disjoint sets of axes.
-pub(crate) type Resolved = Vec<(AxisSet, Treatment)>;
+pub(crate) type ResolvedSpec = Vec<(AxisSet, Treatment)>;
 
-/// A [`P`] for each tensor, for each argument of a tuple (all of its tensors), or one for
-/// everything.
+/// The specs of all tensors: one [`P`] for each tensor, one for each argument of a tuple (for all
+/// of its tensors), or one for everything.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Specs(Kind);
+pub struct Specs(SpecList);
 
 #[derive(Clone, Debug, PartialEq, Eq)]
-enum Kind {
-    /// The first tensor gets one, the others another.
+enum SpecList {
+    /// One spec for the first tensor, another for all others.
     FirstAndRest(P, P),
     Each(Vec<P>),
 }
 
 impl Specs {
-    /// Returns specs of one [`P`] for the first tensor of all, and another for the others.
+    /// Returns specs of one [`P`] for the first tensor, and another for the others.
     pub(crate) fn first_and_rest(first: P, rest: P) -> Self {
-        Self(Kind::FirstAndRest(first, rest))
+        Self(SpecList::FirstAndRest(first, rest))
     }
 
-    /// Whether nothing is put together by them, whatever the results are.
+    /// Returns true if every tensor is replicated, so that nothing is joined.
     pub(crate) fn are_replicated(&self) -> bool {
         match &self.0 {
-            Kind::FirstAndRest(first, rest) => first.0.is_empty() && rest.0.is_empty(),
-            Kind::Each(specs) => specs.iter().all(|p| p.0.is_empty()),
+            SpecList::FirstAndRest(first, rest) => first.0.is_empty() && rest.0.is_empty(),
+            SpecList::Each(specs) => specs.iter().all(|p| p.0.is_empty()),
         }
     }
 
-    /// The treatments of each tensor of `tree`.
+    /// Returns the treatments of each tensor of `tree`.
     pub(crate) fn resolve(
         &self,
         side: Side,
         tree: &impl TensorTree,
         topology: &Topology,
-        faults: &mut Faults,
-    ) -> Result<Vec<Resolved>, SpecFault> {
+        faults: &mut FaultList,
+    ) -> Result<Vec<ResolvedSpec>, SpecFault> {
         let parts = tree.parts();
         let tensors = parts.iter().sum();
         match &self.0 {
-            Kind::FirstAndRest(first, rest) => {
+            SpecList::FirstAndRest(first, rest) => {
                 let specs = iter::once(first).chain(iter::repeat(rest)).take(tensors);
                 Ok(resolve_each(specs, side, topology, faults))
             }
-            Kind::Each(specs) if specs.len() == parts.len() => {
+            SpecList::Each(specs) if specs.len() == parts.len() => {
                 let specs = specs.iter().zip(&parts);
                 let specs = specs.flat_map(|(p, &tensors)| iter::repeat_n(p, tensors));
                 Ok(resolve_each(specs, side, topology, faults))
             }
-            Kind::Each(specs) if specs.len() == tensors => {
+            SpecList::Each(specs) if specs.len() == tensors => {
                 Ok(resolve_each(specs.iter(), side, topology, faults))
             }
-            Kind::Each(specs) => {
+            SpecList::Each(specs) => {
                 Err(SpecFault::Count { side, specs: specs.len(), arguments: parts.len(), tensors })
             }
         }
@@ -221,8 +223,8 @@ fn resolve_each<'a>(
     specs: impl Iterator<Item = &'a P>,
     side: Side,
     topology: &Topology,
-    faults: &mut Faults,
-) -> Vec<Resolved> {
+    faults: &mut FaultList,
+) -> Vec<ResolvedSpec> {
     specs.enumerate().map(|(index, p)| p.resolve(side, index, topology, faults)).collect()
 }
 
@@ -240,49 +242,52 @@ impl From<Option<isize>> for Specs {
 
 impl<T: Into<P>, const N: usize> From<[T; N]> for Specs {
     fn from(specs: [T; N]) -> Self {
-        Self(Kind::Each(specs.into_iter().map(Into::into).collect()))
+        Self(SpecList::Each(specs.into_iter().map(Into::into).collect()))
     }
 }
 
 impl From<Vec<P>> for Specs {
     fn from(specs: Vec<P>) -> Self {
-        Self(Kind::Each(specs))
+        Self(SpecList::Each(specs))
     }
 }
 
-/// The position of `dim` among `rank` dimensions, or `None` if there is no such dimension.
+/// Returns the index of `dim` among `rank` dimensions, or `None` if it is out of range.
 pub(crate) fn normalize(dim: isize, rank: usize) -> Option<usize> {
     let position = if dim < 0 { rank.checked_sub(dim.unsigned_abs())? } else { dim.unsigned_abs() };
     (position < rank).then_some(position)
 }
 
-/// The position of `dim` in the shape of tensor `index`.
+/// Returns the index of `dim` in the shape of tensor number `index`.
 pub(crate) fn find_dim(
     side: Side,
     index: usize,
     dim: isize,
     tensor: &Tensor,
 ) -> Result<usize, SpecFault> {
-    let out_of_range =
-        || SpecFault::DimOutOfRange { side, index, dim, shape: tensor.dims().to_vec() };
-    normalize(dim, tensor.rank()).ok_or_else(out_of_range)
+    normalize(dim, tensor.rank()).ok_or_else(|| SpecFault::DimOutOfRange {
+        side,
+        index,
+        dim,
+        shape: tensor.dims().to_vec(),
+    })
 }
 
-/// What was found to be wrong with the specs of one call, so that all of it can be said at once.
+/// The faults in the specs of one call, which are reported together.
 #[derive(Debug, Default)]
-pub(crate) struct Faults(Vec<SpecFault>);
+pub(crate) struct FaultList(Vec<SpecFault>);
 
-impl Faults {
+impl FaultList {
     pub(crate) fn add(&mut self, fault: SpecFault) {
         self.0.push(fault);
     }
 
-    /// The value, or `None` once its fault was added.
+    /// Returns the value, or records its fault and returns `None`.
     pub(crate) fn note<T>(&mut self, outcome: Result<T, SpecFault>) -> Option<T> {
         outcome.map_err(|fault| self.add(fault)).ok()
     }
 
-    /// An error with all faults, if there are any.
+    /// Returns an error with all faults, if there are any.
     pub(crate) fn check(self) -> Result<()> {
         if self.0.is_empty() { Ok(()) } else { Err(Error::Specs(self.0)) }
     }

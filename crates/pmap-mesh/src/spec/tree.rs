@@ -8,30 +8,30 @@ use std::{
 
 use candle_core::Tensor;
 
-/// A value made of tensors, which can be cut and put together tensor by tensor.
+/// A value made of tensors, which can be cut and joined tensor by tensor; a pytree of JAX.
 ///
-/// Implemented for [`Tensor`], `()`, tuples of up to six, vectors, maps in the order of their keys
-/// and options; [`tensor_tree!`](crate::tensor_tree) implements it for a struct of your own. (A
-/// pytree of JAX, whose dictionaries are in the order of their keys too.)
+/// It is implemented for [`Tensor`], `()`, tuples of up to six, vectors, options, and maps in the
+/// order of their keys (as in JAX). [`tensor_tree!`](crate::tensor_tree) implements it for your
+/// structs.
 pub trait TensorTree: Sized + Send + 'static {
-    /// Returns a value of the same structure with every tensor replaced by what `f` makes of it.
+    /// Returns a value of the same structure, with every tensor replaced by the result of `f`.
     ///
-    /// `f` must be called once for each tensor, always in the same order.
+    /// An implementation must call `f` once for each tensor, always in the same order.
     ///
     /// # Errors
     ///
     /// The first error of `f`.
     fn try_map<E>(&self, f: &mut impl FnMut(&Tensor) -> Result<Tensor, E>) -> Result<Self, E>;
 
-    /// How many tensors each argument has: specs may be given one for each.
+    /// Returns the number of tensors of each argument, since specs may be given for each argument.
     ///
-    /// A tuple's elements are arguments; of everything else each tensor is one.
+    /// The elements of a tuple are arguments; in other types, each tensor is an argument.
     fn parts(&self) -> Vec<usize> {
         vec![1; count(self)]
     }
 }
 
-/// The tensors of `tree`, in order.
+/// Returns the tensors of `tree`, in order.
 pub(crate) fn leaves(tree: &impl TensorTree) -> Vec<Tensor> {
     let mut leaves = Vec::new();
     let Ok(_) = tree.try_map(&mut |leaf| {
@@ -41,7 +41,7 @@ pub(crate) fn leaves(tree: &impl TensorTree) -> Vec<Tensor> {
     leaves
 }
 
-/// [`TensorTree::try_map`] with the number of each tensor.
+/// Calls [`TensorTree::try_map`] with the index of each tensor.
 pub(crate) fn try_map_indexed<T: TensorTree, E>(
     tree: &T,
     mut f: impl FnMut(usize, &Tensor) -> Result<Tensor, E>,
@@ -54,7 +54,7 @@ pub(crate) fn try_map_indexed<T: TensorTree, E>(
     })
 }
 
-/// A value of the same structure with these tensors, as many as it has.
+/// Returns a value of the same structure with these tensors, as many as it has.
 pub(crate) fn with_leaves<T: TensorTree>(tree: &T, leaves: &[Tensor]) -> T {
     let Ok(tree) = try_map_indexed(tree, |index, _| Ok::<_, Infallible>(leaves[index].clone()));
     tree
@@ -99,8 +99,8 @@ impl<K: Ord + Clone + Send + 'static, T: TensorTree> TensorTree for BTreeMap<K, 
     }
 }
 
-/// In the order of the keys. A function that runs a collective for each entry has to take them in
-/// such an order as well: that of the map is another in each process.
+/// The tensors are in the order of the keys. A function that runs a collective for each entry must
+/// also sort the keys: the iteration order of the map differs between processes.
 #[expect(clippy::disallowed_types, reason = "its own order is not used")]
 impl<K, T, S> TensorTree for std::collections::HashMap<K, T, S>
 where
@@ -117,8 +117,8 @@ where
     }
 }
 
-/// Implements [`TensorTree`](crate::TensorTree) for a struct: `data` fields are trees, and those
-/// after `meta` are cloned. (`jax.tree_util.register_dataclass`, whose words these are.)
+/// Implements [`TensorTree`](crate::TensorTree) for a struct: the fields in `data` are trees, and
+/// the fields in `meta` are cloned. The words are those of `jax.tree_util.register_dataclass`.
 ///
 /// All fields must be named.
 ///

@@ -1,4 +1,4 @@
-//! Collectives against a serial model: what each gives, to the bit, and what its gradient is.
+//! Collectives compared with a serial model: results to the bit, and gradients.
 
 #![allow(
     clippy::cast_possible_truncation,
@@ -19,7 +19,7 @@ const DTYPES: [DType; 7] =
     [DType::F32, DType::F64, DType::BF16, DType::F16, DType::U8, DType::U32, DType::I64];
 
 #[test]
-fn every_collective_equals_its_model_over_every_set_of_axes_in_every_type() {
+fn collectives_match_the_model() {
     for grid in [&[1][..], &[2], &[3], &[4], &[2, 2, 2]] {
         let sets = subsets(grid.len());
         let steps = sets.iter().flat_map(|set| {
@@ -44,9 +44,9 @@ fn every_collective_equals_its_model_over_every_set_of_axes_in_every_type() {
 }
 
 #[test]
-fn reductions_equal_their_model_at_every_size() {
-    // Around 16 KiB of f32, where the members begin to share the work, and far above; few divide by
-    // 3.
+fn reductions_of_every_size_match_the_model() {
+    // Sizes around 16 KiB of f32, where members begin to share the work, and far above; few are
+    // divisible by 3.
     let sizes = [0, 1, 2, 7, 4095, 4096, 4097, 20_000, 20_001];
     for grid in [&[2][..], &[3], &[2, 2]] {
         let steps = sizes.into_iter().flat_map(|len| {
@@ -58,7 +58,7 @@ fn reductions_equal_their_model_at_every_size() {
 }
 
 #[test]
-fn large_tensors_of_every_type_and_layout_equal_their_model() {
+fn large_tensors_match_the_model() {
     for grid in [&[2][..], &[3]] {
         let group = grid[0];
         let steps = DTYPES.into_iter().zip(0..).flat_map(|(dtype, n)| {
@@ -74,32 +74,34 @@ fn large_tensors_of_every_type_and_layout_equal_their_model() {
 }
 
 #[test]
-fn scalars_are_reduced_sent_and_received() {
+fn scalars_are_reduced_and_sent() {
     let ops =
         [Op::Psum, Op::Pmean, Op::Pmax, Op::Ppermute(vec![(0, 2)]), Op::Broadcast(1), Op::Barrier];
     check(&[3], ops.into_iter().map(|op| step(op, &[3], DType::F32, Vec::new())).collect());
 }
 
 #[test]
-fn a_member_may_add_nothing_to_a_gathered_dimension() {
+fn gather_accepts_empty_parts() {
     let gathered = on(&DeviceMesh::cpu(3).unwrap(), |ctx| {
         let x = Tensor::full(ctx.slot() as f32, (2, ctx.slot()), ctx.device())?;
         Ok(vec![ctx.all_gather(&x, 1, ALL)?])
     });
     let expected = Array { shape: vec![2, 3], items: vec![1., 2., 2., 1., 2., 2.] };
     for of_replica in gathered {
-        assert!(Array::of(&of_replica[0]).same(&expected));
+        assert!(Array::from_tensor(&of_replica[0]).same(&expected));
     }
 }
 
 #[test]
-fn axes_count_positions_in_the_order_of_the_mesh_however_they_are_named() {
+fn ranks_follow_the_mesh_order() {
     let mesh = mesh(&[2, 3, 2]);
     let seats = on(&mesh, |ctx| {
-        let seat =
-            |axes: &MeshAxes| Ok(vec![ctx.axis_index(axes)? as u32, ctx.axis_size(axes)? as u32]);
-        let along = [[].into(), "a".into(), "c".into(), ["a", "c"].into(), ["c", "a"].into(), ALL];
-        let seats: Vec<Vec<u32>> = along.iter().map(seat).collect::<Result<_>>()?;
+        let axis_set =
+            [[].into(), "a".into(), "c".into(), ["a", "c"].into(), ["c", "a"].into(), ALL];
+        let seats: Vec<Vec<u32>> = axis_set
+            .iter()
+            .map(|axes| Ok(vec![ctx.axis_index(axes)? as u32, ctx.axis_size(axes)? as u32]))
+            .collect::<Result<_>>()?;
         Ok(vec![Tensor::new(seats, ctx.device())?])
     });
     for (slot, of_replica) in (0..).zip(&seats) {
@@ -110,7 +112,7 @@ fn axes_count_positions_in_the_order_of_the_mesh_however_they_are_named() {
 }
 
 #[test]
-fn sums_are_in_rank_order_on_every_replica_every_time() {
+fn sums_are_in_rank_order() {
     let terms = [1e8_f32, 1.0, -1e8, 1.0];
     let in_order = terms.iter().sum::<f32>();
     assert!((in_order - 1.0).abs() < f32::EPSILON, "the order matters");
@@ -127,9 +129,9 @@ fn sums_are_in_rank_order_on_every_replica_every_time() {
 }
 
 #[test]
-fn halves_are_summed_in_single_precision() {
-    // One by one, neither type would see the small terms: 256 + 1 is 256 in bf16, 2048 + 1 is 2048
-    // in f16.
+fn halves_are_summed_in_f32() {
+    // In one-by-one sums neither dtype would keep the small terms: 256 + 1 is 256 in bf16, 2048 + 1
+    // is 2048 in f16.
     for (dtype, large) in [(DType::BF16, 256.0), (DType::F16, 2048.0)] {
         for len in [1, 40_000] {
             let sums = on(&DeviceMesh::cpu(4).unwrap(), move |ctx| {
@@ -141,7 +143,8 @@ fn halves_are_summed_in_single_precision() {
             assert!(expected > large);
             for sum in sums.iter().flatten() {
                 assert!(
-                    Array::of(sum).same(&Array { shape: vec![len], items: vec![expected; len] })
+                    Array::from_tensor(sum)
+                        .same(&Array { shape: vec![len], items: vec![expected; len] })
                 );
             }
         }
@@ -152,11 +155,11 @@ fn halves_are_summed_in_single_precision() {
 fn integers_wrap() {
     let sums = on(&DeviceMesh::cpu(3).unwrap(), |ctx| {
         let device = ctx.device();
-        let of = |x: Tensor| ctx.psum(&x, ALL);
+        let sum = |x: Tensor| ctx.psum(&x, ALL);
         Ok(vec![
-            of(Tensor::new(&[200_u8], device)?)?,
-            of(Tensor::new(&[u32::MAX], device)?)?,
-            of(Tensor::new(&[i64::MAX], device)?)?,
+            sum(Tensor::new(&[200_u8], device)?)?,
+            sum(Tensor::new(&[u32::MAX], device)?)?,
+            sum(Tensor::new(&[i64::MAX], device)?)?,
         ])
     });
     for of_replica in sums {
@@ -167,7 +170,7 @@ fn integers_wrap() {
 }
 
 #[test]
-fn a_nan_on_any_replica_is_the_largest_and_the_smallest() {
+fn nan_wins_maximum_and_minimum() {
     for nan in 0..3 {
         let extremes = on(&DeviceMesh::cpu(3).unwrap(), move |ctx| {
             let x = if ctx.slot() == nan { f32::NAN } else { ctx.slot() as f32 };
@@ -182,7 +185,7 @@ fn a_nan_on_any_replica_is_the_largest_and_the_smallest() {
 }
 
 #[test]
-fn arguments_that_do_not_fit_are_refused() {
+fn invalid_arguments_are_rejected() {
     type Wrong = fn(&Replica, &Tensor) -> Result<Tensor>;
     let cases: [(Wrong, &str); 9] = [
         (|ctx, x| ctx.all_gather(x, 2, ALL), "out of range"),
@@ -208,7 +211,7 @@ fn arguments_that_do_not_fit_are_refused() {
 }
 
 #[test]
-fn what_becomes_of_an_argument_afterwards_changes_no_result() {
+fn later_writes_change_no_result() {
     let overwritten = |ctx: &Replica, step: &Step| {
         let x = Var::from_tensor(&step.tensor(ctx.slot()))?;
         let result = step.op.run(ctx, &x.as_tensor().detach(), axes(&step.set))?;
@@ -226,7 +229,7 @@ fn what_becomes_of_an_argument_afterwards_changes_no_result() {
 }
 
 #[test]
-fn ten_thousand_random_collectives_equal_their_model() {
+fn random_collectives_match_the_model() {
     let (grid, mut random) = ([2, 2], Random(Seed::new(0xC0_11EC), 0));
     for _ in 0..50 {
         let steps = iter::repeat_with(|| random.step(&grid)).take(200);
@@ -237,7 +240,7 @@ fn ten_thousand_random_collectives_equal_their_model() {
 // Gradients.
 
 #[test]
-fn backward_is_the_derivative_of_the_sum_of_all_losses() {
+fn backward_matches_finite_differences() {
     for grid in [&[1][..], &[2], &[3], &[2, 2]] {
         for set in subsets(grid.len()) {
             let group = size_along(grid, &set);
@@ -259,8 +262,8 @@ fn backward_is_the_derivative_of_the_sum_of_all_losses() {
     }
 }
 
-/// Losses are the sum of weight × sin(y); where the result is one value that all hold, it is
-/// counted once.
+/// Compares gradients with central differences. Losses are the sum of weight × sin(y); a result
+/// that all replicas share is counted once.
 fn check_gradient(grid: &[usize], step: &Step) {
     let counted_once = matches!(step.op, Op::Psum | Op::Pmean);
     let seats = seats(grid, &step.set);
@@ -268,8 +271,8 @@ fn check_gradient(grid: &[usize], step: &Step) {
     let weights_of = {
         let (seats, seed) = (seats.clone(), step.seed);
         move |slot: usize, shape: &[usize]| {
-            let label = if counted_once { seats[slot].0[0] } else { slot };
-            let mut random = Random(Seed::new(seed).derive(1_000), label as u64 * 1_000);
+            let owner = if counted_once { seats[slot].0[0] } else { slot };
+            let mut random = Random(Seed::new(seed).derive(1_000), owner as u64 * 1_000);
             Array::from_fn(shape, |_| random.unit())
         }
     };
@@ -295,7 +298,7 @@ fn check_gradient(grid: &[usize], step: &Step) {
     });
     for (slot, (of_replica, expected)) in gradients.iter().zip(expected).enumerate() {
         close(
-            &Array::of(&of_replica[0]).items,
+            &Array::from_tensor(&of_replica[0]).items,
             &expected,
             1e-6,
             &format!("{step:?} on {slot} of {grid:?}"),
@@ -310,21 +313,22 @@ fn central_differences(
 ) -> Vec<f64> {
     let step = 1e-5;
     let len = inputs[slot].items.len();
-    let derivative = |item: usize| {
-        let mut at = |offset: f64| {
-            let before = inputs[slot].items[item];
-            inputs[slot].items[item] = before + offset;
+    let mut derivatives = Vec::with_capacity(len);
+    for item in 0..len {
+        let mut loss_at = |offset: f64| {
+            let original = inputs[slot].items[item];
+            inputs[slot].items[item] = original + offset;
             let value = objective(inputs);
-            inputs[slot].items[item] = before;
+            inputs[slot].items[item] = original;
             value
         };
-        (at(step) - at(-step)) / (2.0 * step)
-    };
-    (0..len).map(derivative).collect()
+        derivatives.push((loss_at(step) - loss_at(-step)) / (2.0 * step));
+    }
+    derivatives
 }
 
 #[test]
-fn pvary_gives_all_replicas_the_derivative_by_the_variable_they_share() {
+fn pvary_sums_gradients_of_shared_variable() {
     for grid in [&[1][..], &[3], &[2, 2]] {
         for set in subsets(grid.len()) {
             let seats = seats(grid, &set);
@@ -333,9 +337,9 @@ fn pvary_gives_all_replicas_the_derivative_by_the_variable_they_share() {
             let derivative = |slot: usize| {
                 x.items.iter().map(move |x| (slot + 1) as f64 * ((slot + 1) as f64 * x).cos())
             };
-            let (var, along) = (Var::from_tensor(&x.tensor(DType::F64)).unwrap(), set.clone());
+            let (var, axis_set) = (Var::from_tensor(&x.tensor(DType::F64)).unwrap(), set.clone());
             let gradients = on(&mesh(grid), move |ctx| {
-                let y = (ctx.pvary(&var, axes(&along))? * (ctx.slot() + 1) as f64)?;
+                let y = (ctx.pvary(&var, axes(&axis_set))? * (ctx.slot() + 1) as f64)?;
                 Ok(vec![gradient(&y.sin()?.sum_all()?, &var)?])
             });
             for (slot, of_replica) in gradients.iter().enumerate() {
@@ -347,7 +351,7 @@ fn pvary_gives_all_replicas_the_derivative_by_the_variable_they_share() {
                         .for_each(|(sum, term)| *sum += term);
                 }
                 close(
-                    &Array::of(&of_replica[0]).items,
+                    &Array::from_tensor(&of_replica[0]).items,
                     &expected,
                     1e-12,
                     &format!("{set:?} of {grid:?}"),
@@ -358,7 +362,7 @@ fn pvary_gives_all_replicas_the_derivative_by_the_variable_they_share() {
 }
 
 #[test]
-fn large_gradients_are_summed_in_rank_order_too() {
+fn large_gradients_are_in_rank_order() {
     let (terms, len) = ([1e8_f32, 1.0, -1e8, 1.0], 20_001);
     let var = Var::ones(len, DType::F32, &Device::Cpu).unwrap();
     let gradients = on(&DeviceMesh::cpu(4).unwrap(), move |ctx| {
@@ -366,12 +370,15 @@ fn large_gradients_are_summed_in_rank_order_too() {
         Ok(vec![gradient(&loss, &var)?])
     });
     for of_replica in gradients {
-        assert!(Array::of(&of_replica[0]).same(&Array { shape: vec![len], items: vec![1.0; len] }));
+        assert!(
+            Array::from_tensor(&of_replica[0])
+                .same(&Array { shape: vec![len], items: vec![1.0; len] })
+        );
     }
 }
 
 #[test]
-fn large_uneven_gather_returns_each_rank_its_gradient() {
+fn uneven_gather_scatters_its_gradient() {
     // Above 16 KiB each rank sums its own rows.
     let gradients = on(&DeviceMesh::cpu(2).unwrap(), |ctx| {
         let var = Var::zeros((3 - ctx.slot(), 4096), DType::F32, &Device::Cpu)?;
@@ -382,14 +389,14 @@ fn large_uneven_gather_returns_each_rank_its_gradient() {
     for (slot, of_replica) in gradients.iter().enumerate() {
         let expected = |index: &[usize]| (2 * (3 * slot + index[0] + 1)) as f64;
         let expected = Array::from_fn(&[3 - slot, 4096], expected);
-        assert!(Array::of(&of_replica[0]).same(&expected), "{slot}");
+        assert!(Array::from_tensor(&of_replica[0]).same(&expected), "{slot}");
     }
 }
 
 #[test]
-fn a_two_layer_perceptron_split_as_in_megatron_has_the_gradients_of_the_whole() {
-    let random = |label: u64, shape: &[usize]| {
-        let mut random = Random(Seed::new(77), label * 10_000);
+fn megatron_split_matches_full_gradients() {
+    let random = |seed: u64, shape: &[usize]| {
+        let mut random = Random(Seed::new(77), seed * 10_000);
         Var::from_tensor(&Array::from_fn(shape, |_| random.unit()).tensor(DType::F64)).unwrap()
     };
     let (x, up, down) = (random(1, &[3, 4]), random(2, &[4, 8]), random(3, &[8, 4]));
@@ -398,7 +405,7 @@ fn a_two_layer_perceptron_split_as_in_megatron_has_the_gradients_of_the_whole() 
     let whole = {
         let y = x.matmul(&up).unwrap().gelu().unwrap().matmul(&down).unwrap();
         let gradients = loss(&y, &target).unwrap().backward().unwrap();
-        [&x, &up, &down].map(|var| Array::of(gradients.get(var).unwrap()))
+        [&x, &up, &down].map(|var| Array::from_tensor(gradients.get(var).unwrap()))
     };
     for (grid, axis) in
         [(&[1][..], "a"), (&[2], "a"), (&[4], "a"), (&[2, 2], "b"), (&[2, 2, 2], "c")]
@@ -413,25 +420,34 @@ fn a_two_layer_perceptron_split_as_in_megatron_has_the_gradients_of_the_whole() 
             let hidden = ctx.pvary(&x, axis)?.matmul(&up)?.gelu()?;
             let y = ctx.psum(&hidden.matmul(&down)?, axis)?;
             let gradients = loss(&y, &target)?.backward()?;
-            let of = |var: &Var| {
+            let gradient_of = |var: &Var| {
                 gradients.get(var).cloned().ok_or_else(|| candle_core::Error::msg("no gradient"))
             };
-            let (of_up, of_down) = (of(&up)?.detach(), of(&down)?.detach());
-            Ok(vec![of(&x)?, ctx.all_gather(&of_up, 1, axis)?, ctx.all_gather(&of_down, 0, axis)?])
+            let (of_up, of_down) = (gradient_of(&up)?.detach(), gradient_of(&down)?.detach());
+            Ok(vec![
+                gradient_of(&x)?,
+                ctx.all_gather(&of_up, 1, axis)?,
+                ctx.all_gather(&of_down, 0, axis)?,
+            ])
         });
         for of_replica in &gradients {
             for (found, expected) in of_replica.iter().zip(&whole) {
                 assert_eq!(found.dims(), expected.shape);
-                close(&Array::of(found).items, &expected.items, 1e-12, &format!("{grid:?}"));
+                close(
+                    &Array::from_tensor(found).items,
+                    &expected.items,
+                    1e-12,
+                    &format!("{grid:?}"),
+                );
             }
         }
     }
 }
 
 #[test]
-fn a_gradient_runs_through_a_chain_of_collectives() {
-    // Fully sharded: the weights are gathered, used on each replica's own input, and the loss is
-    // their sum.
+fn gradient_crosses_several_collectives() {
+    // Fully sharded: the weights are gathered and applied to each replica's input, and the loss is
+    // the sum of the results.
     let weights = Array::from_fn(&[4, 2], |index| (index[0] * 2 + index[1]) as f64 * 0.1);
     let input =
         |slot: usize| Array::from_fn(&[1, 4], |index| (slot * 4 + index[1]) as f64 * 0.2 - 1.0);
@@ -453,8 +469,8 @@ fn a_gradient_runs_through_a_chain_of_collectives() {
     });
     for of_replica in gradients {
         close(
-            &Array::of(&of_replica[0]).items,
-            &Array::of(&serial).items,
+            &Array::from_tensor(&of_replica[0]).items,
+            &Array::from_tensor(&serial).items,
             1e-12,
             "gathered weights",
         );
@@ -462,7 +478,7 @@ fn a_gradient_runs_through_a_chain_of_collectives() {
 }
 
 #[test]
-fn maxima_and_minima_refuse_backward() {
+fn pmax_and_pmin_have_no_gradient() {
     for op in [Op::Pmax, Op::Pmin] {
         let mesh = DeviceMesh::cpu(2).unwrap();
         let call = mesh.pmap(move |ctx, x: Tensor| {
@@ -478,7 +494,7 @@ fn maxima_and_minima_refuse_backward() {
 }
 
 #[test]
-fn results_have_a_gradient_exactly_if_the_argument_has_one() {
+fn result_tracks_gradient_if_argument_does() {
     let tracked = on(&DeviceMesh::cpu(2).unwrap(), |ctx| {
         let var = Var::zeros((2, 2, 2), DType::F32, ctx.device())?;
         for op in every_op(2).into_iter().filter(|op| !matches!(op, Op::Barrier)) {
@@ -499,19 +515,21 @@ fn gradient(loss: &Tensor, var: &Var) -> Result<Tensor> {
     loss.backward()?.remove(var).ok_or_else(|| candle_core::Error::msg("no gradient"))
 }
 
-fn close(found: &[f64], expected: &[f64], tolerance: f64, of: &str) {
-    assert_eq!(found.len(), expected.len(), "{of}");
-    let close = |(a, b): (&f64, &f64)| (a - b).abs() <= tolerance * b.abs().max(1.0);
-    assert!(found.iter().zip(expected).all(close), "{of}: {found:?} for {expected:?}");
+fn close(found: &[f64], expected: &[f64], tolerance: f64, label: &str) {
+    assert_eq!(found.len(), expected.len(), "{label}");
+    assert!(
+        found.iter().zip(expected).all(|(a, b)| (a - b).abs() <= tolerance * b.abs().max(1.0)),
+        "{label}: {found:?} for {expected:?}"
+    );
 }
 
-// What is run and compared.
+// The steps and their comparison.
 
-/// One collective: all replicas of each group along `set` call it.
+/// One collective, called by all replicas of each group along `set`.
 #[derive(Clone, Debug)]
 struct Step {
     op: Op,
-    /// The numbers of the axes.
+    /// The indexes of the axes.
     set: Vec<usize>,
     dtype: DType,
     shape: Vec<usize>,
@@ -519,7 +537,7 @@ struct Step {
     seed: u64,
 }
 
-/// How the items of an argument lie in memory.
+/// The memory layout of an argument.
 #[derive(Clone, Copy, Debug)]
 enum View {
     Plain,
@@ -547,7 +565,7 @@ fn step(op: Op, grid: &[usize], dtype: DType, shape: Vec<usize>) -> Step {
     Step { op, set: (0..grid.len()).collect(), dtype, shape, view: View::Plain, seed }
 }
 
-/// Every kind of collective of three-dimensional tensors in a group of this size.
+/// Returns every kind of collective of three-dimensional tensors in a group of this size.
 fn every_op(group: usize) -> Vec<Op> {
     let shift: Vec<_> = (0..group).map(|n| (n, (n + 1) % group)).collect();
     let halfway = shift[..group / 2].to_vec();
@@ -569,7 +587,7 @@ fn check(grid: &[usize], steps: Vec<Step>) {
     });
 }
 
-/// Runs the steps in one call and compares every replica's results with the model's.
+/// Runs the steps in one call, and compares every replica's results with the model.
 fn check_with(grid: &[usize], steps: Vec<Step>, run: fn(&Replica, &Step) -> Result<Tensor>) {
     let steps = Arc::new(steps);
     let shared = Arc::clone(&steps);
@@ -577,7 +595,7 @@ fn check_with(grid: &[usize], steps: Vec<Step>, run: fn(&Replica, &Step) -> Resu
     for (n, step) in steps.iter().enumerate() {
         for (slot, expected) in step.model(grid, &step.inputs(grid)).iter().enumerate() {
             assert_eq!(found[slot][n].dtype(), step.dtype, "{step:?} on {slot} of {grid:?}");
-            let found = Array::of(&found[slot][n]);
+            let found = Array::from_tensor(&found[slot][n]);
             let head = |array: &Array| {
                 format!("{:?} {:?}", array.shape, array.items.iter().take(12).collect::<Vec<_>>())
             };
@@ -591,7 +609,7 @@ fn check_with(grid: &[usize], steps: Vec<Step>, run: fn(&Replica, &Step) -> Resu
     }
 }
 
-/// What `f` returns on each replica.
+/// Returns the results of `f` on each replica.
 fn on(
     mesh: &DeviceMesh,
     f: impl Fn(&Replica) -> Result<Vec<Tensor>> + Send + Sync + 'static,
@@ -628,7 +646,7 @@ fn size_along(grid: &[usize], set: &[usize]) -> usize {
     set.iter().map(|&axis| grid[axis]).product()
 }
 
-/// For each slot the members of its group, and its rank among them.
+/// Returns the group of each slot, and the slot's rank in it.
 fn seats(grid: &[usize], set: &[usize]) -> Vec<(Vec<usize>, usize)> {
     let coordinate =
         |slot: usize, axis: usize| slot / grid[axis + 1..].iter().product::<usize>() % grid[axis];
@@ -637,12 +655,15 @@ fn seats(grid: &[usize], set: &[usize]) -> Vec<(Vec<usize>, usize)> {
         (0..grid.len())
             .all(|axis| set.contains(&axis) || coordinate(left, axis) == coordinate(right, axis))
     };
-    let found = |slot: usize| {
-        let members: Vec<usize> = slots.clone().filter(|&other| together(slot, other)).collect();
-        let rank = members.iter().position(|&member| member == slot).unwrap();
-        (members, rank)
-    };
-    slots.clone().map(found).collect()
+    slots
+        .clone()
+        .map(|slot: usize| {
+            let members: Vec<usize> =
+                slots.clone().filter(|&other| together(slot, other)).collect();
+            let rank = members.iter().position(|&member| member == slot).unwrap();
+            (members, rank)
+        })
+        .collect()
 }
 
 impl View {
@@ -650,7 +671,7 @@ impl View {
         [Self::Plain, Self::Transposed, Self::Narrowed][(n % 3) as usize]
     }
 
-    fn of(self, x: &Tensor) -> Result<Tensor> {
+    fn apply(self, x: &Tensor) -> Result<Tensor> {
         match self {
             Self::Transposed if x.rank() > 1 => {
                 x.transpose(0, D::Minus1)?.contiguous()?.transpose(0, D::Minus1)
@@ -669,7 +690,7 @@ impl View {
 }
 
 impl Step {
-    /// Of what replica `slot` brings; sizes differ where they may.
+    /// Returns the argument of replica `slot`; sizes differ where they may.
     fn input(&self, slot: usize) -> Array {
         let mut shape = self.shape.clone();
         if let Op::AllGather(dim) = self.op {
@@ -684,17 +705,19 @@ impl Step {
     }
 
     fn tensor(&self, slot: usize) -> Tensor {
-        self.view.of(&self.input(slot).tensor(self.dtype)).unwrap()
+        self.view.apply(&self.input(slot).tensor(self.dtype)).unwrap()
     }
 
-    /// What each replica gets.
+    /// Returns the expected result of each replica.
     fn model(&self, grid: &[usize], inputs: &[Array]) -> Vec<Array> {
         let seats = seats(grid, &self.set);
-        let of = |(members, rank): &(Vec<usize>, usize)| {
-            let passed: Vec<&Array> = members.iter().map(|&member| &inputs[member]).collect();
-            self.op.model(&passed, *rank, self.dtype)
-        };
-        seats.iter().map(of).collect()
+        seats
+            .iter()
+            .map(|(members, rank)| {
+                let passed: Vec<&Array> = members.iter().map(|&member| &inputs[member]).collect();
+                self.op.model(&passed, *rank, self.dtype)
+            })
+            .collect()
     }
 }
 
@@ -703,13 +726,13 @@ impl Op {
         dtype.is_float() || !matches!(self, Self::Pmean)
     }
 
-    /// Whether the derivative of the sum of all losses is this operation's own; pvary's is that of
-    /// a shared argument.
+    /// Returns true if the gradient is the derivative of the sum of all losses. For `pvary` it is
+    /// the derivative by a shared argument.
     fn has_gradient(&self) -> bool {
         !matches!(self, Self::Pmax | Self::Pmin | Self::Pvary | Self::Barrier)
     }
 
-    /// Whether its result is another tensor than its argument.
+    /// Returns true if the result is a new tensor.
     fn communicates(&self) -> bool {
         !matches!(self, Self::Pvary | Self::Barrier)
     }
@@ -730,14 +753,16 @@ impl Op {
         }
     }
 
-    /// What the member of rank `rank` gets if the members of its group pass this.
+    /// Returns the expected result of rank `rank`, given the arguments of its group.
     fn model(&self, passed: &[&Array], rank: usize, dtype: DType) -> Array {
         let (mine, size) = (passed[rank], passed.len());
-        let fold = |combine: &dyn Fn(f64, f64) -> f64, finish: &dyn Fn(f64) -> f64| {
-            let item = |n: usize| {
-                finish(passed.iter().map(|array| array.items[n]).reduce(combine).unwrap())
-            };
-            Array { shape: mine.shape.clone(), items: (0..mine.items.len()).map(item).collect() }
+        let fold = |combine: &dyn Fn(f64, f64) -> f64, finish: &dyn Fn(f64) -> f64| Array {
+            shape: mine.shape.clone(),
+            items: (0..mine.items.len())
+                .map(|n: usize| {
+                    finish(passed.iter().map(|array| array.items[n]).reduce(combine).unwrap())
+                })
+                .collect(),
         };
         let sum = || fold(&|sum, next| add(dtype, sum, next), &|sum| round(dtype, sum));
         match self {
@@ -764,7 +789,7 @@ impl Op {
     }
 }
 
-/// A tensor of the model, its items in row-major order.
+/// A tensor of the model: items in row-major order.
 #[derive(Clone, Debug)]
 struct Array {
     shape: Vec<usize>,
@@ -786,7 +811,7 @@ impl Array {
         Self { shape: shape.to_vec(), items }
     }
 
-    fn of(tensor: &Tensor) -> Self {
+    fn from_tensor(tensor: &Tensor) -> Self {
         let items = tensor.to_dtype(DType::F64).and_then(|tensor| tensor.flatten_all()?.to_vec1());
         Self { shape: tensor.dims().to_vec(), items: items.unwrap() }
     }
@@ -796,12 +821,12 @@ impl Array {
         tensor.and_then(|tensor| tensor.to_dtype(dtype)).unwrap()
     }
 
-    fn at(&self, index: &[usize]) -> f64 {
+    fn item(&self, index: &[usize]) -> f64 {
         self.items
             [index.iter().zip(&self.shape).fold(0, |offset, (index, size)| offset * size + index)]
     }
 
-    /// Part number `part` of `parts` equal ones.
+    /// Returns part number `part` of `parts` equal ones.
     fn part(&self, dim: usize, part: usize, parts: usize) -> Self {
         let mut shape = self.shape.clone();
         shape[dim] /= parts;
@@ -809,11 +834,11 @@ impl Array {
         Self::from_fn(&shape, |index| {
             let mut index = index.to_vec();
             index[dim] += start;
-            self.at(&index)
+            self.item(&index)
         })
     }
 
-    /// Equal to the bit.
+    /// Returns true if both are equal to the bit.
     fn same(&self, other: &Self) -> bool {
         let bits = |array: &Self| array.items.iter().map(|item| item.to_bits()).collect::<Vec<_>>();
         self.shape == other.shape && bits(self) == bits(other)
@@ -829,7 +854,7 @@ fn gathered(arrays: &[&Array], dim: usize) -> Array {
             index[dim] -= arrays[from].shape[dim];
             from += 1;
         }
-        arrays[from].at(&index)
+        arrays[from].item(&index)
     })
 }
 
@@ -837,7 +862,7 @@ fn axis_of(dim: isize, rank: usize) -> usize {
     dim.rem_euclid(rank as isize) as usize
 }
 
-/// The next sum, in the type in which sums of `dtype` are kept.
+/// Returns the next partial sum, in the type of the sums of `dtype`.
 fn add(dtype: DType, sum: f64, next: f64) -> f64 {
     match dtype {
         DType::F32 | DType::BF16 | DType::F16 => f64::from(sum as f32 + next as f32),
@@ -862,7 +887,7 @@ fn round(dtype: DType, x: f64) -> f64 {
     }
 }
 
-/// A stream of numbers that depends on its seed alone.
+/// A stream of numbers that depends only on its seed.
 struct Random(Seed, u64);
 
 impl Random {
@@ -871,31 +896,31 @@ impl Random {
         self.0.derive(self.1).as_u64()
     }
 
-    fn below(&mut self, end: usize) -> usize {
+    fn less_than(&mut self, end: usize) -> usize {
         (self.word() % end as u64) as usize
     }
 
-    /// From -1 to 1.
+    /// Returns a number from -1 to 1.
     fn unit(&mut self) -> f64 {
         (self.word() >> 11) as f64 / (1_u64 << 52) as f64 - 1.0
     }
 
-    /// A value of `dtype`: floats of many magnitudes, so that the order of a sum matters; integers
-    /// that wrap, where the model can.
+    /// Returns a value of `dtype`: floats of many magnitudes, so that the order of a sum matters,
+    /// and integers that wrap, where the model supports it.
     fn value(&mut self, dtype: DType) -> f64 {
         match dtype {
-            DType::U8 => self.below(256) as f64,
-            DType::U32 => self.below(1 << 32) as f64,
-            DType::I64 => self.below(1 << 49) as f64 - (1_u64 << 48) as f64,
+            DType::U8 => self.less_than(256) as f64,
+            DType::U32 => self.less_than(1 << 32) as f64,
+            DType::I64 => self.less_than(1 << 49) as f64 - (1_u64 << 48) as f64,
             _ => {
-                let magnitude = 2_f64.powi(self.below(12) as i32 - 6);
+                let magnitude = 2_f64.powi(self.less_than(12) as i32 - 6);
                 round(dtype, self.unit() * magnitude)
             }
         }
     }
 
-    fn pick<T: Clone>(&mut self, among: &[T]) -> T {
-        among[self.below(among.len())].clone()
+    fn pick<T: Clone>(&mut self, choices: &[T]) -> T {
+        choices[self.less_than(choices.len())].clone()
     }
 
     fn step(&mut self, grid: &[usize]) -> Step {
@@ -905,18 +930,18 @@ impl Random {
         let ops: Vec<Op> = every_op(group).into_iter().filter(|op| op.takes(dtype)).collect();
         let op = match self.pick(&ops) {
             Op::Ppermute(_) => Op::Ppermute(self.pairs(group)),
-            Op::Broadcast(_) => Op::Broadcast(self.below(group)),
+            Op::Broadcast(_) => Op::Broadcast(self.less_than(group)),
             other => other,
         };
-        let [first, middle, last]: [usize; 3] = array::from_fn(|_| 1 + self.below(2));
+        let [first, middle, last]: [usize; 3] = array::from_fn(|_| 1 + self.less_than(2));
         let shape = vec![first * group, middle, last * group];
         Step { op, set, dtype, shape, view: View::nth(self.word()), seed: self.word() }
     }
 
-    /// Some pairs of a random permutation.
+    /// Returns some pairs of a random permutation.
     fn pairs(&mut self, group: usize) -> Vec<(usize, usize)> {
         let mut to: Vec<usize> = (0..group).collect();
-        (1..group).for_each(|n| to.swap(n, self.below(n + 1)));
-        to.into_iter().enumerate().filter(|_| self.below(4) > 0).collect()
+        (1..group).for_each(|n| to.swap(n, self.less_than(n + 1)));
+        to.into_iter().enumerate().filter(|_| self.less_than(4) > 0).collect()
     }
 }

@@ -1,4 +1,5 @@
-//! What the random cases are made of: a generator that leaves something out proves nothing about it.
+//! Counts of the random cases' features: a generator that never produces a feature proves nothing
+//! about it.
 
 use std::collections::BTreeMap;
 
@@ -6,12 +7,12 @@ use crate::differential::{
     faults::Scenario,
     gradients::{Chain, Link},
     op::Op,
-    program::{Numbers, Program, Step},
+    pending::{Job, Kind, LARGE_BYTES},
+    program::{Program, Step},
     reference::Outcome,
-    underway::{Job, Kind, LARGE_BYTES},
 };
 
-/// How often each thing occurred.
+/// The number of occurrences of each feature.
 #[derive(Debug, Default)]
 pub(crate) struct Coverage(BTreeMap<String, usize>);
 
@@ -35,11 +36,11 @@ impl Coverage {
     }
 
     fn note_op(&mut self, op: &Op) {
-        // The name of the variant, without its fields.
+        // Use the name of the variant, without its fields.
         self.note(format!("{op:?}").split(' ').next().unwrap());
     }
 
-    /// Panics unless each of these has occurred `fewest` times.
+    /// Panics unless each of these features has occurred `fewest` times.
     pub(crate) fn assert_each<'a>(&self, fewest: usize, things: impl IntoIterator<Item = &'a str>) {
         let rare: Vec<&str> = things
             .into_iter()
@@ -95,10 +96,15 @@ impl Coverage {
             Kind::Reduce(runs) => ("Reduce", Some(runs)),
         };
         self.note(format!("{how} {name}"));
-        let bytes = |numbers: &Numbers| {
-            numbers.shape.iter().product::<usize>() * numbers.dtype.size_in_bytes()
-        };
-        if runs.is_some_and(|runs| runs.tensors.iter().map(bytes).sum::<usize>() > LARGE_BYTES) {
+        if runs.is_some_and(|runs| {
+            runs.tensors
+                .iter()
+                .map(|numbers| {
+                    numbers.shape.iter().product::<usize>() * numbers.dtype.size_in_bytes()
+                })
+                .sum::<usize>()
+                > LARGE_BYTES
+        }) {
             self.note(format!("large {name}"));
         }
     }

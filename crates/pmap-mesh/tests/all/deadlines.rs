@@ -1,4 +1,4 @@
-//! What becomes of a call, and of the mesh, when a replica does not come back in time.
+//! Calls, and their mesh, after a replica has missed the deadline.
 
 use std::{
     env,
@@ -19,13 +19,13 @@ use pmap_mesh::{ALL, CollectiveError, DeviceMesh, Error, Replica, ReplicaError};
 const DEADLINE: Duration = Duration::from_millis(20);
 
 #[test]
-fn a_call_returns_without_a_replica_that_others_wait_for_in_a_collective() {
+fn call_times_out_in_a_collective() {
     let mesh = mesh();
     let gate = Gate::default();
     let error = stuck_call(&mesh, &gate, |ctx| ctx.barrier(ALL));
     assert!(
-        matches!(&error, Error::Collective(CollectiveError::Deadline { slot: 0, missing, call, after })
-            if missing[..] == [1] && call.to_string().starts_with("barrier") && *after == DEADLINE),
+        matches!(&error, Error::Collective(CollectiveError::Deadline { slot: 0, missing, call, limit })
+            if missing[..] == [1] && call.to_string().starts_with("barrier") && *limit == DEADLINE),
         "{error}"
     );
     gate.open();
@@ -33,7 +33,7 @@ fn a_call_returns_without_a_replica_that_others_wait_for_in_a_collective() {
 }
 
 #[test]
-fn a_call_returns_without_a_replica_when_the_others_have_returned() {
+fn call_times_out_after_others_return() {
     let mesh = mesh();
     let gate = Gate::default();
     let error = stuck_call(&mesh, &gate, |_| Ok(()));
@@ -51,7 +51,7 @@ fn a_call_returns_without_a_replica_when_the_others_have_returned() {
 }
 
 #[test]
-fn a_call_that_failed_returns_its_failure_without_the_replica_that_runs_on() {
+fn failed_call_returns_despite_stuck_replica() {
     let mesh = mesh();
     let gate = Gate::default();
     let error = stuck_call(&mesh, &gate, |_| bail!("out of data"));
@@ -61,7 +61,7 @@ fn a_call_that_failed_returns_its_failure_without_the_replica_that_runs_on() {
 }
 
 #[test]
-fn calls_are_refused_with_slot_and_line_until_the_replica_returns() {
+fn stuck_slot_rejects_calls_until_return() {
     let mesh = mesh();
     let gate = Gate::default();
     let closed = gate.clone();
@@ -93,8 +93,8 @@ fn calls_are_refused_with_slot_and_line_until_the_replica_returns() {
 }
 
 #[test]
-fn a_call_that_is_queued_behind_a_stuck_one_is_refused_and_does_not_begin() {
-    let (mesh, gate, line) = stuck_in_the_background();
+fn queued_call_is_rejected_before_start() {
+    let (mesh, gate, line) = stuck_in_background();
     let slots = Arc::new(Mutex::new(Vec::new()));
     let noted = Arc::clone(&slots);
     let queued = mesh.pmap(move |ctx, ()| {
@@ -108,17 +108,22 @@ fn a_call_that_is_queued_behind_a_stuck_one_is_refused_and_does_not_begin() {
 }
 
 #[test]
-fn a_scoped_call_that_is_queued_behind_a_stuck_one_is_refused_and_borrows_no_longer() {
+fn queued_scoped_call_ends_its_borrow() {
     let waits_for_the_others: [fn(&Replica) -> Result<()>; 2] =
         [|_| Ok(()), |ctx| ctx.barrier(ALL)];
     for of_slot_0 in waits_for_the_others {
-        let (mesh, gate, line) = stuck_in_the_background();
+        let (mesh, gate, line) = stuck_in_background();
         let slots = Mutex::new(Vec::new());
-        let queued = |ctx: &Replica, ()| {
-            slots.lock().unwrap().push(ctx.slot());
-            of_slot_0(ctx)
-        };
-        assert_busy(&mesh.pmap_scoped(queued).call(()).unwrap_err(), line);
+        assert_busy(
+            &mesh
+                .pmap_scoped(|ctx: &Replica, ()| {
+                    slots.lock().unwrap().push(ctx.slot());
+                    of_slot_0(ctx)
+                })
+                .call(())
+                .unwrap_err(),
+            line,
+        );
         assert_eq!(slots.into_inner().unwrap(), [0]);
         gate.open();
         works_again(&mesh);
@@ -126,8 +131,8 @@ fn a_scoped_call_that_is_queued_behind_a_stuck_one_is_refused_and_borrows_no_lon
 }
 
 #[test]
-fn a_queued_call_that_fails_where_it_has_begun_returns_its_own_failure() {
-    let (mesh, gate, _) = stuck_in_the_background();
+fn queued_call_returns_its_own_failure() {
+    let (mesh, gate, _) = stuck_in_background();
     let reason = String::from("out of data");
     let error = mesh.pmap_scoped(|_, ()| -> Result<()> { bail!("{reason}") }).call(()).unwrap_err();
     assert!(matches!(&error, Error::Replica(ReplicaError::Failed { slot: 0, .. })), "{error}");
@@ -135,9 +140,9 @@ fn a_queued_call_that_fails_where_it_has_begun_returns_its_own_failure() {
     works_again(&mesh);
 }
 
-/// A mesh on which slot 1 is busy with a call that has not missed its deadline yet, made at the
-/// line that is returned.
-fn stuck_in_the_background() -> (DeviceMesh, Gate, u32) {
+/// Returns a mesh with slot 1 in a call that has not missed its deadline yet, and the line of that
+/// call.
+fn stuck_in_background() -> (DeviceMesh, Gate, u32) {
     let mesh = DeviceMesh::builder().axis("a", 2).deadline(Duration::from_secs(1)).cpu().unwrap();
     let gate = Gate::default();
     let (begun, has_begun) = mpsc::channel();
@@ -157,7 +162,7 @@ fn stuck_in_the_background() -> (DeviceMesh, Gate, u32) {
     (mesh, gate, line)
 }
 
-/// Slot 1 is busy with the call made at this line.
+/// Asserts that the error names slot 1 and the call at this line.
 #[track_caller]
 fn assert_busy(error: &Error, line: u32) {
     assert!(
@@ -168,7 +173,7 @@ fn assert_busy(error: &Error, line: u32) {
 }
 
 #[test]
-fn a_mesh_with_a_stuck_slot_can_be_dropped_and_its_thread_ends_with_its_replica() {
+fn dropped_mesh_leaves_stuck_thread_running() {
     let gate = Gate::default();
     let (ended, has_ended) = mpsc::channel();
     {
@@ -189,7 +194,7 @@ fn a_mesh_with_a_stuck_slot_can_be_dropped_and_its_thread_ends_with_its_replica(
 }
 
 #[test]
-fn without_others_that_wait_for_it_a_replica_may_take_its_time() {
+fn lone_slow_replicas_have_no_deadline() {
     let mesh = DeviceMesh::builder().axis("a", 1).deadline(Duration::ZERO).cpu().unwrap();
     let gate = Gate::default();
     let closed = gate.clone();
@@ -198,27 +203,28 @@ fn without_others_that_wait_for_it_a_replica_may_take_its_time() {
         Ok(())
     });
     let caller = thread::spawn(move || slow.call(()));
-    gate.wait_for_visitor();
+    gate.wait_for_arrival();
     gate.open();
     caller.join().unwrap().unwrap();
 }
 
 #[test]
-fn a_scoped_function_borrows_and_the_borrow_ends_with_it() {
+fn scoped_borrow_ends_with_the_call() {
     let mesh = patient_mesh();
     for round in 0..100 {
         let mut sums = [0, 0].map(Mutex::new);
-        let add = |ctx: &Replica, ()| {
+        mesh.pmap_scoped(|ctx: &Replica, ()| {
             *sums[ctx.slot()].lock().unwrap() += round;
             ctx.barrier(ALL)
-        };
-        mesh.pmap_scoped(add).call(()).unwrap();
+        })
+        .call(())
+        .unwrap();
         assert_eq!(sums.each_mut().map(|sum| *sum.get_mut().unwrap()), [round; 2]);
     }
 }
 
 #[test]
-fn a_scoped_function_that_fails_or_panics_leaves_the_mesh_usable() {
+fn failed_scoped_call_leaves_mesh_usable() {
     let mesh = patient_mesh();
     let reason = String::from("not today");
     let failed = mesh.pmap_scoped(|_, ()| -> Result<()> { bail!("{reason}") }).call(());
@@ -233,13 +239,13 @@ fn stuck_scoped_call_ends_the_process() {
     const CHILD: &str = "PMAP_MESH_TEST_STUCK";
     if env::var_os(CHILD).is_some() {
         let gate = Gate::default();
-        let late = |ctx: &Replica, ()| {
+        let stuck = mesh().pmap_scoped(|ctx, ()| {
             if ctx.slot() == 1 {
                 gate.pass();
             }
             ctx.barrier(ALL)
-        };
-        drop(mesh().pmap_scoped(late).call(()));
+        });
+        drop(stuck.call(()));
         unreachable!("the process has ended");
     }
     let name = "deadlines::stuck_scoped_call_ends_the_process";
@@ -249,10 +255,10 @@ fn stuck_scoped_call_ends_the_process() {
     assert_eq!(child.status.code(), Some(1), "{stderr}");
     let line = stderr.lines().find(|line| line.starts_with("replica 0 waited for more than 20ms"));
     let line = line.unwrap_or_else(|| panic!("{stderr}"));
-    assert!(line.contains("replica 1 did not come; the process ends"), "{line}");
+    assert!(line.contains("replica 1 did not arrive; the process ends"), "{line}");
 }
 
-/// Something that is waited for until it is opened.
+/// A gate that blocks until it is opened.
 #[derive(Clone, Default)]
 struct Gate(Arc<(Mutex<bool>, Condvar, AtomicUsize)>);
 
@@ -268,7 +274,7 @@ impl Gate {
         self.0.1.notify_all();
     }
 
-    fn wait_for_visitor(&self) {
+    fn wait_for_arrival(&self) {
         while self.0.2.load(Ordering::SeqCst) == 0 {
             thread::yield_now();
         }
@@ -279,12 +285,12 @@ fn mesh() -> DeviceMesh {
     DeviceMesh::builder().axis("a", 2).deadline(DEADLINE).cpu().unwrap()
 }
 
-/// One whose deadline passes on no machine, however busy.
+/// Returns a mesh with a deadline that passes on no machine, however busy.
 fn patient_mesh() -> DeviceMesh {
     DeviceMesh::builder().axis("a", 2).deadline(Duration::from_mins(10)).cpu().unwrap()
 }
 
-/// The error of a call whose replica 1 waits at a closed gate.
+/// Returns the error of a call with replica 1 blocked at a closed gate.
 #[track_caller]
 fn stuck_call(
     mesh: &DeviceMesh,
@@ -302,7 +308,7 @@ fn stuck_call(
     late.call(()).unwrap_err()
 }
 
-/// Waits until the mesh takes calls, which it may refuse as long as a replica is on its way back.
+/// Waits until the mesh accepts calls again.
 fn works_again(mesh: &DeviceMesh) {
     let barrier = mesh.pmap(|ctx, ()| ctx.barrier(ALL));
     loop {

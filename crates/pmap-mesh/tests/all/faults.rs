@@ -1,5 +1,5 @@
-//! What replicas that disagree, fail or disappear do to a call: it ends, says why, and the mesh
-//! lives on.
+//! Replicas that disagree, fail or disappear: the call ends with the reason, and the mesh can be
+//! used again.
 
 use std::{
     panic::resume_unwind,
@@ -15,11 +15,11 @@ use std::{
 use candle_core::{CpuStorage, CustomOp1, DType, Device, Layout, Result, Shape, Tensor, Var, bail};
 use pmap_mesh::{ALL, CollectiveError, DeviceMesh, Error, MeshError, Replica, ReplicaError};
 
-/// How often a fault is tried: replicas arrive in another order each time.
+/// The number of runs of each fault, since replicas arrive in a different order each time.
 const ROUNDS: usize = 20;
 
 #[test]
-fn calls_that_do_not_agree_are_named_with_their_places() {
+fn mismatch_names_both_calls_and_lines() {
     type Call = fn(&Replica, &Tensor) -> Result<Tensor>;
     let cases: [(Call, Call, [&str; 2]); 13] = [
         (|ctx, x| ctx.psum(x, ALL), |ctx, x| ctx.pmax(x, ALL), ["psum", "pmax"]),
@@ -50,7 +50,7 @@ fn calls_that_do_not_agree_are_named_with_their_places() {
             |ctx, x| ctx.all_to_all(x, 1, 0, ALL),
             ["all_to_all"; 2],
         ),
-        (|ctx, x| ctx.psum(x, ALL), backward_of_pvary, ["psum", "pvary"]),
+        (|ctx, x| ctx.psum(x, ALL), psum_through_pvary, ["psum", "pvary"]),
     ];
     let mesh = DeviceMesh::cpu(2).unwrap();
     for (first, second, names) in cases {
@@ -79,7 +79,7 @@ fn calls_that_do_not_agree_are_named_with_their_places() {
     }
 }
 
-fn backward_of_pvary(ctx: &Replica, x: &Tensor) -> Result<Tensor> {
+fn psum_through_pvary(ctx: &Replica, x: &Tensor) -> Result<Tensor> {
     let x = Var::from_tensor(x)?;
     ctx.pvary(&x, ALL)?
         .sum_all()?
@@ -88,7 +88,7 @@ fn backward_of_pvary(ctx: &Replica, x: &Tensor) -> Result<Tensor> {
         .ok_or_else(|| candle_core::Error::msg("no gradient"))
 }
 
-/// This file from the place on that the text of a call names.
+/// Returns the source of this file from the line that the text of a call names.
 fn source_of(call: &str) -> &'static str {
     let (_, place) = call.split_once("faults.rs:").unwrap();
     let (line, column) = place.split_once(':').unwrap();
@@ -97,7 +97,7 @@ fn source_of(call: &str) -> &'static str {
 }
 
 #[test]
-fn a_replica_that_returns_early_is_named_to_those_who_wait_for_it() {
+fn early_return_is_reported_to_waiting_replicas() {
     let row = DeviceMesh::cpu(3).unwrap();
     let grid = grid();
     for _ in 0..ROUNDS {
@@ -136,9 +136,9 @@ fn a_replica_that_returns_early_is_named_to_those_who_wait_for_it() {
 }
 
 #[test]
-fn groups_need_not_call_equally_often() {
+fn groups_may_differ_in_call_counts() {
     let (mesh, rounds) = (grid(), 0..ROUNDS);
-    watched(move || {
+    with_time_limit(move || {
         for _ in rounds {
             let sums = mesh.pmap(|ctx, x: Tensor| {
                 let calls = if ctx.axis_index("a")? == 0 { 1 } else { 20 };
@@ -155,7 +155,7 @@ fn groups_need_not_call_equally_often() {
 }
 
 #[test]
-fn an_error_is_its_replica_s_and_the_others_are_released() {
+fn error_is_reported_and_peers_return() {
     let mesh = DeviceMesh::cpu(3).unwrap();
     for failing in 0..3 {
         for len in [2, 20_000] {
@@ -183,7 +183,7 @@ fn an_error_is_its_replica_s_and_the_others_are_released() {
 }
 
 #[test]
-fn a_panic_is_its_replica_s_and_the_others_are_released() {
+fn panic_is_reported_and_peers_return() {
     let mesh = DeviceMesh::cpu(3).unwrap();
     for failing in 0..3 {
         let error = failure(&mesh, move |ctx| {
@@ -196,7 +196,7 @@ fn a_panic_is_its_replica_s_and_the_others_are_released() {
     }
 }
 
-/// What panics again when it is dropped.
+/// A panic payload that panics again when it is dropped.
 struct Stubborn;
 
 impl Drop for Stubborn {
@@ -206,7 +206,7 @@ impl Drop for Stubborn {
 }
 
 #[test]
-fn a_panic_whose_payload_panics_when_it_is_dropped_is_its_replica_s() {
+fn panicking_payload_is_reported() {
     let mesh = DeviceMesh::cpu(2).unwrap();
     let error = failure(&mesh, |ctx| match ctx.slot() {
         1 => std::panic::panic_any(Stubborn),
@@ -216,8 +216,8 @@ fn a_panic_whose_payload_panics_when_it_is_dropped_is_its_replica_s() {
 }
 
 #[test]
-fn an_argument_that_panics_when_it_is_dropped_is_its_replica_s() {
-    /// Panics when a shard of it is dropped on a worker.
+fn panicking_argument_drop_is_reported() {
+    /// An argument with shards that panic when they are dropped on a worker.
     struct Fragile(Tensor);
 
     impl pmap_mesh::TensorTree for Fragile {
@@ -238,7 +238,7 @@ fn an_argument_that_panics_when_it_is_dropped_is_its_replica_s() {
 
     let mesh = DeviceMesh::cpu(2).unwrap();
     let call = mesh.pmap(|_, _: Fragile| Ok(()));
-    let error = watched(move || call.call(Fragile(inputs(2))).unwrap_err());
+    let error = with_time_limit(move || call.call(Fragile(inputs(2))).unwrap_err());
     assert!(
         matches!(&error, Error::Replica(ReplicaError::Panicked { slot: 0, message, .. }) if message == "it breaks"),
         "{error}"
@@ -246,7 +246,7 @@ fn an_argument_that_panics_when_it_is_dropped_is_its_replica_s() {
 }
 
 #[test]
-fn of_several_failures_the_first_replica_s_is_told() {
+fn lowest_failing_slot_is_reported() {
     let mesh = DeviceMesh::cpu(3).unwrap();
     for _ in 0..ROUNDS {
         let error = failure(&mesh, |ctx| match ctx.slot() {
@@ -259,7 +259,7 @@ fn of_several_failures_the_first_replica_s_is_told() {
 }
 
 #[test]
-fn errors_and_panics_inside_backward_release_the_others() {
+fn failures_in_backward_release_peers() {
     let mesh = DeviceMesh::cpu(3).unwrap();
     for panics in [false, true] {
         let error = failure(&mesh, move |ctx| {
@@ -281,7 +281,7 @@ fn errors_and_panics_inside_backward_release_the_others() {
 }
 
 #[test]
-fn an_operation_without_gradient_on_one_replica_releases_the_others() {
+fn missing_gradient_releases_peers() {
     let mesh = DeviceMesh::cpu(3).unwrap();
     let error = failure(&mesh, |ctx| {
         let x = Var::ones(2, DType::F32, ctx.device())?;
@@ -294,7 +294,7 @@ fn an_operation_without_gradient_on_one_replica_releases_the_others() {
     );
 }
 
-/// The identity, until its gradient is wanted.
+/// The identity, with a failing backward.
 struct Broken {
     panics: bool,
 }
@@ -315,10 +315,10 @@ impl CustomOp1 for Broken {
 }
 
 #[test]
-fn groups_that_wait_crosswise_are_told_so() {
+fn crossed_waits_are_a_deadlock() {
     let mesh = grid();
     for _ in 0..ROUNDS {
-        // 0 waits for 2, 2 for 3, 3 for 1, and 1 for 0.
+        // Slot 0 waits for 2, 2 for 3, 3 for 1, and 1 for 0.
         let error = failure(&mesh, |ctx| {
             let (first, second) = if matches!(ctx.slot(), 0 | 3) { ("a", "b") } else { ("b", "a") };
             let sum = ctx.psum(&ones(2)?, first)?;
@@ -336,7 +336,7 @@ fn groups_that_wait_crosswise_are_told_so() {
 }
 
 #[test]
-fn a_group_and_the_whole_mesh_that_wait_for_each_other_are_told_so() {
+fn nested_group_waits_are_a_deadlock() {
     let mesh = grid();
     for _ in 0..ROUNDS {
         let error = failure(&mesh, |ctx| match ctx.slot() {
@@ -351,12 +351,12 @@ fn a_group_and_the_whole_mesh_that_wait_for_each_other_are_told_so() {
 }
 
 #[test]
-fn a_deadline_ends_waiting_for_a_replica_that_is_busy_elsewhere() {
+fn deadline_ends_wait_for_busy_replica() {
     let deadline = Duration::from_millis(20);
     let mesh = DeviceMesh::builder().axis("a", 2).deadline(deadline).cpu().unwrap();
     let (release, released) = mpsc::channel();
     let released = Mutex::new(released);
-    let error = watched(move || {
+    let error = with_time_limit(move || {
         let call = mesh.pmap(move |ctx, _: Tensor| match ctx.slot() {
             0 => {
                 let sum = ctx.psum(&ones(2)?, ALL);
@@ -366,23 +366,23 @@ fn a_deadline_ends_waiting_for_a_replica_that_is_busy_elsewhere() {
             _ => released.lock().unwrap().recv().map_err(candle_core::Error::wrap),
         });
         let error = call.call(inputs(2)).unwrap_err();
-        // What becomes of the mesh is the subject of `deadlines`.
+        // The state of the mesh afterwards is the subject of `deadlines`.
         error
     });
     assert!(
-        matches!(&error, Error::Collective(CollectiveError::Deadline { slot: 0, missing, call, after }) if *after == deadline && missing[..] == [1] && source_of(&call.to_string()).starts_with("psum")),
+        matches!(&error, Error::Collective(CollectiveError::Deadline { slot: 0, missing, call, limit }) if *limit == deadline && missing[..] == [1] && source_of(&call.to_string()).starts_with("psum")),
         "{error}"
     );
 }
 
 #[test]
-fn a_deadline_beyond_all_time_is_none() {
+fn overflowing_deadline_is_none() {
     let mesh = DeviceMesh::builder().axis("a", 2).deadline(Duration::MAX).cpu().unwrap();
-    watched(move || assert_works(&mesh));
+    with_time_limit(move || assert_works(&mesh));
 }
 
 #[test]
-fn an_axis_that_the_mesh_lacks_is_named_with_those_it_has() {
+fn unknown_axis_lists_known_axes() {
     type Call = fn(&Replica) -> Result<()>;
     let calls: [Call; 6] = [
         |ctx| ctx.psum(&ones(2)?, "x").map(drop),
@@ -409,7 +409,7 @@ fn an_axis_that_the_mesh_lacks_is_named_with_those_it_has() {
 }
 
 #[test]
-fn a_failure_that_is_swallowed_fails_the_call_all_the_same() {
+fn ignored_failure_still_fails_the_call() {
     let mesh = DeviceMesh::cpu(2).unwrap();
     for _ in 0..ROUNDS {
         let error = failure(&mesh, |ctx| {
@@ -427,7 +427,7 @@ fn a_failure_that_is_swallowed_fails_the_call_all_the_same() {
 }
 
 #[test]
-fn two_threads_of_a_replica_may_not_call_at_once() {
+fn concurrent_calls_of_one_replica_fail() {
     let mesh = DeviceMesh::cpu(2).unwrap();
     let (release, released) = mpsc::channel();
     let released = Mutex::new(released);
@@ -449,12 +449,12 @@ fn two_threads_of_a_replica_may_not_call_at_once() {
 }
 
 #[test]
-fn a_call_inside_a_replica_is_refused_instead_of_waiting_for_itself() {
+fn nested_call_is_rejected() {
     let mesh = DeviceMesh::cpu(2).unwrap();
     let inner = mesh.pmap(|_, x: Tensor| Ok(x));
     let (seen, refusals) = mpsc::channel();
     let error = failure(&mesh, move |_| {
-        // Whatever else the worker is lent to meanwhile, it stays a replica.
+        // A worker stays a replica even while rayon runs other work on it.
         rayon::yield_now();
         let refusal = inner.call(inputs(2)).unwrap_err();
         let message = candle_core::Error::msg(&refusal);
@@ -470,7 +470,7 @@ fn a_call_inside_a_replica_is_refused_instead_of_waiting_for_itself() {
 }
 
 #[test]
-fn a_thread_that_outlives_its_replica_is_told_that_the_call_has_ended() {
+fn thread_outliving_its_replica_gets_error() {
     let mesh = DeviceMesh::cpu(2).unwrap();
     let (start, started) = mpsc::channel::<()>();
     let started = Arc::new(Mutex::new(started));
@@ -479,7 +479,7 @@ fn a_thread_that_outlives_its_replica_is_told_that_the_call_has_ended() {
         if ctx.slot() == 0 {
             let (ctx, started, seen) = (ctx.clone(), Arc::clone(&started), seen.clone());
             thread::spawn(move || {
-                // Until the call has returned, and its failure with it.
+                // Wait until the call has returned, and its failure with it.
                 let _ = started.lock().unwrap().recv();
                 drop(seen.send(ctx.barrier(ALL).map_err(|error| error.to_string())));
             });
@@ -488,36 +488,33 @@ fn a_thread_that_outlives_its_replica_is_told_that_the_call_has_ended() {
     });
     assert!(matches!(error, Error::Replica(ReplicaError::Failed { slot: 0, .. })), "{error}");
     drop(start);
-    let outcome = watched(move || outcome.recv().unwrap());
+    let outcome = with_time_limit(move || outcome.recv().unwrap());
     assert!(outcome.unwrap_err().starts_with("the call has ended"));
 }
 
 #[test]
-fn setting_a_variable_that_is_being_summed_ends() {
+fn set_during_a_sum_does_not_deadlock() {
     for len in [2, 20_000] {
-        with_a_variable_that_is_set_all_the_time(4, len, 200, |ctx, var| ctx.psum(var, ALL));
-        with_a_variable_that_is_set_all_the_time(4, len, 200, |ctx, var| {
-            ctx.all_gather(var, 0, ALL)
-        });
+        with_concurrent_sets(4, len, 200, |ctx, var| ctx.psum(var, ALL));
+        with_concurrent_sets(4, len, 200, |ctx, var| ctx.all_gather(var, 0, ALL));
     }
 }
 
 #[test]
-fn setting_a_variable_that_each_replica_uses_alone_ends() {
-    // Nobody waits for anybody here but for the lock of the variable, so that it is asked for as
-    // often as can be.
-    with_a_variable_that_is_set_all_the_time(4, 2, 20_000, |ctx, var| ctx.pvary(var, ALL));
-    with_a_variable_that_is_set_all_the_time(4, 2, 20_000, |ctx, var| ctx.psum(var, []));
+fn set_on_private_var_does_not_deadlock() {
+    // No replica waits for another one, so only the variable's lock limits how often it is taken.
+    with_concurrent_sets(4, 2, 20_000, |ctx, var| ctx.pvary(var, ALL));
+    with_concurrent_sets(4, 2, 20_000, |ctx, var| ctx.psum(var, []));
 }
 
-/// Replicas use and set one variable `times` times, while a thread outside sets it.
-fn with_a_variable_that_is_set_all_the_time(
+/// Runs replicas that use and set one variable `times` times, while another thread sets it too.
+fn with_concurrent_sets(
     devices: usize,
     len: usize,
     times: usize,
     call: fn(&Replica, &Var) -> Result<Tensor>,
 ) {
-    watched(move || {
+    with_time_limit(move || {
         let var = Var::ones(len, DType::F32, &Device::Cpu).unwrap();
         let (shared, ended) = (var.clone(), AtomicBool::new(false));
         let mesh = DeviceMesh::cpu(devices).unwrap();
@@ -541,8 +538,8 @@ fn with_a_variable_that_is_set_all_the_time(
 }
 
 #[test]
-fn meshes_may_be_dropped_inside_a_replica() {
-    watched(|| {
+fn mesh_may_be_dropped_inside_replica() {
+    with_time_limit(|| {
         let mesh = DeviceMesh::cpu(2).unwrap();
         let other = DeviceMesh::cpu(2).unwrap();
         assert_works(&other);
@@ -559,8 +556,8 @@ fn meshes_may_be_dropped_inside_a_replica() {
 }
 
 #[test]
-fn collectives_of_calls_from_several_threads_do_not_mix() {
-    watched(|| {
+fn concurrent_calls_do_not_mix() {
+    with_time_limit(|| {
         let mesh = DeviceMesh::cpu(3).unwrap();
         let sum = mesh.pmap(|ctx, (_, x): (Tensor, Tensor)| {
             let x = (x * (ctx.slot() + 1) as f64)?;
@@ -589,8 +586,8 @@ fn collectives_of_calls_from_several_threads_do_not_mix() {
 }
 
 #[test]
-fn failing_and_working_calls_from_several_threads_do_not_mix() {
-    watched(|| {
+fn concurrent_failures_do_not_mix() {
+    with_time_limit(|| {
         let mesh = DeviceMesh::cpu(2).unwrap();
         thread::scope(|scope| {
             for caller in 0..4 {
@@ -617,9 +614,9 @@ fn failing_and_working_calls_from_several_threads_do_not_mix() {
 }
 
 #[test]
-fn many_more_replicas_than_cores_go_on() {
+fn more_replicas_than_cores_make_progress() {
     for slots in [8_u32, 16] {
-        watched(move || {
+        with_time_limit(move || {
             let mesh = DeviceMesh::cpu(slots as usize).unwrap();
             let many = mesh.pmap(move |ctx, _: Tensor| {
                 let index = Tensor::new(ctx.slot() as f64, ctx.device())?;
@@ -634,10 +631,10 @@ fn many_more_replicas_than_cores_go_on() {
     }
 }
 
-/// The error of a call that must fail, after which the mesh must work.
+/// Returns the error of a call that must fail, and checks that the mesh works afterwards.
 fn failure(mesh: &DeviceMesh, f: impl Fn(&Replica) -> Result<()> + Send + Sync + 'static) -> Error {
     let mesh = mesh.clone();
-    watched(move || {
+    with_time_limit(move || {
         let error = mesh.pmap(move |ctx, _: Tensor| f(ctx)).call(inputs(mesh.len())).unwrap_err();
         assert_works(&mesh);
         error
@@ -651,21 +648,21 @@ fn assert_works(mesh: &DeviceMesh) {
     assert_eq!(sums.to_vec1::<f32>().unwrap().bits(), vec![len as f32; len].bits());
 }
 
-/// Runs it on a thread of its own, so that a hang is a failure.
-fn watched<T: Send + 'static>(run: impl FnOnce() -> T + Send + 'static) -> T {
+/// Runs a function on a separate thread, so that a deadlock is a failure.
+fn with_time_limit<T: Send + 'static>(run: impl FnOnce() -> T + Send + 'static) -> T {
     let (done, result) = mpsc::channel();
     let thread = thread::spawn(move || drop(done.send(run())));
     match result.recv_timeout(Duration::from_mins(1)) {
         Ok(result) => result,
-        Err(RecvTimeoutError::Timeout) => panic!("it does not end"),
+        Err(RecvTimeoutError::Timeout) => panic!("time limit exceeded"),
         Err(RecvTimeoutError::Disconnected) => match thread.join() {
             Err(panic) => resume_unwind(panic),
-            Ok(()) => panic!("it ended without a result"),
+            Ok(()) => panic!("the thread returned no result"),
         },
     }
 }
 
-/// Rows for a row of devices.
+/// Returns one row for each device.
 fn inputs(devices: usize) -> Tensor {
     Tensor::zeros(devices, DType::F32, &Device::Cpu).unwrap()
 }

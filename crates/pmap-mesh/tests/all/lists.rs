@@ -1,4 +1,4 @@
-//! Lists of tensors of which each replica owns runs: put together, and summed for their owners.
+//! Lists of tensors with runs owned by replicas: gathered, and reduced for their owners.
 
 #![allow(clippy::cast_possible_truncation, reason = "sizes are small")]
 
@@ -22,7 +22,7 @@ fn everywhere(
     mesh.pmap(move |ctx, _: Tensor| f(ctx)).in_axes(None).call(nothing())
 }
 
-/// Along one axis, both, and each of two.
+/// Grids for groups along one axis, along both, and along each of two.
 const GRIDS: [&[(&str, usize)]; 4] = [&[("a", 1)], &[("a", 2)], &[("a", 5)], &[("a", 2), ("b", 3)]];
 
 fn sets(axes: &[(&'static str, usize)]) -> Vec<MeshAxes> {
@@ -30,7 +30,7 @@ fn sets(axes: &[(&'static str, usize)]) -> Vec<MeshAxes> {
 }
 
 #[test]
-fn runs_are_put_together_and_summed_in_every_type_over_every_set_of_axes() {
+fn runs_match_the_model() {
     for axes in GRIDS {
         for set in sets(axes) {
             for (seed, dtype) in (0..).zip(REDUCIBLE) {
@@ -42,7 +42,7 @@ fn runs_are_put_together_and_summed_in_every_type_over_every_set_of_axes() {
 }
 
 #[test]
-fn numbers_of_eight_bits_are_put_together() {
+fn f8_runs_are_gathered() {
     everywhere(&[("a", 3)], |ctx| {
         let layout = lists::layout(&[(vec![5], DType::F8E4M3)], 3, 1);
         let whole = Tensor::new(&[0_f32, 1., -2., 0.5, 8.], &Device::Cpu)?;
@@ -59,7 +59,7 @@ fn numbers_of_eight_bits_are_put_together() {
 }
 
 #[test]
-fn gathered_tensors_are_leaves_that_the_replicas_share() {
+fn gathered_tensors_are_shared_leaves() {
     let mesh = DeviceMesh::cpu(2).unwrap();
     let layout = lists::layout(&[(vec![4, 2], DType::F32)], 2, 0);
     let gather = mesh.pmap(move |ctx, _: Tensor| {
@@ -69,7 +69,7 @@ fn gathered_tensors_are_leaves_that_the_replicas_share() {
         let grads = leaf.sqr()?.sum_all()?.backward()?;
         assert_same(&[grads.get(&leaf).unwrap().clone()], &[(leaf.as_tensor() * 2.0)?.detach()]);
         ctx.barrier(ALL)?;
-        // One storage: what one writes, all see.
+        // All share one storage: a write of one replica is visible to all.
         if ctx.slot() == 0 {
             leaf.set(&leaf.zeros_like()?)?;
         }
@@ -81,7 +81,7 @@ fn gathered_tensors_are_leaves_that_the_replicas_share() {
 }
 
 #[test]
-fn what_does_not_fit_the_layout_is_refused_by_name() {
+fn layout_mismatch_is_an_error() {
     let refused = |f: fn(&Replica, RunLayout) -> Result<()>| {
         let layout = lists::layout(&[(vec![3], DType::F32)], 2, 0);
         let outcome = everywhere(&[("a", 2), ("b", 1)], move |ctx| f(ctx, layout.clone()));
@@ -109,7 +109,7 @@ fn what_does_not_fit_the_layout_is_refused_by_name() {
 }
 
 #[test]
-fn replicas_that_gather_other_units_are_told_both() {
+fn gather_mismatch_names_both_layouts() {
     let error = everywhere(&[("a", 2)], |ctx| {
         let name = ["h.0", "h.1"][ctx.slot()];
         let run = |items| vec![Run { tensor: 0, items }];
@@ -122,8 +122,8 @@ fn replicas_that_gather_other_units_are_told_both() {
 }
 
 #[test]
-fn sums_of_a_list_go_to_those_who_want_them_in_the_order_in_which_they_do() {
-    // Of small tensors, and with a large one, which the members reduce together.
+fn list_sums_follow_the_wanted_order() {
+    // One list of small tensors, and one with a large tensor, which the members reduce together.
     for last in [2, 20_000] {
         everywhere(&[("a", 3)], move |ctx| {
             let of = |n: usize, len| Tensor::full((10 * n + ctx.slot()) as u32, len, &Device::Cpu);
@@ -146,8 +146,8 @@ fn sums_of_a_list_go_to_those_who_want_them_in_the_order_in_which_they_do() {
 }
 
 #[test]
-fn setting_a_summed_variable_changes_no_sum() {
-    // Small lists, which no replica waits for others to read.
+fn set_after_sum_changes_no_result() {
+    // Lists small enough that no replica waits until the others have read them.
     let set = |ctx: &Replica, sum: fn(&Replica, Vec<Tensor>) -> Result<Vec<Tensor>>| {
         let x = Var::ones(2000, DType::F32, &Device::Cpu)?;
         let sums = sum(ctx, vec![x.as_tensor().detach(); 2])?;
@@ -155,18 +155,21 @@ fn setting_a_summed_variable_changes_no_sum() {
         assert_eq!(sums[1].to_vec1::<f32>()?, vec![ctx.count() as f32; 2000]);
         Ok(())
     };
-    let list = |ctx: &Replica, list: Vec<Tensor>| ctx.psum_list(list, &[0, 1], ALL);
-    let tree = |ctx: &Replica, tree: Vec<Tensor>| ctx.psum(&tree, ALL);
     for slots in [1, 2] {
         everywhere(&[("a", slots)], move |ctx| {
-            (0..500).try_for_each(|_| set(ctx, list).and_then(|()| set(ctx, tree)))
+            (0..500).try_for_each(|_| {
+                set(ctx, |ctx: &Replica, list: Vec<Tensor>| ctx.psum_list(list, &[0, 1], ALL))
+                    .and_then(|()| {
+                        set(ctx, |ctx: &Replica, tree: Vec<Tensor>| ctx.psum(&tree, ALL))
+                    })
+            })
         })
         .unwrap();
     }
 }
 
 #[test]
-fn lists_of_other_shapes_are_not_summed() {
+fn list_shape_mismatch_is_an_error() {
     for rows in [2, 2000] {
         let error = everywhere(&[("a", 2)], move |ctx| {
             let dims = if ctx.slot() == 0 { (rows, 3) } else { (3, rows) };
@@ -179,8 +182,8 @@ fn lists_of_other_shapes_are_not_summed() {
 }
 
 #[test]
-fn a_list_is_summed_along_the_axes_that_are_named() {
-    // Of six slots, those along `a` are three apart.
+fn list_sum_uses_named_axes() {
+    // The slots along `a` are three apart.
     for (axis, members, sums) in [("a", 2, [3, 5, 7, 3, 5, 7]), ("b", 3, [3, 3, 3, 12, 12, 12])] {
         everywhere(&[("a", 2), ("b", 3)], move |ctx| {
             let slot = ctx.slot() as u32;
@@ -196,8 +199,8 @@ fn a_list_is_summed_along_the_axes_that_are_named() {
 }
 
 #[test]
-fn an_empty_run_is_not_the_run_that_ends_where_it_is() {
-    // More than members of a group sum up each for themselves.
+fn empty_run_differs_from_adjacent_run() {
+    // Too large for every member to sum alone.
     const SIZE: usize = 16_384;
     let run = |items| Run { tensor: 0, items };
     let runs = [vec![run(0..SIZE)], vec![run(SIZE..SIZE), run(0..0)]];
@@ -213,7 +216,7 @@ fn an_empty_run_is_not_the_run_that_ends_where_it_is() {
 }
 
 #[test]
-fn a_tree_is_reduced_in_one_collective_and_its_gradients_are_those_of_its_tensors() {
+fn tree_reduction_matches_its_tensors() {
     let mesh = DeviceMesh::builder().axis("a", 2).pin(false).cpu().unwrap();
     let run = mesh.pmap(|ctx, _: Tensor| {
         let x = Var::new(&[1_f32 + ctx.slot() as f32, 3.], &Device::Cpu)?;
@@ -242,7 +245,7 @@ fn a_tree_is_reduced_in_one_collective_and_its_gradients_are_those_of_its_tensor
 }
 
 #[test]
-fn trees_that_differ_are_told_both_and_integers_have_no_mean() {
+fn tree_mismatch_names_both_calls() {
     let error = everywhere(&[("a", 2)], |ctx| {
         let x = Tensor::zeros(2, DType::F32, &Device::Cpu)?;
         ctx.psum(&vec![x; 2 + ctx.slot()], ALL).map(drop)

@@ -9,7 +9,7 @@ mod deadlines;
 mod differential;
 mod faults;
 mod lists;
+mod pending;
 mod pmap;
 mod random_cases;
 mod traffic;
-mod underway;

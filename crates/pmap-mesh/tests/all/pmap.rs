@@ -1,4 +1,4 @@
-//! The success criteria of the pmap spec, and what happens when a call cannot succeed.
+//! The acceptance criteria of pmap, and calls that cannot succeed.
 
 #![allow(clippy::float_cmp, reason = "small whole numbers are exact")]
 
@@ -16,7 +16,7 @@ use pmap_mesh::{
 
 use crate::differential::bits::REDUCIBLE;
 
-/// 0, 1, 2, … in this shape.
+/// Returns 0, 1, 2, … in this shape.
 fn iota(shape: (usize, usize)) -> Tensor {
     let len = u32::try_from(shape.0 * shape.1).unwrap();
     Tensor::arange(0, len, &Device::Cpu)
@@ -32,7 +32,7 @@ fn rows(tensor: &Tensor) -> Vec<Vec<f32>> {
 }
 
 #[test]
-fn a_function_of_one_input_gives_what_it_gives_on_one_device() {
+fn one_input_matches_one_device() {
     let x = iota((12, 5));
     for devices in [1, 2, 3, 4, 6, 12] {
         let parallel = DeviceMesh::cpu(devices).unwrap().pmap(|_, x: Tensor| x.sqr()? + 1.0);
@@ -44,7 +44,7 @@ fn a_function_of_one_input_gives_what_it_gives_on_one_device() {
 }
 
 #[test]
-fn of_two_inputs_the_first_is_sharded_and_the_second_replicated() {
+fn only_first_input_is_sharded() {
     let (x, w) = (iota((6, 4)), iota((4, 3)));
     let parallel = DeviceMesh::cpu(3).unwrap().pmap(|replica, (x, w): (Tensor, Tensor)| {
         assert_eq!((replica.count(), x.dims(), w.dims()), (3, &[2, 4][..], &[4, 3][..]));
@@ -54,7 +54,7 @@ fn of_two_inputs_the_first_is_sharded_and_the_second_replicated() {
 }
 
 #[test]
-fn every_pair_of_in_axes_gives_the_same_sum_of_products() {
+fn all_in_axes_agree() {
     let mesh = DeviceMesh::cpu(2).unwrap();
     let (x, y) = (iota((4, 6)), iota((4, 6)));
     let whole: f32 = (&x * &y).unwrap().sum_all().unwrap().to_scalar().unwrap();
@@ -68,19 +68,18 @@ fn every_pair_of_in_axes_gives_the_same_sum_of_products() {
 }
 
 #[test]
-fn shards_lie_in_mesh_order_and_gather_back_along_any_axis() {
+fn shards_round_trip_along_any_axis() {
     let x = iota((4, 6));
     for axis in [0, 1, -1, -2] {
         let tag = DeviceMesh::cpu(2)
             .unwrap()
             .pmap(|replica, x: Tensor| x + replica.slot() as f64 * 100.0);
         let tagged = tag.in_axes(Some(axis)).out_axes(Some(axis)).call(x.clone()).unwrap();
-        let second_half = |row: usize, column: usize| {
-            if axis.rem_euclid(2) == 0 { row >= 2 } else { column >= 3 }
-        };
         for (row, values) in rows(&tagged).iter().enumerate() {
             for (column, &value) in values.iter().enumerate() {
-                let tag = if second_half(row, column) { 100.0 } else { 0.0 };
+                let is_in_second_half =
+                    if axis.rem_euclid(2) == 0 { row >= 2 } else { column >= 3 };
+                let tag = if is_in_second_half { 100.0 } else { 0.0 };
                 assert_eq!(value, (row * 6 + column) as f32 + tag);
             }
         }
@@ -88,7 +87,7 @@ fn shards_lie_in_mesh_order_and_gather_back_along_any_axis() {
 }
 
 #[test]
-fn results_may_be_nothing_several_tensors_or_a_struct() {
+fn results_may_be_any_tree() {
     struct Moments {
         sum: Tensor,
         squares: Vec<Tensor>,
@@ -113,7 +112,7 @@ fn results_may_be_nothing_several_tensors_or_a_struct() {
 
 #[expect(clippy::disallowed_types, reason = "users have them")]
 #[test]
-fn maps_are_taken_in_the_order_of_their_keys() {
+fn maps_iterate_in_key_order() {
     type Entries = std::collections::HashMap<&'static str, Tensor>;
     let mesh = DeviceMesh::cpu(2).unwrap();
     let means = mesh.pmap(|ctx, mut x: Entries| {
@@ -129,10 +128,9 @@ fn maps_are_taken_in_the_order_of_their_keys() {
     }
 }
 
-/// Each replica waits for a sign of life from the other: run one after the other, they would time
-/// out.
+/// Each replica waits for a message of the other one: sequential replicas would time out.
 #[test]
-fn replicas_run_at_the_same_time() {
+fn replicas_run_concurrently() {
     let ((to_first, first), (to_second, second)) = (mpsc::channel(), mpsc::channel());
     let (to_other, mine) = ([to_second, to_first], [Mutex::new(first), Mutex::new(second)]);
     let meet = DeviceMesh::cpu(2).unwrap().pmap(move |replica, x: Tensor| {
@@ -145,7 +143,7 @@ fn replicas_run_at_the_same_time() {
 }
 
 #[test]
-fn calls_from_several_threads_do_not_disturb_each_other() {
+fn calls_from_several_threads_succeed() {
     let add = DeviceMesh::cpu(2).unwrap().pmap(|_, (x, y): (Tensor, Tensor)| x.broadcast_add(&y));
     std::thread::scope(|scope| {
         for offset in 0..4_u8 {
@@ -162,7 +160,7 @@ fn calls_from_several_threads_do_not_disturb_each_other() {
 }
 
 #[test]
-fn gradients_of_shards_add_up_to_the_whole_batch_s() {
+fn shard_gradients_sum_to_batch_gradient() {
     let weight = candle_core::Var::from_tensor(&iota((4, 3))).unwrap();
     let gradient = |x: &Tensor, weight: &candle_core::Var| {
         let loss = x.matmul(weight)?.sqr()?.sum_all()?;
@@ -177,13 +175,13 @@ fn gradients_of_shards_add_up_to_the_whole_batch_s() {
     assert_eq!(rows(&parallel.call(iota((6, 4))).unwrap()), rows(&whole));
 }
 
-/// A view that begins where its storage has ended.
-fn nothing_behind_the_end() -> Tensor {
+/// Returns an empty view that begins at the end of its storage.
+fn empty_past_the_end() -> Tensor {
     Tensor::zeros((0, 5), DType::F32, &Device::Cpu).unwrap().narrow(1, 2, 3).unwrap()
 }
 
 #[test]
-fn views_of_nothing_may_begin_behind_the_end_of_their_storage() {
+fn empty_view_may_start_past_storage() {
     let every = [(Uneven::Pad, 0), (Uneven::Pad, 1), (Uneven::Balanced, 1)];
     for (slots, (uneven, dim)) in [1, 3].into_iter().flat_map(|slots| every.map(|way| (slots, way)))
     {
@@ -191,20 +189,20 @@ fn views_of_nothing_may_begin_behind_the_end_of_their_storage() {
         let f = mesh.pmap(|ctx, x: Tensor| {
             read(&x)?;
             read_all_collectives(ctx)?;
-            Ok(vec![nothing_behind_the_end(); 3])
+            Ok(vec![empty_past_the_end(); 3])
         });
         let f = f.in_axes(Some(dim)).uneven(uneven);
         let f = f.out_axes([P::concat(1, ALL), P::sum(ALL), P::replicate()]);
-        let results = f.call(nothing_behind_the_end()).unwrap();
+        let results = f.call(empty_past_the_end()).unwrap();
         assert_eq!(results[0].dims(), [0, 3 * slots]);
         assert_eq!((results[1].dims(), results[2].dims()), (&[0, 3][..], &[0, 3][..]));
-        let shards = mesh.shard(nothing_behind_the_end(), Some(1)).unwrap();
+        let shards = mesh.shard(empty_past_the_end(), Some(1)).unwrap();
         shards.shards().iter().try_for_each(read).unwrap();
     }
 }
 
 fn read_all_collectives(ctx: &pmap_mesh::Replica) -> candle_core::Result<()> {
-    let x = nothing_behind_the_end();
+    let x = empty_past_the_end();
     read(&ctx.psum(&x, ALL)?)?;
     read(&ctx.pmax(&x, ALL)?)?;
     read(&ctx.psum_scatter(&x, 1, ALL)?)?;
@@ -214,7 +212,7 @@ fn read_all_collectives(ctx: &pmap_mesh::Replica) -> candle_core::Result<()> {
     read(&ctx.ppermute(&x, &[(0, ctx.count() - 1)], ALL)?)
 }
 
-/// Reads a tensor as candle does, which panics where a view begins behind the end.
+/// Reads a tensor as candle does; that panics if a view begins past the end.
 fn read(x: &Tensor) -> candle_core::Result<()> {
     x.flatten_all()?.to_vec1::<f32>().map(drop)
 }
@@ -235,7 +233,7 @@ fn gradients_do_not_cross_a_call() {
 }
 
 #[test]
-fn an_axis_that_does_not_divide_is_named_with_its_size_and_the_devices() {
+fn indivisible_dimension_is_reported() {
     let mesh = DeviceMesh::cpu(4).unwrap();
     let error = mesh.pmap(|_, x: Tensor| Ok(x)).call(iota((10, 3))).unwrap_err();
     assert!(matches!(&error, Error::Specs(faults) if faults.len() == 1));
@@ -247,7 +245,7 @@ fn an_axis_that_does_not_divide_is_named_with_its_size_and_the_devices() {
 }
 
 #[test]
-fn all_faults_are_told_at_once() {
+fn all_faults_are_reported_together() {
     let grid = DeviceMesh::builder().axis("data", 2).axis("model", 3).cpu().unwrap();
     let call = grid.pmap(|_, (x, _, _): (Tensor, Tensor, Tensor)| Ok(x)).in_axes([
         P::shard(0, "data").and(P::shard(5, "model")),
@@ -256,14 +254,14 @@ fn all_faults_are_told_at_once() {
     ]);
     let x = iota((5, 3));
     let Error::Specs(faults) = call.call((x.clone(), x.clone(), x)).unwrap_err() else {
-        panic!("not about specs")
+        panic!("not a spec error")
     };
     assert!(matches!(faults[0], SpecFault::Axes { side: Side::In, index: 1, .. }));
     assert_eq!(
         faults[1..],
         [
             SpecFault::ReducedInput { index: 2 },
-            SpecFault::AxisTwice { side: Side::In, index: 2, axes: "all axes".into() },
+            SpecFault::DuplicateAxis { side: Side::In, index: 2, axes: "all axes".into() },
             SpecFault::NotDivisible { index: 0, dim: 0, size: 5, shape: vec![5, 3], parts: 2 },
             SpecFault::DimOutOfRange { side: Side::In, index: 0, dim: 5, shape: vec![5, 3] },
             SpecFault::NotDivisible { index: 2, dim: 0, size: 5, shape: vec![5, 3], parts: 6 },
@@ -272,7 +270,7 @@ fn all_faults_are_told_at_once() {
 }
 
 #[test]
-fn axes_out_of_range_are_named_with_the_shape() {
+fn dim_out_of_range_names_shape() {
     let mesh = DeviceMesh::cpu(2).unwrap();
     for axis in [2, -3, isize::MAX, isize::MIN] {
         let call = mesh.pmap(|_, x: Tensor| Ok(x)).in_axes(Some(axis)).call(iota((2, 2)));
@@ -297,7 +295,7 @@ fn out_of_range(side: Side, dim: isize, shape: &[usize]) -> SpecFault {
 }
 
 #[test]
-fn a_wrong_number_of_axes_is_refused() {
+fn wrong_spec_count_is_rejected() {
     let mesh = DeviceMesh::cpu(2).unwrap();
     let call = mesh.pmap(|_, x: Tensor| Ok(x)).in_axes([None, None]).call(iota((2, 2)));
     assert!(matches!(
@@ -312,7 +310,7 @@ fn a_wrong_number_of_axes_is_refused() {
 }
 
 #[test]
-fn meshes_of_no_devices_or_too_many_are_refused() {
+fn invalid_mesh_sizes_are_rejected() {
     for count in [0, DeviceMesh::MAX_DEVICES + 1, usize::MAX] {
         let refused =
             |mesh| matches!(mesh, Err(Error::Mesh(MeshError::Size { count: c, .. })) if c == count);
@@ -329,7 +327,7 @@ fn meshes_of_no_devices_or_too_many_are_refused() {
 }
 
 #[test]
-fn axes_and_devices_that_make_no_mesh_are_refused() {
+fn device_count_must_match_axes() {
     let many = (0..17).fold(DeviceMesh::builder(), |mesh, n| mesh.axis(&n.to_string(), 1));
     assert!(matches!(many.cpu(), Err(Error::Mesh(MeshError::AxisCount { count: 17, max: 16 }))));
     let twice = DeviceMesh::builder().axis("a", 2).axis("a", 1).cpu();
@@ -340,7 +338,7 @@ fn axes_and_devices_that_make_no_mesh_are_refused() {
 
 #[test]
 #[cfg(not(feature = "metal"))]
-fn a_device_that_is_not_there_is_named_with_the_reason() {
+fn missing_device_names_the_reason() {
     let error = DeviceMesh::metal(1).unwrap_err();
     assert_eq!(
         error.to_string(),
@@ -350,20 +348,20 @@ fn a_device_that_is_not_there_is_named_with_the_reason() {
 }
 
 #[test]
-fn a_sub_mesh_has_the_devices_at_one_coordinate() {
+fn sub_mesh_has_one_coordinate() {
     let grid = DeviceMesh::builder().axis("a", 2).axis("b", 3).cpu().unwrap();
     let row = grid.sub_mesh("a", 1).unwrap();
     assert_eq!((row.len(), row.axes().collect::<Vec<_>>()), (3, vec![("b", 3)]));
-    let beyond = grid.sub_mesh("b", 3);
+    let outside = grid.sub_mesh("b", 3);
     assert!(
-        matches!(beyond, Err(Error::Mesh(MeshError::Coordinate { axis, coordinate: 3, size: 3 })) if axis == "b")
+        matches!(outside, Err(Error::Mesh(MeshError::Coordinate { axis, coordinate: 3, size: 3 })) if axis == "b")
     );
     assert!(matches!(grid.sub_mesh("c", 0), Err(Error::Mesh(MeshError::UnknownAxis { .. }))));
 }
 
 #[test]
-fn an_input_that_cannot_be_cut_is_named_with_the_reason() {
-    // candle copies no tensors of such small floats, as a cut across rows must.
+fn shard_error_names_the_input() {
+    // candle cannot copy tensors of such small floats, which a cut across rows needs.
     let x = Tensor::from_raw_buffer(&[0; 4], DType::F8E8M0, &[2, 2], &Device::Cpu).unwrap();
     let mesh = DeviceMesh::cpu(2).unwrap();
     let error = mesh.shard((iota((2, 2)), x), [P::replicate(), P::shard(1, ALL)]).unwrap_err();
@@ -372,7 +370,7 @@ fn an_input_that_cannot_be_cut_is_named_with_the_reason() {
 }
 
 #[test]
-fn every_slot_s_list_is_returned_and_a_missing_one_refused() {
+fn process_allgather_returns_every_list() {
     let mesh = DeviceMesh::cpu(2).unwrap();
     let lists = vec![vec![iota((1, 2)), iota((2, 1))], Vec::new()];
     let of_all = mesh.process_allgather(lists).unwrap();
@@ -382,7 +380,7 @@ fn every_slot_s_list_is_returned_and_a_missing_one_refused() {
 }
 
 #[test]
-fn a_failing_replica_is_named_and_the_mesh_lives_on() {
+fn mesh_survives_failing_replicas() {
     let fail = DeviceMesh::cpu(3).unwrap().pmap(|replica, x: Tensor| match replica.slot() {
         1 if x.dims()[1] == 1 => candle_core::bail!("no data"),
         2 if x.dims()[1] == 2 => panic!("out of order"),
@@ -402,7 +400,7 @@ fn a_failing_replica_is_named_and_the_mesh_lives_on() {
 }
 
 #[test]
-fn outputs_that_do_not_fit_together_are_named() {
+fn gather_error_names_the_output() {
     let mesh = DeviceMesh::cpu(2).unwrap();
     let uneven = mesh.pmap(|replica, x: Tensor| Ok(vec![x; replica.slot()]));
     let error = uneven.call(iota((2, 2))).unwrap_err();
@@ -418,8 +416,9 @@ fn outputs_that_do_not_fit_together_are_named() {
 }
 
 #[test]
-fn sums_are_formed_in_the_order_of_the_mesh() {
-    // In single precision 1 is lost beside a hundred millions, unless these have gone before.
+fn sums_follow_the_mesh_order() {
+    // In single precision 1 is lost next to a hundred million, unless the large numbers cancel
+    // first.
     for (values, sum) in [([1.0, 1e8, -1e8], 0.0), ([1e8, -1e8, 1.0], 1.0), ([1e8, 1.0, -1e8], 0.0)]
     {
         let x = Tensor::new(&values.map(|value: f32| value), &Device::Cpu).unwrap();
@@ -433,7 +432,7 @@ fn sums_are_formed_in_the_order_of_the_mesh() {
 }
 
 #[test]
-fn results_are_stacked_in_the_order_of_the_mesh_in_any_new_dimension() {
+fn stack_adds_any_dimension() {
     let mesh = DeviceMesh::cpu(2).unwrap();
     let stacked = |dim| {
         mesh.pmap(|_, x: Tensor| x.flatten_all()).out_axes(P::stack(dim, ALL)).call(iota((2, 2)))
@@ -445,7 +444,7 @@ fn results_are_stacked_in_the_order_of_the_mesh_in_any_new_dimension() {
 }
 
 #[test]
-fn sums_are_of_any_type_and_means_of_floats() {
+fn means_need_floats() {
     let mesh = DeviceMesh::cpu(2).unwrap();
     let reduced = |dtype, axis: P| {
         let x = iota((2, 2)).to_dtype(dtype).unwrap();
@@ -468,7 +467,7 @@ fn sums_are_of_any_type_and_means_of_floats() {
 }
 
 #[test]
-fn a_grid_cuts_rows_along_one_axis_and_columns_along_the_other() {
+fn grid_cuts_rows_and_columns() {
     let grid = DeviceMesh::builder().axis("data", 2).axis("model", 3).cpu().unwrap();
     let both = || P::shard(0, "data").and(P::shard(1, "model"));
     let x = iota((4, 6));
@@ -489,7 +488,7 @@ fn a_grid_cuts_rows_along_one_axis_and_columns_along_the_other() {
 }
 
 #[test]
-fn a_dimension_cut_over_two_axes_comes_back_in_order() {
+fn two_axis_cut_round_trips() {
     let grid = DeviceMesh::builder().axis("a", 2).axis("b", 3).cpu().unwrap();
     for spec in [
         P::shard(0, "a").and(P::shard(0, "b")),
@@ -503,7 +502,7 @@ fn a_dimension_cut_over_two_axes_comes_back_in_order() {
 }
 
 #[test]
-fn results_that_should_be_replicated_and_are_not_are_found() {
+fn unequal_replicated_results_are_detected() {
     let mesh = DeviceMesh::cpu(3).unwrap();
     let same = mesh.pmap(|_, x: Tensor| x.ones_like()).out_axes(P::replicate());
     assert_eq!(rows(&same.call(iota((3, 1))).unwrap()), [[1.0]]);
@@ -512,7 +511,7 @@ fn results_that_should_be_replicated_and_are_not_are_found() {
         differ,
         Err(Error::Value(ValueError::NotReplicated { index: 0, slot: 1, first: 0 }))
     ));
-    // Along `a`, which the spec does not name.
+    // The results differ along `a`, which the spec does not name.
     let along_b = a_2_b_2().pmap(|ctx, _: Tensor| Tensor::new(&[ctx.slot() as f32], &Device::Cpu));
     let along_b = along_b.out_axes(P::shard(0, "b"));
     assert!(matches!(
@@ -524,7 +523,7 @@ fn results_that_should_be_replicated_and_are_not_are_found() {
 }
 
 #[test]
-fn specs_may_be_given_for_arguments_of_several_tensors() {
+fn one_spec_may_cover_an_argument() {
     let mesh = DeviceMesh::cpu(2).unwrap();
     let f = mesh.pmap(|_, (w, x): (Vec<Tensor>, Tensor)| x.matmul(&w[0])?.broadcast_add(&w[1]));
     let f = f.in_axes([None, Some(0)]);
@@ -534,7 +533,7 @@ fn specs_may_be_given_for_arguments_of_several_tensors() {
 }
 
 #[test]
-fn sharded_values_are_passed_on_without_being_gathered() {
+fn sharded_values_chain_without_gather() {
     let mesh = DeviceMesh::cpu(2).unwrap();
     let scale =
         mesh.pmap(|_, (w, x): (Tensor, Tensor)| x.broadcast_mul(&w)).in_axes([None, Some(0)]);
@@ -546,8 +545,8 @@ fn sharded_values_are_passed_on_without_being_gathered() {
     assert_eq!(x.shards()[1].dims(), [2, 2]);
     assert_eq!(rows(&x.gather(Some(0)).unwrap()), [[0.0, 1.0], [0.0, 3.0], [0.0, 5.0], [0.0, 7.0]]);
     let elsewhere = DeviceMesh::cpu(2).unwrap().shard(iota((4, 2)), Some(0)).unwrap();
-    assert!(matches!(w.zip(elsewhere), Err(Error::Value(ValueError::OtherMesh))));
-    // Of two values that are cut, the first says which rows are valid.
+    assert!(matches!(w.zip(elsewhere), Err(Error::Value(ValueError::MeshMismatch))));
+    // If two values are cut, the first one determines the valid rows.
     let [first, second] = [8, 4].map(|len| mesh.shard(iota((len, 1)), Some(0)).unwrap());
     let rows_of = mesh.pmap(|ctx, _: (Tensor, Tensor)| {
         assert_eq!(ctx.valid_len(), Some(4));
@@ -557,7 +556,7 @@ fn sharded_values_are_passed_on_without_being_gathered() {
 }
 
 #[test]
-fn results_can_be_written_into_tensors_that_are_kept() {
+fn call_into_writes_kept_tensors() {
     let mesh = DeviceMesh::cpu(2).unwrap();
     let f = mesh
         .pmap(|ctx, x: Tensor| Ok((x.sqr()?, ctx.psum(&x, ALL)?)))
@@ -575,13 +574,13 @@ fn results_can_be_written_into_tensors_that_are_kept() {
 }
 
 #[test]
-fn a_scalar_can_be_written_into_one_that_is_kept() {
+fn call_into_writes_kept_scalar() {
     let total = DeviceMesh::cpu(2).unwrap().pmap(|_, x: Tensor| x.sum_all()).out_axes(P::sum(ALL));
     let kept = Tensor::new(7_f32, &Device::Cpu).unwrap();
     total.call_into(iota((2, 2)), &kept).unwrap();
     let sum: f32 = iota((2, 2)).sum_all().unwrap().to_scalar().unwrap();
     assert_eq!(kept.to_scalar::<f32>().unwrap().to_bits(), sum.to_bits());
-    // One number in a dimension is another shape.
+    // One number in a dimension has another shape than a scalar.
     let row = Tensor::new(&[7_f32], &Device::Cpu).unwrap();
     assert!(matches!(
         total.call_into(iota((2, 2)), &row),
@@ -590,7 +589,7 @@ fn a_scalar_can_be_written_into_one_that_is_kept() {
 }
 
 #[test]
-fn shards_of_an_empty_batch_weigh_the_same() {
+fn empty_batch_shards_weigh_one() {
     let weight = DeviceMesh::cpu(2)
         .unwrap()
         .pmap(|ctx, _: Tensor| Tensor::new(ctx.weight(), &Device::Cpu))
@@ -601,7 +600,7 @@ fn shards_of_an_empty_batch_weigh_the_same() {
 }
 
 #[test]
-fn uneven_batches_give_what_the_whole_batch_gives() {
+fn uneven_batches_match_the_full_batch() {
     for (devices, size) in [(2, 5), (3, 4), (4, 9), (4, 5), (3, 3)] {
         let x = iota((size, 2));
         let mean: Vec<f32> = x.mean(0).unwrap().to_vec1().unwrap();
@@ -609,7 +608,7 @@ fn uneven_batches_give_what_the_whole_batch_gives() {
             let mesh = DeviceMesh::cpu(devices).unwrap();
             let f = mesh.pmap(move |ctx, x: Tensor| {
                 let len = ctx.valid_len().unwrap();
-                // A mean of no rows counts nothing.
+                // Replace the mean of no rows by 0.
                 let mean = if len == 0 { x.sum(0)? } else { x.narrow(0, 0, len)?.mean(0)? };
                 Ok((x.sqr()?, ctx.pmean(&(mean * ctx.weight())?, ALL)?))
             });
@@ -633,7 +632,7 @@ fn uneven_batches_give_what_the_whole_batch_gives() {
 }
 
 #[test]
-fn random_numbers_depend_on_seed_step_and_replica_alone() {
+fn rng_depends_on_seed_step_replica() {
     let draw = |devices: usize, seed| {
         let mesh = DeviceMesh::cpu(devices).unwrap();
         mesh.pmap(|ctx, x: Tensor| ctx.rng().uniform(x.shape())).seed(Seed::new(seed))
@@ -648,7 +647,7 @@ fn random_numbers_depend_on_seed_step_and_replica_alone() {
     assert_eq!(a[0], [0.616_152_6, 0.514_784_9], "the stream is pinned");
 }
 
-/// The index in the whole batch of each element of a result, by the offset of its key.
+/// Returns the index in the full batch of each element of a result, by the offset of its key.
 fn indices(ctx: &Replica, x: &Tensor) -> candle_core::Result<Tensor> {
     let mut keys = ctx.batch_keys();
     let first = keys.next_key(x)?;
@@ -660,7 +659,7 @@ fn indices(ctx: &Replica, x: &Tensor) -> candle_core::Result<Tensor> {
 }
 
 #[test]
-fn keys_of_a_batch_say_where_the_elements_of_a_shard_stand() {
+fn batch_key_offsets_match_rows() {
     for (slots, size) in (1..=4).flat_map(|slots| (1..=9).map(move |size| (slots, size))) {
         let x = iota((size, 3));
         for uneven in [Uneven::Pad, Uneven::Balanced] {
@@ -671,7 +670,7 @@ fn keys_of_a_batch_say_where_the_elements_of_a_shard_stand() {
             let found = f.uneven(uneven).call(x.clone()).unwrap();
             assert_eq!(rows(&found), rows(&x), "{slots} slots, {size} rows, {uneven:?}");
         }
-        // Along one axis after the other, and not along a third.
+        // Cut along one axis after the other, and not along a third.
         let grid = DeviceMesh::builder().axis("a", slots).axis("b", 2).axis("c", 2).cpu().unwrap();
         let f = grid.pmap(|ctx, x: Tensor| indices(ctx, &x)).uneven(Uneven::Pad);
         let twice = || P::shard(0, "a").and(P::shard(0, "b"));
@@ -681,7 +680,7 @@ fn keys_of_a_batch_say_where_the_elements_of_a_shard_stand() {
 }
 
 #[test]
-fn keys_of_a_batch_have_one_seed_on_all_replicas() {
+fn batch_keys_share_seeds() {
     let seeds = |slots, step| {
         let f = DeviceMesh::cpu(slots).unwrap().pmap(|ctx, x: Tensor| {
             let mut keys = ctx.batch_keys();
@@ -699,7 +698,7 @@ fn keys_of_a_batch_have_one_seed_on_all_replicas() {
 }
 
 #[test]
-fn a_key_for_what_has_no_rows_of_the_batch_is_refused() {
+fn batch_key_needs_batch_rows() {
     type Pick = fn(Tensor) -> candle_core::Result<Tensor>;
 
     let key = |spec: P, pick: fn(Tensor) -> candle_core::Result<Tensor>| {
@@ -710,7 +709,7 @@ fn a_key_for_what_has_no_rows_of_the_batch_is_refused() {
     };
     let offsets = key(P::shard(0, ALL), Ok).unwrap();
     assert_eq!(offsets.to_vec1::<f32>().unwrap(), [0.0, 12.0]);
-    // Whoever has the whole draws what the others draw.
+    // A replica with the full batch draws the same numbers as the others.
     let whole = key(P::replicate(), |x| x.flatten_all()).unwrap();
     assert_eq!(whole.to_vec1::<f32>().unwrap(), [0.0, 0.0]);
     let refused: [(P, Pick); 3] = [
@@ -724,7 +723,7 @@ fn a_key_for_what_has_no_rows_of_the_batch_is_refused() {
 }
 
 #[test]
-fn steps_of_calls_from_several_threads_do_not_mix() {
+fn steps_of_concurrent_calls_differ() {
     let mesh = DeviceMesh::cpu(1).unwrap();
     let draw = mesh.pmap(|ctx, x: Tensor| ctx.rng().uniform(x.shape()));
     let stream = |step| bytes(&draw.call_at(step, arange(4)).unwrap());
@@ -739,27 +738,29 @@ fn steps_of_calls_from_several_threads_do_not_mix() {
             });
         }
     });
-    // Their numbers are no count: the first call without one is the first.
+    // Explicit steps do not count: the first call without one has step 0.
     assert!(bytes(&draw.call(arange(4)).unwrap()) == expected[0]);
 }
 
 #[test]
-fn threads_end_with_the_last_clone_of_their_mesh() {
+fn last_clone_joins_the_threads() {
     let mesh = DeviceMesh::cpu(4).unwrap();
     let f = mesh.pmap(|_, x: Tensor| Ok(x));
     drop(mesh);
     assert!(f.call(iota((4, 1))).is_ok());
     let started = std::time::Instant::now();
-    // Joins all workers: it would not return if one of them stayed.
+    // Dropping joins all workers: it would not return if one of them kept running.
     drop(f);
     assert!(started.elapsed() < Duration::from_mins(1));
 }
 
-/// The numbers of a replica, in a type: sums depend on their order, overflow in small integers, and
-/// are rounded in halves.
+/// Returns the numbers of a replica in a dtype. Sums depend on their order, overflow in small
+/// integers, and are rounded in halves.
 fn summands(slot: usize, dtype: DType) -> candle_core::Result<Tensor> {
-    let value = |n: usize| ((n * 7919 + slot * 104_729) % 2003) as f64 * 0.37 - 300.0;
-    let values: Vec<f64> = (0..300).map(value).chain([60_000.0, 256.0]).collect();
+    let values: Vec<f64> = (0..300)
+        .map(|n: usize| ((n * 7919 + slot * 104_729) % 2003) as f64 * 0.37 - 300.0)
+        .chain([60_000.0, 256.0])
+        .collect();
     let x = Tensor::new(values, &Device::Cpu)?;
     if dtype.is_int() { x.abs()?.clamp(0.0, 255.0)?.to_dtype(dtype) } else { x.to_dtype(dtype) }
 }
@@ -771,7 +772,7 @@ fn bytes(x: &Tensor) -> Vec<u8> {
 }
 
 #[test]
-fn sums_and_means_of_results_have_the_bits_of_those_inside_the_function() {
+fn out_axes_sums_equal_psum() {
     for (slots, dtype) in (1..=5).flat_map(|slots| REDUCIBLE.map(|dtype| (slots, dtype))) {
         let mesh = DeviceMesh::cpu(slots).unwrap();
         let sums = mesh.pmap(move |ctx, ()| {
@@ -800,13 +801,13 @@ fn a_2_b_2() -> DeviceMesh {
     DeviceMesh::builder().axis("a", 2).axis("b", 2).cpu().unwrap()
 }
 
-/// Dimension 0, cut by one axis after the other.
+/// Returns a spec that cuts dimension 0 along one axis after the other.
 fn twice() -> P {
     P::shard(0, "a").and(P::shard(0, "b"))
 }
 
 #[test]
-fn a_dimension_whose_first_cut_is_uneven_is_not_cut_again() {
+fn uneven_dimension_cannot_be_recut() {
     for (b, mesh) in [1, 2].map(|b| (b, DeviceMesh::builder().axis("a", 2).axis("b", b).cpu())) {
         let identity = mesh.unwrap().pmap(|_, x: Tensor| Ok(x)).in_axes(twice()).out_axes(twice());
         let refused = identity.uneven(Uneven::Balanced).call(arange(5));
@@ -820,12 +821,14 @@ fn a_dimension_whose_first_cut_is_uneven_is_not_cut_again() {
 }
 
 #[test]
-fn what_is_cut_twice_comes_back_whole_and_each_shard_knows_its_rows() {
+fn double_cut_round_trips_with_rows() {
     let cases =
         (0..=17).flat_map(|len| [Uneven::Pad, Uneven::Balanced].map(|uneven| (len, uneven)));
-    // Balanced shards can be cut again if they are of one size, each of at least two rows.
-    let is_possible = |len, uneven| uneven == Uneven::Pad || (len % 2 == 0 && len >= 4) || len == 0;
-    for (len, uneven) in cases.filter(|&(len, uneven)| is_possible(len, uneven)) {
+    for (len, uneven) in cases {
+        // Balanced shards can be cut again only if they have equal sizes of at least two rows.
+        if uneven == Uneven::Balanced && len > 0 && (len < 4 || len % 2 == 1) {
+            continue;
+        }
         let f = a_2_b_2().pmap(|ctx, x: Tensor| {
             let real = x.narrow(0, 0, ctx.valid_len().unwrap())?;
             let ends = Tensor::new(&[real.elem_count() as f64, ctx.weight()], &Device::Cpu)?;
@@ -842,7 +845,7 @@ fn what_is_cut_twice_comes_back_whole_and_each_shard_knows_its_rows() {
 }
 
 #[test]
-fn padding_in_two_dimensions_is_cut_back_in_both() {
+fn padding_is_trimmed_in_two_dimensions() {
     let both = || P::shard(0, "a").and(P::shard(1, "b"));
     let f = a_2_b_2().pmap(|_, x: Tensor| x + 1.0).in_axes(both()).out_axes(both());
     let f = f.uneven(Uneven::Pad);
@@ -853,7 +856,7 @@ fn padding_in_two_dimensions_is_cut_back_in_both() {
 }
 
 #[test]
-fn what_is_no_padding_is_kept() {
+fn concat_keeps_equal_sized_rows() {
     let numbers = DeviceMesh::cpu(2).unwrap().pmap(|ctx, x: Tensor| {
         let numbers = Tensor::full(ctx.slot() as f32, 3, &Device::Cpu)?;
         Ok((x, numbers))

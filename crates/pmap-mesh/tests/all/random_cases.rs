@@ -1,4 +1,4 @@
-//! Random programs, gradients and faults over threads: equal to a reference to the bit.
+//! Random programs, gradients and faults over threads, compared with a reference to the bit.
 
 use std::time::Duration;
 
@@ -25,46 +25,47 @@ fn over_threads(grid: &Grid) -> DeviceMesh {
     grid.builder().cpu().unwrap()
 }
 
-/// Ends what waits for a replica that does not come before its call has ended.
+/// Opens a mesh with a deadline, for scenarios with a replica that arrives only after the end of
+/// its call.
 fn with_a_deadline(grid: &Grid) -> DeviceMesh {
     grid.builder().deadline(Duration::from_millis(10)).cpu().unwrap()
 }
 
 #[test]
-fn programs_give_what_the_reference_says_to_the_bit() {
+fn programs_match_the_reference() {
     let programs: Cases<Program> =
         Cases::new("--test all programs", |random| generate::program(random, None));
     programs.run(3000, || {
         let mut meshes = Meshes::new(over_threads);
-        move |program| tested::check(program, meshes.of(&program.grid), &reference::run(program))
+        move |program| tested::check(program, meshes.open(&program.grid), &reference::run(program))
     });
 }
 
 #[test]
-fn gradients_are_those_of_one_graph_on_one_device() {
+fn gradients_match_one_graph() {
     let chains: Cases<Chain> =
         Cases::new("--test all gradients", |random| gradients::chain(random, None));
     chains.run(3000, || {
         let mut meshes = Meshes::new(over_threads);
-        move |chain| gradients::check(chain, meshes.of(&chain.grid))
+        move |chain| gradients::check(chain, meshes.open(&chain.grid))
     });
 }
 
 #[test]
-fn faults_end_a_call_with_what_is_true_of_them() {
+fn faults_end_with_a_possible_error() {
     let scenarios: Cases<Scenario> = Cases::new("--test all faults", faults::scenario);
     scenarios.run(2000, || {
         let mut patient = Meshes::new(over_threads);
         let mut hasty = Meshes::new(with_a_deadline);
         move |scenario| {
-            let meshes = if scenario.is_late() { &mut hasty } else { &mut patient };
-            faults::check(scenario, meshes.of(scenario.grid()))
+            let meshes = if scenario.deadline_passed() { &mut hasty } else { &mut patient };
+            faults::check(scenario, meshes.open(scenario.grid()))
         }
     });
 }
 
 #[test]
-fn random_programs_are_of_every_kind() {
+fn random_programs_cover_every_kind() {
     let mut coverage = Coverage::default();
     for seed in 0..1000 {
         let program = generate::program(&mut Random::new(seed), None);
@@ -84,14 +85,20 @@ fn random_programs_are_of_every_kind() {
     coverage.assert_each(50, ["Job", "Start Sum", "Start Gather", "Start Reduce"]);
     coverage.assert_each(20, ["large Gather", "large Reduce"]);
     coverage.assert_each(20, ["Wait 1", "Wait 2", "Wait 3"]);
-    let faults =
-        ["Axes", "AxisTwice", "ReducedInput", "DimOutOfRange", "NotDivisible", "CutAfterUneven"];
+    let faults = [
+        "Axes",
+        "DuplicateAxis",
+        "ReducedInput",
+        "DimOutOfRange",
+        "NotDivisible",
+        "CutAfterUneven",
+    ];
     coverage
         .assert_each(2, faults.map(|fault| format!("argument {fault}")).iter().map(String::as_str));
 }
 
 #[test]
-fn random_chains_are_of_every_kind() {
+fn random_chains_cover_every_kind() {
     let mut coverage = Coverage::default();
     for seed in 0..1000 {
         coverage.note_chain(&gradients::chain(&mut Random::new(seed), None));
@@ -101,7 +108,7 @@ fn random_chains_are_of_every_kind() {
 }
 
 #[test]
-fn random_scenarios_end_in_every_way() {
+fn random_scenarios_cover_every_end() {
     let mut coverage = Coverage::default();
     for seed in 0..1000 {
         coverage.note_scenario(&faults::scenario(&mut Random::new(seed)));

@@ -1,4 +1,4 @@
-//! What slots hand over, counted exactly.
+//! Exact counts of the slots' contributions to collectives.
 
 use candle_core::{DType, Device, Result, Tensor, Var};
 use pmap_mesh::{
@@ -7,7 +7,7 @@ use pmap_mesh::{
 };
 use process_tests::{lists, nothing};
 
-/// What each slot of a grid of 2 x 1 has handed over in `f`.
+/// Returns the traffic of each slot of a 2 x 1 grid in `f`.
 fn traffic(f: impl Fn(&Replica) -> Result<()> + Send + Sync + 'static) -> Vec<Traffic> {
     let mesh = DeviceMesh::builder().axis("a", 2).axis("b", 1).pin(false).cpu().unwrap();
     mesh.pmap(move |ctx, _: Tensor| f(ctx)).in_axes(None).call(nothing()).unwrap();
@@ -19,7 +19,7 @@ fn tally(calls: u64, bytes: u64) -> Tally {
 }
 
 #[test]
-fn every_kind_is_counted_with_what_the_slot_handed_over() {
+fn every_kind_counts_contributed_bytes() {
     let of_slots = traffic(|ctx| {
         let x = Tensor::zeros((4, 2), DType::F32, &Device::Cpu)?;
         ctx.psum(&x, ALL)?;
@@ -51,7 +51,7 @@ fn every_kind_is_counted_with_what_the_slot_handed_over() {
 }
 
 #[test]
-fn backward_counts_as_what_it_is() {
+fn backward_counts_its_collective() {
     let of_slots = traffic(|ctx| {
         let w = Var::zeros((2, 2), DType::F32, &Device::Cpu)?;
         ctx.all_gather(&w, 0, ALL)?.sum_all()?.backward()?;
@@ -72,7 +72,7 @@ fn backward_counts_as_what_it_is() {
 }
 
 #[test]
-fn lists_count_what_each_slot_has_of_them() {
+fn lists_count_the_slot_s_runs() {
     let layout = lists::layout(&[(vec![10], DType::F32), (vec![6], DType::BF16)], 2, 3);
     let own_bytes = |slot: usize| -> u64 {
         let runs = layout.runs(slot).iter();
@@ -94,7 +94,7 @@ fn lists_count_what_each_slot_has_of_them() {
 }
 
 #[test]
-fn in_a_group_of_one_nothing_is_handed_over() {
+fn group_of_one_counts_nothing() {
     let of_slots = traffic(|ctx| {
         let x = Tensor::zeros(4, DType::F32, &Device::Cpu)?;
         ctx.psum(&x, "b")?;

@@ -1,5 +1,5 @@
-//! What every engine of several processes must do: what the engine of threads does, to the bit, or
-//! end.
+//! The conformance tests of multi-process engines: they equal the engine of threads to the bit, or
+//! end with an error.
 
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 #![allow(clippy::cast_possible_truncation, reason = "sizes are small")]
@@ -14,20 +14,20 @@ use pmap_mesh::{
 };
 use process_tests::{Engine, assert_same, leaves, lists, mesh, nothing, threads};
 
-/// How long a replica waits in the case of that name.
+/// The deadline in the case of that name.
 const DEADLINE: Duration = Duration::from_millis(500);
 
-/// How many random orders of started collectives are tried on every mesh.
+/// The number of random orders of started collectives on every mesh.
 const ORDERS: u64 = 24;
 
-/// How long a replica waits where it must not have to: less than a case may take.
+/// The deadline for waits that must end early: less than the time limit of a case.
 const LATE: Duration = Duration::from_mins(1);
 
-/// Runs a case, as one of so many processes.
+/// Runs a case in one of `ranks` processes.
 pub(crate) fn run(engine: &impl Engine, case: &str, ranks: usize) {
     match case {
         "collectives" => {
-            // An engine may end with its last mesh, and not begin again.
+            // An engine may stop with its last mesh, and not start again.
             let _row = mesh(engine, &[], None);
             for axes in grids(ranks) {
                 collectives(engine, &axes);
@@ -76,8 +76,8 @@ pub(crate) fn run(engine: &impl Engine, case: &str, ranks: usize) {
         "too many" => {
             let run = mesh(engine, &[], Some(LATE)).pmap(|ctx, _: Tensor| {
                 let x = nothing().to_device(ctx.device())?;
-                let start = |_| ctx.start_psum(&x, ALL);
-                let started = (0..10_000).map(start).collect::<Result<Vec<_>>>()?;
+                let started =
+                    (0..10_000).map(|_| ctx.start_psum(&x, ALL)).collect::<Result<Vec<_>>>()?;
                 started.into_iter().try_for_each(|sum| sum.wait().map(drop))
             });
             drop(run.in_axes(None).call(nothing()));
@@ -86,14 +86,14 @@ pub(crate) fn run(engine: &impl Engine, case: &str, ranks: usize) {
             let run = mesh(engine, &[], Some(LATE)).pmap(|ctx, _: Tensor| {
                 let x = Tensor::ones(3 + ctx.slot(), DType::F32, ctx.device())?;
                 let first = ctx.start_psum(&x, ALL)?;
-                // They learn of it while they wait for another one.
+                // The others observe it while they wait for another collective.
                 ctx.start_psum(&nothing().to_device(ctx.device())?, ALL)?.wait()?;
                 first.wait().map(drop)
             });
             drop(run.in_axes(None).call(nothing()));
         }
         "started and called" => {
-            // The contents travel with the header, but not all in the first message.
+            // The contents are sent with the header, but not all in the first message.
             let run = mesh(engine, &[], Some(LATE)).pmap(|ctx, _: Tensor| {
                 let x = Tensor::ones(2000, DType::F32, ctx.device())?;
                 if ctx.slot() == 0 { ctx.start_psum(&x, ALL)?.wait() } else { ctx.psum(&x, ALL) }
@@ -126,7 +126,7 @@ pub(crate) fn run(engine: &impl Engine, case: &str, ranks: usize) {
     }
 }
 
-/// All wait for rank 1, which does something else.
+/// Blocks all ranks in a barrier, except rank 1, which runs something else.
 fn barrier_of_rank_0(
     engine: &impl Engine,
     deadline: Option<Duration>,
@@ -149,7 +149,7 @@ fn grids(ranks: usize) -> Vec<Vec<(&'static str, usize)>> {
     grids
 }
 
-/// Runs `f` over both engines, and compares what this rank's slot gets.
+/// Runs `f` over both engines, and compares the results of this rank's slot.
 fn compare<O: TensorTree>(
     tested: &DeviceMesh,
     threads: &DeviceMesh,
@@ -164,32 +164,34 @@ fn compare<O: TensorTree>(
     assert_same(&leaves(&results.shards()[0]), &leaves(&expected.shards()[slot]));
 }
 
-/// Numbers that differ by replica, and whose sums depend on their order.
+/// Returns numbers that differ by replica, with sums that depend on the order.
 fn input(ctx: &Replica, shape: &[usize], dtype: DType) -> Result<Tensor> {
     let seed = ctx.slot() as u32 * 7919 + 1;
-    let value =
-        |n: u32| (n.wrapping_mul(2_654_435_761).wrapping_add(seed) % 2003) as f32 * 0.0625 - 60.0;
-    let values: Vec<f32> = (0..shape.iter().product::<usize>() as u32).map(value).collect();
+    let values: Vec<f32> = (0..shape.iter().product::<usize>() as u32)
+        .map(|n: u32| {
+            (n.wrapping_mul(2_654_435_761).wrapping_add(seed) % 2003) as f32 * 0.0625 - 60.0
+        })
+        .collect();
     let x = Tensor::from_vec(values, shape, ctx.device())?;
     if dtype.is_int() { x.abs()?.to_dtype(dtype) } else { x.to_dtype(dtype) }
 }
 
 fn collectives(engine: &impl Engine, axes: &[(&'static str, usize)]) {
     let (tested, threads) = (mesh(engine, axes, None), threads(axes, &Device::Cpu));
-    // candle's kernels for other devices are not made for empty tensors.
+    // candle has no kernels for empty tensors on other devices.
     let fewest = usize::from(!engine.device().is_cpu());
     let sets: [MeshAxes; 3] = [ALL, "a".into(), "b".into()];
     for set in sets.into_iter().take(1 + axes.len()) {
         for dtype in
             [DType::F32, DType::F64, DType::BF16, DType::F16, DType::U8, DType::U32, DType::I64]
         {
-            let along = set.clone();
-            compare(&tested, &threads, move |ctx| sums(ctx, &along, dtype, fewest));
-            let along = set.clone();
-            compare(&tested, &threads, move |ctx| moves(ctx, &along, dtype, fewest));
+            let axes = set.clone();
+            compare(&tested, &threads, move |ctx| sums(ctx, &axes, dtype, fewest));
+            let axes = set.clone();
+            compare(&tested, &threads, move |ctx| moves(ctx, &axes, dtype, fewest));
             if fewest == 0 {
-                let along = set.clone();
-                compare(&tested, &threads, move |ctx| lists::check(ctx, &along, dtype, 1));
+                let axes = set.clone();
+                compare(&tested, &threads, move |ctx| lists::check(ctx, &axes, dtype, 1));
             }
         }
     }
@@ -202,7 +204,7 @@ fn collectives(engine: &impl Engine, axes: &[(&'static str, usize)]) {
     });
 }
 
-/// Sizes around the limits of messages that are sent at once, and of parts.
+/// Sums tensors of sizes around the limits of inline messages and of parts.
 fn sums(ctx: &Replica, set: &MeshAxes, dtype: DType, fewest: usize) -> Result<Vec<Tensor>> {
     let mut all = Vec::new();
     for count in [fewest, 1, 3, 895, 897, 4096, 4099, 16_384, 70_001, 300_011] {
@@ -213,13 +215,13 @@ fn sums(ctx: &Replica, set: &MeshAxes, dtype: DType, fewest: usize) -> Result<Ve
         }
     }
     if fewest == 0 {
-        all.push(ctx.psum(&nothing_behind_the_end(ctx, dtype)?, set)?);
+        all.push(ctx.psum(&empty_past_the_end(ctx, dtype)?, set)?);
     }
     Ok(all)
 }
 
-/// A view that begins where its storage has ended.
-fn nothing_behind_the_end(ctx: &Replica, dtype: DType) -> Result<Tensor> {
+/// Returns an empty view that begins at the end of its storage.
+fn empty_past_the_end(ctx: &Replica, dtype: DType) -> Result<Tensor> {
     Tensor::zeros((0, 5), dtype, ctx.device())?.narrow(1, 2, 3)
 }
 
@@ -229,7 +231,7 @@ fn moves(ctx: &Replica, set: &MeshAxes, dtype: DType, fewest: usize) -> Result<V
     let mut all = Vec::new();
     for rows in [fewest, 1, 5, 301] {
         let x = input(ctx, &[rows, size * 3, 8], dtype)?;
-        // Another number of rows on each, once as it is and once as a view that is not contiguous.
+        // A different number of rows on each slot, once contiguous and once as a strided view.
         let uneven = input(ctx, &[fewest + rows * 10 * position, 8], dtype)?;
         let view =
             input(ctx, &[8, rows + position + 2], dtype)?.t()?.narrow(0, 1, rows + position)?;
@@ -250,23 +252,24 @@ fn moves(ctx: &Replica, set: &MeshAxes, dtype: DType, fewest: usize) -> Result<V
         ctx.barrier(set)?;
     }
     if fewest == 0 {
-        let x = nothing_behind_the_end(ctx, dtype)?;
+        let x = empty_past_the_end(ctx, dtype)?;
         all.extend([ctx.all_gather(&x, 1, set)?, ctx.broadcast(&x, 0, set)?]);
         all.extend([ctx.ppermute(&x, &turn, set)?, ctx.all_to_all(&x, 0, 1, set)?]);
     }
     Ok(all)
 }
 
-/// A tree is reduced as its tensors are one by one, of several types and sizes, and none.
+/// Compares the reduction of a tree with reductions of its tensors, of several dtypes and sizes,
+/// and of an empty tree.
 fn trees(engine: &impl Engine) {
     type Tree = (Vec<Tensor>, Option<Tensor>);
     let run = mesh(engine, &[], None).pmap(|ctx, _: Tensor| {
-        let of = |n: usize, dtype| {
+        let tensor = |n: usize, dtype| {
             let items = Tensor::arange(0_f32, (n * n) as f32, ctx.device())?;
             items.affine(0.3, ctx.slot() as f64)?.sin()?.reshape((n, n))?.to_dtype(dtype)
         };
-        let list = vec![of(3, DType::F32)?, of(0, DType::F32)?, of(90, DType::BF16)?];
-        let tree: Tree = (list, Some(of(2, DType::F64)?));
+        let list = vec![tensor(3, DType::F32)?, tensor(0, DType::F32)?, tensor(90, DType::BF16)?];
+        let tree: Tree = (list, Some(tensor(2, DType::F64)?));
         let each = |reduced: fn(&Replica, &Tensor) -> Result<Tensor>| {
             tree.try_map(&mut |x| reduced(ctx, x))
         };
@@ -284,8 +287,8 @@ fn trees(engine: &impl Engine) {
     run.in_axes(None).call(nothing()).unwrap();
 }
 
-/// More tensors than flags that would travel with a header, some of which one rank wants alone, and
-/// some of which several want.
+/// Sums more tensors than there are inline flags. One rank alone wants some of them, and several
+/// ranks want others.
 fn lists_of_any_length(engine: &impl Engine) {
     const LEN: usize = 20_000;
     let run = mesh(engine, &[], None).pmap(|ctx, _: Tensor| {
@@ -305,16 +308,23 @@ fn lists_of_any_length(engine: &impl Engine) {
     run.in_axes(None).call(nothing()).unwrap();
 }
 
-/// More runs than there may be messages at a time.
+/// Gathers more runs than there may be messages at a time.
 fn runs_of_any_number(engine: &impl Engine) {
     const LEN: usize = 20_000;
     let run = mesh(engine, &[], None).pmap(|ctx, _: Tensor| {
-        let run = |item| Run { tensor: 0, items: item..item + 1 };
-        // Of the last rank half as many as of the others, and the others' are not alike.
+        // The last rank has half as many as the others, and the others' runs are not alike.
         let owner = |item: usize| if item % 5 == 4 { ctx.count() - 1 } else { item % 2 };
-        let of_rank = |rank| (0..LEN).filter(|&item| owner(item) == rank).map(run).collect();
-        let layout =
-            RunLayout::new("items", [(LEN, DType::U32)], (0..ctx.count()).map(of_rank)).unwrap();
+        let layout = RunLayout::new(
+            "items",
+            [(LEN, DType::U32)],
+            (0..ctx.count()).map(|rank| {
+                (0..LEN)
+                    .filter(|&item| owner(item) == rank)
+                    .map(|item| Run { tensor: 0, items: item..item + 1 })
+                    .collect()
+            }),
+        )
+        .unwrap();
         let whole = Tensor::arange(0, LEN as u32, ctx.device())?;
         let own = lists::own(&layout, ctx.slot(), slice::from_ref(&whole))?;
         let gathered = ctx.gather_runs(own, &layout, ALL)?;
@@ -327,20 +337,20 @@ fn runs_of_any_number(engine: &impl Engine) {
 fn underway(engine: &impl Engine, axes: &[(&'static str, usize)]) {
     let (tested, threads) = (mesh(engine, axes, None), threads(axes, &Device::Cpu));
     for seed in 0..ORDERS {
-        let along = axes[seed as usize % axes.len()].0;
-        compare(&tested, &threads, move |ctx| in_any_order(ctx, along, seed));
+        let axes = axes[seed as usize % axes.len()].0;
+        compare(&tested, &threads, move |ctx| in_any_order(ctx, axes, seed));
     }
 }
 
-/// Starts collectives of all kinds, some of them large, with others that are called and with
-/// computation in between; waits for them in an order that differs by replica. Returns all results
-/// in the order of the calls.
-fn in_any_order(ctx: &Replica, along: &'static str, seed: u64) -> Result<Vec<Tensor>> {
+/// Starts collectives of all kinds, some of them large, mixed with called ones and computation, and
+/// waits for them in an order that differs by replica. Returns all results in the order of the
+/// calls.
+fn in_any_order(ctx: &Replica, axes: &'static str, seed: u64) -> Result<Vec<Tensor>> {
     type Waiting<'a> = (usize, Box<dyn FnOnce() -> Result<Vec<Tensor>> + 'a>);
-    let draw = |n: u64, below: u64| Seed::new(seed).derive(n).as_u64() % below;
-    // Drawn by each replica for itself.
-    let own_draw = |n: u64, below: usize| {
-        (Seed::new(seed).derive(1 + ctx.slot() as u64).derive(n).as_u64() % below as u64) as usize
+    let draw = |n: u64, limit: u64| Seed::new(seed).derive(n).as_u64() % limit;
+    // Each replica draws a different order.
+    let own_draw = |n: u64, limit: usize| {
+        (Seed::new(seed).derive(1 + ctx.slot() as u64).derive(n).as_u64() % limit as u64) as usize
     };
     let tensors = [
         (vec![3, 5], DType::F32),
@@ -348,33 +358,33 @@ fn in_any_order(ctx: &Replica, along: &'static str, seed: u64) -> Result<Vec<Ten
         (vec![1], DType::U32),
         (vec![70, 300], DType::BF16),
     ];
-    let layout = lists::layout(&tensors, ctx.axis_size(along)?, seed);
+    let layout = lists::layout(&tensors, ctx.axis_size(axes)?, seed);
     let mut results: Vec<Vec<Tensor>> = Vec::new();
     let mut waiting: Vec<Waiting<'_>> = Vec::new();
     for n in 0..12 {
         let list = tensors.iter().map(|(shape, dtype)| input(ctx, shape, *dtype));
-        // Computed on the device, which is not done when what it computes is handed in.
+        // The device computes the argument, and is not done when the collective starts.
         let list = list.map(|x| x?.affine(1.0 + n as f64, 0.0)).collect::<Result<Vec<_>>>()?;
         let call: Box<dyn FnOnce() -> Result<Vec<Tensor>>> = match draw(n, 6) {
             0 => {
-                let own = lists::own(&layout, ctx.axis_index(along)?, &list)?;
-                let pending = ctx.start_gather_runs(own, &layout, along)?;
+                let own = lists::own(&layout, ctx.axis_index(axes)?, &list)?;
+                let pending = ctx.start_gather_runs(own, &layout, axes)?;
                 Box::new(|| Ok(pending.wait()?.iter().map(Var::as_detached_tensor).collect()))
             }
             1 => {
-                let pending = ctx.start_reduce_runs(list, &layout, along)?;
+                let pending = ctx.start_reduce_runs(list, &layout, axes)?;
                 Box::new(|| pending.wait())
             }
             2 | 3 => {
-                let pending = ctx.start_psum(&list[draw(n + 100, 4) as usize], along)?;
+                let pending = ctx.start_psum(&list[draw(n + 100, 4) as usize], axes)?;
                 Box::new(|| Ok(vec![pending.wait()?]))
             }
             4 => {
-                let sum = ctx.psum(&list[draw(n + 100, 4) as usize], along)?;
+                let sum = ctx.psum(&list[draw(n + 100, 4) as usize], axes)?;
                 Box::new(|| Ok(vec![sum]))
             }
             _ => {
-                let all = ctx.all_gather(&list[1], 0, along)?;
+                let all = ctx.all_gather(&list[1], 0, axes)?;
                 Box::new(move || Ok(vec![all.affine(0.5, 1.0)?]))
             }
         };
@@ -393,7 +403,7 @@ fn in_any_order(ctx: &Replica, along: &'static str, seed: u64) -> Result<Vec<Ten
     Ok(results.into_iter().flatten().collect())
 }
 
-/// The whole way from arguments to results.
+/// Runs calls from arguments to results.
 fn calls(engine: &impl Engine, ranks: usize) {
     let (tested, threads) =
         (mesh(engine, &[], None), threads(&[(DeviceMesh::AXIS, ranks)], &engine.device()));
@@ -411,13 +421,13 @@ fn calls(engine: &impl Engine, ranks: usize) {
     assert_same(&call(&tested, &uneven), &call(&threads, &uneven));
 }
 
-/// What is said to be the same on all processes is compared, and all of them learn of it if it is
-/// not.
+/// Checks that results declared as replicated are compared, and that all processes report a
+/// difference.
 fn replicated(engine: &impl Engine, ranks: usize) {
     let of_b = if ranks == 4 { 2 } else { 1 };
     let of_a = ranks / of_b;
     let mesh = mesh(engine, &[("a", of_a), ("b", of_b)], None);
-    // The results of the last slot differ from those of the others.
+    // The results of the last slot differ from all others.
     let gathered = |specs: Specs, trust: bool, of_last: Vec<Tensor>, of_others: Vec<Tensor>| {
         let f = mesh.pmap(move |ctx, _: Tensor| {
             let results = if ctx.slot() + 1 == ctx.count() { &of_last } else { &of_others };
@@ -451,7 +461,7 @@ fn replicated(engine: &impl Engine, ranks: usize) {
     let trusted = gathered(replicated(), true, vec![ones.clone()], vec![zeros.clone()]).unwrap();
     assert_same(&trusted, slice::from_ref(own));
 
-    // Along one axis, beside what is joined along the other.
+    // Replicated along one axis, joined along the other.
     let along_b = || Specs::from([P::replicate(), P::shard(0, "a")]);
     let joined = |of_last: &Tensor| {
         let mut parts = vec![zeros.clone(); of_a - 1];
@@ -490,7 +500,7 @@ fn replicated(engine: &impl Engine, ranks: usize) {
         matches!(other_axes, Err(Error::Value(ValueError::OutAxes { slot })) if slot == last),
         "{other_axes:?}"
     );
-    // The mesh lives on.
+    // The mesh can be used again.
     assert_same(
         &gathered(P::sum(ALL).into(), false, vec![ones.clone()], vec![zeros]).unwrap(),
         &[ones],

@@ -6,10 +6,10 @@ use candle_core::{DType, Device, Tensor};
 
 use crate::differential::bits::{self, Fold};
 
-/// How many items of an array are printed.
+/// The number of items to print.
 const PRINTED: usize = 12;
 
-/// A tensor, whose items are given as bits, the last dimension fastest.
+/// A tensor of items as bits; the last dimension varies fastest.
 #[derive(Clone)]
 pub(crate) struct Array {
     pub(crate) dtype: DType,
@@ -18,7 +18,7 @@ pub(crate) struct Array {
 }
 
 impl Array {
-    /// The array whose item at each place is `item` of it, which may change the place it is given.
+    /// Returns an array with the items of `item`, which may change the index that it is given.
     pub(crate) fn from_fn(
         dtype: DType,
         shape: &[usize],
@@ -37,8 +37,8 @@ impl Array {
         Self { dtype, shape: shape.to_vec(), items }
     }
 
-    /// A row of numbers in double precision.
-    pub(crate) fn of_numbers(numbers: &[f64]) -> Self {
+    /// Returns a row of numbers in double precision.
+    pub(crate) fn from_numbers(numbers: &[f64]) -> Self {
         let items = numbers.iter().map(|number| number.to_bits()).collect();
         Self { dtype: DType::F64, shape: vec![numbers.len()], items }
     }
@@ -55,7 +55,7 @@ impl Array {
         self.items[offset]
     }
 
-    /// `len` rows of dimension `dim`.
+    /// Returns `len` rows of dimension `dim`.
     pub(crate) fn rows(&self, dim: usize, start: usize, len: usize) -> Self {
         let mut shape = self.shape.clone();
         shape[dim] = len;
@@ -65,7 +65,7 @@ impl Array {
         })
     }
 
-    /// Part number `part` of `parts` equal ones.
+    /// Returns part number `part` of `parts` equal ones.
     pub(crate) fn part(&self, dim: usize, part: usize, parts: usize) -> Self {
         let rows = self.shape[dim] / parts;
         self.rows(dim, part * rows, rows)
@@ -80,19 +80,19 @@ impl Array {
         })
     }
 
-    /// The same items with a dimension of one row more.
+    /// Adds a dimension of one row.
     pub(crate) fn with_dim(mut self, dim: usize) -> Self {
         self.shape.insert(dim, 1);
         self
     }
 
-    /// The same items in one dimension.
+    /// Returns the same items in one dimension.
     pub(crate) fn flat(mut self) -> Self {
         self.shape = vec![self.items.len()];
         self
     }
 
-    /// The first row of the first dimension in place of all of them.
+    /// Repeats the first row of the first dimension.
     pub(crate) fn repeated(&self) -> Self {
         Self::from_fn(self.dtype, &self.shape, |place| {
             place[0] = 0;
@@ -100,7 +100,7 @@ impl Array {
         })
     }
 
-    /// All arrays one after the other in dimension `dim`; `None` if they do not fit.
+    /// Concatenates arrays in dimension `dim`; returns `None` if they do not fit.
     pub(crate) fn concatenated(arrays: &[&Self], dim: usize) -> Option<Self> {
         if !arrays.iter().all(|array| array.agrees_but_for(dim, arrays[0])) {
             return None;
@@ -117,13 +117,12 @@ impl Array {
         }))
     }
 
-    /// All arrays side by side in dimension `dim`, in which each has one row; `None` if they do not
-    /// fit.
+    /// Concatenates arrays of one row each in dimension `dim`; returns `None` if they do not fit.
     pub(crate) fn stacked(arrays: &[Self], dim: usize) -> Option<Self> {
         Self::concatenated(&arrays.iter().collect::<Vec<_>>(), dim)
     }
 
-    /// Whether type and sizes are equal, those in dimension `dim` apart.
+    /// Returns true if dtype and sizes are equal, except for the size in dimension `dim`.
     pub(crate) fn agrees_but_for(&self, dim: usize, other: &Self) -> bool {
         let sizes = |array: &Self| {
             let mut shape = array.shape.clone();
@@ -135,24 +134,25 @@ impl Array {
             && sizes(self) == sizes(other)
     }
 
-    /// Whether type and sizes are equal.
+    /// Returns true if dtype and sizes are equal.
     pub(crate) fn agrees(&self, other: &Self) -> bool {
         self.dtype == other.dtype && self.shape == other.shape
     }
 
-    /// The fold of each item over all arrays, which agree.
+    /// Folds each item over all arrays, which must agree in dtype and sizes.
     pub(crate) fn folded(arrays: &[&Self], fold: Fold) -> Self {
         let first = arrays[0];
         let mut column = vec![0; arrays.len()];
-        let item = |n: usize| {
-            column.iter_mut().zip(arrays).for_each(|(item, array)| *item = array.items[n]);
-            bits::folded(first.dtype, fold, &column)
-        };
-        let items = (0..first.items.len()).map(item).collect();
+        let items = (0..first.items.len())
+            .map(|n: usize| {
+                column.iter_mut().zip(arrays).for_each(|(item, array)| *item = array.items[n]);
+                bits::folded(first.dtype, fold, &column)
+            })
+            .collect();
         Self { dtype: first.dtype, shape: first.shape.clone(), items }
     }
 
-    /// Equal to the bit.
+    /// Returns true if both are equal to the bit.
     pub(crate) fn same(&self, other: &Self) -> bool {
         let mut items = self.items.iter().zip(&other.items);
         self.agrees(other) && items.all(|(left, right)| bits::same(self.dtype, *left, *right))
@@ -165,9 +165,9 @@ impl Array {
         Tensor::from_raw_buffer(&bytes, self.dtype, &self.shape, &Device::Cpu).unwrap()
     }
 
-    pub(crate) fn of(tensor: &Tensor) -> Self {
+    pub(crate) fn from_tensor(tensor: &Tensor) -> Self {
         let mut bytes = Vec::new();
-        // A view of nothing may begin behind the end of its storage, where candle panics.
+        // An empty view may begin past the end of its storage, where candle panics.
         if tensor.elem_count() > 0 {
             tensor.force_contiguous().unwrap().write_bytes(&mut bytes).unwrap();
         }

@@ -1,12 +1,12 @@
-//! Numbers of every type as bits, and the arithmetic that reductions promise of them: in the order
-//! of the ranks, of halves in single precision with one rounding, of integers that wrap.
+//! Numbers of every dtype as bits, and the arithmetic that reductions promise: in rank order,
+//! halves in single precision with one rounding, wrapping integers.
 
 use candle_core::DType;
 use half::{bf16, f16};
 
 use crate::differential::random::Random;
 
-/// The types that can be reduced.
+/// The dtypes that can be reduced.
 pub(crate) const REDUCIBLE: [DType; 9] = [
     DType::F32,
     DType::F64,
@@ -19,7 +19,7 @@ pub(crate) const REDUCIBLE: [DType; 9] = [
     DType::I64,
 ];
 
-/// How several numbers become one.
+/// An operation that combines several numbers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Fold {
     Sum,
@@ -36,7 +36,7 @@ macro_rules! fold_of_floats {
             numbers.fold(first, |so_far, next| match fold {
                 Fold::Sum | Fold::Mean => so_far + next,
                 Fold::Max | Fold::Min if so_far.is_nan() || next.is_nan() => <$type>::NAN,
-                // Of two zeros the first, whatever its sign.
+                // Of two zeros, keep the first, whatever its sign.
                 Fold::Max => {
                     if next > so_far {
                         next
@@ -59,7 +59,7 @@ macro_rules! fold_of_floats {
 fold_of_floats!(fold_of_f32, f32);
 fold_of_floats!(fold_of_f64, f64);
 
-/// The fold of numbers of type `dtype`, all given and returned as bits.
+/// Folds numbers of type `dtype`, all given and returned as bits.
 pub(crate) fn folded(dtype: DType, fold: Fold, bits: &[u64]) -> u64 {
     match dtype {
         DType::F64 => fold_of_f64(fold, bits, f64::from_bits).to_bits(),
@@ -72,11 +72,11 @@ pub(crate) fn folded(dtype: DType, fold: Fold, bits: &[u64]) -> u64 {
             let sum = fold_of_f32(fold, bits, |x| bf16::from_bits(word(x)).to_f32());
             u64::from(bf16::from_f32(sum).to_bits())
         }
-        _ => fold_of_integers(dtype, fold, bits),
+        _ => fold_integers(dtype, fold, bits),
     }
 }
 
-fn fold_of_integers(dtype: DType, fold: Fold, bits: &[u64]) -> u64 {
+fn fold_integers(dtype: DType, fold: Fold, bits: &[u64]) -> u64 {
     let numbers = bits.iter().map(|bits| integer(dtype, *bits));
     let folded = match fold {
         Fold::Sum => numbers.sum(),
@@ -84,7 +84,7 @@ fn fold_of_integers(dtype: DType, fold: Fold, bits: &[u64]) -> u64 {
         Fold::Min => numbers.min().unwrap(),
         Fold::Mean => panic!("integers have no mean"),
     };
-    // What does not fit is cut off: it wraps.
+    // Drop the high bits, so that the sum wraps.
     u64::try_from(folded & i128::from(mask(dtype))).unwrap()
 }
 
@@ -94,12 +94,12 @@ fn integer(dtype: DType, bits: u64) -> i128 {
     i128::from(bits) - if is_negative { 1 << (8 * dtype.size_in_bytes()) } else { 0 }
 }
 
-/// The bits that a number of this type has.
+/// Returns the mask of a dtype's bits.
 fn mask(dtype: DType) -> u64 {
     u64::MAX >> (64 - 8 * dtype.size_in_bytes())
 }
 
-/// Whether two numbers are the same: to the bit, but for what kind of NaN a NaN is.
+/// Returns true if two numbers are equal to the bit, or both are NaN of any kind.
 pub(crate) fn same(dtype: DType, left: u64, right: u64) -> bool {
     left == right || is_nan(dtype, left) && is_nan(dtype, right)
 }
@@ -122,32 +122,32 @@ fn word(bits: u64) -> u16 {
     u16::try_from(bits).unwrap()
 }
 
-/// A number of any sign and of many magnitudes, so that the order of a sum matters; an integer of
-/// any bits, so that sums wrap.
+/// Returns a float of any sign and of many magnitudes, so that the order of a sum matters, or an
+/// integer of any bits, so that sums wrap.
 pub(crate) fn ordinary(dtype: DType, random: &mut Random) -> u64 {
     if !matches!(dtype, DType::F64 | DType::F32 | DType::F16 | DType::BF16) {
         return random.word() & mask(dtype);
     }
     let magnitude = random.pick(&[0.02, 0.3, 1.0, 7.0, 50.0, 300.0]);
-    of_f64(dtype, random.unit() * magnitude)
+    from_f64(dtype, random.unit() * magnitude)
 }
 
-/// One of the numbers at which something else may happen.
+/// Returns a special value.
 ///
-/// There is no negative infinity: the sign of the NaN that infinities of both signs add up to is not
-/// said anywhere.
+/// Negative infinity is left out: the sign of the NaN that infinities of both signs add up to is
+/// unspecified.
 pub(crate) fn extreme(dtype: DType, random: &mut Random) -> u64 {
     let largest = random.pick(&[0, mask(dtype), mask(dtype) >> 1, (mask(dtype) >> 1) + 1]);
     let float = random.pick(&[0.0, -0.0, f64::NAN, f64::INFINITY, 1e-40, 6e-8, -1.0, 3.0]);
     match dtype {
-        DType::F64 | DType::F32 | DType::F16 | DType::BF16 => of_f64(dtype, float),
+        DType::F64 | DType::F32 | DType::F16 | DType::BF16 => from_f64(dtype, float),
         _ => largest,
     }
 }
 
-/// The nearest number of a type of floats.
+/// Returns the nearest number of a float dtype.
 #[allow(clippy::cast_possible_truncation, reason = "rounding is what it is for")]
-fn of_f64(dtype: DType, x: f64) -> u64 {
+fn from_f64(dtype: DType, x: f64) -> u64 {
     match dtype {
         DType::F64 => x.to_bits(),
         DType::F32 => u64::from((x as f32).to_bits()),

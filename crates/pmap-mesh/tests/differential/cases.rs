@@ -1,6 +1,6 @@
-//! Case after case, each from a seed of its own, with a limit of time for each.
+//! Cases from consecutive seeds, with a time limit for each.
 
-#![allow(clippy::print_stderr, reason = "the case of a panic is told before it goes on")]
+#![allow(clippy::print_stderr, reason = "the case is printed before its panic resumes")]
 
 use std::{
     env,
@@ -17,13 +17,12 @@ use std::{
 
 use crate::differential::random::Random;
 
-/// How long a case may take before it counts as one that never ends. It takes milliseconds; the
-/// rest is for machines with much else to do.
+/// The time limit of a case. A case takes milliseconds; the rest is for busy machines.
 const LIMIT: Duration = Duration::from_mins(1);
 
-/// A kind of cases: how one is made of a seed.
+/// A kind of cases, and the function that makes one from a seed.
 pub(crate) struct Cases<C> {
-    /// How `cargo test` is told to run them.
+    /// The arguments of `cargo test` that run them.
     arguments: &'static str,
     make: Arc<Make<C>>,
 }
@@ -38,10 +37,10 @@ impl<C: Display + 'static> Cases<C> {
         Self { arguments, make: Arc::new(make) }
     }
 
-    /// Runs `usual` cases, or as many as `DIFFERENTIAL_CASES` says, from the seed that
-    /// `DIFFERENTIAL_SEED` says.
+    /// Runs `usual` cases, or `DIFFERENTIAL_CASES` if set, starting with the seed in
+    /// `DIFFERENTIAL_SEED`.
     ///
-    /// `checker` makes what checks a case, on the thread that runs them.
+    /// `checker` makes the function that checks a case, on the thread that runs them.
     pub(crate) fn run<F>(&self, usual: u64, checker: impl FnOnce() -> F + Send + 'static)
     where
         F: FnMut(&C) -> Result<(), String>,
@@ -52,7 +51,7 @@ impl<C: Display + 'static> Cases<C> {
         let thread = thread::spawn(move || {
             let mut check = checker();
             for case in first..end {
-                // Nobody listens after a failure.
+                // After a failure there is no receiver.
                 if sender.send(check(&make(&mut Random::new(case)))).is_err() {
                     return;
                 }
@@ -71,13 +70,13 @@ impl<C: Display + 'static> Cases<C> {
                 }
             }
         }
-        // Meshes are dropped before the sender is.
+        // The meshes are dropped before the sender.
         let end = outcomes.recv_timeout(LIMIT);
         assert_eq!(end, Err(RecvTimeoutError::Disconnected), "the meshes end with the cases");
         thread.join().unwrap();
     }
 
-    /// The case of this seed, and how it is run alone.
+    /// Describes the case of this seed, and the command that runs it alone.
     fn describe(&self, seed: u64) -> String {
         let case = (self.make)(&mut Random::new(seed));
         let arguments = self.arguments;
@@ -88,13 +87,13 @@ impl<C: Display + 'static> Cases<C> {
     }
 }
 
-/// The seeds of `usual` cases, or of those that the environment says.
+/// Returns the seeds of `usual` cases, or the seeds in the environment.
 pub(crate) fn seeds(usual: u64) -> Range<u64> {
     let first = variable("DIFFERENTIAL_SEED").unwrap_or(0);
     first..first + variable("DIFFERENTIAL_CASES").unwrap_or(usual)
 }
 
-/// The number that a variable of the environment holds, if it is set.
+/// Returns the number in an environment variable, if it is set.
 fn variable(name: &str) -> Option<u64> {
     let text = env::var(name).ok()?;
     Some(text.parse().unwrap_or_else(|_| panic!("{name} is not a number: {text}")))

@@ -1,22 +1,22 @@
-//! How the items of a tensor lie in memory: the same array behind every kind of view.
+//! Memory layouts of a tensor: the same array behind every kind of view.
 
 use candle_core::{Result, Tensor};
 
 use crate::differential::array::Array;
 
-/// Each falls back on `Plain` for an array that cannot lie so.
+/// A memory layout; each falls back to `Plain` for an array that cannot have it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) enum Layout {
     Plain,
-    /// The first dimension is the fastest.
+    /// The first dimension varies fastest.
     Transposed,
-    /// Between other rows of the last dimension.
+    /// Rows between other rows of the last dimension.
     Between,
     /// Every second item of a longer tensor.
     Strided,
-    /// Rows that are equal are one row in memory.
+    /// Equal rows that share memory.
     Repeated,
-    /// Nothing, beginning behind the end of a storage.
+    /// An empty view that begins past the end of its storage.
     BehindTheEnd,
 }
 
@@ -30,7 +30,7 @@ impl Layout {
         Self::BehindTheEnd,
     ];
 
-    /// A tensor of these items.
+    /// Returns a tensor of these items.
     pub(crate) fn tensor(self, array: &Array) -> Tensor {
         self.view(array).unwrap()
     }
@@ -39,7 +39,7 @@ impl Layout {
         let Some(last) = array.shape.len().checked_sub(1) else { return Ok(array.tensor()) };
         let size = array.shape[last];
         match self {
-            Self::BehindTheEnd if array.items.is_empty() => behind_the_end(array),
+            Self::BehindTheEnd if array.items.is_empty() => past_the_end(array),
             _ if array.items.is_empty() => Ok(array.tensor()),
             Self::Transposed => array.transposed(0, last).tensor().transpose(0, last),
             Self::Between => {
@@ -59,7 +59,7 @@ impl Layout {
     }
 }
 
-fn behind_the_end(array: &Array) -> Result<Tensor> {
+fn past_the_end(array: &Array) -> Result<Tensor> {
     let mut longer = array.shape.clone();
     longer[0] += 2;
     Array::zeros(array.dtype, &longer).tensor().narrow(0, 2, array.shape[0])

@@ -1,8 +1,8 @@
-//! Random programs on random meshes, and a reference that knows nothing of the crate.
+//! Random programs on random meshes, and a reference that is independent of the crate.
 //!
-//! A program is plain data, made from a seed, and interpreted twice. A case that fails prints its
-//! program and how to run it alone. `DIFFERENTIAL_CASES` sets the number of cases of each test,
-//! `DIFFERENTIAL_SEED` the first seed.
+//! A program is plain data, made from a seed, and interpreted twice. A failing case prints its
+//! program and the command that runs it alone. `DIFFERENTIAL_CASES` sets the number of cases of
+//! each test, `DIFFERENTIAL_SEED` the first seed.
 
 pub(crate) mod array;
 pub(crate) mod bits;
@@ -14,9 +14,9 @@ pub(crate) mod gradients;
 pub(crate) mod grid;
 pub(crate) mod layout;
 pub(crate) mod op;
+pub(crate) mod pending;
 pub(crate) mod program;
 pub(crate) mod random;
 pub(crate) mod reference;
 pub(crate) mod spec;
 pub(crate) mod tested;
-pub(crate) mod underway;

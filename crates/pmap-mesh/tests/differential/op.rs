@@ -1,4 +1,4 @@
-//! Collectives as data, and how the crate is asked for them.
+//! Collectives as data, and their calls in the crate.
 
 use candle_core::{Result, Tensor};
 use pmap_mesh::{MeshAxes, Replica};
@@ -21,25 +21,25 @@ pub(crate) enum Op {
     Barrier,
 }
 
-/// The place of a dimension that may be counted from the end.
-pub(crate) fn place_of(dim: isize, rank: usize) -> Option<usize> {
+/// Returns the index of a dimension that may be counted from the end.
+pub(crate) fn dim_index(dim: isize, rank: usize) -> Option<usize> {
     let from_the_end = rank.checked_add_signed(dim);
     let place = usize::try_from(dim).ok().or(from_the_end)?;
     (place < rank).then_some(place)
 }
 
 impl Op {
-    /// A collective of tensors of so many dimensions in a group of this size.
+    /// Returns a collective of tensors of `rank` dimensions in a group of this size.
     pub(crate) fn random(random: &mut Random, rank: usize, group: usize) -> Self {
         let kinds = if rank == 0 { 8 } else { 11 };
-        match random.below(kinds) {
+        match random.less_than(kinds) {
             0 => Self::Psum,
             1 => Self::Pmean,
             2 => Self::Pmax,
             3 => Self::Pmin,
             4 => Self::Pvary,
             5 => Self::Barrier,
-            6 => Self::Broadcast { root: random.below(group) },
+            6 => Self::Broadcast { root: random.less_than(group) },
             7 => Self::Ppermute { pairs: pairs(random, group) },
             8 => Self::AllGather { dim: dim(random, rank) },
             9 => Self::PsumScatter { dim: dim(random, rank) },
@@ -47,7 +47,7 @@ impl Op {
         }
     }
 
-    /// What the crate makes of it on one replica.
+    /// Calls the collective on one replica.
     pub(crate) fn run(&self, ctx: &Replica, x: &Tensor, axes: MeshAxes) -> Result<Tensor> {
         match self {
             Self::Psum => ctx.psum(x, axes),
@@ -65,13 +65,13 @@ impl Op {
     }
 }
 
-/// One of so many dimensions, counted from either end.
+/// Returns one of the dimensions, counted from either end.
 fn dim(random: &mut Random, rank: usize) -> isize {
-    let dim = random.below(rank).cast_signed();
+    let dim = random.less_than(rank).cast_signed();
     if random.one_in(3) { dim - rank.cast_signed() } else { dim }
 }
 
-/// Some pairs of a random permutation.
+/// Returns some pairs of a random permutation.
 fn pairs(random: &mut Random, group: usize) -> Vec<(usize, usize)> {
     let to = random.shuffled((0..group).collect());
     let pairs = to.into_iter().enumerate().filter(|_| !random.one_in(4)).collect();

@@ -1,5 +1,5 @@
-//! A program as plain data: what is passed to a mesh, what every replica does, and what is made of
-//! the results.
+//! A program as plain data: the arguments of a mesh, the steps of every replica, and the use of the
+//! results.
 
 use std::fmt;
 
@@ -12,9 +12,9 @@ use crate::differential::{
     grid::{Axes, Grid},
     layout::Layout,
     op::Op,
+    pending::Job,
     random::Random,
     spec::Spec,
-    underway::Job,
 };
 
 #[derive(Clone, Debug)]
@@ -24,14 +24,14 @@ pub(crate) struct Program {
     pub(crate) route: Route,
     /// The first values.
     pub(crate) arguments: Vec<Argument>,
-    /// Each makes a value, in this order.
+    /// The steps; each makes a value, in this order.
     pub(crate) steps: Vec<Step>,
-    /// The numbers of values that are put together.
+    /// The indexes of the joined values, with their specs.
     pub(crate) results: Vec<(usize, Spec)>,
 }
 
 impl fmt::Display for Program {
-    /// A line for each value, with its number, and for each result.
+    /// Writes a line for each value, with its index, and for each result.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Self { grid, uneven, route, .. } = self;
         write!(f, "mesh {:?}, {uneven:?}, {route:?}", grid.0)?;
@@ -41,7 +41,7 @@ impl fmt::Display for Program {
         for (number, step) in (self.arguments.len()..).zip(&self.steps) {
             write!(f, "\n{number}: {step:?}")?;
         }
-        self.results.iter().try_for_each(|(of, spec)| write!(f, "\nresult: {of} as {spec:?}"))
+        self.results.iter().try_for_each(|(value, spec)| write!(f, "\nresult: {value} as {spec:?}"))
     }
 }
 
@@ -52,36 +52,36 @@ pub(crate) struct Argument {
     pub(crate) spec: Spec,
 }
 
-/// How arguments and results get to the devices and back.
+/// The way of arguments and results to the devices and back.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) enum Route {
     Call,
     CallInto,
-    /// `shard`, `run`, `gather`.
+    /// Calls `shard`, `run` and `gather`.
     Resident,
 }
 
-/// What a replica does; a value `of` which it does something is named by its number.
+/// A step of a replica; a value `of` which it uses is named by its index.
 #[derive(Clone, Debug)]
 pub(crate) enum Step {
-    /// Makes numbers of its own, in dimension `free` of another size on each replica.
+    /// Makes numbers of its own; the size of dimension `free` differs by replica.
     Own { numbers: Numbers, layout: Layout, free: Option<usize> },
-    /// Lays a value out in another way.
-    Laid { of: usize, layout: Layout },
+    /// Changes the memory layout of a value.
+    Laid { value: usize, layout: Layout },
     /// Calls a collective.
-    Collective { op: Op, of: usize, axes: Axes },
-    /// Sums up a list, of which each slot wants some.
-    Sums { of: Vec<usize>, wanted: Vec<Vec<usize>> },
-    /// Calls a collective that could be under way.
+    Collective { op: Op, value: usize, axes: Axes },
+    /// Sums a list, of which each slot wants some tensors.
+    Sums { value: Vec<usize>, wanted: Vec<Vec<usize>> },
+    /// Calls a collective that could also be started.
     Job(Job),
     /// Starts a collective; its value is an empty list.
     Start(Job),
-    /// Waits for all that were started and have not been waited for, each slot in an order of its
-    /// own; the value has their results in the order in which they were started.
+    /// Waits for all pending collectives, each slot in a different order. The value has their
+    /// results in the order in which they were started.
     Wait { jobs: Vec<Job>, orders: Vec<Vec<usize>> },
-    /// Asks for its rank along axes, and their size.
+    /// Queries the rank along axes, and their size.
     Place { axes: Axes },
-    /// Asks how many rows of its shard are real, and for its weight.
+    /// Queries the number of real rows in the shard, and its weight.
     Rows,
 }
 
@@ -97,9 +97,9 @@ pub(crate) struct Numbers {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Kind {
     Ordinary,
-    /// NaN, infinity, zeros of both signs, the smallest and the largest.
+    /// NaN, infinity, zeros of both signs, the smallest and the largest number.
     Extreme,
-    /// All rows of the first dimension are equal.
+    /// Equal rows in the first dimension.
     Repeated,
 }
 
@@ -115,7 +115,7 @@ impl Numbers {
         if is_repeated { array.repeated() } else { array }
     }
 
-    /// The numbers of one replica, in dimension `free` of another size on each.
+    /// Returns the numbers of one replica; the size of dimension `free` differs by replica.
     pub(crate) fn on_slot(&self, slot: usize, free: Option<usize>) -> Array {
         let mut own = self.clone();
         own.seed = self.seed.wrapping_add(slot as u64);

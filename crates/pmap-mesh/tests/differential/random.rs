@@ -1,4 +1,4 @@
-//! Choices that depend on a seed alone.
+//! Choices that depend only on a seed.
 
 use core_types::Seed;
 
@@ -19,34 +19,34 @@ impl Random {
         self.seed.derive(self.next).as_u64()
     }
 
-    /// A number below `end`.
-    pub(crate) fn below(&mut self, end: usize) -> usize {
+    /// Returns a number below `end`.
+    pub(crate) fn less_than(&mut self, end: usize) -> usize {
         usize::try_from(self.word() % end as u64).unwrap()
     }
 
-    /// A number from `start` to `end`, both included.
-    pub(crate) fn within(&mut self, start: usize, end: usize) -> usize {
-        start + self.below(end - start + 1)
+    /// Returns a number from `start` to `end`, both included.
+    pub(crate) fn between(&mut self, start: usize, end: usize) -> usize {
+        start + self.less_than(end - start + 1)
     }
 
-    /// Whether something that happens once in `n` times happens.
+    /// Returns true once in `n` times.
     pub(crate) fn one_in(&mut self, n: usize) -> bool {
-        self.below(n) == 0
+        self.less_than(n) == 0
     }
 
-    pub(crate) fn pick<T: Clone>(&mut self, among: &[T]) -> T {
-        among[self.below(among.len())].clone()
+    pub(crate) fn pick<T: Clone>(&mut self, choices: &[T]) -> T {
+        choices[self.less_than(choices.len())].clone()
     }
 
-    /// From -1 to 1.
+    /// Returns a number from -1 to 1.
     pub(crate) fn unit(&mut self) -> f64 {
         (self.word() >> 11) as f64 / (1_u64 << 52) as f64 - 1.0
     }
 
-    /// The items in another order.
+    /// Returns the items in a random order.
     pub(crate) fn shuffled<T>(&mut self, mut items: Vec<T>) -> Vec<T> {
         for n in 1..items.len() {
-            items.swap(n, self.below(n + 1));
+            items.swap(n, self.less_than(n + 1));
         }
         items
     }

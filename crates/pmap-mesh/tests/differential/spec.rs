@@ -1,4 +1,4 @@
-//! Specs as data: how a tensor lies on the axes of a mesh.
+//! Specs as data.
 
 use pmap_mesh::{P, SpecFault};
 
@@ -7,7 +7,7 @@ use crate::differential::{
     random::Random,
 };
 
-/// What happens to a tensor along each of some sets of axes.
+/// The treatments of a tensor along some sets of axes.
 pub(crate) type Spec = Vec<(Axes, Treatment)>;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -19,11 +19,11 @@ pub(crate) enum Treatment {
     Mean,
 }
 
-/// How seldom a random spec has an axis that the mesh does not have.
+/// One random spec in this many has an axis that the mesh does not have.
 const UNKNOWN_ONE_IN: usize = 60;
 
-/// A spec for an argument of so many dimensions.
-pub(crate) fn of_argument(random: &mut Random, grid: &Grid, rank: usize) -> Spec {
+/// Returns a spec for an argument of `rank` dimensions.
+pub(crate) fn random_for_argument(random: &mut Random, grid: &Grid, rank: usize) -> Spec {
     if rank == 0 && !random.one_in(20) {
         return Spec::new();
     }
@@ -32,9 +32,9 @@ pub(crate) fn of_argument(random: &mut Random, grid: &Grid, rank: usize) -> Spec
     })
 }
 
-/// A spec for a result of so many dimensions.
-pub(crate) fn of_result(random: &mut Random, grid: &Grid, rank: usize) -> Spec {
-    random_spec(random, grid, |random| match random.below(8) {
+/// Returns a spec for a result of `rank` dimensions.
+pub(crate) fn random_for_result(random: &mut Random, grid: &Grid, rank: usize) -> Spec {
+    random_spec(random, grid, |random| match random.less_than(8) {
         0 => Treatment::Sum,
         1 => Treatment::Mean,
         2 => Treatment::Stack(dim(random, rank + 1)),
@@ -43,17 +43,17 @@ pub(crate) fn of_result(random: &mut Random, grid: &Grid, rank: usize) -> Spec {
     })
 }
 
-/// A dimension, now and then one that is not there.
+/// Returns a dimension, which is sometimes out of range.
 fn dim(random: &mut Random, rank: usize) -> isize {
-    let dim = random.below(rank.max(1)).cast_signed();
-    match random.below(60) {
+    let dim = random.less_than(rank.max(1)).cast_signed();
+    match random.less_than(60) {
         0 => dim + 3,
         1..=15 => dim - rank.cast_signed(),
         _ => dim,
     }
 }
 
-/// Treatments along disjoint axes; now and then one axis is named twice, or is not there.
+/// Returns treatments along disjoint axes; sometimes one axis is named twice, or does not exist.
 fn random_spec(
     random: &mut Random,
     grid: &Grid,
@@ -62,14 +62,14 @@ fn random_spec(
     let mut rest = random.shuffled(grid.all());
     let mut spec = Vec::new();
     while !random.one_in(3) && spec.len() < 4 {
-        let axes = rest.split_off(rest.len().saturating_sub(random.within(1, 2)));
+        let axes = rest.split_off(rest.len().saturating_sub(random.between(1, 2)));
         let axes = if random.one_in(4) { grid.all() } else { axes };
         spec.push((axes, treatment(random)));
         if rest.is_empty() {
             break;
         }
     }
-    // Of those that name an axis twice most are made right, or there would be little else.
+    // Repair most specs that name an axis twice, or they would dominate.
     if is_twice(&spec) && !random.one_in(8) {
         spec.truncate(1);
     }
@@ -87,7 +87,7 @@ fn is_twice(spec: &Spec) -> bool {
     named.windows(2).any(|pair| pair[0] == pair[1])
 }
 
-/// The spec as the crate has it.
+/// Converts the spec to the crate's type.
 pub(crate) fn named(spec: &Spec, grid: &Grid) -> P {
     spec.iter().fold(P::replicate(), |p, (axes, treatment)| {
         let axes = grid.named(axes);
@@ -101,11 +101,11 @@ pub(crate) fn named(spec: &Spec, grid: &Grid) -> P {
     })
 }
 
-/// What is wrong with a spec.
+/// A fault of a spec.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) enum Fault {
     Axes,
-    AxisTwice,
+    DuplicateAxis,
     ReducedInput,
     DimOutOfRange,
     NotDivisible,
@@ -114,11 +114,11 @@ pub(crate) enum Fault {
 }
 
 impl Fault {
-    /// The fault as the crate tells it, with the number of the argument or result.
-    pub(crate) fn of(fault: &SpecFault) -> Option<(usize, Self)> {
+    /// Converts a fault of the crate, and returns it with the index of the argument or result.
+    pub(crate) fn from_crate(fault: &SpecFault) -> Option<(usize, Self)> {
         Some(match *fault {
             SpecFault::Axes { index, .. } => (index, Self::Axes),
-            SpecFault::AxisTwice { index, .. } => (index, Self::AxisTwice),
+            SpecFault::DuplicateAxis { index, .. } => (index, Self::DuplicateAxis),
             SpecFault::ReducedInput { index } => (index, Self::ReducedInput),
             SpecFault::DimOutOfRange { index, .. } => (index, Self::DimOutOfRange),
             SpecFault::NotDivisible { index, .. } => (index, Self::NotDivisible),
@@ -129,15 +129,15 @@ impl Fault {
     }
 }
 
-/// What is wrong with the axes of a spec, whatever tensor it is for; the first of it.
-pub(crate) fn fault_of_axes(grid: &Grid, spec: &Spec, is_argument: bool) -> Option<Fault> {
+/// Returns the first fault in the axes of a spec, independent of its tensor.
+pub(crate) fn axes_fault(grid: &Grid, spec: &Spec, is_argument: bool) -> Option<Fault> {
     let mut seen = Vec::new();
     for (axes, treatment) in spec {
         if !grid.has(axes) {
             return Some(Fault::Axes);
         }
         if axes.iter().any(|axis| seen.contains(axis)) {
-            return Some(Fault::AxisTwice);
+            return Some(Fault::DuplicateAxis);
         }
         if is_argument && !matches!(treatment, Treatment::Shard(_)) {
             return Some(Fault::ReducedInput);

@@ -1,4 +1,4 @@
-//! What the crate makes of a program.
+//! The crate's results of a program.
 
 use std::{collections::BTreeMap, mem, sync::Arc};
 
@@ -8,13 +8,13 @@ use pmap_mesh::{ALL, DeviceMesh, Error, Replica, Sharded, ValueError};
 use crate::differential::{
     array::Array,
     grid::Grid,
+    pending::PendingResult,
     program::{Numbers, Program, Route, Step},
     reference::{Outcome, Refusal},
     spec::{self, Fault},
-    underway::Waiting,
 };
 
-/// A mesh for each grid, used by one case after the other.
+/// A mesh for each grid, shared by the cases.
 pub(crate) struct Meshes {
     open: fn(&Grid) -> DeviceMesh,
     open_ones: BTreeMap<Grid, DeviceMesh>,
@@ -25,12 +25,12 @@ impl Meshes {
         Self { open, open_ones: BTreeMap::new() }
     }
 
-    pub(crate) fn of(&mut self, grid: &Grid) -> &DeviceMesh {
+    pub(crate) fn open(&mut self, grid: &Grid) -> &DeviceMesh {
         self.open_ones.entry(grid.clone()).or_insert_with(|| (self.open)(grid))
     }
 }
 
-/// How a program differs from what the reference says of it.
+/// Compares a program's results with the reference.
 pub(crate) fn check(
     program: &Program,
     mesh: &DeviceMesh,
@@ -90,7 +90,7 @@ fn run(program: &Program, mesh: &DeviceMesh) -> std::result::Result<Outcome, Str
     let shared = Arc::new(program.clone());
     let of_all = Arc::clone(&shared);
     let all = mesh
-        .pmap(move |ctx, arguments: Vec<Tensor>| of_replica(&of_all, ctx, arguments))
+        .pmap(move |ctx, arguments: Vec<Tensor>| on_replica(&of_all, ctx, arguments))
         .in_axes(in_axes(program))
         .uneven(program.uneven);
     let values = match all.call_sharded(arguments(program)) {
@@ -98,10 +98,13 @@ fn run(program: &Program, mesh: &DeviceMesh) -> std::result::Result<Outcome, Str
         Err(Error::Specs(faults)) => return Ok(Outcome::Refused(firsts(&faults)?)),
         Err(error) => return Err(format!("{error}: {error:?}")),
     };
-    let arrays = |lists: &Vec<Vec<Tensor>>| {
-        lists.iter().map(|list| list.iter().map(Array::of).collect()).collect()
-    };
-    let values = values.shards().iter().map(arrays).collect();
+    let values = values
+        .shards()
+        .iter()
+        .map(|lists| {
+            lists.iter().map(|list| list.iter().map(Array::from_tensor).collect()).collect()
+        })
+        .collect();
     Ok(Outcome::Ran { values, results: results(&shared, mesh)? })
 }
 
@@ -110,23 +113,24 @@ fn in_axes(program: &Program) -> Vec<pmap_mesh::P> {
 }
 
 fn arguments(program: &Program) -> Vec<Tensor> {
-    let tensor = |argument: &crate::differential::program::Argument| {
-        argument.layout.tensor(&argument.numbers.array())
-    };
-    program.arguments.iter().map(tensor).collect()
+    program
+        .arguments
+        .iter()
+        .map(|argument| argument.layout.tensor(&argument.numbers.array()))
+        .collect()
 }
 
-/// The first fault of each argument or result.
+/// Returns the first fault of each argument or result.
 fn firsts(faults: &[pmap_mesh::SpecFault]) -> std::result::Result<Vec<(usize, Fault)>, String> {
     let mut firsts = BTreeMap::new();
     for fault in faults {
-        let (index, fault) = Fault::of(fault).ok_or_else(|| format!("{fault:?}"))?;
+        let (index, fault) = Fault::from_crate(fault).ok_or_else(|| format!("{fault:?}"))?;
         firsts.entry(index).or_insert(fault);
     }
     Ok(firsts.into_iter().collect())
 }
 
-/// What is put together, by the program's route.
+/// Returns the joined results, by the program's route.
 fn results(
     program: &Arc<Program>,
     mesh: &DeviceMesh,
@@ -134,8 +138,12 @@ fn results(
     let of_results = Arc::clone(program);
     let function = mesh
         .pmap(move |ctx, arguments: Vec<Tensor>| {
-            let values = of_replica(&of_results, ctx, arguments)?;
-            Ok(of_results.results.iter().map(|(of, _)| values[*of][0].clone()).collect::<Vec<_>>())
+            let values = on_replica(&of_results, ctx, arguments)?;
+            Ok(of_results
+                .results
+                .iter()
+                .map(|(value, _)| values[*value][0].clone())
+                .collect::<Vec<_>>())
         })
         .in_axes(in_axes(program))
         .uneven(program.uneven);
@@ -158,7 +166,7 @@ fn results(
             .and_then(|results: Sharded<Vec<Tensor>>| results.gather(specs)),
     };
     Ok(match outcome {
-        Ok(results) => Ok(results.iter().map(Array::of).collect()),
+        Ok(results) => Ok(results.iter().map(Array::from_tensor).collect()),
         Err(Error::Specs(faults)) => Err(Refusal::Specs(firsts(&faults)?)),
         Err(Error::Value(ValueError::NotReplicated { index, .. })) => {
             Err(Refusal::NotReplicated(index))
@@ -168,21 +176,23 @@ fn results(
     })
 }
 
-/// The values of every step on one replica.
-fn of_replica(
+/// Returns the values of every step on one replica.
+fn on_replica(
     program: &Program,
     ctx: &Replica,
     arguments: Vec<Tensor>,
 ) -> Result<Vec<Vec<Tensor>>> {
     let mut values: Vec<Vec<Tensor>> = arguments.into_iter().map(|x| vec![x]).collect();
-    let mut under_way = Vec::new();
+    let mut pending = Vec::new();
     for step in &program.steps {
         let value = match step {
             Step::Start(job) => {
-                under_way.push(Some(job.start(ctx, &program.grid, &values)?));
+                pending.push(Some(job.start(ctx, &program.grid, &values)?));
                 Vec::new()
             }
-            Step::Wait { orders, .. } => all_of(mem::take(&mut under_way), &orders[ctx.slot()])?,
+            Step::Wait { orders, .. } => {
+                wait_in_order(mem::take(&mut pending), &orders[ctx.slot()])?
+            }
             _ => value(program, ctx, step, &values)?,
         };
         values.push(value);
@@ -190,11 +200,11 @@ fn of_replica(
     Ok(values)
 }
 
-/// The results of collectives under way, waited for in this order.
-fn all_of(mut under_way: Vec<Option<Waiting>>, order: &[usize]) -> Result<Vec<Tensor>> {
-    let mut results = vec![Vec::new(); under_way.len()];
+/// Returns the results of pending collectives, awaited in this order.
+fn wait_in_order(mut pending: Vec<Option<PendingResult>>, order: &[usize]) -> Result<Vec<Tensor>> {
+    let mut results = vec![Vec::new(); pending.len()];
     for &number in order {
-        let waiting = under_way[number].take().expect("each is waited for once");
+        let waiting = pending[number].take().expect("each is waited for once");
         results[number] = waiting()?;
     }
     Ok(results.concat())
@@ -211,21 +221,21 @@ fn value(
         Step::Own { numbers, layout, free } => {
             layout.tensor(&Numbers::on_slot(numbers, ctx.slot(), *free))
         }
-        Step::Laid { of, layout } => layout.tensor(&Array::of(&values[*of][0])),
-        Step::Collective { op, of, axes } => op.run(ctx, &values[*of][0], named(axes))?,
-        Step::Sums { of, wanted } => {
-            let list = of.iter().map(|of| values[*of][0].clone()).collect();
+        Step::Laid { value, layout } => layout.tensor(&Array::from_tensor(&values[*value][0])),
+        Step::Collective { op, value, axes } => op.run(ctx, &values[*value][0], named(axes))?,
+        Step::Sums { value, wanted } => {
+            let list = value.iter().map(|value| values[*value][0].clone()).collect();
             return ctx.psum_list(list, &wanted[ctx.slot()], ALL);
         }
         Step::Job(job) => return job.run(ctx, &program.grid, values),
         Step::Start(_) | Step::Wait { .. } => panic!("what is under way is not known here"),
         Step::Place { axes } => {
             let place = [ctx.axis_index(named(axes))?, ctx.axis_size(named(axes))?];
-            Array::of_numbers(&place.map(|n| n as f64)).tensor()
+            Array::from_numbers(&place.map(|n| n as f64)).tensor()
         }
         Step::Rows => {
             let len = ctx.valid_len().map_or(-1.0, |len| len as f64);
-            Array::of_numbers(&[len, ctx.weight()]).tensor()
+            Array::from_numbers(&[len, ctx.weight()]).tensor()
         }
     };
     Ok(vec![one])

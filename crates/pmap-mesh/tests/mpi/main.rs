@@ -1,8 +1,8 @@
-//! One process per slot gives what one thread per slot gives, to the bit; and no process outlives
-//! another's failure.
+//! One process per slot equals one thread per slot, to the bit, and no process outlives another's
+//! failure.
 //!
-//! The program starts itself under `mpirun`, once for each case; what runs there is one of several
-//! ranks. So it is a program of its own, without a harness.
+//! The program starts itself under `mpirun`, once for each case, with several ranks. It has no test
+//! harness.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]
 
@@ -27,7 +27,7 @@ use process_tests::{Case, Engine, mpirun, nothing};
 #[global_allocator]
 static MEMORY: PeakAlloc = PeakAlloc;
 
-/// How long a process waits for one that does not come.
+/// The deadline for a process that never arrives.
 const DEADLINE: Duration = Duration::from_millis(500);
 
 const CASES: &[Case] = &[
@@ -38,7 +38,7 @@ const CASES: &[Case] = &[
     Case::succeeds("refusals", 2),
     Case::succeeds("two threads", 2),
     Case::succeeds("memory", 3),
-    Case::fails("never started", 2, "not all processes have come to make a mesh"),
+    Case::fails("never started", 2, "not all processes have started a mesh"),
     Case::fails(
         "left",
         2,
@@ -52,15 +52,15 @@ const CASES: &[Case] = &[
     Case::succeeds("lists", 3),
     Case::succeeds("trees", 3),
     Case::succeeds("runs", 3),
-    Case::fails("too many", 3, "2048 collectives are under way already"),
+    Case::fails("too many", 3, "2048 collectives are in flight already"),
     Case::fails("started others", 2, "replica 1 calls start_psum of f32 [4]"),
     Case::fails("started and called", 2, "replica 1 calls psum of f32 [2000]"),
     Case::fails("not waited", 2, "replica 1 has returned without having waited for start_psum"),
-    Case::fails("not started", 2, "replica 1 did not come"),
+    Case::fails("not started", 2, "replica 1 did not arrive"),
     Case::fails("failure", 2, "rank 1: replica 1 on Cpu failed: no more data"),
     Case::fails("panic", 2, "this one breaks"),
-    Case::fails("deadline", 2, "replica 1 did not come"),
-    Case::fails("crosswise", 4, "did not come"),
+    Case::fails("deadline", 2, "replica 1 did not arrive"),
+    Case::fails("crosswise", 4, "did not arrive"),
     Case::fails("mismatch", 2, "replica 1 calls pmax of f32 [70000]"),
     Case::fails("deserted", 2, "replica 1 calls the end of the function"),
     Case::fails("killed", 3, ""),
@@ -103,7 +103,7 @@ fn main() -> ExitCode {
     mpirun::main_and_then(CASES, run, random_faults::run_all)
 }
 
-/// What a mesh of processes cannot be, and cannot do.
+/// Checks the errors of meshes that processes cannot build, and of calls that they cannot make.
 fn refusals() {
     // MPI ends with its last mesh, and does not begin again.
     let mesh = Mpi.open(DeviceMesh::builder());
@@ -120,9 +120,9 @@ fn refusals() {
     assert!(matches!(lists, Err(Error::Value(ValueError::ListCount { lists: 0, slots: 1 }))));
 }
 
-/// A second thread is refused, whichever mesh it calls on, and so is a mesh that it makes.
+/// Checks that a second thread cannot call on any mesh, nor build one.
 fn two_threads() {
-    let refused = |error: &Error| matches!(error, Error::Process(ProcessError::OtherThread { name }) if name == "two");
+    let refused = |error: &Error| matches!(error, Error::Process(ProcessError::WrongThread { name }) if name == "two");
     let (first, second) = (Mpi.open(DeviceMesh::builder()), Mpi.open(DeviceMesh::builder()));
     let sum = |mesh: &DeviceMesh| {
         let run = mesh.pmap(|ctx, x: Tensor| ctx.psum(&x, ALL));
@@ -133,7 +133,7 @@ fn two_threads() {
         let second = thread::Builder::new().name("two".into()).spawn_scoped(scope, move || {
             assert!(refused(&sum(&second).unwrap_err()));
             assert!(refused(&DeviceMesh::builder().mpi(Device::Cpu).unwrap_err()));
-            // Here, while the first thread is in MPI.
+            // Runs while the first thread is in MPI.
             drop(second);
         });
         for _ in 0..100 {
@@ -144,7 +144,7 @@ fn two_threads() {
     sum(&Mpi.open(DeviceMesh::builder())).unwrap();
 }
 
-/// What is under way holds its results, and besides only what is on its way in pieces.
+/// Checks the memory of collectives in flight: the results, plus the chunks in transfer.
 fn memory() {
     const ITEMS: usize = 12 << 20;
     let mesh = Mpi.open(DeviceMesh::builder());
@@ -158,10 +158,10 @@ fn memory() {
     let layout = layout.unwrap();
     let peak = |f: &dyn Fn(&Replica, &Tensor) -> Result<()>, ctx: &Replica, x: &Tensor| {
         ctx.barrier(ALL)?;
-        let before = MEMORY.current_usage();
+        let base = MEMORY.current_usage();
         MEMORY.reset_peak_usage();
         f(ctx, x)?;
-        Ok::<_, candle_core::Error>((MEMORY.peak_usage() - before) as f64 / (4 * ITEMS) as f64)
+        Ok::<_, candle_core::Error>((MEMORY.peak_usage() - base) as f64 / (4 * ITEMS) as f64)
     };
     let measured = mesh.pmap(move |ctx, _: Tensor| {
         let x = Tensor::ones(ITEMS, DType::F32, ctx.device())?;
@@ -174,7 +174,8 @@ fn memory() {
             ctx.start_reduce_runs(vec![x.clone()], &layout, ALL)?.wait().map(drop)
         };
         let sum = |ctx: &Replica, x: &Tensor| ctx.start_psum(x, ALL)?.wait().map(drop);
-        // The whole; a third of it; a third and then the whole. What is on its way is a sixth.
+        // The full tensors; a third of them; a third and then the full tensors. Chunks in transfer
+        // are a sixth.
         let gathered = peak(&gather, ctx, &x)?;
         assert!((1.0..1.3).contains(&gathered), "{gathered} copies are gathered");
         let reduced = peak(&reduce, ctx, &x)?;
@@ -186,7 +187,7 @@ fn memory() {
     measured.in_axes(None).call(nothing()).unwrap();
 }
 
-/// One process ends before it makes a mesh.
+/// Ends one process before it builds a mesh.
 fn never_started() {
     let rank = LaunchEnv::from_env().unwrap().unwrap().placement().rank().as_u64();
     if rank == 0 {
@@ -194,7 +195,7 @@ fn never_started() {
     }
 }
 
-/// One process drops its mesh while the other one calls.
+/// Drops the mesh of one process while the other one calls.
 fn left() {
     let mesh = Mpi.open(DeviceMesh::builder());
     if mesh.is_first_process() {
@@ -203,14 +204,14 @@ fn left() {
     }
 }
 
-/// What one process cannot send, or take a fingerprint of, ends the call on all of them.
+/// Returns results that one process cannot send or hash, which fails the call on all processes.
 fn unsendable() {
     let mesh = Mpi.open(DeviceMesh::builder());
     let has_failed = |failed: Error| match mesh.local_slots().start {
         1 => !matches!(failed, Error::Process(ProcessError::Peer { .. })),
         _ => matches!(failed, Error::Process(ProcessError::Peer { slot: 1, .. })),
     };
-    // candle stores these numbers, and does nothing with them.
+    // candle can store these numbers, but not compute with them.
     let numbers = |slot: usize| match slot {
         1 => Tensor::from_raw_buffer(&[1, 2], DType::F4, &[2], &Device::Cpu),
         _ => Tensor::zeros(2, DType::F32, &Device::Cpu),
@@ -227,7 +228,7 @@ fn unsendable() {
     sum.in_axes(None).out_axes(P::replicate()).call(nothing()).unwrap();
 }
 
-/// One process puts the results of a call together while the other one gathers something else.
+/// Joins the results of a call in one process while the other one calls `process_allgather`.
 fn two_purposes() {
     let mesh = Mpi.open(DeviceMesh::builder());
     let sum = mesh.pmap(|ctx, x: Tensor| ctx.psum(&x, ALL)).in_axes(None);
@@ -243,7 +244,7 @@ fn two_purposes() {
     sum.call(nothing()).unwrap();
 }
 
-/// Replicas that go on after they did not agree.
+/// Ignores a mismatch in the replicas, which go on.
 fn swallowed() {
     let run = Mpi.open(DeviceMesh::builder()).pmap(|ctx, _: Tensor| {
         let x = Tensor::ones(3 + ctx.slot(), DType::F32, ctx.device())?;

@@ -1,5 +1,5 @@
-//! Random programs and gradients over MPI, a process for each slot: all ranks make the same programs
-//! and compare the results of their own slot.
+//! Random programs and gradients over MPI, with a process for each slot. All ranks generate the
+//! same programs and compare the results of their own slot.
 
 use candle_core::Device;
 use pmap_mesh::DeviceMesh;
@@ -14,7 +14,7 @@ use crate::differential::{
     tested::{self, Meshes},
 };
 
-/// How many cases, unless it is told: more processes than cores are slow.
+/// The default number of cases: more processes than cores are slow.
 const USUAL: u64 = 100;
 
 pub(crate) fn programs(ranks: usize) {
@@ -23,7 +23,7 @@ pub(crate) fn programs(ranks: usize) {
     });
     programs.run(USUAL, move || {
         let mut meshes = meshes(ranks);
-        move |program| tested::check(program, meshes.of(&program.grid), &reference::run(program))
+        move |program| tested::check(program, meshes.open(&program.grid), &reference::run(program))
     });
 }
 
@@ -33,14 +33,15 @@ pub(crate) fn gradients(ranks: usize) {
     });
     chains.run(USUAL, move || {
         let mut meshes = meshes(ranks);
-        move |chain| gradients::check(chain, meshes.of(&chain.grid))
+        move |chain| gradients::check(chain, meshes.open(&chain.grid))
     });
 }
 
-/// Meshes over the processes, with a first one: MPI ends with the last, and does not begin again.
+/// Returns meshes over the processes, including a first one: MPI ends with the last mesh, and does
+/// not start again.
 fn meshes(ranks: usize) -> Meshes {
     let mut meshes = Meshes::new(over_mpi);
-    let _first: &DeviceMesh = meshes.of(&Grid(vec![ranks]));
+    let _first: &DeviceMesh = meshes.open(&Grid(vec![ranks]));
     meshes
 }
 

@@ -11,22 +11,22 @@ use crate::differential::{
     random::Random,
 };
 
-/// How many seeds of faults, of which each second or so is one of few processes: each ends these, and
-/// they take half a second to start.
+/// The number of fault seeds. About half of them need only a few processes. Each fault ends its
+/// processes, and starting them takes half a second.
 const USUAL_FAULTS: u64 = 24;
-/// What the case of a fault is called, before its seed.
+/// The prefix of a fault's case name, before its seed.
 const FAULT: &str = "fault ";
-/// How many processes: with more, a small machine has little to do but to start them.
+/// The largest number of processes: more would only keep a small machine busy with starting them.
 const RANKS: RangeInclusive<usize> = 2..=4;
-/// How long a replica waits for one that does not come.
+/// The deadline for a replica that never arrives.
 const DEADLINE: Duration = Duration::from_millis(500);
 
-/// The seed in the name of a case, if it is a fault.
+/// Returns the seed in the name of a case, if it is a fault.
 pub(crate) fn seed(case: &str) -> Option<u64> {
     case.strip_prefix(FAULT)?.parse().ok()
 }
 
-/// Faults, each in processes of its own.
+/// Runs all faults, each in separate processes.
 pub(crate) fn run_all() {
     for seed in seeds(USUAL_FAULTS) {
         let Some(scenario) = scenario(seed) else { continue };
@@ -38,23 +38,23 @@ pub(crate) fn run_all() {
     }
 }
 
-/// The scenario of a seed, if it is one of few processes.
+/// Returns the scenario of a seed, if it needs only a few processes.
 pub(crate) fn scenario(seed: u64) -> Option<Scenario> {
     let scenario = faults::scenario(&mut Random::new(seed));
     RANKS.contains(&scenario.grid().slots()).then_some(scenario)
 }
 
-/// Runs it as one of them.
+/// Runs the scenario as one of its processes.
 pub(crate) fn run(scenario: &Scenario) {
     let mesh = scenario.grid().builder().deadline(DEADLINE).mpi(Device::Cpu).unwrap();
     faults::check(scenario, &mesh).unwrap();
 }
 
-/// How the processes have ended otherwise than they may.
+/// Returns an error if the processes ended in an unexpected way.
 fn check(scenario: &Scenario, succeeded: bool, stderr: &str) -> Result<(), String> {
     let ends = scenario.ends();
     let may_succeed = ends.iter().any(|end| end == "Ok");
-    // Two threads at once may be found out, or have come one after the other.
+    // Two concurrent threads may be detected, or may have called one after the other.
     let may_fail = !may_succeed || scenario.to_string().contains("TwoThreads");
     let is_right = if succeeded {
         may_succeed
@@ -66,8 +66,8 @@ fn check(scenario: &Scenario, succeeded: bool, stderr: &str) -> Result<(), Strin
     if is_right { Ok(()) } else { Err(format!("success: {succeeded}, for {ends:?}\n{stderr}")) }
 }
 
-/// What the processes may say of such a failure. Whoever waits for the one that has failed learns of
-/// it from what that one calls, or from nothing.
+/// Returns the messages that processes may print for such a failure. A process that waits for the
+/// failed one reports the call of that one, or a missing replica.
 fn texts(end: &str) -> [&'static str; 3] {
     let own = match end {
         "Failed" => "failed: ",
@@ -77,5 +77,5 @@ fn texts(end: &str) -> [&'static str; 3] {
         "Ok" | "Mismatch" | "PeerReturned" | "Deadlock" | "Deadline" => " calls ",
         other => panic!("no end is named {other}"),
     };
-    [own, " calls ", "did not come"]
+    [own, " calls ", "did not arrive"]
 }

@@ -1,31 +1,31 @@
-//! The rules that the files and folders of a crate import in one direction: a reader who follows
-//! imports comes to an end.
+//! The rule that the files and folders of a crate import in one direction, so that a reader who
+//! follows imports comes to an end.
 //!
-//! An import counts for the file that defines the name, whatever it is imported through: an import
-//! from the root of the crate hides the dependency. A module and the modules below it may import each
-//! other, since they are one subject.
+//! An import counts for the file that defines the name, even if another module re-exports it: an
+//! import from the root of the crate hides the dependency. A module and its submodules may import
+//! each other, since they are one subject.
 
 mod circle;
 mod modules;
 mod resolve;
 
 pub(super) use crate::tidy::imports::{
-    modules::{Meaning, Method, Tree},
-    resolve::Target,
+    modules::{MethodUse, ModuleTree, NameMeaning},
+    resolve::ImportTarget,
 };
 use crate::tidy::{
     Violation,
-    imports::circle::{Circle, Graph, Import},
+    imports::circle::{Graph, ImportCircle, ImportLine},
 };
 
 /// Returns the circles among the files of a crate.
-pub(super) fn circles_of_files(tree: &Tree) -> Vec<Violation> {
+pub(super) fn circles_of_files(tree: &ModuleTree) -> Vec<Violation> {
     let graph = graph(tree, |from, to| Some((from.to_owned(), to.to_owned())));
     circle::all(&graph).iter().map(|circle| violation("imports", circle)).collect()
 }
 
 /// Returns the circles among the files and folders that lie in one folder of a crate.
-pub(super) fn circles_of_folders(tree: &Tree) -> Vec<Violation> {
+pub(super) fn circles_of_folders(tree: &ModuleTree) -> Vec<Violation> {
     circle::all(&graph(tree, rooms)).iter().map(|circle| violation("folders", circle)).collect()
 }
 
@@ -47,7 +47,7 @@ fn places(file: &str) -> Vec<String> {
 
 /// Returns the first import between each two nodes; `nodes` returns the nodes of two files, if
 /// imports between them count.
-fn graph(tree: &Tree, nodes: impl Fn(&str, &str) -> Option<(String, String)>) -> Graph {
+fn graph(tree: &ModuleTree, nodes: impl Fn(&str, &str) -> Option<(String, String)>) -> Graph {
     let mut graph = Graph::new();
     for (id, module) in tree.modules.iter().enumerate() {
         for mention in &module.mentions {
@@ -57,7 +57,7 @@ fn graph(tree: &Tree, nodes: impl Fn(&str, &str) -> Option<(String, String)>) ->
                 }
                 if let Some((from, to)) = nodes(&module.file, &tree.modules[target].file) {
                     let path = mention.path.join("::");
-                    let import = Import { file: module.file.clone(), line: mention.line, path };
+                    let import = ImportLine { file: module.file.clone(), line: mention.line, path };
                     graph.entry(from).or_default().entry(to).or_insert(import);
                 }
             }
@@ -66,7 +66,7 @@ fn graph(tree: &Tree, nodes: impl Fn(&str, &str) -> Option<(String, String)>) ->
     graph
 }
 
-fn violation(kind: &str, Circle { way, files }: &Circle) -> Violation {
+fn violation(kind: &str, ImportCircle { way, files }: &ImportCircle) -> Violation {
     let (_, first) = &way[0];
     let steps: Vec<_> = way
         .iter()
@@ -87,10 +87,10 @@ mod tests {
     use super::*;
 
     /// Applies a rule to a crate of these files; the root is `src/lib.rs`.
-    fn apply(rule: fn(&Tree) -> Vec<Violation>, files: &[(&str, &str)]) -> Vec<String> {
+    fn apply(rule: fn(&ModuleTree) -> Vec<Violation>, files: &[(&str, &str)]) -> Vec<String> {
         let files: BTreeMap<_, _> = files.iter().copied().collect();
         let read = |path: &str| files.get(path).map(ToString::to_string);
-        let violations = match Tree::read("src/lib.rs", &read) {
+        let violations = match ModuleTree::read("src/lib.rs", &read) {
             Ok(tree) => rule(&tree),
             Err(unread) => vec![unread],
         };
@@ -102,7 +102,7 @@ mod tests {
     }
 
     #[test]
-    fn two_folders_that_import_each_other_are_a_circle() {
+    fn mutual_folder_imports_are_a_circle() {
         let files = [
             ("src/lib.rs", "mod a; mod b;"),
             ("src/a/mod.rs", "pub mod low; pub mod high;"),
@@ -119,7 +119,7 @@ mod tests {
     }
 
     #[test]
-    fn a_circle_names_its_files_and_imports() {
+    fn circle_names_files_and_imports() {
         let found = rules(&[
             ("src/lib.rs", "mod a; mod b;"),
             ("src/a.rs", "//! A.\n\nuse crate::b::B;\npub struct A;"),
@@ -130,7 +130,7 @@ mod tests {
     }
 
     #[test]
-    fn one_direction_is_no_circle() {
+    fn one_direction_is_allowed() {
         let found = rules(&[
             ("src/lib.rs", "mod a; mod b; pub use crate::{a::A, b::B};"),
             ("src/a.rs", "use crate::B; pub struct A;"),
@@ -140,7 +140,7 @@ mod tests {
     }
 
     #[test]
-    fn a_circle_is_found_through_the_root_and_chains_of_re_exports() {
+    fn circle_through_re_exports_is_found() {
         for (lib, import) in [
             ("pub use b::B;", "use crate::B;"),
             ("pub use c::B;", "use crate::B;"),
@@ -167,7 +167,7 @@ mod tests {
     }
 
     #[test]
-    fn a_module_and_those_below_it_may_know_each_other() {
+    fn submodules_may_import_their_parent() {
         let found = rules(&[
             ("src/lib.rs", "pub mod a; pub struct Root; use a::b::B;"),
             ("src/a/mod.rs", "mod b; pub use self::b::B; pub struct A;"),
@@ -178,7 +178,7 @@ mod tests {
     }
 
     #[test]
-    fn children_of_a_file_lie_in_its_folder_whatever_the_style() {
+    fn submodule_files_are_found() {
         let found = rules(&[
             ("src/lib.rs", "mod a { mod b; } mod c;"),
             ("src/a/b.rs", "use crate::c::d::D; pub struct B;"),
@@ -190,7 +190,7 @@ mod tests {
     }
 
     #[test]
-    fn tests_and_other_crates_are_left_out() {
+    fn tests_and_other_crates_are_ignored() {
         let found = rules(&[
             ("src/lib.rs", "mod a; mod b;"),
             (
@@ -203,7 +203,7 @@ mod tests {
     }
 
     #[test]
-    fn a_name_may_stand_for_a_module_and_a_function() {
+    fn name_may_be_module_and_function() {
         let found = rules(&[
             ("src/lib.rs", "mod a; mod f; pub use f::f;"),
             ("src/a.rs", "use crate::f::f; pub fn a() {}"),
@@ -213,7 +213,7 @@ mod tests {
     }
 
     #[test]
-    fn the_shortest_circle_is_shown_and_the_tangle_listed() {
+    fn shortest_circle_is_shown() {
         let found = rules(&[
             ("src/lib.rs", "mod a; mod b; mod c;"),
             ("src/a.rs", "use crate::b::B; pub struct A;"),
@@ -226,7 +226,7 @@ mod tests {
     }
 
     #[test]
-    fn what_cannot_be_read_is_no_proof() {
+    fn unreadable_file_is_an_error() {
         assert_eq!(rules(&[("src/lib.rs", "mod gone;")]), ["no file for the module `gone`"]);
         assert!(rules(&[("src/lib.rs", "mod {")])[0].starts_with("cannot be parsed: "));
         assert_eq!(rules(&[]), ["no such file"]);

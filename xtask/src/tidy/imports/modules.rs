@@ -12,50 +12,50 @@ use syn::{
 
 use crate::tidy::Violation;
 
-/// All modules of a crate but those of its tests, the root first.
-pub(in crate::tidy) struct Tree {
-    pub(in crate::tidy) modules: Vec<Module>,
+/// All modules of a crate except its tests, with the root first.
+pub(in crate::tidy) struct ModuleTree {
+    pub(in crate::tidy) modules: Vec<ModuleFacts>,
     /// The public methods and associated constants of its types.
-    pub(in crate::tidy) methods: Vec<Method>,
+    pub(in crate::tidy) methods: Vec<MethodUse>,
 }
 
 #[derive(Default)]
-pub(in crate::tidy) struct Module {
+pub(in crate::tidy) struct ModuleFacts {
     /// Its file; the file of an inline module is its parent's.
     pub(in crate::tidy) file: String,
     pub(in crate::tidy) parent: Option<usize>,
     /// The meanings of its names. A name may mean a module and a function at once.
-    pub(in crate::tidy) names: BTreeMap<String, Vec<Name>>,
-    /// The modules and enums whose names it imports without a list.
-    pub(in crate::tidy) globs: Vec<Glob>,
-    pub(in crate::tidy) mentions: Vec<Mention>,
+    pub(in crate::tidy) names: BTreeMap<String, Vec<PublicName>>,
+    /// The modules and enums that it imports by glob.
+    pub(in crate::tidy) globs: Vec<GlobImport>,
+    pub(in crate::tidy) mentions: Vec<PathMention>,
 }
 
 /// One meaning of a name.
-pub(in crate::tidy) struct Name {
+pub(in crate::tidy) struct PublicName {
     /// Whether it is `pub` and on the pages of the reference.
     pub(in crate::tidy) is_public: bool,
     pub(in crate::tidy) line: usize,
-    pub(in crate::tidy) meaning: Meaning,
+    pub(in crate::tidy) meaning: NameMeaning,
 }
 
-pub(in crate::tidy) enum Meaning {
+pub(in crate::tidy) enum NameMeaning {
     /// Something defined here.
     Item,
     /// A module below this one, by its index.
-    Module(usize),
+    ModuleFacts(usize),
     /// Something that is imported from this path.
-    Import(Vec<String>),
+    ImportLine(Vec<String>),
 }
 
 /// An import of all names of a path.
-pub(in crate::tidy) struct Glob {
+pub(in crate::tidy) struct GlobImport {
     pub(in crate::tidy) is_public: bool,
     pub(in crate::tidy) path: Vec<String>,
 }
 
 /// A public method or associated constant.
-pub(in crate::tidy) struct Method {
+pub(in crate::tidy) struct MethodUse {
     pub(in crate::tidy) owner: String,
     pub(in crate::tidy) name: String,
     /// Whether it is called on a value, `x.name()`.
@@ -65,19 +65,19 @@ pub(in crate::tidy) struct Method {
 }
 
 /// A path that is imported, or written out.
-pub(in crate::tidy) struct Mention {
+pub(in crate::tidy) struct PathMention {
     pub(in crate::tidy) line: usize,
     pub(in crate::tidy) path: Vec<String>,
 }
 
-impl Tree {
-    /// Reads the crate whose root file is at `root`.
+impl ModuleTree {
+    /// Reads the crate with its root file at `root`.
     pub(in crate::tidy) fn read(
         root: &str,
         read: &dyn Fn(&str) -> Option<String>,
     ) -> Result<Self, Violation> {
         let folder = root.rsplit_once('/').map_or("", |(folder, _)| folder).to_owned();
-        let module = Module { file: root.to_owned(), ..Module::default() };
+        let module = ModuleFacts { file: root.to_owned(), ..ModuleFacts::default() };
         let mut tree = Self { modules: vec![module], methods: Vec::new() };
         // Files that are declared and not yet read: the module, and the folder of those below it.
         let mut waiting = vec![(0, folder)];
@@ -87,8 +87,14 @@ impl Tree {
             let parsed = syn::parse_file(&text).map_err(|error| {
                 Violation::new(&file, line(error.span()), format!("cannot be parsed: {error}"))
             })?;
-            let mut reader =
-                Reader { tree: &mut tree, id, folder, read, waiting: Vec::new(), fault: None };
+            let mut reader = ModuleReader {
+                tree: &mut tree,
+                id,
+                folder,
+                read,
+                waiting: Vec::new(),
+                fault: None,
+            };
             reader.items(&parsed.items);
             if let Some(fault) = reader.fault {
                 return Err(fault);
@@ -100,31 +106,31 @@ impl Tree {
 }
 
 /// Reads one file into its module and those inside it.
-struct Reader<'a> {
-    tree: &'a mut Tree,
+struct ModuleReader<'a> {
+    tree: &'a mut ModuleTree,
     /// The module that is being read.
     id: usize,
-    /// Where the files of the modules below it lie.
+    /// The folder of its submodules' files.
     folder: String,
     read: &'a dyn Fn(&str) -> Option<String>,
     waiting: Vec<(usize, String)>,
     fault: Option<Violation>,
 }
 
-impl Reader<'_> {
-    fn module(&mut self) -> &mut Module {
+impl ModuleReader<'_> {
+    fn module(&mut self) -> &mut ModuleFacts {
         &mut self.tree.modules[self.id]
     }
 
-    fn name(&mut self, name: &Ident, is_public: bool, meaning: Meaning) {
-        let name_here = Name { is_public, line: line(name.span()), meaning };
+    fn name(&mut self, name: &Ident, is_public: bool, meaning: NameMeaning) {
+        let name_here = PublicName { is_public, line: line(name.span()), meaning };
         self.module().names.entry(name.to_string()).or_default().push(name_here);
     }
 
     fn items(&mut self, items: &[Item]) {
         for item in items {
             if let Some((ident, visibility, attributes)) = defined(item) {
-                self.name(ident, is_public(visibility, attributes), Meaning::Item);
+                self.name(ident, is_public(visibility, attributes), NameMeaning::Item);
             }
             self.visit_item(item);
         }
@@ -139,7 +145,7 @@ impl Reader<'_> {
         (self.id, self.folder) = (parent, folder);
     }
 
-    /// Notes a module that has a file of its own.
+    /// Records a module in a separate file.
     fn declared(&mut self, module: &ItemMod) {
         let ident = &module.ident;
         let folder = format!("{}/{ident}", self.folder);
@@ -155,44 +161,52 @@ impl Reader<'_> {
 
     fn add(&mut self, module: &ItemMod, file: String) -> usize {
         let id = self.tree.modules.len();
-        self.name(&module.ident, is_public(&module.vis, &module.attrs), Meaning::Module(id));
-        self.tree.modules.push(Module { file, parent: Some(self.id), ..Module::default() });
+        self.name(
+            &module.ident,
+            is_public(&module.vis, &module.attrs),
+            NameMeaning::ModuleFacts(id),
+        );
+        self.tree.modules.push(ModuleFacts {
+            file,
+            parent: Some(self.id),
+            ..ModuleFacts::default()
+        });
         id
     }
 
-    /// Notes every import of a `use`, of which `before` has been read.
-    fn import(&mut self, is_public: bool, before: &[String], tree: &UseTree) {
-        let with = |ident: &Ident| [before, &[ident.to_string()]].concat();
+    /// Records every import of a `use`, where `prefix` is the path so far.
+    fn import(&mut self, is_public: bool, prefix: &[String], tree: &UseTree) {
+        let extended = |ident: &Ident| [prefix, &[ident.to_string()]].concat();
         match tree {
-            UseTree::Path(path) => self.import(is_public, &with(&path.ident), &path.tree),
+            UseTree::Path(path) => self.import(is_public, &extended(&path.ident), &path.tree),
             UseTree::Group(group) => {
-                group.items.iter().for_each(|tree| self.import(is_public, before, tree));
+                group.items.iter().for_each(|tree| self.import(is_public, prefix, tree));
             }
             UseTree::Glob(glob) => {
-                self.mention(glob.star_token.spans[0], before.to_vec());
-                self.module().globs.push(Glob { is_public, path: before.to_vec() });
+                self.mention(glob.star_token.spans[0], prefix.to_vec());
+                self.module().globs.push(GlobImport { is_public, path: prefix.to_vec() });
             }
             UseTree::Name(name) if name.ident == "self" => {
-                if let Some(last) = before.last() {
+                if let Some(last) = prefix.last() {
                     let ident = Ident::new(last, name.ident.span());
-                    self.named(is_public, &ident, &ident, before.to_vec());
+                    self.named(is_public, &ident, &ident, prefix.to_vec());
                 }
             }
             UseTree::Name(name) => {
-                self.named(is_public, &name.ident, &name.ident, with(&name.ident));
+                self.named(is_public, &name.ident, &name.ident, extended(&name.ident));
             }
             UseTree::Rename(rename) if rename.ident == "self" => {
-                self.named(is_public, &rename.ident, &rename.rename, before.to_vec());
+                self.named(is_public, &rename.ident, &rename.rename, prefix.to_vec());
             }
             UseTree::Rename(rename) => {
-                self.named(is_public, &rename.ident, &rename.rename, with(&rename.ident));
+                self.named(is_public, &rename.ident, &rename.rename, extended(&rename.ident));
             }
         }
     }
 
     fn named(&mut self, is_public: bool, ident: &Ident, name: &Ident, path: Vec<String>) {
         self.mention(ident.span(), path.clone());
-        self.name(name, is_public, Meaning::Import(path));
+        self.name(name, is_public, NameMeaning::ImportLine(path));
     }
 
     /// Notes the public methods of an `impl` of a type's own.
@@ -209,17 +223,17 @@ impl Reader<'_> {
             if is_public(visibility, attributes) {
                 let (owner, name, line) = (owner.clone(), name.to_string(), line(name.span()));
                 let file = self.module().file.clone();
-                self.tree.methods.push(Method { owner, name, has_receiver, file, line });
+                self.tree.methods.push(MethodUse { owner, name, has_receiver, file, line });
             }
         }
     }
 
     fn mention(&mut self, span: Span, path: Vec<String>) {
-        self.module().mentions.push(Mention { line: line(span), path });
+        self.module().mentions.push(PathMention { line: line(span), path });
     }
 }
 
-impl<'ast> Visit<'ast> for Reader<'_> {
+impl<'ast> Visit<'ast> for ModuleReader<'_> {
     fn visit_item_mod(&mut self, module: &'ast ItemMod) {
         match &module.content {
             _ if is_test(&module.attrs) => {}
@@ -261,7 +275,7 @@ impl<'ast> Visit<'ast> for Reader<'_> {
     }
 }
 
-/// Returns the name, visibility and attributes of an item that is no module.
+/// Returns the name, visibility and attributes of an item; `None` for modules.
 fn defined(item: &Item) -> Option<(&Ident, &Visibility, &[Attribute])> {
     Some(match item {
         Item::Const(item) => (&item.ident, &item.vis, &item.attrs),
@@ -279,8 +293,8 @@ fn defined(item: &Item) -> Option<(&Ident, &Visibility, &[Attribute])> {
 }
 
 /// Returns the last name of a type's path.
-fn type_name(of: &Type) -> Option<String> {
-    let Type::Path(path) = of else { return None };
+fn type_name(item: &Type) -> Option<String> {
+    let Type::Path(path) = item else { return None };
     Some(path.path.segments.last()?.ident.to_string())
 }
 

@@ -1,7 +1,7 @@
-//! The file of a slot: its name, what it says of itself, and the form of its header.
+//! The file of a slot: its name, its origin, and the form of its header.
 //!
-//! The metadata of its safetensors header say which run, step and slot it belongs to, and have the
-//! checksums of its tensors under their names. The index has the checksum of the header.
+//! The metadata in the safetensors header name the run, step and slot of the file, and contain the
+//! checksums of its tensors under their names. The index contains the checksum of the header.
 
 pub(super) mod read;
 
@@ -13,15 +13,15 @@ use crate::{
     disk::{create_file, sync_file},
     error::Result,
     safetensors::{
-        finite::Values,
-        tensor_file::{TensorFile, TensorInfo, Written},
+        finite::AllowedValues,
+        tensor_file::{TensorFile, TensorInfo, WrittenFile},
     },
 };
 
-/// What a file belongs to.
+/// The run, step and slot of a file.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) struct Origin {
-    /// What the run is called, if it has a name.
+pub(super) struct FileOrigin {
+    /// The name of the run, if it has one.
     pub(super) run: Option<String>,
     pub(super) step: u64,
     /// The name of the file in its folder.
@@ -32,22 +32,22 @@ const RUN: &str = "run";
 const STEP: &str = "step";
 const FILE: &str = "file";
 
-impl Origin {
-    /// The texts that say so in a header.
+impl FileOrigin {
+    /// Returns the metadata for a header.
     fn to_texts(&self) -> BTreeMap<String, String> {
         let run = self.run.iter().map(|run| (RUN, run.clone()));
         let others = [(STEP, self.step.to_string()), (FILE, self.file.clone())];
         run.chain(others).map(|(key, text)| (key.to_owned(), text)).collect()
     }
 
-    /// What the texts of a header say.
-    fn of_texts(texts: &BTreeMap<String, String>) -> Option<Self> {
+    /// Parses the metadata of a header.
+    fn from_texts(texts: &BTreeMap<String, String>) -> Option<Self> {
         let run = texts.get(RUN).cloned();
         Some(Self { run, step: texts.get(STEP)?.parse().ok()?, file: texts.get(FILE)?.clone() })
     }
 }
 
-impl fmt::Display for Origin {
+impl fmt::Display for FileOrigin {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{} of step {}", self.file, self.step)?;
         match &self.run {
@@ -57,13 +57,13 @@ impl fmt::Display for Origin {
     }
 }
 
-/// The name of a slot's file.
+/// Returns the name of a slot's file.
 pub(super) fn name(slot: usize, n_slots: usize) -> String {
     format!("shard-{:05}-of-{n_slots:05}.safetensors", slot + 1)
 }
 
-/// Whether this is the name of a slot's file, in the folder of its checkpoint: an index must not
-/// lead to files elsewhere.
+/// Returns true if this is the name of a slot's file without a folder: an index must not refer to
+/// files elsewhere.
 pub(super) fn is_name(name: &str) -> bool {
     name.starts_with("shard-") && name.ends_with(".safetensors") && !name.contains(['/', '\\'])
 }
@@ -73,13 +73,13 @@ pub(super) fn is_name(name: &str) -> bool {
 /// # Errors
 ///
 /// [`Error::NotFinite`](crate::Error::NotFinite), [`Error::Header`](crate::Error::Header) if a file
-/// with so many tensors could not be read, [`Error::Io`](crate::Error::Io).
+/// with this many tensors could not be read, [`Error::Io`](crate::Error::Io).
 pub(super) fn write(
     path: &Path,
-    origin: &Origin,
+    origin: &FileOrigin,
     tensors: &BTreeMap<String, Tensor>,
-    values: Values,
-) -> Result<Written> {
+    values: AllowedValues,
+) -> Result<WrittenFile> {
     let mut infos: Vec<_> =
         tensors.iter().map(|(name, tensor)| TensorInfo::new(name, tensor)).collect();
     TensorInfo::sort(&mut infos);
@@ -102,29 +102,29 @@ mod tests {
     use safetensors::SafeTensors;
 
     use super::{
-        read::{Expected, open},
+        read::{ExpectedFile, open},
         *,
     };
     use crate::{error::Error, safetensors::checksum::BLOCK};
 
     #[test]
-    fn an_origin_is_read_as_it_is_written() {
+    fn origin_round_trips() {
         for run in [None, Some("c0ffee".to_owned())] {
-            let origin = Origin { run, step: u64::MAX, file: name(1, 4) };
-            assert_eq!(Origin::of_texts(&origin.to_texts()).as_ref(), Some(&origin));
+            let origin = FileOrigin { run, step: u64::MAX, file: name(1, 4) };
+            assert_eq!(FileOrigin::from_texts(&origin.to_texts()).as_ref(), Some(&origin));
         }
-        assert_eq!(Origin::of_texts(&BTreeMap::new()), None);
+        assert_eq!(FileOrigin::from_texts(&BTreeMap::new()), None);
     }
 
-    fn origin() -> Origin {
-        Origin { run: Some("c0ffee".to_owned()), step: 3, file: name(0, 2) }
+    fn origin() -> FileOrigin {
+        FileOrigin { run: Some("c0ffee".to_owned()), step: 3, file: name(0, 2) }
     }
 
-    fn write_all(path: &Path, tensors: &BTreeMap<String, Tensor>) -> Written {
-        write(path, &origin(), tensors, Values::Finite).unwrap()
+    fn write_all(path: &Path, tensors: &BTreeMap<String, Tensor>) -> WrittenFile {
+        write(path, &origin(), tensors, AllowedValues::Finite).unwrap()
     }
 
-    /// Tensors of several widths, a view and one of several blocks among them.
+    /// Returns tensors of several widths, including a view and a tensor of several blocks.
     fn tensors() -> BTreeMap<String, Tensor> {
         let floats = Tensor::arange(0_f32, 6., &Device::Cpu).unwrap().reshape((2, 3)).unwrap();
         let named = [
@@ -142,7 +142,7 @@ mod tests {
     }
 
     #[test]
-    fn tensors_lie_where_the_safetensors_crate_puts_them() {
+    fn layout_matches_the_safetensors_crate() {
         let folder = tempfile::tempdir().unwrap();
         for (n, tensors) in [tensors(), BTreeMap::new()].into_iter().enumerate() {
             let path = folder.path().join(n.to_string());
@@ -161,7 +161,7 @@ mod tests {
     }
 
     #[test]
-    fn items_of_every_type_are_written_as_candle_writes_them() {
+    fn every_dtype_is_written_like_candle() {
         use DType::{BF16, F8E4M3, F16, F32, F64, I16, I32, I64, U8, U32};
         let folder = tempfile::tempdir().unwrap();
         let numbers = Tensor::arange(0_f32, 60., &Device::Cpu).unwrap().reshape((5, 12)).unwrap();
@@ -185,34 +185,35 @@ mod tests {
     }
 
     #[test]
-    fn pieces_are_read_from_their_places() {
+    fn pieces_are_read_by_range() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("shard");
-        let Written { bytes, header } = write_all(&path, &tensors());
-        let pieces = open(&path, &Expected { bytes, origin: origin(), header }).unwrap();
+        let WrittenFile { bytes, header } = write_all(&path, &tensors());
+        let pieces = open(&path, &ExpectedFile { bytes, origin: origin(), header }).unwrap();
         let piece = |kind: &str, parameter: &str| {
             let owner = (kind.to_owned(), parameter.to_owned());
             pieces.iter().find_map(|(found, piece)| (*found == owner).then_some(piece)).unwrap()
         };
         assert_eq!(piece("model", "a").items(), 3..9);
-        let some = piece("model", "a").read(4..7, Values::Finite).unwrap();
+        let some = piece("model", "a").read(4..7, AllowedValues::Finite).unwrap();
         assert_eq!(some.to_dtype(DType::F32).unwrap().to_vec1::<f32>().unwrap(), [1., 2., 3.]);
         let n_items = BLOCK / 8;
         for start in [0, 1, n_items - 1, n_items, 2 * n_items - 1, 2 * n_items] {
             for len in [0, 1, 2, n_items, n_items + 1] {
                 let range = start..(start + len).min(2 * n_items + 1);
-                let items = piece("model", "large").read(range.clone(), Values::Finite).unwrap();
+                let items =
+                    piece("model", "large").read(range.clone(), AllowedValues::Finite).unwrap();
                 let expected: Vec<_> = range.map(|item| item as f64).collect();
                 assert_eq!(items.to_vec1::<f64>().unwrap(), expected);
             }
         }
         for (_, piece) in &pieces {
-            piece.verify(Values::Finite).unwrap();
+            piece.verify(AllowedValues::Finite).unwrap();
         }
     }
 
     #[test]
-    fn the_first_item_that_is_not_finite_is_named_in_whatever_block_it_is() {
+    fn first_non_finite_item_is_named() {
         let folder = tempfile::tempdir().unwrap();
         let n_items = 2 * BLOCK / 8 + 1;
         for item in [0, 7, BLOCK / 8 - 1, BLOCK / 8, BLOCK / 8 + 20_000, n_items - 1] {
@@ -220,17 +221,18 @@ mod tests {
             let tensor = Tensor::from_iter(numbers, &Device::Cpu).unwrap();
             let tensors = [("model/a@0".to_owned(), tensor)].into();
             let is_named = |error: Error| matches!(error, Error::NotFinite { item: named, .. } if named == item);
-            let refused =
-                write(&folder.path().join("refused"), &origin(), &tensors, Values::Finite);
-            assert!(is_named(refused.unwrap_err()), "{item}");
+            let rejected =
+                write(&folder.path().join("rejected"), &origin(), &tensors, AllowedValues::Finite);
+            assert!(is_named(rejected.unwrap_err()), "{item}");
             let path = folder.path().join("allowed");
-            let Written { bytes, header } = write(&path, &origin(), &tensors, Values::Any).unwrap();
-            let pieces = open(&path, &Expected { bytes, origin: origin(), header });
+            let WrittenFile { bytes, header } =
+                write(&path, &origin(), &tensors, AllowedValues::Any).unwrap();
+            let pieces = open(&path, &ExpectedFile { bytes, origin: origin(), header });
             let (_, piece) = &pieces.unwrap()[0];
-            assert!(is_named(piece.verify(Values::Finite).unwrap_err()), "{item}");
-            assert!(is_named(piece.read(0..n_items, Values::Finite).unwrap_err()), "{item}");
-            piece.verify(Values::Any).unwrap();
-            for name in ["refused", "allowed"] {
+            assert!(is_named(piece.verify(AllowedValues::Finite).unwrap_err()), "{item}");
+            assert!(is_named(piece.read(0..n_items, AllowedValues::Finite).unwrap_err()), "{item}");
+            piece.verify(AllowedValues::Any).unwrap();
+            for name in ["rejected", "allowed"] {
                 fs::remove_file(folder.path().join(name)).unwrap();
             }
         }
@@ -238,7 +240,7 @@ mod tests {
 
     #[cfg(unix)]
     #[test]
-    fn files_have_the_permissions_of_new_files() {
+    fn files_have_default_permissions() {
         use std::os::unix::fs::PermissionsExt;
 
         let folder = tempfile::tempdir().unwrap();

@@ -1,4 +1,4 @@
-//! Reading the file of a slot: its header at first, later the items that are asked for.
+//! Reading of a slot's file: first its header, later ranges of its items.
 
 use std::{collections::BTreeMap, fs::File, io::Read, ops::Range, path::Path, sync::Arc};
 
@@ -6,38 +6,40 @@ use candle_core::Tensor;
 use fsdp_plan::support::{SafetensorsHeader, StoredTensor};
 
 use crate::{
-    disk::{At, check_file},
+    disk::{AtPath, check_file},
     error::{Error, Result, file_part::FilePart},
     run::{
-        key::{Owner, TensorKey},
-        shard::Origin,
+        key::{PieceOwner, TensorKey},
+        shard::FileOrigin,
     },
     safetensors::{
-        checksum::{BLOCK, Checksum, Summing, of_digits},
-        finite::Values,
-        scan::{PIECE, Scan, Scanned},
+        checksum::{BLOCK, Checksum, ChecksumReader, parse_digits},
+        finite::AllowedValues,
+        scan::{BlockScan, PIECE, ScanResult},
         stored::{self, StoredItems},
     },
 };
 
-/// What the index says of a file.
+/// The facts about a file in the index.
 #[derive(Clone, Debug)]
-pub(in crate::run) struct Expected {
+pub(in crate::run) struct ExpectedFile {
     /// Its length.
     pub(in crate::run) bytes: u64,
     /// The run, step and slot that it belongs to.
-    pub(in crate::run) origin: Origin,
+    pub(in crate::run) origin: FileOrigin,
     /// The checksum of its header.
     pub(in crate::run) header: Checksum,
 }
 
-/// What a file holds, if it is the one that is expected.
+/// Opens a file and returns its pieces, if it is the expected one.
 ///
 /// # Errors
 ///
-/// [`Error::Length`], [`Error::Extent`], [`Error::Io`] and those of
-/// [`parse`].
-pub(in crate::run) fn open(path: &Path, expected: &Expected) -> Result<Vec<(Owner, Piece)>> {
+/// [`Error::Length`], [`Error::Extent`], [`Error::Io`] and the errors of [`parse`].
+pub(in crate::run) fn open(
+    path: &Path,
+    expected: &ExpectedFile,
+) -> Result<Vec<(PieceOwner, TensorPiece)>> {
     let found = check_file(path).at(path)?.len();
     if found != expected.bytes {
         let expected = expected.bytes;
@@ -48,7 +50,7 @@ pub(in crate::run) fn open(path: &Path, expected: &Expected) -> Result<Vec<(Owne
     Ok(pieces)
 }
 
-/// What the header of the file at `path`, which is read from `file`, says that it holds.
+/// Parses the header of the file at `path`, read from `file`, and returns its pieces.
 ///
 /// # Errors
 ///
@@ -58,29 +60,33 @@ pub(in crate::run) fn open(path: &Path, expected: &Expected) -> Result<Vec<(Owne
 pub(in crate::run) fn parse(
     path: &Path,
     file: impl Read,
-    expected: &Expected,
-) -> Result<(SafetensorsHeader, Vec<(Owner, Piece)>)> {
-    let mut file = Summing::new(file);
+    expected: &ExpectedFile,
+) -> Result<(SafetensorsHeader, Vec<(PieceOwner, TensorPiece)>)> {
+    let mut file = ChecksumReader::new(file);
     let header = stored::parse(path, &mut file)?;
     let texts = header.metadata().map_err(|cause| Error::header(path, cause))?;
     check_origin(path, texts, &expected.origin)?;
     check(path, expected.header, file.checksum(), || FilePart::Header)?;
     let file: Arc<Path> = path.into();
     let pieces: Result<_> =
-        header.tensors().iter().map(|tensor| Piece::new(&file, tensor, texts)).collect();
+        header.tensors().iter().map(|tensor| TensorPiece::new(&file, tensor, texts)).collect();
     let pieces = pieces?;
     Ok((header, pieces))
 }
 
-/// Refuses a whole file of another step, run or slot.
-fn check_origin(path: &Path, texts: &BTreeMap<String, String>, expected: &Origin) -> Result<()> {
-    match Origin::of_texts(texts) {
+/// Rejects an intact file of another step, run or slot.
+fn check_origin(
+    path: &Path,
+    texts: &BTreeMap<String, String>,
+    expected: &FileOrigin,
+) -> Result<()> {
+    match FileOrigin::from_texts(texts) {
         Some(found) if found != *expected => Err(Error::FileMismatch {
             path: path.to_owned(),
             found: found.to_string(),
             expected: expected.to_string(),
         }),
-        // A header that does not say it has another checksum, too.
+        // A header without an origin has another checksum too.
         _ => Ok(()),
     }
 }
@@ -104,10 +110,10 @@ fn check(
 
 /// Some items of a parameter, in a file.
 #[derive(Debug)]
-pub(in crate::run) struct Piece {
-    /// What the tensor is called in the file.
+pub(in crate::run) struct TensorPiece {
+    /// The name of the tensor in the file.
     name: String,
-    /// The first item, in the parameter.
+    /// The index of its first item in the parameter.
     start: usize,
     len: usize,
     stored: StoredItems,
@@ -115,36 +121,40 @@ pub(in crate::run) struct Piece {
     checksums: Vec<Checksum>,
 }
 
-impl Piece {
-    /// A tensor in `file`, of which `texts` have the checksums, and what it is a part of.
+impl TensorPiece {
+    /// Returns the piece of a tensor in `file`, with its owner; `texts` contain the checksums.
     fn new(
         file: &Arc<Path>,
         tensor: &StoredTensor,
         texts: &BTreeMap<String, String>,
-    ) -> Result<(Owner, Self)> {
+    ) -> Result<(PieceOwner, Self)> {
         let name = tensor.info.name().to_owned();
         let Some((key, len)) = run(tensor) else {
             return Err(Error::Key { path: file.to_path_buf(), key: name });
         };
         let stored = StoredItems::new(file, tensor)?;
         let n_bytes = len * stored.item_bytes();
-        let checksums = texts.get(&name).and_then(|digits| of_digits(digits, n_bytes));
+        let checksums = texts.get(&name).and_then(|digits| parse_digits(digits, n_bytes));
         let checksums = checksums.ok_or_else(|| no_checksum(file, &name))?;
         Ok((key.owner(), Self { name, start: key.start, len, stored, checksums }))
     }
 
-    /// The items of the parameter that it holds.
+    /// Returns the piece's range of the parameter's items.
     pub(in crate::run) fn items(&self) -> Range<usize> {
         self.start..self.start + self.len
     }
 
-    /// Reads items of the parameter, all of which lie in this piece: one dimension, on the
-    /// processor. The blocks in which they lie are checked.
+    /// Reads a range of the parameter's items within this piece, as one dimension on the processor,
+    /// and checks their blocks.
     ///
     /// # Errors
     ///
     /// [`Error::Checksum`], [`Error::NotFinite`], [`Error::Io`].
-    pub(in crate::run) fn read(&self, items: Range<usize>, values: Values) -> Result<Tensor> {
+    pub(in crate::run) fn read(
+        &self,
+        items: Range<usize>,
+        values: AllowedValues,
+    ) -> Result<Tensor> {
         let size = self.stored.item_bytes();
         let wanted = (items.start - self.start) * size..(items.end - self.start) * size;
         let blocks = wanted.start / BLOCK..wanted.end.div_ceil(BLOCK);
@@ -157,12 +167,12 @@ impl Piece {
         self.stored.tensor(&bytes[wanted.start - begin..wanted.end - begin])
     }
 
-    /// Reads all of it, and keeps nothing.
+    /// Reads and checks all items.
     ///
     /// # Errors
     ///
-    /// Those of [`read`](Self::read).
-    pub(in crate::run) fn verify(&self, values: Values) -> Result<()> {
+    /// The errors of [`read`](Self::read).
+    pub(in crate::run) fn verify(&self, values: AllowedValues) -> Result<()> {
         let n_bytes = self.len * self.stored.item_bytes();
         let mut bytes = vec![0; n_bytes.min(BLOCK)];
         let mut file = self.stored.bytes_from(0)?;
@@ -173,23 +183,23 @@ impl Piece {
         Ok(())
     }
 
-    /// Reads a block, and checks it.
+    /// Reads and checks a block.
     fn read_block(
         &self,
         file: &mut File,
         block: usize,
         bytes: &mut [u8],
-        values: Values,
+        values: AllowedValues,
     ) -> Result<()> {
         let path = self.stored.path();
-        let mut scan = Scan::new(self.stored.dtype(), values);
+        let mut scan = BlockScan::new(self.stored.dtype(), values);
         for piece in bytes.chunks_mut(PIECE) {
             file.read_exact(piece).at(path)?;
             scan.add(piece);
         }
-        let Scanned { checksum, refused } = scan.finish();
+        let ScanResult { checksum, rejected } = scan.finish();
         check(path, self.checksums[block], checksum, || FilePart::Tensor(self.name.clone()))?;
-        match refused {
+        match rejected {
             None => Ok(()),
             Some(item) => Err(Error::NotFinite {
                 path: path.to_owned(),
@@ -200,7 +210,7 @@ impl Piece {
     }
 }
 
-/// Where a tensor begins, and how many items it has, if it has an end.
+/// Returns the key and the number of items of a tensor, if they do not overflow.
 fn run(stored: &StoredTensor) -> Option<(TensorKey<'_>, usize)> {
     let key = TensorKey::parse(stored.info.name())?;
     let len = usize::try_from(stored.info.numel()).ok()?;

@@ -71,7 +71,7 @@ fn adapters_of_another_model_or_kind_are_refused() {
     // Other ranks, and other layers, than the tensors have.
     with("\"r\": 2", "\"r\": 3");
     let text = refused(&Lora::open(folder.path()).unwrap());
-    assert!(text.contains("has the shape [2, 4], [3, 4] was expected"), "{text}");
+    assert!(text.contains("has shape [2, 4], expected [3, 4]"), "{text}");
     with("\"up\"", "\"down\"");
     let text = refused(&Lora::open(folder.path()).unwrap());
     assert!(text.contains("4 of 4 parameters are missing (h.0.mlp.down.lora_A.weight"), "{text}");

@@ -1,4 +1,4 @@
-//! Tensors as the bytes that MPI moves, and back.
+//! Conversion of tensors to and from the bytes that MPI moves.
 
 use std::ops::Range;
 
@@ -6,15 +6,15 @@ use bytemuck::{Pod, cast_slice, cast_slice_mut, zeroed_vec};
 use candle_core::{CpuStorage, DType, Device, Result, Storage, Tensor, Var, WithDType, bail};
 use half::{bf16, f16};
 
-/// Items that arrive as bytes and become a tensor without another copy.
-pub(super) trait Buffer: Send {
+/// A receive buffer that becomes a tensor without another copy.
+pub(super) trait ReceiveBuffer: Send {
     fn bytes_mut(&mut self) -> &mut [u8];
     fn tensor(self: Box<Self>, dims: &[usize]) -> Result<Tensor>;
-    /// As a leaf of candle's graph.
+    /// Returns a leaf of candle's graph.
     fn leaf(self: Box<Self>, dims: &[usize]) -> Result<Var>;
 }
 
-impl<T: WithDType + Pod> Buffer for Vec<T> {
+impl<T: WithDType + Pod> ReceiveBuffer for Vec<T> {
     fn bytes_mut(&mut self) -> &mut [u8] {
         cast_slice_mut(self)
     }
@@ -28,10 +28,10 @@ impl<T: WithDType + Pod> Buffer for Vec<T> {
     }
 }
 
-/// Items of a type that cannot be cast.
-struct Raw(Vec<u8>, DType);
+/// Items of a type that cannot be cast from bytes.
+struct RawItems(Vec<u8>, DType);
 
-impl Buffer for Raw {
+impl ReceiveBuffer for RawItems {
     fn bytes_mut(&mut self) -> &mut [u8] {
         &mut self.0
     }
@@ -45,8 +45,8 @@ impl Buffer for Raw {
     }
 }
 
-/// Zeros that the system hands out when they are first written.
-pub(super) fn buffer(dtype: DType, items: usize) -> Result<Box<dyn Buffer>> {
+/// Returns a buffer of zeros. The system allocates its pages when they are first written.
+pub(super) fn buffer(dtype: DType, items: usize) -> Result<Box<dyn ReceiveBuffer>> {
     Ok(match dtype {
         DType::U8 => Box::new(zeroed_vec::<u8>(items)),
         DType::U32 => Box::new(zeroed_vec::<u32>(items)),
@@ -57,17 +57,17 @@ pub(super) fn buffer(dtype: DType, items: usize) -> Result<Box<dyn Buffer>> {
         DType::F16 => Box::new(zeroed_vec::<f16>(items)),
         DType::F32 => Box::new(zeroed_vec::<f32>(items)),
         DType::F64 => Box::new(zeroed_vec::<f64>(items)),
-        DType::F8E4M3 => Box::new(Raw(vec![0; items], dtype)),
+        DType::F8E4M3 => Box::new(RawItems(vec![0; items], dtype)),
         other => bail!("tensors of type {} cannot be moved between processes", other.as_str()),
     })
 }
 
-/// Lends the bytes of a contiguous tensor on the processor.
+/// Calls `work` with the bytes of a contiguous tensor on the processor.
 pub(super) fn with_bytes<R>(x: &Tensor, work: impl FnOnce(&[u8]) -> Result<R>) -> Result<R> {
     with_part(x, 0..x.elem_count() * x.dtype().size_in_bytes(), work)
 }
 
-/// Lends some of its bytes.
+/// Calls `work` with a range of the bytes of a contiguous tensor on the processor.
 pub(super) fn with_part<R>(
     x: &Tensor,
     part: Range<usize>,
@@ -106,7 +106,7 @@ pub(super) fn with_part<R>(
     }
 }
 
-/// Lends the bytes of several tensors at once, each of which has a storage of its own.
+/// Calls `work` with the bytes of several tensors, which must have separate storages.
 pub(super) fn with_all_bytes<R>(
     x: &[Tensor],
     work: impl FnOnce(&[&[u8]]) -> Result<R>,

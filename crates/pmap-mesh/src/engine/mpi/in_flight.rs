@@ -1,9 +1,8 @@
-//! Collectives of lists that are under way while this process computes.
+//! Collectives of lists in flight, which proceed while this process computes.
 //!
-//! What they send and receive lies in buffers that their requests own: these live as long as MPI
-//! may look at them, whatever becomes of the replica. All of them are carried on whenever this
-//! process is in MPI for any reason. No second thread makes calls beside it: MPI would have to lock
-//! for it, which costs every message of the first (ADR 17).
+//! Their requests own the send and receive buffers, so the buffers live as long as MPI may access
+//! them, even if the replica ends. Every call into MPI advances all of them. No second thread calls
+//! MPI to advance them: MPI would need locks, which slow down every message (ADR 17).
 
 use std::{collections::BTreeMap, fmt::Display, mem, sync::atomic::Ordering};
 
@@ -11,79 +10,79 @@ use candle_core::{Result, Tensor, bail};
 use ferrompi::Communicator;
 
 use super::{
-    Inner, Mpi,
+    Mpi, MpiInner,
     backoff::{TransferProgress, WaitBackoff},
-    jobs::{Job, Next},
-    messages::Messages,
-    session::end,
-    stream::Stream,
-    transfer::{Call, Kind, MAX_REQUESTS, TRIES},
-    wire::{FIRST_BYTES, Header},
+    header::{FIRST_BYTES, MemberHeader},
+    messages::OwnedMessages,
+    rounds::{MpiRound, RoundOutcome},
+    session::exit_all,
+    stream::ChunkStream,
+    transfer::{MAX_REQUESTS, MessageKind, MpiCall, POLLS},
 };
 use crate::{
     axes::AxisSet,
     engine::{
-        self, Site,
-        processes::{TEXT_BYTES, agreement, description, disagreement},
+        self, GroupContext,
+        processes::{TEXT_BYTES, call_hash, description, disagreement},
     },
     sync::lock,
 };
 
-/// The tags of data: two for each of so many collectives under way in a group. The first tags are
-/// those of [`Kind`], and MPI has 32,767 at least. More cannot be under way, since each has two
-/// requests.
+/// The first tag of data. Each of [`N_TAGS`] collectives in flight in a group has two tags. The
+/// tags below are those of [`MessageKind`], and MPI guarantees 32,767 tags. The number is large
+/// enough, because each collective needs at least two of [`MAX_REQUESTS`] requests.
 const FIRST_TAG: i32 = 16;
 const N_TAGS: u64 = 8192;
 
-/// A collective under way, of one group that this process is in.
-struct Entry {
+/// A collective in flight, in one of this process's groups.
+struct InFlightCollective {
     ticket: u64,
-    site: Site,
+    ctx: GroupContext,
     set: AxisSet,
-    /// Of its first round; a second one has the next.
+    /// The tag of its first round; a second round uses the next tag.
     tag: i32,
-    stage: Stage,
+    stage: CollectiveStage,
 }
 
-enum Stage {
-    /// The members tell each other what they have started.
+enum CollectiveStage {
+    /// Exchange of headers, to check that all members have started the same collective.
     Headers {
-        messages: Messages,
-        own: Header,
-        /// What the members must pass alike.
+        messages: OwnedMessages,
+        own: MemberHeader,
+        /// The tensors that all members must pass with equal dtypes and shapes.
         tensors: Vec<Tensor>,
-        job: Box<dyn Job>,
+        round: Box<dyn MpiRound>,
     },
-    /// They do not agree, and tell each other in words; this one and that of rank `other` differ.
+    /// Exchange of descriptions, since this rank's header and that of rank `other` do not agree.
     Texts {
-        messages: Messages,
-        /// What else members have sent with their headers that have not started this one but called
-        /// another: they tell nothing before somebody has taken it.
-        rests: Messages,
+        messages: OwnedMessages,
+        /// The rest of the messages of members that called a different collective: such a member
+        /// sends its description only after its message has been received.
+        rests: OwnedMessages,
         own: Vec<u8>,
         other: usize,
     },
     /// A round of data.
     Data {
-        stream: Stream,
-        job: Box<dyn Job>,
-        n_th: i32,
+        stream: ChunkStream,
+        round: Box<dyn MpiRound>,
+        index: i32,
     },
     Over(Results),
 }
 
 type Results = Result<Vec<Tensor>>;
 
-/// The collectives of a process that are under way, in the order in which they were started.
+/// The collectives of a process in flight, in the order in which they were started.
 #[derive(Default)]
-pub(super) struct Entries {
-    list: Vec<Entry>,
+pub(super) struct InFlightList {
+    list: Vec<InFlightCollective>,
     next_ticket: u64,
-    /// How many were started in the group along each set of axes.
+    /// The number of collectives started in the group along each set of axes.
     n_started: BTreeMap<AxisSet, u64>,
 }
 
-impl Entries {
+impl InFlightList {
     #[expect(clippy::expect_used, reason = "who waits for a collective has not done so before")]
     fn position(&self, ticket: u64) -> usize {
         let position = self.list.iter().position(|entry| entry.ticket == ticket);
@@ -91,293 +90,307 @@ impl Entries {
     }
 }
 
-/// A collective that was started, as its replica has it.
+/// The handle of a started collective.
 #[derive(Debug)]
-pub(super) struct Handle {
+pub(super) struct MpiHandle {
     mpi: Mpi,
-    site: Site,
+    ctx: GroupContext,
     ticket: u64,
 }
 
-impl engine::PendingCollective for Handle {
+impl engine::PendingCollective for MpiHandle {
     fn wait(self: Box<Self>) -> Result<Vec<Tensor>> {
         let engine = &*self.mpi.0;
-        let _guard = engine.current.enter(&self.site)?;
-        engine.wait_for(&self.site, self.ticket)
+        let _guard = engine.current.enter(&self.ctx)?;
+        engine.wait_for(&self.ctx, self.ticket)
     }
 }
 
 impl Mpi {
-    /// Starts a collective: its headers are sent, and its data follow when all members have been
-    /// heard of. All must pass these tensors alike.
-    pub(super) fn start_job(
+    /// Starts a collective: sends the headers now, and the data after all members' headers have
+    /// arrived. All members must pass the same dtypes and shapes.
+    pub(super) fn start_round(
         &self,
-        site: &Site,
+        ctx: &GroupContext,
         tensors: &[Tensor],
-        job: Box<dyn Job>,
-    ) -> Result<Handle> {
+        round: Box<dyn MpiRound>,
+    ) -> Result<MpiHandle> {
         let engine = &*self.0;
-        let _guard = engine.current.enter(site)?;
-        engine.refuse_too_many(site)?;
-        let ticket = engine.begin(site, tensors, job);
-        Ok(Handle { mpi: self.clone(), site: site.clone(), ticket })
+        let _guard = engine.current.enter(ctx)?;
+        engine.check_request_budget(ctx)?;
+        let ticket = engine.begin(ctx, tensors, round);
+        Ok(MpiHandle { mpi: self.clone(), ctx: ctx.clone(), ticket })
     }
 
-    /// Carries out a collective, of which the call has its own place beside those under way.
-    pub(super) fn run_job(
+    /// Runs a collective to its end. The call has a reserved request budget besides the collectives
+    /// in flight.
+    pub(super) fn run_round(
         &self,
-        site: &Site,
+        ctx: &GroupContext,
         tensors: &[Tensor],
-        job: Box<dyn Job>,
+        round: Box<dyn MpiRound>,
     ) -> Result<Vec<Tensor>> {
         let engine = &*self.0;
-        let _guard = engine.current.enter(site)?;
-        let ticket = engine.begin(site, tensors, job);
-        engine.wait_for(site, ticket)
+        let _guard = engine.current.enter(ctx)?;
+        let ticket = engine.begin(ctx, tensors, round);
+        engine.wait_for(ctx, ticket)
     }
 }
 
-impl Call<'_> {
-    /// Carries out what follows in this collective, on which its members have agreed.
-    pub(super) fn run_agreed(&self, job: Box<dyn Job>) -> Result<Vec<Tensor>> {
+impl MpiCall<'_> {
+    /// Runs the data rounds of this collective, after its members have agreed.
+    pub(super) fn run_agreed(&self, round: Box<dyn MpiRound>) -> Result<Vec<Tensor>> {
         let engine = self.engine;
-        let ticket = engine.add_entry(self.site, |entry| entry.round(engine, job, 0));
-        engine.wait_for(self.site, ticket)
+        let ticket = engine.add_entry(self.ctx, |entry| entry.round(engine, round, 0));
+        engine.wait_for(self.ctx, ticket)
     }
 }
 
-impl Inner {
-    /// Refuses a collective whose messages MPI could not carry beside those under way.
-    fn refuse_too_many(&self, site: &Site) -> Result<()> {
-        let n_requests = |site: &Site| 2 * (site.size() - 1);
-        let underway = lock(&self.underway);
-        let taken: usize = underway.list.iter().map(|entry| n_requests(&entry.site)).sum();
-        if taken + n_requests(site) > MAX_REQUESTS {
+impl MpiInner {
+    /// Rejects a collective if its messages would exceed the request budget.
+    fn check_request_budget(&self, ctx: &GroupContext) -> Result<()> {
+        let n_requests = |ctx: &GroupContext| 2 * (ctx.size() - 1);
+        let in_flight = lock(&self.in_flight);
+        let taken: usize = in_flight.list.iter().map(|entry| n_requests(&entry.ctx)).sum();
+        if taken + n_requests(ctx) > MAX_REQUESTS {
             bail!(
-                "{} collectives are under way already, with {taken} of at most {MAX_REQUESTS} messages; \
+                "{} collectives are in flight already, with {taken} of at most {MAX_REQUESTS} messages; \
                  wait for some of them",
-                underway.list.len()
+                in_flight.list.len()
             );
         }
         Ok(())
     }
 
     /// Sends the headers of a collective.
-    fn begin(&self, site: &Site, tensors: &[Tensor], job: Box<dyn Job>) -> u64 {
-        let own = Header::of(agreement(&site.call, tensors));
-        let ticket = self.add_entry(site, |entry| {
-            let messages = Messages::start(
+    fn begin(&self, ctx: &GroupContext, tensors: &[Tensor], round: Box<dyn MpiRound>) -> u64 {
+        let own = MemberHeader::without_data(call_hash(&ctx.call, tensors));
+        let ticket = self.add_entry(ctx, |entry| {
+            let messages = OwnedMessages::start(
                 entry.comm(self),
-                Kind::Header as i32,
+                MessageKind::Header as i32,
                 entry.others().map(|from| (from, FIRST_BYTES)),
                 entry.others().map(|to| (to, own.bytes())),
             );
-            let messages = self.checked(site, messages);
-            Stage::Headers { messages, own, tensors: tensors.to_vec(), job }
+            let messages = self.checked(ctx, messages);
+            CollectiveStage::Headers { messages, own, tensors: tensors.to_vec(), round }
         });
         self.progress();
         ticket
     }
 
     #[expect(clippy::expect_used, reason = "tags are below `2 * N_TAGS`")]
-    fn add_entry(&self, site: &Site, stage: impl FnOnce(&Entry) -> Stage) -> u64 {
-        let mut underway = lock(&self.underway);
-        let set = self.topology.long_axes() & site.call.set;
-        let count = underway.n_started.entry(set).or_default();
-        // In the same order on all members, so that a collective has the same tags on all of them.
+    fn add_entry(
+        &self,
+        ctx: &GroupContext,
+        stage: impl FnOnce(&InFlightCollective) -> CollectiveStage,
+    ) -> u64 {
+        let mut in_flight = lock(&self.in_flight);
+        let set = self.topology.axes_longer_than_one() & ctx.call.set;
+        let count = in_flight.n_started.entry(set).or_default();
+        // Members start collectives in the same order, so a collective has the same tags on all of
+        // them.
         let tag = FIRST_TAG + 2 * i32::try_from(*count % N_TAGS).expect("a tag fits");
         *count += 1;
-        let ticket = underway.next_ticket;
-        underway.next_ticket += 1;
-        let over = Stage::Over(Ok(Vec::new()));
-        let mut entry = Entry { ticket, site: site.clone(), set, tag, stage: over };
+        let ticket = in_flight.next_ticket;
+        in_flight.next_ticket += 1;
+        let finished = CollectiveStage::Over(Ok(Vec::new()));
+        let mut entry = InFlightCollective { ticket, ctx: ctx.clone(), set, tag, stage: finished };
         entry.stage = stage(&entry);
-        underway.list.push(entry);
-        // Read by this thread alone, or by one that has taken a lock since.
-        self.n_in_flight.store(underway.list.len(), Ordering::Relaxed);
+        in_flight.list.push(entry);
+        // Only this thread reads it, or one that has taken a lock since.
+        self.n_in_flight.store(in_flight.list.len(), Ordering::Relaxed);
         ticket
     }
 
-    /// Carries on what is under way, as far as it goes without waiting.
+    /// Advances all collectives in flight without waiting.
     pub(super) fn progress(&self) -> TransferProgress {
-        let mut motion = TransferProgress::default();
+        let mut progress = TransferProgress::default();
         if self.n_in_flight.load(Ordering::Relaxed) > 0 {
-            for entry in &mut lock(&self.underway).list {
-                motion.has_moved |= entry.advance(self);
-                motion.is_moving |= entry.is_moving();
+            for entry in &mut lock(&self.in_flight).list {
+                progress.has_moved |= entry.advance(self);
+                progress.is_moving |= entry.is_moving();
             }
         }
-        motion
+        progress
     }
 
-    /// Waits for a collective that was begun.
-    fn wait_for(&self, site: &Site, ticket: u64) -> Results {
-        let mut patience = WaitBackoff::new(self.deadline);
+    /// Waits for a started collective.
+    fn wait_for(&self, ctx: &GroupContext, ticket: u64) -> Results {
+        let mut backoff = WaitBackoff::new(self.deadline);
         loop {
-            let mut motion = TransferProgress::default();
-            for _ in 0..TRIES {
-                motion = motion.then(self.progress());
+            let mut progress = TransferProgress::default();
+            for _ in 0..POLLS {
+                progress = progress.then(self.progress());
                 if let Some(results) = self.outcome(ticket) {
                     return results;
                 }
             }
-            self.pause(site, &mut patience, motion, || self.missing(ticket));
+            self.pause(ctx, &mut backoff, progress, || self.missing(ticket));
         }
     }
 
-    /// The results of a collective, which is then forgotten, if it is over.
+    /// Takes the results of a collective and removes it, if it is over.
     fn outcome(&self, ticket: u64) -> Option<Results> {
-        let mut underway = lock(&self.underway);
-        let position = underway.position(ticket);
-        let Stage::Over(results) = &mut underway.list[position].stage else { return None };
+        let mut in_flight = lock(&self.in_flight);
+        let position = in_flight.position(ticket);
+        let CollectiveStage::Over(results) = &mut in_flight.list[position].stage else {
+            return None;
+        };
         let results = mem::replace(results, Ok(Vec::new()));
-        underway.list.remove(position);
-        self.n_in_flight.store(underway.list.len(), Ordering::Relaxed);
+        in_flight.list.remove(position);
+        self.n_in_flight.store(in_flight.list.len(), Ordering::Relaxed);
         Some(results)
     }
 
-    /// The ranks that a collective waits for.
+    /// Returns the ranks that a collective waits for.
     fn missing(&self, ticket: u64) -> Vec<usize> {
-        let underway = lock(&self.underway);
-        underway.list[underway.position(ticket)].missing()
+        let in_flight = lock(&self.in_flight);
+        in_flight.list[in_flight.position(ticket)].missing()
     }
 
-    /// What goes wrong with messages ends the program: those that were started could not be taken
-    /// back.
-    fn checked<T, E: Display>(&self, site: &Site, result: std::result::Result<T, E>) -> T {
+    /// Ends the program on an error of MPI, because started messages cannot be cancelled.
+    fn checked<T, E: Display>(&self, ctx: &GroupContext, result: std::result::Result<T, E>) -> T {
         match result {
             Ok(value) => value,
-            Err(error) => end(&self.session.world, &format!("{error} in {}", site.call)),
+            Err(error) => exit_all(&self.session.world, &format!("{error} in {}", ctx.call)),
         }
     }
 }
 
-impl Entry {
-    /// Goes from stage to stage, as far as what it waits for has arrived; returns whether anything
-    /// has.
-    fn advance(&mut self, engine: &Inner) -> bool {
-        let mut has_moved = self.carry_on(engine);
+impl InFlightCollective {
+    /// Advances from stage to stage while messages have arrived; returns true on any progress.
+    fn advance(&mut self, engine: &MpiInner) -> bool {
+        let mut has_moved = self.advance_data(engine);
         while self.has_arrived(engine) {
-            let stage = mem::replace(&mut self.stage, Stage::Over(Ok(Vec::new())));
+            let stage = mem::replace(&mut self.stage, CollectiveStage::Over(Ok(Vec::new())));
             self.stage = self.next_stage(stage, engine);
             has_moved = true;
         }
         has_moved
     }
 
-    /// Carries data on within a round.
-    fn carry_on(&mut self, engine: &Inner) -> bool {
+    /// Advances the data of a round.
+    fn advance_data(&mut self, engine: &MpiInner) -> bool {
         match &mut self.stage {
-            Stage::Data { stream, job, .. } => {
-                let has_moved = stream.advance(&mut **job);
-                engine.checked(&self.site, has_moved)
+            CollectiveStage::Data { stream, round, .. } => {
+                let has_moved = stream.advance(&mut **round);
+                engine.checked(&self.ctx, has_moved)
             }
-            Stage::Headers { .. } | Stage::Texts { .. } | Stage::Over(_) => false,
+            CollectiveStage::Headers { .. }
+            | CollectiveStage::Texts { .. }
+            | CollectiveStage::Over(_) => false,
         }
     }
 
-    fn has_arrived(&mut self, engine: &Inner) -> bool {
+    fn has_arrived(&mut self, engine: &MpiInner) -> bool {
         let arrived = match &mut self.stage {
-            Stage::Headers { messages, .. } => messages.have_arrived(),
-            Stage::Texts { messages, rests, .. } => rests
+            CollectiveStage::Headers { messages, .. } => messages.have_arrived(),
+            CollectiveStage::Texts { messages, rests, .. } => rests
                 .have_arrived()
                 .and_then(|have_rests| Ok(have_rests && messages.have_arrived()?)),
-            Stage::Data { stream, .. } => return stream.is_over(),
-            Stage::Over(_) => return false,
+            CollectiveStage::Data { stream, .. } => return stream.is_over(),
+            CollectiveStage::Over(_) => return false,
         };
-        engine.checked(&self.site, arrived)
+        engine.checked(&self.ctx, arrived)
     }
 
-    fn next_stage(&self, stage: Stage, engine: &Inner) -> Stage {
+    fn next_stage(&self, stage: CollectiveStage, engine: &MpiInner) -> CollectiveStage {
         match stage {
-            Stage::Headers { messages, own, tensors, job } => {
-                let arrived = engine.checked(&self.site, messages.arrived());
-                match self.disagreeing(&own, &arrived) {
-                    None => self.round(engine, job, 0),
+            CollectiveStage::Headers { messages, own, tensors, round } => {
+                let arrived = engine.checked(&self.ctx, messages.arrived());
+                match self.find_mismatch(&own, &arrived) {
+                    None => self.round(engine, round, 0),
                     Some(other) => self.texts(engine, &tensors, other, &arrived),
                 }
             }
-            Stage::Texts { messages, own, other, .. } => {
-                let arrived = engine.checked(&self.site, messages.arrived());
-                let own_rank = self.site.rank;
-                let text =
-                    |rank| if rank == own_rank { own.clone() } else { arrived[&rank].clone() };
-                end(&engine.session.world, &disagreement(&self.site, other, text).to_string())
+            CollectiveStage::Texts { messages, own, other, .. } => {
+                let arrived = engine.checked(&self.ctx, messages.arrived());
+                let own_rank = self.ctx.rank;
+                let error = disagreement(&self.ctx, other, |rank| {
+                    if rank == own_rank { own.clone() } else { arrived[&rank].clone() }
+                });
+                exit_all(&engine.session.world, &error.to_string())
             }
-            Stage::Data { stream, job, n_th } => {
-                // Its buffers are not needed beside those of the next round.
+            CollectiveStage::Data { stream, round, index } => {
+                // Free its buffers before allocating the buffers of the next round.
                 drop(stream);
-                match job.finish() {
-                    Ok(Next::Round(job)) => self.round(engine, job, n_th + 1),
-                    Ok(Next::Results(results)) => Stage::Over(Ok(results)),
-                    Err(error) => Stage::Over(Err(error)),
+                match round.finish() {
+                    Ok(RoundOutcome::Round(round)) => self.round(engine, round, index + 1),
+                    Ok(RoundOutcome::Results(results)) => CollectiveStage::Over(Ok(results)),
+                    Err(error) => CollectiveStage::Over(Err(error)),
                 }
             }
-            Stage::Over(results) => Stage::Over(results),
+            CollectiveStage::Over(results) => CollectiveStage::Over(results),
         }
     }
 
-    /// The first rank that has not started what rank 0 has.
-    fn disagreeing(&self, own: &Header, arrived: &BTreeMap<usize, Vec<u8>>) -> Option<usize> {
+    /// Returns the first rank with another header hash than rank 0.
+    fn find_mismatch(
+        &self,
+        own: &MemberHeader,
+        arrived: &BTreeMap<usize, Vec<u8>>,
+    ) -> Option<usize> {
         let hash = |rank| {
-            if rank == self.site.rank { own.hash } else { Header::read(&arrived[&rank]).hash }
+            if rank == self.ctx.rank { own.hash } else { MemberHeader::read(&arrived[&rank]).hash }
         };
-        (1..self.site.size()).find(|&rank| hash(rank) != hash(0))
+        (1..self.ctx.size()).find(|&rank| hash(rank) != hash(0))
     }
 
-    /// The stage of a round of data.
-    fn round(&self, engine: &Inner, job: Box<dyn Job>, n_th: i32) -> Stage {
-        let stream = Stream::start(self.comm(engine), self.tag + n_th, self.others(), &*job);
-        Stage::Data { stream: engine.checked(&self.site, stream), job, n_th }
+    /// Starts a round of data.
+    fn round(&self, engine: &MpiInner, round: Box<dyn MpiRound>, index: i32) -> CollectiveStage {
+        let stream =
+            ChunkStream::start(self.comm(engine), self.tag + index, self.others(), &*round);
+        CollectiveStage::Data { stream: engine.checked(&self.ctx, stream), round, index }
     }
 
     fn texts(
         &self,
-        engine: &Inner,
+        engine: &MpiInner,
         tensors: &[Tensor],
         other: usize,
         headers: &BTreeMap<usize, Vec<u8>>,
-    ) -> Stage {
-        let own = description(&self.site.call, tensors);
-        let rests = Messages::start(
+    ) -> CollectiveStage {
+        let own = description(&self.ctx.call, tensors);
+        let rests = OwnedMessages::start(
             self.comm(engine),
-            Kind::Rest as i32,
-            headers.iter().map(|(from, header)| (*from, Header::read(header).rest_bytes())),
+            MessageKind::Rest as i32,
+            headers.iter().map(|(from, header)| (*from, MemberHeader::read(header).rest_bytes())),
             [],
         );
-        let messages = Messages::start(
+        let messages = OwnedMessages::start(
             self.comm(engine),
-            Kind::Text as i32,
+            MessageKind::Text as i32,
             self.others().map(|from| (from, TEXT_BYTES)),
             self.others().map(|to| (to, own.clone())),
         );
-        let rests = engine.checked(&self.site, rests);
-        Stage::Texts { messages: engine.checked(&self.site, messages), rests, own, other }
+        let rests = engine.checked(&self.ctx, rests);
+        CollectiveStage::Texts { messages: engine.checked(&self.ctx, messages), rests, own, other }
     }
 
-    fn comm<'a>(&self, engine: &'a Inner) -> &'a Communicator {
+    fn comm<'a>(&self, engine: &'a MpiInner) -> &'a Communicator {
         &engine.groups[&self.set]
     }
 
-    /// The other ranks of the group.
+    /// Returns the other ranks of the group.
     fn others(&self) -> impl Iterator<Item = usize> + Clone + use<> {
-        let own_rank = self.site.rank;
-        (0..self.site.size()).filter(move |&rank| rank != own_rank)
+        let own_rank = self.ctx.rank;
+        (0..self.ctx.size()).filter(move |&rank| rank != own_rank)
     }
 
-    /// Whether data are on their way, or what is more than a word.
+    /// Returns true if more than a header is in flight.
     fn is_moving(&self) -> bool {
-        matches!(self.stage, Stage::Texts { .. } | Stage::Data { .. })
+        matches!(self.stage, CollectiveStage::Texts { .. } | CollectiveStage::Data { .. })
     }
 
-    /// The ranks to or from which something is still on its way.
+    /// Returns the ranks with unfinished messages.
     fn missing(&self) -> Vec<usize> {
         match &self.stage {
-            Stage::Headers { messages, .. } | Stage::Texts { messages, .. } => {
+            CollectiveStage::Headers { messages, .. } | CollectiveStage::Texts { messages, .. } => {
                 messages.missing().collect()
             }
-            Stage::Data { stream, .. } => stream.missing().collect(),
-            Stage::Over(_) => Vec::new(),
+            CollectiveStage::Data { stream, .. } => stream.missing().collect(),
+            CollectiveStage::Over(_) => Vec::new(),
         }
     }
 }

@@ -1,4 +1,4 @@
-//! Lists of tensors that are reduced, of which each rank wants some.
+//! Reductions of lists in which each rank wants some of the tensors.
 
 use std::{collections::BTreeMap, sync::Arc};
 
@@ -6,44 +6,42 @@ use candle_core::{Result, Tensor, bail};
 
 use super::{
     bytes::{buffer, with_bytes},
-    jobs::Reducing,
-    transfer::{Call, Kind},
+    rounds::ReduceRound,
+    transfer::{MessageKind, MpiCall},
 };
 use crate::{engine::layout::Run, reduce::Reduction};
 
-impl Call<'_> {
-    /// What each rank wants of a list, by rank: the numbers of tensors, in their order.
+impl MpiCall<'_> {
+    /// Exchanges the indexes of the tensors that each rank wants; returns them by rank, in order.
     pub(super) fn exchange_requests(
         &self,
         list: &[Tensor],
         wanted: &[usize],
     ) -> Result<Vec<Vec<usize>>> {
         let own = flags(list.len(), wanted)?;
-        let of_all = self.exchange_bytes(list, &own)?;
-        let set = |flags: &Vec<u8>| (0..flags.len()).filter(|&n| flags[n] != 0).collect();
-        Ok(of_all.iter().map(set).collect())
+        let all = self.exchange_bytes(list, &own)?;
+        Ok(all.iter().map(|flags| (0..flags.len()).filter(|&n| flags[n] != 0).collect()).collect())
     }
 
-    /// The bytes of all ranks, of which each has as many.
+    /// Exchanges byte strings of equal length; returns them by rank.
     fn exchange_bytes(&self, list: &[Tensor], own: &[u8]) -> Result<Vec<Vec<u8>>> {
         let received = self.exchange_headers(list, 0, own)?;
-        let mut all = vec![own.to_vec(); self.site.size()];
+        let mut all = vec![own.to_vec(); self.ctx.size()];
         let mut late = Vec::new();
-        for (rank, bytes) in all.iter_mut().enumerate().filter(|(rank, _)| *rank != self.site.rank)
-        {
+        for (rank, bytes) in all.iter_mut().enumerate().filter(|(rank, _)| *rank != self.ctx.rank) {
             if received.headers[rank].inline {
                 bytes.copy_from_slice(received.inline(rank));
             } else {
-                late.push((rank, Kind::Data, &mut bytes[..]));
+                late.push((rank, MessageKind::Data, &mut bytes[..]));
             }
         }
-        let sent = if received.headers[self.site.rank].inline { &[] } else { own };
-        self.transfer(late, self.others().map(|to| (to, Kind::Data, sent)));
+        let sent = if received.headers[self.ctx.rank].inline { &[] } else { own };
+        self.transfer(late, self.others().map(|to| (to, MessageKind::Data, sent)));
         Ok(all)
     }
 
-    /// The reductions of the tensors that this rank wants, by their numbers in the list, given what
-    /// each rank wants.
+    /// Returns the reductions of the tensors that this rank wants, by index, given the wanted
+    /// tensors of each rank.
     pub(super) fn reduce_wanted(
         &self,
         list: &[Tensor],
@@ -52,7 +50,7 @@ impl Call<'_> {
     ) -> Result<BTreeMap<usize, Tensor>> {
         let mut n_receivers = vec![0_usize; list.len()];
         wanted.iter().flatten().for_each(|&n| n_receivers[n] += 1);
-        let own = &wanted[self.site.rank];
+        let own = &wanted[self.ctx.rank];
         let mut sums = BTreeMap::new();
         for (n, x) in list.iter().enumerate().filter(|(n, _)| n_receivers[*n] > 1) {
             let sum = self.reduce_tensor(x, reduction)?;
@@ -60,15 +58,17 @@ impl Call<'_> {
                 sums.insert(n, sum);
             }
         }
-        // What one rank alone wants goes straight to it.
-        let alone = |wanted: &Vec<usize>| -> Vec<Run> {
-            let alone = wanted.iter().filter(|&&n| n_receivers[n] == 1);
-            alone.map(|&tensor| Run { tensor, items: 0..list[tensor].elem_count() }).collect()
-        };
-        let runs: Arc<[Vec<Run>]> = wanted.iter().map(alone).collect();
-        let own_runs = &runs[self.site.rank];
-        let job = Reducing::of_runs(list, self.site.rank, Arc::clone(&runs), reduction)?;
-        for (Run { tensor, .. }, sum) in own_runs.iter().zip(self.run_agreed(Box::new(job))?) {
+        // Sums for a single rank are sent to it directly.
+        let runs: Arc<[Vec<Run>]> = wanted
+            .iter()
+            .map(|wanted| -> Vec<Run> {
+                let sole = wanted.iter().filter(|&&n| n_receivers[n] == 1);
+                sole.map(|&tensor| Run { tensor, items: 0..list[tensor].elem_count() }).collect()
+            })
+            .collect();
+        let own_runs = &runs[self.ctx.rank];
+        let round = ReduceRound::for_runs(list, self.ctx.rank, Arc::clone(&runs), reduction)?;
+        for (Run { tensor, .. }, sum) in own_runs.iter().zip(self.run_agreed(Box::new(round))?) {
             sums.insert(*tensor, sum.reshape(list[*tensor].shape())?);
         }
         Ok(sums)
@@ -81,7 +81,7 @@ impl Call<'_> {
     }
 }
 
-/// For each tensor of a list whether it is wanted: a byte each.
+/// Returns a byte for each tensor of a list: 1 if it is wanted.
 fn flags(len: usize, wanted: &[usize]) -> Result<Vec<u8>> {
     let mut flags = vec![0; len];
     for &n in wanted {
@@ -98,7 +98,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_not_in_the_list_cannot_be_wanted() {
+    fn wanted_index_must_exist() {
         assert_eq!(flags(3, &[2, 0]).unwrap(), [1, 0, 1]);
         assert!(flags(3, &[3]).unwrap_err().to_string().starts_with("there is no tensor 3 to sum"));
     }

@@ -1,5 +1,5 @@
-//! Short messages whose buffers their requests own, so that they may outlive the collective call
-//! that started them.
+//! Short messages with buffers owned by their requests, so that they may outlive the collective
+//! call that started them.
 
 use std::collections::BTreeMap;
 
@@ -8,41 +8,42 @@ use ferrompi::{Communicator, PersistentRequest, Result};
 use super::session::rank_of;
 
 /// Messages to and from the other members of a group.
-pub(super) struct Messages {
+pub(super) struct OwnedMessages {
     sends: Vec<(usize, PersistentRequest<u8>)>,
     receives: Vec<(usize, PersistentRequest<u8>)>,
 }
 
-impl Messages {
-    /// Starts to send to and receive from these ranks: so many bytes from each, or fewer. Of nothing
-    /// there is no message.
+impl OwnedMessages {
+    /// Starts messages to and from these ranks. Each pair of `incoming` has a rank and a maximum
+    /// length. Empty messages are not sent.
     ///
     /// # Errors
     ///
-    /// MPI's.
+    /// The errors of MPI.
     pub(super) fn start(
         comm: &Communicator,
         tag: i32,
         incoming: impl IntoIterator<Item = (usize, usize)>,
         outgoing: impl IntoIterator<Item = (usize, Vec<u8>)>,
     ) -> Result<Self> {
-        let receive =
-            |(from, n_bytes)| Ok((from, comm.recv_init(vec![0; n_bytes], rank_of(from), tag)?));
-        let send = |(to, bytes)| Ok((to, comm.send_init(bytes, rank_of(to), tag)?));
         let incoming = incoming.into_iter().filter(|(_, n_bytes)| *n_bytes > 0);
-        let mut messages = Self {
-            receives: incoming.map(receive).collect::<Result<_>>()?,
-            sends: outgoing.into_iter().map(send).collect::<Result<_>>()?,
-        };
+        let mut messages = Self { sends: Vec::new(), receives: Vec::new() };
+        for (from, n_bytes) in incoming {
+            let receive = comm.recv_init(vec![0; n_bytes], rank_of(from), tag)?;
+            messages.receives.push((from, receive));
+        }
+        for (to, bytes) in outgoing {
+            messages.sends.push((to, comm.send_init(bytes, rank_of(to), tag)?));
+        }
         messages.requests().try_for_each(PersistentRequest::start)?;
         Ok(messages)
     }
 
-    /// Whether all have arrived, here and there.
+    /// Returns true if all messages have been sent and received.
     ///
     /// # Errors
     ///
-    /// MPI's.
+    /// The errors of MPI.
     pub(super) fn have_arrived(&mut self) -> Result<bool> {
         let mut all = true;
         for request in self.requests() {
@@ -55,17 +56,17 @@ impl Messages {
         self.receives.iter_mut().chain(&mut self.sends).map(|(_, request)| request)
     }
 
-    /// The ranks to or from which something is still on its way.
+    /// Returns the ranks with unfinished messages.
     pub(super) fn missing(&self) -> impl Iterator<Item = usize> {
         let requests = self.receives.iter().chain(&self.sends);
         requests.filter(|(_, request)| request.is_active()).map(|(rank, _)| *rank)
     }
 
-    /// What has come from each rank, when all have arrived.
+    /// Returns the message of each rank, after all have arrived.
     ///
     /// # Errors
     ///
-    /// MPI's.
+    /// The errors of MPI.
     pub(super) fn arrived(self) -> Result<BTreeMap<usize, Vec<u8>>> {
         let received = self.receives.into_iter();
         received.map(|(from, request)| Ok((from, request.into_buffer()?))).collect()

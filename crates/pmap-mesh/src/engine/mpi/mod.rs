@@ -1,21 +1,21 @@
-//! The engine of many processes: each is one slot, and they talk through MPI.
+//! The engine of many processes: each is one slot, and they communicate through MPI.
 //!
-//! Everything goes from process to process with nonblocking messages, nothing through MPI's
-//! reductions: their order of summation depends on the number of ranks, the size and the library,
-//! and they know no halves.
+//! All data move by nonblocking point-to-point messages, and none by MPI's reductions: their
+//! summation order depends on the number of ranks, the size and the library, and they do not
+//! support halves.
 
 mod backoff;
 mod bytes;
+mod header;
 mod in_flight;
-mod jobs;
 mod lists;
 mod messages;
 mod point_to_point;
+mod rounds;
 mod session;
 mod stream;
 mod sums;
 mod transfer;
-mod wire;
 
 use std::{
     collections::BTreeMap,
@@ -27,22 +27,22 @@ use std::{
 use candle_core::{Device, Result, Tensor};
 use ferrompi::Communicator;
 
-pub(crate) use self::session::Session;
+pub(crate) use self::session::MpiSession;
 use self::{
     bytes::{buffer, with_bytes},
-    in_flight::Entries,
-    jobs::{Gathering, Job, Reducing},
+    in_flight::InFlightList,
+    rounds::{GatherRound, MpiRound, ReduceRound},
     session::rank_of,
-    transfer::Call,
+    transfer::MpiCall,
 };
 use crate::{
     axes::AxisSet,
-    device::to_device::{copied, on_host},
+    device::to_device::{contiguous_copy, to_host},
     engine::{
-        Backend, Engine, Finished, Gathered, Message, PendingCollective, Purpose, Site, Wanted,
-        Work,
-        processes::{self, Current, ProcessPlace},
-        traffic::Counter,
+        AllgatherPurpose, Backend, Engine, FinishedCollective, GatheredTensors, GroupContext,
+        ListRequest, PendingCollective, SendReceive, WantedTensors,
+        processes::{self, CurrentCall, ProcessSlot},
+        traffic::TrafficCounter,
     },
     error::{self, Error, ProcessError},
     grid::Topology,
@@ -50,41 +50,42 @@ use crate::{
     sync::lock,
 };
 
-/// Each set of axes longer than 1 has a communicator of its own: 63 of the 256 that ferrompi holds,
-/// so that four meshes may live at a time.
+/// The largest number of axes longer than 1. Each set of such axes has a communicator: 63 of the
+/// 256 that ferrompi allows, so that four meshes can exist at a time.
 const MAX_AXES: usize = 6;
 
-/// This process's slot and its access to the others.
+/// This process's slot and its connection to the others.
 #[derive(Clone, Debug)]
-pub(crate) struct Mpi(Arc<Inner>);
+pub(crate) struct Mpi(Arc<MpiInner>);
 
-struct Inner {
+struct MpiInner {
     topology: Arc<Topology>,
     slot: usize,
     deadline: Duration,
     /// The communicator of this slot's group along each set of axes longer than 1.
     groups: BTreeMap<AxisSet, Communicator>,
-    counters: [Counter; 1],
-    /// MPI takes one call at a time.
-    current: Current,
-    /// What members of this call have found out that they do not agree in: a replica may go on after
-    /// the error, but the call must not succeed.
+    counters: [TrafficCounter; 1],
+    /// The running collective. MPI takes one call at a time.
+    current: CurrentCall,
+    /// The mismatch that a collective of this call has found: the replica may ignore the error, but
+    /// the call must not succeed.
     disagreement: Mutex<Option<String>>,
-    /// What arrives with headers. Kept from call to call, as `parts`; in words, so that any items
-    /// may lie in it. Of the two locks, this one is taken first; neither is ever contended, since
-    /// one collective runs at a time.
+    /// The receive buffer for headers and small data, reused between calls like `parts`; an array
+    /// of words, so that items of any type are aligned. Take this lock before that of `parts`.
+    /// Neither is ever contended, since one collective runs at a time.
     inbox: Mutex<Vec<u64>>,
-    /// What others send to be added up here.
+    /// The receive buffer for summands of other ranks.
     parts: Mutex<Vec<u64>>,
-    /// What was started and not waited for. Dropped before the session: its requests are MPI's.
-    underway: Mutex<Entries>,
-    /// How many of them there are; most calls look at nothing else.
+    /// The started collectives that were not waited for. Dropped before the session, because MPI
+    /// owns their requests.
+    in_flight: Mutex<InFlightList>,
+    /// The number of collectives in `in_flight`, so that most calls need not lock it.
     n_in_flight: AtomicUsize,
     /// Dropped last.
-    session: Arc<Session>,
+    session: Arc<MpiSession>,
 }
 
-impl fmt::Debug for Inner {
+impl fmt::Debug for MpiInner {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Mpi")
             .field("slot", &self.slot)
@@ -93,125 +94,127 @@ impl fmt::Debug for Inner {
     }
 }
 
-impl Drop for Inner {
+impl Drop for MpiInner {
     fn drop(&mut self) {
-        self.session.discard(mem::take(&mut self.groups).into_values());
+        self.session.free_later(mem::take(&mut self.groups).into_values());
     }
 }
 
 impl Mpi {
-    /// The backend of this process's slot, and a communicator for each group it is in. All
+    /// Builds the backend of this process's slot, with a communicator for each of its groups. All
     /// processes call this.
     pub(crate) fn new(
-        session: Arc<Session>,
+        session: Arc<MpiSession>,
         topology: Arc<Topology>,
         deadline: Duration,
     ) -> error::Result<Self> {
         let slots = topology.slots();
         let processes = session.size();
         if processes != slots {
-            return Err(mpi(format!("{processes} processes do not fill a mesh of {slots} slots")));
+            return Err(mpi_error(format!(
+                "{processes} processes do not fill a mesh of {slots} slots"
+            )));
         }
-        let long = topology.long_axes();
+        let long = topology.axes_longer_than_one();
         if long.count_ones() as usize > MAX_AXES {
-            return Err(mpi(format!("a mesh has up to {MAX_AXES} axes longer than 1")));
+            return Err(mpi_error(format!("a mesh has up to {MAX_AXES} axes longer than 1")));
         }
         let slot = session.rank();
-        let groups = session.while_nobody_calls(|| groups(&session, &topology, slot))?;
-        Ok(Self(Arc::new(Inner {
+        let groups = session.while_no_other_calls(|| groups(&session, &topology, slot))?;
+        Ok(Self(Arc::new(MpiInner {
             topology,
             slot,
             deadline,
             groups,
             counters: Default::default(),
-            current: Current::default(),
+            current: CurrentCall::default(),
             disagreement: Mutex::default(),
             inbox: Mutex::default(),
             parts: Mutex::default(),
-            underway: Mutex::default(),
+            in_flight: Mutex::default(),
             n_in_flight: AtomicUsize::new(0),
             session,
         })))
     }
 
-    /// Enters a collective; `None` for a group of one.
-    fn enter<'a>(&'a self, site: &'a Site) -> Result<Option<Call<'a>>> {
+    /// Enters a collective; returns `None` for a group of one.
+    fn enter<'a>(&'a self, ctx: &'a GroupContext) -> Result<Option<MpiCall<'a>>> {
         let engine = &*self.0;
-        let guard = engine.current.enter(site)?;
+        let guard = engine.current.enter(ctx)?;
         engine.progress();
-        if site.size() == 1 {
+        if ctx.size() == 1 {
             return Ok(None);
         }
-        let set = engine.topology.long_axes() & site.call.set;
-        Ok(Some(Call { engine, site, comm: &engine.groups[&set], _guard: guard }))
+        let set = engine.topology.axes_longer_than_one() & ctx.call.set;
+        Ok(Some(MpiCall { engine, ctx, comm: &engine.groups[&set], _guard: guard }))
     }
 
-    /// The reductions of those of a list's tensors that this rank wants.
+    /// Returns the reductions of the tensors of a list that this rank wants.
     #[expect(clippy::expect_used, reason = "groups of one are served by `replica::alone`")]
     fn reduce_wanted(
         &self,
-        site: &Site,
+        ctx: &GroupContext,
         list: &[Tensor],
         own: &[usize],
         reduction: Reduction,
     ) -> Result<Vec<Tensor>> {
-        let host: Vec<Tensor> = list.iter().map(on_host).collect::<Result<_>>()?;
-        let call = self.enter(site)?.expect("a group of several members");
+        let host: Vec<Tensor> = list.iter().map(to_host).collect::<Result<_>>()?;
+        let call = self.enter(ctx)?.expect("a group of several members");
         let wanted = call.exchange_requests(&host, own)?;
         let sums = call.reduce_wanted(&host, &wanted, reduction)?;
         own.iter().map(|n| sums[n].to_device(list[*n].device())).collect()
     }
 }
 
-/// How a collective of lists is carried out.
-enum Lists {
-    /// By rounds of messages, for which all members pass these tensors alike.
-    Round { job: Box<dyn Job>, tensors: Vec<Tensor> },
-    /// By asking first who wants what.
-    Wanted { list: Vec<Tensor>, own: Vec<usize>, reduction: Reduction },
+/// The protocol of a collective of lists.
+enum ListProtocol {
+    /// Rounds of messages. All members pass `tensors` with equal dtypes and shapes.
+    Round { round: Box<dyn MpiRound>, tensors: Vec<Tensor> },
+    /// An exchange of the wanted tensors, then rounds of messages.
+    WantedTensors { list: Vec<Tensor>, own: Vec<usize>, reduction: Reduction },
 }
 
-impl Lists {
-    fn of(site: &Site, work: Work) -> Result<Self> {
-        let rank = site.rank;
-        let (job, tensors): (Box<dyn Job>, Vec<Tensor>) = match work {
-            // All have the same layout; their runs differ.
-            Work::Gather { own, layout, device } => {
-                (Box::new(Gathering::of_layout(&own, rank, &layout, &device)?), Vec::new())
+impl ListProtocol {
+    fn new(ctx: &GroupContext, work: ListRequest) -> Result<Self> {
+        let rank = ctx.rank;
+        let (round, tensors): (Box<dyn MpiRound>, Vec<Tensor>) = match work {
+            // All members have the same layout, but different runs.
+            ListRequest::Gather { own, layout, device } => {
+                (Box::new(GatherRound::for_layout(&own, rank, &layout, &device)?), Vec::new())
             }
-            Work::Reduce { list, wanted: Wanted::ByRank(runs), reduction } => {
-                (Box::new(Reducing::of_runs(&list, rank, runs, reduction)?), list)
+            ListRequest::Reduce { list, wanted: WantedTensors::ByRank(runs), reduction } => {
+                (Box::new(ReduceRound::for_runs(&list, rank, runs, reduction)?), list)
             }
-            Work::Reduce { list, wanted: Wanted::Everything, reduction } => {
-                (Box::new(Reducing::for_all(&list, rank, site.size(), reduction)?), list)
+            ListRequest::Reduce { list, wanted: WantedTensors::Everything, reduction } => {
+                (Box::new(ReduceRound::for_all(&list, rank, ctx.size(), reduction)?), list)
             }
-            Work::Reduce { list, wanted: Wanted::Own(own), reduction } => {
-                return Ok(Self::Wanted { list, own, reduction });
+            ListRequest::Reduce { list, wanted: WantedTensors::Own(own), reduction } => {
+                return Ok(Self::WantedTensors { list, own, reduction });
             }
         };
-        Ok(Self::Round { job, tensors })
+        Ok(Self::Round { round, tensors })
     }
 }
 
-/// The communicator of a slot's group along each set of axes longer than 1.
+/// Creates the communicator of a slot's group along each set of axes longer than 1.
 fn groups(
-    session: &Session,
+    session: &MpiSession,
     topology: &Topology,
     slot: usize,
 ) -> error::Result<BTreeMap<AxisSet, Communicator>> {
-    let long = topology.long_axes();
-    // In the same order everywhere, the numbers of sets.
-    let sets = (1..=long).filter(|set| set & !long == 0);
-    let group = |set| {
-        let place = topology.groups(set).place(slot);
-        let comm = session.world.split(Some(rank_of(place.group)), rank_of(place.rank));
-        let comm = comm.map_err(|error| mpi(error.to_string()))?;
-        Ok((set, comm.ok_or_else(|| mpi("no communicator was made".into()))?))
-    };
-    sets.map(group).collect()
+    let long = topology.axes_longer_than_one();
+    // Every process must split in the same order: that of the sets' bits.
+    let mut groups = BTreeMap::new();
+    for set in (1..=long).filter(|set| set & !long == 0) {
+        let span = topology.groups(set).position(slot);
+        let comm = session.world.split(Some(rank_of(span.group)), rank_of(span.rank));
+        let comm = comm.map_err(|error| mpi_error(error.to_string()))?;
+        groups.insert(set, comm.ok_or_else(|| mpi_error("no communicator was made".into()))?);
+    }
+    Ok(groups)
 }
 
-fn mpi(reason: String) -> Error {
+fn mpi_error(reason: String) -> Error {
     ProcessError::Mpi { reason }.into()
 }
 
@@ -221,7 +224,7 @@ impl Backend for Mpi {
         vec![Arc::new(self.clone())]
     }
 
-    fn counters(&self) -> &[Counter] {
+    fn counters(&self) -> &[TrafficCounter] {
         &self.0.counters
     }
 
@@ -231,24 +234,24 @@ impl Backend for Mpi {
 
     fn process_allgather(
         &self,
-        purpose: Purpose,
+        purpose: AllgatherPurpose,
         lists: error::Result<Vec<Vec<Tensor>>>,
     ) -> error::Result<Vec<Vec<Tensor>>> {
-        let Inner { topology, slot, .. } = &*self.0;
-        let place = ProcessPlace { topology, slot: *slot, device: &Device::Cpu };
-        processes::process_allgather(self, &place, purpose, lists)
+        let MpiInner { topology, slot, .. } = &*self.0;
+        let span = ProcessSlot { topology, slot: *slot, device: &Device::Cpu };
+        processes::process_allgather(self, &span, purpose, lists)
     }
 }
 
 impl Engine for Mpi {
-    fn all_reduce(&self, site: &Site, x: &Tensor, reduction: Reduction) -> Result<Tensor> {
-        let Some(call) = self.enter(site)? else { return copied(x) };
-        let host = on_host(x)?;
+    fn all_reduce(&self, ctx: &GroupContext, x: &Tensor, reduction: Reduction) -> Result<Tensor> {
+        let Some(call) = self.enter(ctx)? else { return contiguous_copy(x) };
+        let host = to_host(x)?;
         let mut sums = buffer(host.dtype(), host.elem_count())?;
         with_bytes(&host, |bytes| {
             let received = call.exchange_headers(slice::from_ref(&host), 0, bytes)?;
-            if received.headers[site.rank].inline {
-                let summands = received.all_inline(bytes, site.rank);
+            if received.headers[ctx.rank].inline {
+                let summands = received.all_inline(bytes, ctx.rank);
                 reduce::bytes(host.dtype(), &summands, reduction, sums.bytes_mut())
             } else {
                 call.reduce(host.dtype(), bytes, sums.bytes_mut(), reduction)
@@ -257,34 +260,34 @@ impl Engine for Mpi {
         sums.tensor(host.dims())?.to_device(x.device())
     }
 
-    fn all_gather(&self, site: &Site, x: &Tensor) -> Result<Gathered> {
-        let Some(call) = self.enter(site)? else {
-            return Ok(Gathered::Parts(vec![copied(x)?]));
+    fn all_gather(&self, ctx: &GroupContext, x: &Tensor) -> Result<GatheredTensors> {
+        let Some(call) = self.enter(ctx)? else {
+            return Ok(GatheredTensors::Parts(vec![contiguous_copy(x)?]));
         };
-        let host = on_host(x)?;
+        let host = to_host(x)?;
         let (items, shapes) = with_bytes(&host, |bytes| call.gather(&host, bytes))?;
-        Ok(Gathered::EndToEnd { items: items.to_device(x.device())?, shapes })
+        Ok(GatheredTensors::Concatenated { items: items.to_device(x.device())?, shapes })
     }
 
-    fn all_to_all(&self, site: &Site, parts: Vec<Tensor>) -> Result<Vec<Tensor>> {
-        let Some(call) = self.enter(site)? else {
-            return parts.iter().map(copied).collect();
+    fn all_to_all(&self, ctx: &GroupContext, parts: Vec<Tensor>) -> Result<Vec<Tensor>> {
+        let Some(call) = self.enter(ctx)? else {
+            return parts.iter().map(contiguous_copy).collect();
         };
-        // Copies: two locks on one storage, with a thread between them that waits to write, would
-        // never be granted.
-        let on_host: Vec<Tensor> =
-            parts.iter().map(|part| copied(&on_host(part)?)).collect::<Result<_>>()?;
-        let arrived = call.swap(&on_host)?;
-        arrived.iter().map(|part| part.to_device(parts[site.rank].device())).collect()
+        // Copy the parts: two read locks on one storage deadlock if another thread requests the
+        // write lock between them.
+        let to_host: Vec<Tensor> =
+            parts.iter().map(|part| contiguous_copy(&to_host(part)?)).collect::<Result<_>>()?;
+        let arrived = call.swap(&to_host)?;
+        arrived.iter().map(|part| part.to_device(parts[ctx.rank].device())).collect()
     }
 
-    fn receive(&self, site: &Site, message: &Message<'_>) -> Result<Option<Tensor>> {
-        let Message { x, is_sent, from } = *message;
-        let Some(call) = self.enter(site)? else {
-            return from.map(|_| copied(x)).transpose();
+    fn receive(&self, ctx: &GroupContext, message: &SendReceive<'_>) -> Result<Option<Tensor>> {
+        let SendReceive { x, is_sent, from } = *message;
+        let Some(call) = self.enter(ctx)? else {
+            return from.map(|_| contiguous_copy(x)).transpose();
         };
         let received = if is_sent {
-            let host = on_host(x)?;
+            let host = to_host(x)?;
             with_bytes(&host, |bytes| call.receive(x, bytes, from))?
         } else {
             call.receive(x, &[], from)?
@@ -292,50 +295,51 @@ impl Engine for Mpi {
         received.map(|received| received.to_device(x.device())).transpose()
     }
 
-    fn run(&self, site: &Site, work: Work) -> Result<Vec<Tensor>> {
-        match Lists::of(site, work)? {
-            Lists::Round { job, tensors } => self.run_job(site, &tensors, job),
-            Lists::Wanted { list, own, reduction } => {
-                self.reduce_wanted(site, &list, &own, reduction)
+    fn run(&self, ctx: &GroupContext, work: ListRequest) -> Result<Vec<Tensor>> {
+        match ListProtocol::new(ctx, work)? {
+            ListProtocol::Round { round, tensors } => self.run_round(ctx, &tensors, round),
+            ListProtocol::WantedTensors { list, own, reduction } => {
+                self.reduce_wanted(ctx, &list, &own, reduction)
             }
         }
     }
 
-    fn start(&self, site: &Site, work: Work) -> Result<Box<dyn PendingCollective>> {
-        Ok(match Lists::of(site, work)? {
-            Lists::Round { job, tensors } => Box::new(self.start_job(site, &tensors, job)?),
-            // What the others want must be known before anything can be sent.
-            Lists::Wanted { list, own, reduction } => {
-                Box::new(Finished(self.reduce_wanted(site, &list, &own, reduction)?))
+    fn start(&self, ctx: &GroupContext, work: ListRequest) -> Result<Box<dyn PendingCollective>> {
+        Ok(match ListProtocol::new(ctx, work)? {
+            ListProtocol::Round { round, tensors } => {
+                Box::new(self.start_round(ctx, &tensors, round)?)
+            }
+            // Nothing can be sent before the other ranks' wishes are known, so run it now.
+            ListProtocol::WantedTensors { list, own, reduction } => {
+                Box::new(FinishedCollective(self.reduce_wanted(ctx, &list, &own, reduction)?))
             }
         })
     }
 
-    fn barrier(&self, site: &Site) -> Result<()> {
-        let Some(call) = self.enter(site)? else { return Ok(()) };
+    fn barrier(&self, ctx: &GroupContext) -> Result<()> {
+        let Some(call) = self.enter(ctx)? else { return Ok(()) };
         call.exchange_headers(&[], 0, &[]).map(drop)
     }
 
-    fn counter(&self) -> &Counter {
+    fn counter(&self) -> &TrafficCounter {
         &self.0.counters[0]
     }
 
     fn finish(&self) {
-        if let Some(why) = lock(&self.0.disagreement).take() {
-            session::end(&self.0.session.world, &why);
+        if let Some(reason) = lock(&self.0.disagreement).take() {
+            session::exit_all(&self.0.session.world, &reason);
         }
-        if let Err(error) = processes::leave(self, &self.0.topology, self.0.slot) {
-            session::end(&self.0.session.world, &error.to_string());
+        if let Err(error) = processes::final_barrier(self, &self.0.topology, self.0.slot) {
+            session::exit_all(&self.0.session.world, &error.to_string());
         }
     }
 
-    /// Does not return: the others wait in MPI, where nothing but an end of the program reaches
-    /// them.
+    /// Does not return: the others wait in MPI, and only the end of the program releases them.
     fn fail(&self, error: Error) {
-        session::end(&self.0.session.world, &error.to_string());
+        session::exit_all(&self.0.session.world, &error.to_string());
     }
 
-    /// None: a replica that fails ends the program.
+    /// Returns `None`: a failing replica ends the program.
     fn failure(&self) -> Option<Error> {
         None
     }

@@ -4,7 +4,7 @@ use std::{
     fmt, mem,
     sync::{
         Arc, Mutex, Weak,
-        mpsc::{self, RecvTimeoutError},
+        mpsc::{self, Receiver, RecvTimeoutError, SyncSender},
     },
     thread::{self, JoinHandle, ThreadId},
     time::Duration,
@@ -21,37 +21,40 @@ use crate::{
     sync::lock,
 };
 
-/// The tag of what a process that has no mesh any more tells the others, on the communicator of all.
-const FAREWELL: i32 = 1;
+/// The tag of the message that announces the drop of a process's last mesh, on the world
+/// communicator.
+const LEAVE_TAG: i32 = 1;
 
-/// This process's membership in the MPI program: initialized once, finalized when the last clone is
-/// dropped.
+/// This process's membership in the MPI program: initialized once, and finalized when the last
+/// clone is dropped.
 ///
-/// `ferrompi::Mpi` must stay on the thread that made it, so a thread of its own holds it;
-/// communicators may go anywhere.
-pub(crate) struct Session {
+/// `ferrompi::Mpi` must stay on the thread that created it, so a separate thread owns it.
+/// Communicators may be used on any thread.
+pub(crate) struct MpiSession {
     pub(super) world: Arc<Communicator>,
-    /// The thread that calls functions of meshes, once one has. Locked while a mesh is made, which
-    /// takes calls to MPI too.
+    /// The thread that calls functions of meshes, once one has. Locked while a mesh is built, since
+    /// that calls MPI too.
     caller: Mutex<Option<ThreadId>>,
-    /// The communicators of meshes that are gone: a mesh may be dropped by any thread at any time, and
-    /// to free them is a call to MPI.
+    /// The communicators of dropped meshes, to be freed later: any thread may drop a mesh at any
+    /// time, and freeing them calls MPI.
     unused: Mutex<Vec<Communicator>>,
     release: Option<mpsc::Sender<()>>,
-    holder: Option<JoinHandle<()>>,
+    owner: Option<JoinHandle<()>>,
 }
 
-impl Session {
-    /// [`start_within`](Self::start_within) the time that meshes of several processes have.
+impl MpiSession {
+    /// Starts a session like [`start_within`](Self::start_within), with the default deadline of
+    /// processes.
     #[cfg(feature = "nccl")]
     pub(crate) fn start() -> Result<Arc<Self>> {
         Self::start_within(PROCESS_DEADLINE)
     }
 
-    /// This process's session: the one that meshes already use, or a new one, which can be had
-    /// once, when all processes have come, for which it waits for so long.
+    /// Returns this process's session, which meshes may use already. The first call initializes
+    /// MPI, which waits until all processes start or `deadline` has passed; it is possible only
+    /// once.
     pub(crate) fn start_within(deadline: Duration) -> Result<Arc<Self>> {
-        static CURRENT: Mutex<Weak<Session>> = Mutex::new(Weak::new());
+        static CURRENT: Mutex<Weak<MpiSession>> = Mutex::new(Weak::new());
         let mut current = lock(&CURRENT);
         if let Some(session) = current.upgrade() {
             return Ok(session);
@@ -63,33 +66,21 @@ impl Session {
 
     fn init(deadline: Duration) -> Result<Arc<Self>> {
         let (started, start) = mpsc::sync_channel(1);
-        let (release, released) = mpsc::channel::<()>();
-        let hold = move || match ferrompi::Mpi::init_thread(ThreadLevel::Serialized) {
-            Ok(mpi) if mpi.thread_level() >= ThreadLevel::Serialized => {
-                drop(started.send(Ok(mpi.world())));
-                // Returns when the session is dropped: an error, since nothing is ever sent.
-                let _ = released.recv();
-            }
-            Ok(mpi) => drop(started.send(Err(format!(
-                "calls from worker threads need level Serialized, this library grants {:?}",
-                mpi.thread_level()
-            )))),
-            Err(error) => drop(started.send(Err(error.to_string()))),
-        };
-        let holder = thread::Builder::new()
+        let (release, released) = mpsc::channel();
+        let owner = thread::Builder::new()
             .name("mpi".into())
-            .spawn(hold)
-            .map_err(|error| failed(error.to_string()))?;
+            .spawn(move || own_mpi(&started, &released))
+            .map_err(|error| mpi_error(error.to_string()))?;
         let world = match start.recv_timeout(deadline) {
-            Ok(world) => world.map_err(failed)?,
-            // Its thread stays behind in MPI, which cannot be left from there.
+            Ok(world) => world.map_err(mpi_error)?,
+            // The thread stays behind in MPI, since it cannot be interrupted there.
             Err(RecvTimeoutError::Timeout) => {
-                return Err(failed(format!(
-                    "after {deadline:?} not all processes have come to make a mesh; one may have ended before"
+                return Err(mpi_error(format!(
+                    "after {deadline:?} not all processes have started a mesh; one may have ended before"
                 )));
             }
             Err(RecvTimeoutError::Disconnected) => {
-                return Err(failed("the thread that starts it has panicked".into()));
+                return Err(mpi_error("the thread that starts it has panicked".into()));
             }
         };
         let session = Self {
@@ -97,13 +88,13 @@ impl Session {
             caller: Mutex::default(),
             unused: Mutex::default(),
             release: Some(release),
-            holder: Some(holder),
+            owner: Some(owner),
         };
-        session.end_with_panics();
+        session.exit_on_panic();
         Ok(Arc::new(session))
     }
 
-    /// This process's slot.
+    /// Returns this process's slot.
     pub(crate) fn rank(&self) -> usize {
         index(self.world.rank())
     }
@@ -112,57 +103,57 @@ impl Session {
         index(self.world.size())
     }
 
-    /// Refuses a call of a function of any mesh from a second thread: MPI has begun with support for
-    /// one at a time.
+    /// Rejects a call of a function of any mesh from a second thread, since MPI is initialized for
+    /// one thread at a time.
     pub(super) fn check_caller(&self) -> Result<(), ProcessError> {
         let current = thread::current().id();
         if *lock(&self.caller).get_or_insert(current) == current {
             Ok(())
         } else {
-            Err(other_thread())
+            Err(wrong_thread())
         }
     }
 
-    /// Makes what a mesh needs of MPI, while no thread calls a function of another mesh.
+    /// Calls MPI for a new mesh, while no thread calls a function of another mesh.
     ///
     /// # Errors
     ///
-    /// [`ProcessError::OtherThread`] if another thread calls functions, and those of `make`.
-    pub(super) fn while_nobody_calls<T>(&self, make: impl FnOnce() -> Result<T>) -> Result<T> {
+    /// [`ProcessError::WrongThread`] if another thread calls functions, and the errors of `make`.
+    pub(super) fn while_no_other_calls<T>(&self, make: impl FnOnce() -> Result<T>) -> Result<T> {
         let caller = lock(&self.caller);
         if caller.is_some_and(|caller| caller != thread::current().id()) {
-            return Err(other_thread().into());
+            return Err(wrong_thread().into());
         }
         lock(&self.unused).clear();
         make()
     }
 
-    /// Keeps communicators until nobody can be in MPI.
-    pub(super) fn discard(&self, communicators: impl IntoIterator<Item = Communicator>) {
+    /// Stores communicators until no thread can be in MPI.
+    pub(super) fn free_later(&self, communicators: impl IntoIterator<Item = Communicator>) {
         lock(&self.unused).extend(communicators);
     }
 
-    /// Whether a process has dropped its last mesh: it will come to no collective any more.
+    /// Returns true if a process has dropped its last mesh and makes no more collectives.
     pub(super) fn has_left(&self, rank: usize) -> ferrompi::Result<bool> {
-        let message = self.world.iprobe::<u8>(Source::Rank(rank_of(rank)), FAREWELL)?;
+        let message = self.world.iprobe::<u8>(Source::Rank(rank_of(rank)), LEAVE_TAG)?;
         Ok(message.is_some())
     }
 
-    /// Tells the others that this process comes to no collective any more, and waits until none of
-    /// them does: MPI does not end before.
-    fn take_leave(&self) -> ferrompi::Result<()> {
+    /// Announces that this process makes no more collectives, and waits until the others announce
+    /// it too: MPI cannot be finalized before.
+    fn announce_leave(&self) -> ferrompi::Result<()> {
         let own = self.rank();
         let mut places = vec![0_u8; self.size()];
         ferrompi::scope(|scope| {
             let mut requests: Vec<Request<'_>> = Vec::new();
-            for (rank, place) in places.chunks_mut(1).enumerate().filter(|(rank, _)| *rank != own) {
-                requests.push(self.world.irecv(scope, place, rank_of(rank), FAREWELL)?);
+            for (rank, span) in places.chunks_mut(1).enumerate().filter(|(rank, _)| *rank != own) {
+                requests.push(self.world.irecv(scope, span, rank_of(rank), LEAVE_TAG)?);
             }
             for rank in (0..self.size()).filter(|&rank| rank != own) {
-                requests.push(self.world.isend(scope, &[1_u8], rank_of(rank), FAREWELL)?);
+                requests.push(self.world.isend(scope, &[1_u8], rank_of(rank), LEAVE_TAG)?);
             }
-            // For ever, as MPI's own end does: another rank may have much to do without a mesh.
-            let mut patience = WaitBackoff::new(Duration::MAX);
+            // No deadline, as in MPI's finalization: another rank may work for long without a mesh.
+            let mut backoff = WaitBackoff::new(Duration::MAX);
             while !requests.is_empty() {
                 let mut left = Vec::new();
                 for mut request in mem::take(&mut requests) {
@@ -171,83 +162,100 @@ impl Session {
                     }
                 }
                 requests = left;
-                patience.pause(TransferProgress::default());
+                backoff.pause(TransferProgress::default());
             }
             Ok(())
         })
     }
 
-    /// Fills `bytes` on all processes with those of a rank.
+    /// Broadcasts the `bytes` of a rank to all processes.
     #[cfg(feature = "nccl")]
     #[expect(clippy::expect_used, reason = "MPI counts its ranks in 32 bits")]
     pub(crate) fn broadcast(&self, bytes: &mut [u8], from: usize) -> Result<()> {
         let from = i32::try_from(from).expect("a rank of the program");
-        self.world.broadcast(bytes, from).map_err(|error| failed(error.to_string()))
+        self.world.broadcast(bytes, from).map_err(|error| mpi_error(error.to_string()))
     }
 
-    /// Says why, and ends all processes.
+    /// Prints the reason and ends all processes.
     #[cfg(feature = "nccl")]
-    pub(crate) fn end(&self, why: &str) -> ! {
-        end(&self.world, why)
+    pub(crate) fn exit_all(&self, reason: &str) -> ! {
+        exit_all(&self.world, reason)
     }
 
-    /// Makes a panic anywhere in this process the end of all: a rank that unwinds would wait for
-    /// the others when it finalizes MPI, and they for it.
-    fn end_with_panics(&self) {
+    /// Installs a panic hook that ends all processes: otherwise an unwinding rank would wait for
+    /// the others in MPI's finalization, and they would wait for it.
+    fn exit_on_panic(&self) {
         let world = Arc::clone(&self.world);
-        let before = std::panic::take_hook();
+        let previous = std::panic::take_hook();
         std::panic::set_hook(Box::new(move |info| {
-            before(info);
+            previous(info);
             if !ferrompi::Mpi::is_finalized() {
-                end(&world, &format!("panicked: {info}"));
+                exit_all(&world, &format!("panicked: {info}"));
             }
         }));
     }
 }
 
-impl Drop for Session {
+impl Drop for MpiSession {
     fn drop(&mut self) {
         lock(&self.unused).clear();
-        if let Err(error) = self.take_leave() {
-            end(&self.world, &error.to_string());
+        if let Err(error) = self.announce_leave() {
+            exit_all(&self.world, &error.to_string());
         }
         drop(self.release.take());
-        if let Some(holder) = self.holder.take() {
-            drop(holder.join());
+        if let Some(owner) = self.owner.take() {
+            drop(owner.join());
         }
     }
 }
 
-impl fmt::Debug for Session {
+impl fmt::Debug for MpiSession {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Session")
+        f.debug_struct("MpiSession")
             .field("rank", &self.rank())
             .field("size", &self.size())
             .finish_non_exhaustive()
     }
 }
 
-/// Says why, and ends all processes.
-pub(super) fn end(world: &Communicator, why: &str) -> ! {
-    processes::end(index(world.rank()), why, || world.abort(1))
+/// Initializes MPI, sends the world or the reason why there is none, and finalizes MPI on the same
+/// thread when the session is dropped.
+fn own_mpi(started: &SyncSender<Result<Communicator, String>>, released: &Receiver<()>) {
+    match ferrompi::Mpi::init_thread(ThreadLevel::Serialized) {
+        Ok(mpi) if mpi.thread_level() >= ThreadLevel::Serialized => {
+            drop(started.send(Ok(mpi.world())));
+            // `recv` returns when the session is dropped: an error, since nothing is ever sent.
+            let _ = released.recv();
+        }
+        Ok(mpi) => drop(started.send(Err(format!(
+            "calls from worker threads need level Serialized, this library grants {:?}",
+            mpi.thread_level()
+        )))),
+        Err(error) => drop(started.send(Err(error.to_string()))),
+    }
 }
 
-fn other_thread() -> ProcessError {
+/// Prints the reason and ends all processes.
+pub(super) fn exit_all(world: &Communicator, reason: &str) -> ! {
+    processes::exit_process(index(world.rank()), reason, || world.abort(1))
+}
+
+fn wrong_thread() -> ProcessError {
     let name = thread::current().name().unwrap_or("without a name").to_owned();
-    ProcessError::OtherThread { name }
+    ProcessError::WrongThread { name }
 }
 
-fn failed(reason: String) -> Error {
+fn mpi_error(reason: String) -> Error {
     ProcessError::Mpi { reason }.into()
 }
 
-/// A rank as MPI counts it.
+/// Converts a rank to MPI's type.
 #[expect(clippy::expect_used, reason = "a mesh has fewer slots than 32 bits count")]
 pub(super) fn rank_of(rank: usize) -> i32 {
     i32::try_from(rank).expect("ranks are below the number of slots")
 }
 
-/// A rank, or a number of them, that MPI counts.
+/// Converts a rank or a count from MPI's type.
 #[expect(clippy::expect_used, reason = "MPI counts ranks from 0")]
 fn index(rank: i32) -> usize {
     usize::try_from(rank).expect("a rank is not negative")

@@ -1,5 +1,5 @@
-//! Words that a job sends and receives, a piece at a time, so that what is on its way takes little
-//! memory however long the lists are.
+//! The data of one round, sent and received in chunks, so that buffers stay small however long the
+//! lists are.
 
 use std::ops::Range;
 
@@ -7,101 +7,101 @@ use candle_core::{Error, Result};
 use ferrompi::{Communicator, PersistentRequest};
 
 use super::{
-    jobs::{Job, Piece},
+    rounds::{MpiRound, ReceivedChunk},
     session::rank_of,
 };
 
-/// How much a collective has on its way in each direction. Pieces of a megabyte and more are as fast
-/// as one message of everything, and those that a second cache holds are faster.
+/// The bytes of a collective in flight in each direction. Chunks of a megabyte and more are as fast
+/// as one message of everything, and chunks that fit a second-level cache are faster.
 const WINDOW_BYTES: usize = 4 << 20;
-/// The smallest piece, in a large group.
-const LEAST_BYTES: usize = 64 << 10;
+/// The smallest chunk, in a large group.
+const MIN_CHUNK_BYTES: usize = 64 << 10;
 
 /// The messages of one round of a collective. Their requests own the buffers, so that they may
-/// outlive whoever has started them.
-pub(super) struct Stream {
-    sends: Vec<Channel>,
-    /// By rank.
-    receives: Vec<Channel>,
+/// outlive the code that started them.
+pub(super) struct ChunkStream {
+    sends: Vec<ChunkChannel>,
+    /// One channel for each rank, by rank.
+    receives: Vec<ChunkChannel>,
 }
 
-/// Words on their way between this rank and another one, in pieces of one size; after the last of
-/// them the last piece is filled up with words that nobody reads.
-struct Channel {
+/// The words between this rank and another one, in chunks of one size. The last chunk is padded
+/// with words that are ignored.
+struct ChunkChannel {
     rank: usize,
     n_words: usize,
     request: PersistentRequest<u64>,
-    piece_words: usize,
-    /// The first word of the piece that is on its way.
+    chunk_words: usize,
+    /// The first word of the chunk in flight.
     start: usize,
 }
 
-impl Stream {
-    /// Starts to send to and receive from these ranks, in their order, what a job has for them.
+impl ChunkStream {
+    /// Starts the messages of a round to and from these ranks, in their order.
     ///
     /// # Errors
     ///
-    /// The job's, and MPI's.
+    /// The errors of the round, and of MPI.
     pub(super) fn start(
         comm: &Communicator,
         tag: i32,
         others: impl Iterator<Item = usize> + Clone,
-        job: &dyn Job,
+        round: &dyn MpiRound,
     ) -> Result<Self> {
-        let incoming = others.clone().map(|from| (from, job.n_incoming(from)));
+        let incoming = others.clone().map(|from| (from, round.n_incoming(from)));
         let mut receives =
-            channels(incoming, |place, from| comm.recv_init(place, rank_of(from), tag))?;
-        let outgoing = others.map(|to| (to, job.n_outgoing(to)));
-        let mut sends = channels(outgoing, |place, to| comm.send_init(place, rank_of(to), tag))?;
-        receives.iter_mut().try_for_each(Channel::receive)?;
-        sends.iter_mut().try_for_each(|channel| channel.send(job))?;
+            channels(incoming, |span, from| comm.recv_init(span, rank_of(from), tag))?;
+        let outgoing = others.map(|to| (to, round.n_outgoing(to)));
+        let mut sends = channels(outgoing, |span, to| comm.send_init(span, rank_of(to), tag))?;
+        receives.iter_mut().try_for_each(ChunkChannel::receive)?;
+        sends.iter_mut().try_for_each(|channel| channel.send(round))?;
         Ok(Self { sends, receives })
     }
 
-    /// Carries the messages on as far as it goes without waiting; returns whether any piece has
-    /// arrived, here or there.
+    /// Advances the messages without waiting; returns true if any chunk has been sent or received.
     ///
     /// # Errors
     ///
-    /// The job's, and MPI's.
-    pub(super) fn advance(&mut self, job: &mut dyn Job) -> Result<bool> {
+    /// The errors of the round, and of MPI.
+    pub(super) fn advance(&mut self, round: &mut dyn MpiRound) -> Result<bool> {
         let mut has_moved = false;
-        while self.take(job)? {
+        while self.consume(round)? {
             has_moved = true;
         }
         for channel in &mut self.sends {
             while !channel.is_over() && channel.has_arrived()? {
-                channel.start += channel.piece_words;
-                channel.send(job)?;
+                channel.start += channel.chunk_words;
+                channel.send(round)?;
                 has_moved = true;
             }
         }
         Ok(has_moved)
     }
 
-    /// Whether everything has arrived, here and there.
+    /// Returns true if everything has been sent and received.
     pub(super) fn is_over(&self) -> bool {
         self.missing().next().is_none()
     }
 
-    /// The ranks to or from which something is still on its way.
+    /// Returns the ranks with unfinished messages.
     pub(super) fn missing(&self) -> impl Iterator<Item = usize> {
         let channels = self.receives.iter().chain(&self.sends);
         channels.filter(|channel| !channel.is_over()).map(|channel| channel.rank)
     }
 
-    /// Hands the job a piece of each rank that has more, if all of these have arrived.
-    fn take(&mut self, job: &mut dyn Job) -> Result<bool> {
-        let mut is_complete = !self.receives.iter().all(Channel::is_over);
+    /// Passes the next chunk of each rank to the round, if all of these have arrived.
+    fn consume(&mut self, round: &mut dyn MpiRound) -> Result<bool> {
+        let mut is_complete = !self.receives.iter().all(ChunkChannel::is_over);
         for channel in self.receives.iter_mut().filter(|channel| !channel.is_over()) {
             is_complete &= channel.has_arrived()?;
         }
         if is_complete {
             let open = self.receives.iter().filter(|channel| !channel.is_over());
-            let pieces: Vec<Piece<'_>> = open.map(Channel::piece).collect::<Result<_>>()?;
-            job.take(&pieces)?;
+            let chunks: Vec<ReceivedChunk<'_>> =
+                open.map(ChunkChannel::chunk).collect::<Result<_>>()?;
+            round.consume(&chunks)?;
             for channel in self.receives.iter_mut().filter(|channel| !channel.is_over()) {
-                channel.start += channel.piece_words;
+                channel.start += channel.chunk_words;
                 channel.receive()?;
             }
         }
@@ -109,53 +109,55 @@ impl Stream {
     }
 }
 
-/// Returns a channel for each rank, given the number of words that go over it.
+/// Returns a channel for each rank with a positive number of words.
 fn channels(
     n_words: impl Iterator<Item = (usize, usize)> + Clone,
     request: impl Fn(Vec<u64>, usize) -> ferrompi::Result<PersistentRequest<u64>>,
-) -> Result<Vec<Channel>> {
-    let most = most_words(n_words.clone().count());
-    let channel = |(rank, n_words): (usize, usize)| {
-        let piece_words = piece_words(n_words, most);
-        let request = request(vec![0; piece_words], rank).map_err(Error::wrap)?;
-        Ok(Channel { rank, n_words, request, piece_words, start: 0 })
-    };
-    n_words.filter(|(_, n_words)| *n_words > 0).map(channel).collect()
+) -> Result<Vec<ChunkChannel>> {
+    let most = max_chunk_words(n_words.clone().count());
+    n_words
+        .filter(|(_, n_words)| *n_words > 0)
+        .map(|(rank, n_words)| {
+            let chunk_words = chunk_words(n_words, most);
+            let request = request(vec![0; chunk_words], rank).map_err(Error::wrap)?;
+            Ok(ChunkChannel { rank, n_words, request, chunk_words, start: 0 })
+        })
+        .collect()
 }
 
-/// How many words the pieces to or from each of so many ranks may have.
-fn most_words(n_ranks: usize) -> usize {
-    (WINDOW_BYTES / n_ranks.max(1)).max(LEAST_BYTES) / size_of::<u64>()
+/// Returns the largest chunk, in words, for transfers with this many ranks.
+fn max_chunk_words(n_ranks: usize) -> usize {
+    (WINDOW_BYTES / n_ranks.max(1)).max(MIN_CHUNK_BYTES) / size_of::<u64>()
 }
 
-/// The size of the pieces of so many words: equal ones, as few as there may be, so that the last one
-/// is hardly filled up.
-fn piece_words(n_words: usize, most: usize) -> usize {
+/// Returns the size of the chunks for `n_words`: as few equal chunks as possible, so that the last
+/// one has little padding.
+fn chunk_words(n_words: usize, most: usize) -> usize {
     n_words.div_ceil(n_words.div_ceil(most))
 }
 
-impl Channel {
+impl ChunkChannel {
     fn is_over(&self) -> bool {
         self.start >= self.n_words
     }
 
-    /// Which words the piece has that is on its way.
+    /// Returns the words of the chunk in flight.
     fn words(&self) -> Range<usize> {
-        self.start..self.n_words.min(self.start + self.piece_words)
+        self.start..self.n_words.min(self.start + self.chunk_words)
     }
 
     fn has_arrived(&mut self) -> Result<bool> {
         Ok(self.request.test().map_err(Error::wrap)?.is_some())
     }
 
-    /// What has arrived.
-    fn piece(&self) -> Result<Piece<'_>> {
+    /// Returns the arrived chunk.
+    fn chunk(&self) -> Result<ReceivedChunk<'_>> {
         let words = self.words();
         let items = &self.request.buffer().map_err(Error::wrap)?[..words.len()];
-        Ok(Piece { from: self.rank, words, items })
+        Ok(ReceivedChunk { from: self.rank, words, items })
     }
 
-    /// Receives the next piece, if there is one.
+    /// Receives the next chunk, if there is one.
     fn receive(&mut self) -> Result<()> {
         if self.is_over() {
             return Ok(());
@@ -163,14 +165,14 @@ impl Channel {
         self.request.start().map_err(Error::wrap)
     }
 
-    /// Sends the next piece, if there is one.
-    fn send(&mut self, job: &dyn Job) -> Result<()> {
+    /// Sends the next chunk, if there is one.
+    fn send(&mut self, round: &dyn MpiRound) -> Result<()> {
         if self.is_over() {
             return Ok(());
         }
         let words = self.words();
-        let place = self.request.buffer_mut().map_err(Error::wrap)?;
-        job.pack(self.rank, words.clone(), &mut place[..words.len()])?;
+        let span = self.request.buffer_mut().map_err(Error::wrap)?;
+        round.pack(self.rank, words.clone(), &mut span[..words.len()])?;
         self.request.start().map_err(Error::wrap)
     }
 }
@@ -180,20 +182,20 @@ mod tests {
     use super::*;
 
     #[test]
-    fn pieces_are_equal_and_hardly_filled_up() {
+    fn chunks_have_little_padding() {
         for n_words in 1..200 {
             for most in 1..50 {
-                let piece = piece_words(n_words, most);
-                let n_pieces = n_words.div_ceil(piece);
-                assert!(piece <= most && n_pieces == n_words.div_ceil(most));
-                assert!(n_pieces * piece - n_words < n_pieces, "{n_words} in pieces of {most}");
+                let chunk = chunk_words(n_words, most);
+                let n_chunks = n_words.div_ceil(chunk);
+                assert!(chunk <= most && n_chunks == n_words.div_ceil(most));
+                assert!(n_chunks * chunk - n_words < n_chunks, "{n_words} in chunks of {most}");
             }
         }
     }
 
     #[test]
-    fn a_large_group_has_more_on_its_way_in_all_and_less_for_each() {
-        assert_eq!([1, 3].map(most_words), [512 << 10, 174_762]);
-        assert_eq!(most_words(1000), 8 << 10);
+    fn large_groups_use_smaller_chunks() {
+        assert_eq!([1, 3].map(max_chunk_words), [512 << 10, 174_762]);
+        assert_eq!(max_chunk_words(1000), 8 << 10);
     }
 }

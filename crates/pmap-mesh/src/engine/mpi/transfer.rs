@@ -1,98 +1,97 @@
-//! Messages between the members of a group, while they take part in a collective.
+//! Messages between the members of a group during a collective.
 
 use std::sync::Arc;
 
 use ferrompi::{Communicator, Request};
 
 use super::{
-    Inner,
-    backoff::{Pause, TransferProgress, WaitBackoff},
-    session::{end, rank_of},
+    MpiInner,
+    backoff::{PauseOutcome, TransferProgress, WaitBackoff},
+    session::{exit_all, rank_of},
 };
 use crate::{
-    engine::{Site, processes::Guard},
+    engine::{GroupContext, processes::CallGuard},
     error::CollectiveError,
 };
 
 /// The longest single message: below version 4, MPI counts in 32 bits.
 pub(super) const MESSAGE_BYTES: usize = 1 << 30;
-/// How many requests the collectives that are under way may have, and the one that is not: half each
-/// of what ferrompi holds for a process, which ends beyond.
+/// The most requests of all collectives in flight; a running call may use as many. Together they
+/// are the most that ferrompi holds for a process, which aborts beyond it.
 pub(super) const MAX_REQUESTS: usize = 8192;
-/// How often a wait looks for messages before it looks at the clock and gives way. A look takes
-/// some 100 ns: what arrives within microseconds finds its receiver awake.
-pub(super) const TRIES: u32 = 64;
+/// The number of polls between two looks at the clock. A poll takes some 100 ns, so a message that
+/// arrives within microseconds finds its receiver awake.
+pub(super) const POLLS: u32 = 64;
 
-/// What a message is; messages of one kind between two processes arrive in order.
+/// The kind of a message. Messages of one kind between two processes arrive in order.
 #[derive(Clone, Copy)]
-pub(super) enum Kind {
+pub(super) enum MessageKind {
     Header = 1,
     Rest,
     Data,
     Text,
 }
 
-/// What is to arrive from a rank, and where.
-pub(super) type Incoming<'a> = (usize, Kind, &'a mut [u8]);
-/// What is to be sent to a rank.
-pub(super) type Outgoing<'a> = (usize, Kind, &'a [u8]);
+/// A message to receive: the rank, the kind, and the destination.
+pub(super) type IncomingMessage<'a> = (usize, MessageKind, &'a mut [u8]);
+/// A message to send: the rank, the kind, and the bytes.
+pub(super) type OutgoingMessage<'a> = (usize, MessageKind, &'a [u8]);
 
-/// A collective while this slot takes part in it.
-pub(super) struct Call<'a> {
-    pub(super) engine: &'a Inner,
-    pub(super) site: &'a Site,
+/// A running collective of this slot.
+pub(super) struct MpiCall<'a> {
+    pub(super) engine: &'a MpiInner,
+    pub(super) ctx: &'a GroupContext,
     pub(super) comm: &'a Communicator,
-    pub(super) _guard: Guard<'a>,
+    pub(super) _guard: CallGuard<'a>,
 }
 
-impl Call<'_> {
-    /// The ranks of the other members, beginning with the next one, so that not all send to the
-    /// same one first.
+impl MpiCall<'_> {
+    /// Returns the ranks of the other members, beginning with the next one, so that not all send to
+    /// the same rank first.
     pub(super) fn others(&self) -> impl Iterator<Item = usize> + use<> {
-        let size = self.site.size();
-        let rank = self.site.rank;
+        let size = self.ctx.size();
+        let rank = self.ctx.rank;
         (1..size).map(move |step| (rank + step) % size)
     }
 
-    /// Receives and sends all of these; nothing is sent where there is nothing to send.
+    /// Receives and sends all of these messages. Empty messages are not sent.
     ///
-    /// Whatever goes wrong in MPI ends the program: messages that were started could not be taken
-    /// back.
+    /// An error of MPI ends the program, because started messages cannot be cancelled.
     pub(super) fn transfer<'t>(
         &self,
-        incoming: impl IntoIterator<Item = Incoming<'t>>,
-        outgoing: impl IntoIterator<Item = Outgoing<'t>>,
+        incoming: impl IntoIterator<Item = IncomingMessage<'t>>,
+        outgoing: impl IntoIterator<Item = OutgoingMessage<'t>>,
     ) {
-        self.carry_out(incoming, outgoing, true);
+        self.start_messages(incoming, outgoing, true);
     }
 
-    /// [`transfer`](Self::transfer) of the first messages of a collective, for which a member that
-    /// has come early waits long.
+    /// Transfers the first messages of a collective like [`transfer`](Self::transfer), with the
+    /// backoff for a long wait, since a member may arrive early.
     pub(super) fn transfer_headers<'t>(
         &self,
-        incoming: impl IntoIterator<Item = Incoming<'t>>,
-        outgoing: impl IntoIterator<Item = Outgoing<'t>>,
+        incoming: impl IntoIterator<Item = IncomingMessage<'t>>,
+        outgoing: impl IntoIterator<Item = OutgoingMessage<'t>>,
     ) {
-        self.carry_out(incoming, outgoing, false);
+        self.start_messages(incoming, outgoing, false);
     }
 
-    fn carry_out<'t>(
+    fn start_messages<'t>(
         &self,
-        incoming: impl IntoIterator<Item = Incoming<'t>>,
-        outgoing: impl IntoIterator<Item = Outgoing<'t>>,
+        incoming: impl IntoIterator<Item = IncomingMessage<'t>>,
+        outgoing: impl IntoIterator<Item = OutgoingMessage<'t>>,
         are_data: bool,
     ) {
         let done = ferrompi::scope(|scope| {
             let mut requests = Vec::new();
             for (from, kind, bytes) in incoming {
-                for piece in bytes.chunks_mut(MESSAGE_BYTES) {
-                    let request = self.comm.irecv(scope, piece, rank_of(from), kind as i32);
+                for chunk in bytes.chunks_mut(MESSAGE_BYTES) {
+                    let request = self.comm.irecv(scope, chunk, rank_of(from), kind as i32);
                     requests.push((from, self.check(request)));
                 }
             }
             for (to, kind, bytes) in outgoing {
-                for piece in bytes.chunks(MESSAGE_BYTES) {
-                    let request = self.comm.isend(scope, piece, rank_of(to), kind as i32);
+                for chunk in bytes.chunks(MESSAGE_BYTES) {
+                    let request = self.comm.isend(scope, chunk, rank_of(to), kind as i32);
                     requests.push((to, self.check(request)));
                 }
             }
@@ -102,34 +101,36 @@ impl Call<'_> {
         self.check(done);
     }
 
-    /// Sends what `root` has in `bytes` to all members, through a tree.
+    /// Broadcasts `bytes` of `root` to all members, through a tree.
     pub(super) fn broadcast(&self, bytes: &mut [u8], root: usize) {
         let done = ferrompi::scope(|scope| {
-            let start =
-                |piece| (root, self.check(self.comm.ibroadcast(scope, piece, rank_of(root))));
-            self.wait(bytes.chunks_mut(MESSAGE_BYTES).map(start).collect(), true);
+            let requests = bytes
+                .chunks_mut(MESSAGE_BYTES)
+                .map(|chunk| (root, self.check(self.comm.ibroadcast(scope, chunk, rank_of(root)))));
+            self.wait(requests.collect(), true);
             Ok(())
         });
         self.check(done);
     }
 
-    /// Waits for messages from and to these ranks, until the deadline; they are data, or only tell
-    /// that a member has come.
+    /// Waits for messages from and to these ranks, up to the deadline. `are_data` selects the
+    /// backoff for data; headers may take long.
     pub(super) fn wait(&self, mut requests: Vec<(usize, Request<'_>)>, are_data: bool) {
-        let mut patience = WaitBackoff::new(self.engine.deadline);
+        let mut backoff = WaitBackoff::new(self.engine.deadline);
         loop {
             let n_requests = requests.len();
-            for _ in 0..TRIES {
+            for _ in 0..POLLS {
                 requests.retain_mut(|(_, request)| self.check(request.test()).is_none());
                 if requests.is_empty() {
                     return;
                 }
             }
-            let mut motion = self.engine.progress();
-            motion.has_moved |= requests.len() < n_requests;
-            motion.is_moving |= are_data;
-            let ranks = || requests.iter().map(|(rank, _)| *rank).collect();
-            self.engine.pause(self.site, &mut patience, motion, ranks);
+            let mut progress = self.engine.progress();
+            progress.has_moved |= requests.len() < n_requests;
+            progress.is_moving |= are_data;
+            self.engine.pause(self.ctx, &mut backoff, progress, || {
+                requests.iter().map(|(rank, _)| *rank).collect()
+            });
         }
     }
 
@@ -137,57 +138,60 @@ impl Call<'_> {
         match result {
             Ok(value) => value,
             Err(error) => {
-                end(&self.engine.session.world, &format!("{error} in {}", self.site.call))
+                exit_all(&self.engine.session.world, &format!("{error} in {}", self.ctx.call))
             }
         }
     }
 }
 
-impl Inner {
-    /// Lets some time pass in a wait for members of some ranks.
+impl MpiInner {
+    /// Pauses in a wait for members of some ranks.
     ///
-    /// Ends all processes if their time is over, or if one of them will not come.
+    /// Ends all processes if the deadline has passed, or if a member has left.
     pub(super) fn pause(
         &self,
-        site: &Site,
-        patience: &mut WaitBackoff,
-        motion: TransferProgress,
+        ctx: &GroupContext,
+        backoff: &mut WaitBackoff,
+        progress: TransferProgress,
         ranks: impl FnOnce() -> Vec<usize>,
     ) {
-        match patience.pause(motion) {
-            Pause::Short => {}
-            Pause::Long => self.end_if_left(site, patience, &missing(site, ranks())),
-            Pause::Over => self.end_late(site, missing(site, ranks())),
+        match backoff.pause(progress) {
+            PauseOutcome::Short => {}
+            PauseOutcome::Long => self.exit_if_left(ctx, backoff, &missing(ctx, ranks())),
+            PauseOutcome::Over => self.exit_late(ctx, missing(ctx, ranks())),
         }
     }
 
     /// Ends all processes if the process of one of these slots has dropped its meshes.
-    fn end_if_left(&self, site: &Site, patience: &mut WaitBackoff, missing: &[usize]) {
-        let has_left = |slot: &usize| {
-            let has_left = self.session.has_left(*slot);
-            has_left.unwrap_or_else(|error| end(&self.session.world, &error.to_string()))
-        };
-        let Some(&slot) = missing.iter().find(|slot| has_left(slot)) else { return };
-        // What it sent before it left may have come since the last look: there is one more.
-        if patience.absent.replace(slot) == Some(slot) {
-            let (waiting, call) = (site.slot(), Arc::clone(&site.call));
+    fn exit_if_left(&self, ctx: &GroupContext, backoff: &mut WaitBackoff, missing: &[usize]) {
+        let Some(&slot) = missing.iter().find(|slot| self.has_left(**slot)) else { return };
+        // A message that it sent before it left may have arrived since the last poll: poll once
+        // more.
+        if backoff.absent.replace(slot) == Some(slot) {
+            let (waiting, call) = (ctx.slot(), Arc::clone(&ctx.call));
             let left = CollectiveError::Left { slot, waiting, call };
-            end(&self.session.world, &left.to_string());
+            exit_all(&self.session.world, &left.to_string());
         }
     }
 
-    /// Ends all processes because members have not come in time.
-    fn end_late(&self, site: &Site, missing: Vec<usize>) -> ! {
-        let call = Arc::clone(&site.call);
-        let after = self.deadline;
-        let late = CollectiveError::Deadline { slot: site.slot(), missing, call, after };
-        end(&self.session.world, &late.to_string())
+    /// Returns true if the process of `slot` has dropped its meshes.
+    fn has_left(&self, slot: usize) -> bool {
+        let has_left = self.session.has_left(slot);
+        has_left.unwrap_or_else(|error| exit_all(&self.session.world, &error.to_string()))
+    }
+
+    /// Ends all processes because members missed the deadline.
+    fn exit_late(&self, ctx: &GroupContext, missing: Vec<usize>) -> ! {
+        let call = Arc::clone(&ctx.call);
+        let limit = self.deadline;
+        let late = CollectiveError::Deadline { slot: ctx.slot(), missing, call, limit };
+        exit_all(&self.session.world, &late.to_string())
     }
 }
 
-/// The slots of these ranks.
-fn missing(site: &Site, mut ranks: Vec<usize>) -> Vec<usize> {
+/// Returns the slots of these ranks.
+fn missing(ctx: &GroupContext, mut ranks: Vec<usize>) -> Vec<usize> {
     ranks.sort_unstable();
     ranks.dedup();
-    ranks.into_iter().map(|rank| site.members()[rank]).collect()
+    ranks.into_iter().map(|rank| ctx.members()[rank]).collect()
 }

@@ -1,4 +1,4 @@
-//! The thread that carries out what was started, in that order, while the replica computes.
+//! The thread that runs started collectives, in order, while the replica computes.
 
 use std::{
     fmt,
@@ -8,44 +8,45 @@ use std::{
 
 use candle_core::Result;
 
-use super::jobs::Job;
+use super::list_ops::NcclListOp;
 use crate::sync::catch;
 
-/// A thread beside that of the replica: what it waits for are messages of other processes.
+/// A second thread for a replica, which waits for messages of other processes.
 pub(super) struct CommThread {
-    tasks: Option<mpsc::Sender<Task>>,
-    carrier: Option<JoinHandle<()>>,
+    tasks: Option<mpsc::Sender<CommTask>>,
+    thread: Option<JoinHandle<()>>,
 }
 
-type Task = Box<dyn FnOnce() + Send>;
+type CommTask = Box<dyn FnOnce() + Send>;
 
-/// A job on the lane; its transfers have been started when it comes back.
-pub(super) type Started = mpsc::Receiver<Result<Job>>;
+/// The receiver of a collective, after the thread has started its count.
+pub(super) type StartedReceiver = mpsc::Receiver<Result<NcclListOp>>;
 
 impl CommThread {
     pub(super) fn new() -> std::io::Result<Self> {
-        let (tasks, queue) = mpsc::channel::<Task>();
-        let carry = move || queue.into_iter().for_each(|task| task());
-        let carrier = thread::Builder::new().name("nccl lane".into()).spawn(carry)?;
-        Ok(Self { tasks: Some(tasks), carrier: Some(carrier) })
+        let (tasks, queue) = mpsc::channel::<CommTask>();
+        let thread = thread::Builder::new()
+            .name("nccl comm".into())
+            .spawn(move || queue.into_iter().for_each(|task| task()))?;
+        Ok(Self { tasks: Some(tasks), thread: Some(thread) })
     }
 
-    /// Has a job carried out after those that were given before; what one of them has left undone,
-    /// its wire knows.
+    /// Queues the start of a collective after the earlier ones. If it fails, its channel refuses
+    /// all later ones.
     pub(super) fn carry_out(
         &self,
-        mut job: Job,
-        start: impl FnOnce(&mut Job) -> Result<()> + Send + 'static,
-    ) -> Started {
+        mut list_op: NcclListOp,
+        start: impl FnOnce(&mut NcclListOp) -> Result<()> + Send + 'static,
+    ) -> StartedReceiver {
         let (reply, started) = mpsc::sync_channel(1);
         let task = move || {
-            let outcome = catch(|| start(&mut job).map(|()| job));
-            let outcome = outcome.unwrap_or_else(|reason| Err(candle_core::Error::msg(reason)));
-            // Nobody waits for what was started by a replica that has failed.
+            let outcome = catch(|| start(&mut list_op).map(|()| list_op))
+                .unwrap_or_else(|panic| Err(candle_core::Error::msg(panic)));
+            // The receiver is gone if the replica has failed.
             drop(reply.send(outcome));
         };
         if let Some(tasks) = &self.tasks {
-            // If the thread is gone, `started` says so.
+            // If the thread is gone, receiving from `started` fails.
             drop(tasks.send(Box::new(task)));
         }
         started
@@ -61,8 +62,8 @@ impl fmt::Debug for CommThread {
 impl Drop for CommThread {
     fn drop(&mut self) {
         drop(self.tasks.take());
-        if let Some(carrier) = self.carrier.take() {
-            drop(carrier.join());
+        if let Some(thread) = self.thread.take() {
+            drop(thread.join());
         }
     }
 }
@@ -74,28 +75,29 @@ mod tests {
     use super::*;
     use crate::{
         axes::ALL,
-        engine::{Site, Wanted, Work, nccl::jobs::Transfers},
+        engine::{GroupContext, ListRequest, WantedTensors, nccl::list_ops::TransferCount},
         grid::Topology,
         reduce::Reduction,
         sync::lock,
     };
 
-    /// Of no tensors.
-    fn job() -> Job {
+    /// Returns a reduction of no tensors.
+    fn list_op() -> NcclListOp {
         let topology = Topology::new(vec![("a".into(), 2)], 2).unwrap();
-        let site = Site::along(ALL, &topology, 0, "start_psum", None).unwrap();
+        let ctx = GroupContext::new(ALL, &topology, 0, "start_psum", None).unwrap();
         let reduction = Reduction::Sum;
-        let work = Work::Reduce { list: Vec::new(), wanted: Wanted::Everything, reduction };
-        Job::new(&site, work, Transfers::One).unwrap()
+        let work =
+            ListRequest::Reduce { list: Vec::new(), wanted: WantedTensors::Everything, reduction };
+        NcclListOp::new(&ctx, work, TransferCount::One).unwrap()
     }
 
     #[test]
-    fn what_was_started_is_carried_out_in_order_whatever_becomes_of_it() {
+    fn failed_starts_keep_the_order() {
         let done = Arc::<Mutex<Vec<usize>>>::default();
-        let lane = CommThread::new().unwrap();
+        let comm_thread = CommThread::new().unwrap();
         let carry_out = |n: usize, start: fn() -> Result<()>| {
             let done = Arc::clone(&done);
-            lane.carry_out(job(), move |_| {
+            comm_thread.carry_out(list_op(), move |_| {
                 lock(&done).push(n);
                 start()
             })
@@ -105,13 +107,13 @@ mod tests {
             carry_out(1, || candle_core::bail!("no more data")),
             carry_out(2, || Ok(())),
         ];
-        // Nobody waits for this one.
+        // No receiver waits for this one.
         drop(carry_out(3, || Ok(())));
         let [panicked, failed, succeeded] = started.map(|started| started.recv().unwrap());
         assert!(panicked.unwrap_err().to_string().contains("this one breaks"));
         assert!(failed.unwrap_err().to_string().contains("no more data"));
         assert!(succeeded.unwrap().finish().unwrap().is_empty());
-        drop(lane);
+        drop(comm_thread);
         assert_eq!(*lock(&done), [0, 1, 2, 3]);
     }
 }

@@ -1,16 +1,17 @@
-//! The thread that holds a communicator, which must stay where it was made, and its stream.
+//! The thread that owns a communicator, which must stay on its thread, and the communicator's
+//! stream.
 //!
-//! The stream is not the one on which the device computes: it waits for what makes a transfer's
-//! tensors ([`Transfer::ready`]), and what the device computes with them waits for the transfer
-//! ([`Moving::order`]). cudarc keeps events for every tensor itself, but they do not do. candle's
-//! copies into a part of a tensor, which put tensors together, note that they have read it, not
-//! that they have written it; and of those that have read a tensor only the last is known, so that
-//! computing with it while it is being sent makes the sending forgotten. So there are events of our
-//! own, and what is sent is held until it has been.
+//! The stream is separate from the device's computing stream. It waits for the computation of a
+//! transfer's tensors ([`LinkTransfer::ready`]), and computations that use the received tensor wait for
+//! the transfer ([`TransferHandle::order`]). cudarc's automatic events on tensors are not enough:
+//! candle's copies into a part of a tensor, which concatenate tensors, are recorded as reads, not
+//! as writes; and only the last reader of a tensor is recorded, so a computation with a tensor that
+//! is being sent would hide the send. So this module records its own events, and keeps sent tensors
+//! until the transfer has ended.
 //!
-//! cudarc 0.19 shows nobody the handle of a communicator, and has no safe call that asks for errors
-//! of transfers under way (`ncclCommGetAsyncError`). So the holder looks at the events of all
-//! transfers, and ends the process if one of them fails or takes too long.
+//! cudarc 0.19 does not expose the handle of a communicator, and has no safe call that polls for
+//! errors of pending count (`ncclCommGetAsyncError`). So the thread polls the events of all
+//! count, and ends the process if one fails or takes too long.
 
 use std::{
     collections::VecDeque,
@@ -38,213 +39,244 @@ use candle_core::{
 use core_types::Placement;
 use half::{bf16, f16};
 
-use super::store::Id;
+use super::store::CommId;
 use crate::{engine::processes::waiting, error::call::CollectiveCall, sync::catch};
 
-/// How long a communicator is kept when its mesh is gone: what this process has sent last may still
-/// be on its way, and cudarc ends communicators without waiting for it. The last that is sent are
-/// headers of some bytes, which arrive within milliseconds.
+/// The life of a communicator after its mesh: the last messages of this process may still be in
+/// flight, and cudarc destroys communicators without waiting for them. These are headers of some
+/// bytes, which arrive within milliseconds.
 const LINGER: Duration = Duration::from_millis(200);
 
-/// How often the holder looks whether transfers have ended while it has nothing else to do.
-const LOOK: Duration = Duration::from_millis(1);
+/// The interval at which the idle thread polls for the end of count.
+const POLL_INTERVAL: Duration = Duration::from_millis(1);
 
-/// What one process sends and receives at once, all of one type, in tensors of one dimension on the
-/// device of this process, each in one piece.
-pub(super) struct Transfer {
-    /// The collective of which it is a part.
+/// The messages that one process sends and receives together: flat contiguous tensors of one dtype,
+/// on this process's device.
+pub(super) struct LinkTransfer {
+    /// The collective that the transfer belongs to.
     pub(super) call: Arc<CollectiveCall>,
-    /// What the device has done when its tensors are ready; none on a processor, which does at once
-    /// what it is told.
+    /// An event after the computation of the tensors; `None` on a processor, which computes
+    /// synchronously.
     pub(super) ready: Option<Arc<CudaEvent>>,
-    /// What is sent. One tensor: a thread that locks a storage a second time could wait for a
-    /// `Var::set` that waits for the first.
+    /// The items to send, in one tensor: a thread that locked a second storage could deadlock with
+    /// a `Var::set` that waits for the first.
     pub(super) source: Tensor,
-    /// To whom, and which of its items: not none.
+    /// The receiving slots, each with a non-empty range of items of the source.
     pub(super) outgoing: Vec<(usize, Range<usize>)>,
-    /// Where what is received goes; nobody else looks at it.
+    /// The tensor for received items; no other code reads it meanwhile.
     pub(super) destination: Tensor,
-    /// From whom, and to which of its items: not none, one after the other.
+    /// The sending slots, each with a non-empty range of items of the destination; the ranges are
+    /// in order.
     pub(super) incoming: Vec<(usize, Range<usize>)>,
 }
 
-/// Why something has not come to its end.
+/// Why an operation did not complete.
 #[derive(Debug)]
-pub(super) enum Broken {
+pub(super) enum TransferError {
     Late,
     Failed(String),
 }
 
-type Outcome<T> = std::result::Result<T, Broken>;
+type LinkResult<T> = std::result::Result<T, TransferError>;
 
-/// What carries messages and transfers between processes, for one of them.
+/// The transport of messages and tensors between processes, for one process.
 pub(super) trait Transport: fmt::Debug + Send + Sync {
-    /// Hands bytes to each of these slots, and returns as many of each of them when all have
-    /// arrived. Does not wait for the device.
-    fn exchange(&self, bytes: Vec<u8>, slots: &[usize], within: Duration) -> Outcome<Vec<Vec<u8>>>;
+    /// Sends bytes to each of these slots, and receives as many from each of them. Does not wait
+    /// for the device.
+    fn exchange(
+        &self,
+        bytes: Vec<u8>,
+        slots: &[usize],
+        timeout: Duration,
+    ) -> LinkResult<Vec<Vec<u8>>>;
 
     /// Starts a transfer, which begins when its tensors are ready.
-    fn transfer(&self, transfer: Transfer, within: Duration) -> Outcome<Box<dyn Moving>>;
+    fn transfer(
+        &self,
+        transfer: LinkTransfer,
+        timeout: Duration,
+    ) -> LinkResult<Box<dyn TransferHandle>>;
 }
 
-/// A transfer that has been started. Until [`order`](Self::order), its source must not be written to
-/// and its destination not be read.
-pub(super) trait Moving: fmt::Debug + Send {
-    /// Lets everything that the device begins from now on come after the transfer.
+/// A started transfer. Until [`order`](Self::order), do not write to its source or read its
+/// destination.
+pub(super) trait TransferHandle: fmt::Debug + Send {
+    /// Makes all later work of the device wait for the transfer.
     fn order(&self) -> Result<()>;
 }
 
-/// What the holder is asked to do, and where its answer is waited for.
-enum Job {
-    Exchange { bytes: Vec<u8>, slots: Vec<usize>, reply: Reply<Vec<Vec<u8>>> },
-    Transfer { transfer: Transfer, within: Duration, reply: Reply<Arc<CudaEvent>> },
+/// A request to the communicator's thread, with a channel for the reply.
+enum CommRequest {
+    Exchange { bytes: Vec<u8>, slots: Vec<usize>, reply: ReplySender<Vec<Vec<u8>>> },
+    Transfer { transfer: LinkTransfer, timeout: Duration, reply: ReplySender<Arc<CudaEvent>> },
 }
 
-type Reply<T> = mpsc::SyncSender<std::result::Result<T, String>>;
+type ReplySender<T> = mpsc::SyncSender<std::result::Result<T, String>>;
 
-/// This process's communicator with all others; a thread that waits for it can stop waiting.
+/// This process's communicator with all others. A thread can stop waiting for it at a deadline.
 #[derive(Debug)]
-pub(super) struct Link {
-    /// On which the device computes.
+pub(super) struct NcclLink {
+    /// The computing stream of the device.
     stream: Arc<CudaStream>,
-    jobs: Option<mpsc::Sender<Job>>,
-    holder: Option<JoinHandle<()>>,
+    requests: Option<mpsc::Sender<CommRequest>>,
+    owner: Option<JoinHandle<()>>,
 }
 
-/// The id of a new communicator.
-pub(super) fn new_id() -> std::result::Result<Id, String> {
+/// Returns the id of a new communicator.
+pub(super) fn new_id() -> std::result::Result<CommId, String> {
     let id = catch(NcclId::new)?.map_err(|error| text(&error))?;
     Ok(id.internal().map(|item| u8::from_ne_bytes(item.to_ne_bytes())))
 }
 
-impl Link {
-    /// Joins the others, each of which calls this with the same id. `end` ends the process.
+impl NcclLink {
+    /// Joins the communicator with this id, together with all other processes. `end` ends the
+    /// process.
     pub(super) fn join(
         device: &CudaDevice,
         place: Placement,
-        id: Id,
-        within: Duration,
+        id: CommId,
+        timeout: Duration,
         end: impl Fn(&str) + Send + 'static,
     ) -> std::result::Result<Self, String> {
         let (started, start) = mpsc::sync_channel(1);
-        let (jobs, queue) = mpsc::channel::<Job>();
+        let (requests, queue) = mpsc::channel::<CommRequest>();
         let stream = device.cuda_stream();
         let computing = Arc::clone(&stream);
-        let hold = move || {
-            let comm = match catch(|| open(&computing, place, id)).flatten() {
+        let own = move || {
+            let comm = match catch(|| open_comm(&computing, place, id)).flatten() {
                 Ok(comm) => comm,
                 Err(error) => return drop(started.send(Err(error))),
             };
             drop(started.send(Ok(())));
-            let mut holder = Holder { comm, underway: VecDeque::new(), end };
-            holder.serve(&queue);
+            let mut owner = CommOwner { comm, in_flight: VecDeque::new(), end };
+            owner.serve(&queue);
             thread::sleep(if place.world_size().as_u64() > 1 { LINGER } else { Duration::ZERO });
-            drop(catch(|| drop(holder)));
+            drop(catch(|| drop(owner)));
         };
-        let holder = thread::Builder::new()
+        let owner = thread::Builder::new()
             .name("nccl".into())
-            .spawn(hold)
+            .spawn(own)
             .map_err(|error| error.to_string())?;
-        match start.recv_timeout(within) {
-            Ok(joined) => joined.map(|()| Self { stream, jobs: Some(jobs), holder: Some(holder) }),
-            Err(RecvTimeoutError::Timeout) => Err(format!("not all have joined within {within:?}")),
+        match start.recv_timeout(timeout) {
+            Ok(joined) => {
+                joined.map(|()| Self { stream, requests: Some(requests), owner: Some(owner) })
+            }
+            Err(RecvTimeoutError::Timeout) => Err(format!("not all have joined within {timeout:?}")),
             Err(RecvTimeoutError::Disconnected) => Err(ENDED.into()),
         }
     }
 
-    /// Has the holder do something, and waits for its answer.
-    fn ask<T>(&self, within: Duration, job: impl FnOnce(Reply<T>) -> Job) -> Outcome<T> {
+    /// Sends a request to the communicator's thread, and waits for the reply.
+    fn request_reply<T>(
+        &self,
+        timeout: Duration,
+        request: impl FnOnce(ReplySender<T>) -> CommRequest,
+    ) -> LinkResult<T> {
         let (reply, answer) = mpsc::sync_channel(1);
-        let is_sent = match &self.jobs {
-            Some(jobs) => jobs.send(job(reply)).is_ok(),
+        let is_sent = match &self.requests {
+            Some(requests) => requests.send(request(reply)).is_ok(),
             None => false,
         };
         if !is_sent {
-            return Err(Broken::Failed(ENDED.into()));
+            return Err(TransferError::Failed(ENDED.into()));
         }
-        match answer.recv_timeout(within) {
-            Ok(answer) => answer.map_err(Broken::Failed),
-            Err(RecvTimeoutError::Timeout) => Err(Broken::Late),
-            Err(RecvTimeoutError::Disconnected) => Err(Broken::Failed(ENDED.into())),
+        match answer.recv_timeout(timeout) {
+            Ok(answer) => answer.map_err(TransferError::Failed),
+            Err(RecvTimeoutError::Timeout) => Err(TransferError::Late),
+            Err(RecvTimeoutError::Disconnected) => Err(TransferError::Failed(ENDED.into())),
         }
     }
 }
 
-impl Transport for Link {
-    fn exchange(&self, bytes: Vec<u8>, slots: &[usize], within: Duration) -> Outcome<Vec<Vec<u8>>> {
-        self.ask(within, |reply| Job::Exchange { bytes, slots: slots.to_vec(), reply })
+impl Transport for NcclLink {
+    fn exchange(
+        &self,
+        bytes: Vec<u8>,
+        slots: &[usize],
+        timeout: Duration,
+    ) -> LinkResult<Vec<Vec<u8>>> {
+        self.request_reply(timeout, |reply| CommRequest::Exchange {
+            bytes,
+            slots: slots.to_vec(),
+            reply,
+        })
     }
 
-    fn transfer(&self, transfer: Transfer, within: Duration) -> Outcome<Box<dyn Moving>> {
-        let done = self.ask(within, |reply| Job::Transfer { transfer, within, reply })?;
-        Ok(Box::new(Event { stream: Arc::clone(&self.stream), done }))
+    fn transfer(
+        &self,
+        transfer: LinkTransfer,
+        timeout: Duration,
+    ) -> LinkResult<Box<dyn TransferHandle>> {
+        let done =
+            self.request_reply(timeout, |reply| CommRequest::Transfer { transfer, timeout, reply })?;
+        Ok(Box::new(TransferEnd { stream: Arc::clone(&self.stream), done }))
     }
 }
 
-impl Drop for Link {
+impl Drop for NcclLink {
     fn drop(&mut self) {
-        drop(self.jobs.take());
-        if let Some(holder) = self.holder.take() {
-            drop(holder.join());
+        drop(self.requests.take());
+        if let Some(owner) = self.owner.take() {
+            drop(owner.join());
         }
     }
 }
 
 const ENDED: &str = "the thread of the communicator has ended";
 
-/// The end of a transfer.
+/// The end of a transfer, as an event.
 #[derive(Debug)]
-struct Event {
-    /// On which the device computes.
+struct TransferEnd {
+    /// The computing stream of the device.
     stream: Arc<CudaStream>,
     done: Arc<CudaEvent>,
 }
 
-impl Moving for Event {
+impl TransferHandle for TransferEnd {
     fn order(&self) -> Result<()> {
         self.stream.wait(&self.done).map_err(candle_core::Error::wrap)
     }
 }
 
-/// The thread's own.
-struct Holder<E> {
+/// The state of the communicator's thread.
+struct CommOwner<E> {
     comm: Comm,
-    /// Transfers that have been started and have not ended, in their order on the stream.
-    underway: VecDeque<PendingTransfer>,
+    /// Transfers in flight, in their order on the stream.
+    in_flight: VecDeque<PendingTransfer>,
     end: E,
 }
 
 struct PendingTransfer {
-    /// Held until it is over: freed earlier, its memory could be given to others.
-    transfer: Transfer,
+    /// Kept until the end of the transfer: if it were freed earlier, its memory could be reused.
+    transfer: LinkTransfer,
     done: Arc<CudaEvent>,
     start: Instant,
-    within: Duration,
+    timeout: Duration,
 }
 
-impl<E: Fn(&str)> Holder<E> {
-    /// Does what it is asked for until nobody can ask any more, and what is under way has ended.
-    fn serve(&mut self, queue: &mpsc::Receiver<Job>) {
-        while let Some(job) = self.next(queue) {
-            match job {
-                // One that has stopped waiting needs no reply.
-                Job::Exchange { bytes, slots, reply } => {
+impl<E: Fn(&str)> CommOwner<E> {
+    /// Serves requests until all senders are gone and all count have ended.
+    fn serve(&mut self, queue: &mpsc::Receiver<CommRequest>) {
+        while let Some(request) = self.next(queue) {
+            match request {
+                // The requester may have stopped waiting.
+                CommRequest::Exchange { bytes, slots, reply } => {
                     drop(reply.send(catch(|| self.exchange(&bytes, &slots)).flatten()));
                 }
-                Job::Transfer { transfer, within, reply } => {
-                    drop(reply.send(catch(|| self.start(transfer, within)).flatten()));
+                CommRequest::Transfer { transfer, timeout, reply } => {
+                    drop(reply.send(catch(|| self.start(transfer, timeout)).flatten()));
                 }
             }
         }
         while self.is_busy() {
-            thread::sleep(LOOK);
+            thread::sleep(POLL_INTERVAL);
         }
     }
 
-    fn next(&mut self, queue: &mpsc::Receiver<Job>) -> Option<Job> {
+    fn next(&mut self, queue: &mpsc::Receiver<CommRequest>) -> Option<CommRequest> {
         while self.is_busy() {
-            match queue.recv_timeout(LOOK) {
-                Ok(job) => return Some(job),
+            match queue.recv_timeout(POLL_INTERVAL) {
+                Ok(request) => return Some(request),
                 Err(RecvTimeoutError::Timeout) => {}
                 Err(RecvTimeoutError::Disconnected) => return None,
             }
@@ -252,16 +284,16 @@ impl<E: Fn(&str)> Holder<E> {
         queue.recv().ok()
     }
 
-    /// Forgets what has ended, and returns whether there is more; ends the process if something has
+    /// Removes ended count; returns true if any is still in flight. Ends the process if one has
     /// failed.
     fn is_busy(&mut self) -> bool {
-        while let Some(PendingTransfer { transfer, done, start, within }) = self.underway.front() {
+        while let Some(PendingTransfer { transfer, done, start, timeout }) = self.in_flight.front() {
             match done.try_is_complete() {
-                Ok(true) => drop(self.underway.pop_front()),
-                Ok(false) if start.elapsed() < *within => return true,
+                Ok(true) => drop(self.in_flight.pop_front()),
+                Ok(false) if start.elapsed() < *timeout => return true,
                 Ok(false) => {
                     let call = &transfer.call;
-                    (self.end)(&format!("{call} has not ended {within:?} after its start"));
+                    (self.end)(&format!("{call} has not ended {timeout:?} after its start"));
                 }
                 Err(error) => (self.end)(&format!("{error} in {}", transfer.call)),
             }
@@ -269,7 +301,7 @@ impl<E: Fn(&str)> Holder<E> {
         false
     }
 
-    /// Hands bytes to some slots, on the communicator's stream alone.
+    /// Exchanges bytes with some slots, on the communicator's stream only.
     fn exchange(
         &mut self,
         bytes: &[u8],
@@ -277,8 +309,8 @@ impl<E: Fn(&str)> Holder<E> {
     ) -> std::result::Result<Vec<Vec<u8>>, String> {
         let stream = self.comm.stream();
         let own = stream.clone_htod(bytes).map_err(|error| error.to_string())?;
-        let room = stream.alloc_zeros::<u8>(bytes.len() * slots.len());
-        let mut all = room.map_err(|error| error.to_string())?;
+        let buffer = stream.alloc_zeros::<u8>(bytes.len() * slots.len());
+        let mut all = buffer.map_err(|error| error.to_string())?;
         let sends = slots.iter().map(|&slot| (slot, own.as_view()));
         let mut start = 0;
         let incoming: Vec<_> = slots
@@ -293,7 +325,7 @@ impl<E: Fn(&str)> Holder<E> {
         let done = stream.record_event(None).map_err(|error| error.to_string())?;
         let start = Instant::now();
         while !done.try_is_complete().map_err(|error| error.to_string())? {
-            // What was started before may be what it waits for.
+            // It may wait for an earlier transfer, so check these for failures.
             self.is_busy();
             waiting::pause(waiting::sleep_duration(start.elapsed()));
         }
@@ -304,8 +336,8 @@ impl<E: Fn(&str)> Holder<E> {
     /// Starts a transfer; returns the event of its end.
     fn start(
         &mut self,
-        transfer: Transfer,
-        within: Duration,
+        transfer: LinkTransfer,
+        timeout: Duration,
     ) -> std::result::Result<Arc<CudaEvent>, String> {
         let stream = self.comm.stream();
         if let Some(ready) = &transfer.ready {
@@ -314,25 +346,29 @@ impl<E: Fn(&str)> Holder<E> {
         start(&self.comm, &transfer).map_err(|error| error.to_string())?;
         let done = Arc::new(stream.record_event(None).map_err(|error| error.to_string())?);
         let start = Instant::now();
-        self.underway.push_back(PendingTransfer {
+        self.in_flight.push_back(PendingTransfer {
             transfer,
             done: Arc::clone(&done),
             start,
-            within,
+            timeout,
         });
         Ok(done)
     }
 }
 
-/// Whether items of this type can be sent, and worked on where they arrive: NCCL would send `I32`, but
-/// candle has no kernels for it on CUDA devices that add, compare or copy.
-pub(super) fn carries(dtype: DType) -> bool {
+/// Returns true if items of this dtype can be sent and computed with. NCCL could send `I32`, but
+/// candle's CUDA kernels for it cannot add, compare or copy.
+pub(super) fn is_supported(dtype: DType) -> bool {
     use DType::{BF16, F16, F32, F64, I64, U8, U32};
     matches!(dtype, U8 | U32 | I64 | BF16 | F16 | F32 | F64)
 }
 
-fn open(computing: &CudaStream, place: Placement, id: Id) -> std::result::Result<Comm, String> {
-    // NCCL takes the device that is current on its thread.
+fn open_comm(
+    computing: &CudaStream,
+    place: Placement,
+    id: CommId,
+) -> std::result::Result<Comm, String> {
+    // NCCL uses the current device of its thread.
     let context = computing.context();
     context.bind_to_thread().map_err(|error| error.to_string())?;
     let stream = context.new_stream().map_err(|error| error.to_string())?;
@@ -342,42 +378,42 @@ fn open(computing: &CudaStream, place: Placement, id: Id) -> std::result::Result
     Comm::from_rank(stream, rank, world_size, id).map_err(|error| text(&error))
 }
 
-fn start(comm: &Comm, transfer: &Transfer) -> Result<()> {
+fn start(comm: &Comm, transfer: &LinkTransfer) -> Result<()> {
     match transfer.source.dtype() {
-        DType::U8 => start_of::<u8>(comm, transfer),
-        DType::U32 => start_of::<u32>(comm, transfer),
-        DType::I64 => start_of::<i64>(comm, transfer),
-        DType::BF16 => start_of::<bf16>(comm, transfer),
-        DType::F16 => start_of::<f16>(comm, transfer),
-        DType::F32 => start_of::<f32>(comm, transfer),
-        DType::F64 => start_of::<f64>(comm, transfer),
+        DType::U8 => start_typed::<u8>(comm, transfer),
+        DType::U32 => start_typed::<u32>(comm, transfer),
+        DType::I64 => start_typed::<i64>(comm, transfer),
+        DType::BF16 => start_typed::<bf16>(comm, transfer),
+        DType::F16 => start_typed::<f16>(comm, transfer),
+        DType::F32 => start_typed::<f32>(comm, transfer),
+        DType::F64 => start_typed::<f64>(comm, transfer),
         other => bail!("tensors of type {} cannot be sent over NCCL", other.as_str()),
     }
 }
 
-fn start_of<T>(comm: &Comm, transfer: &Transfer) -> Result<()>
+fn start_typed<T>(comm: &Comm, transfer: &LinkTransfer) -> Result<()>
 where
     T: CudaDType + NcclType + DeviceRepr,
 {
-    let Transfer { source, outgoing, destination, incoming, .. } = transfer;
+    let LinkTransfer { source, outgoing, destination, incoming, .. } = transfer;
     let (storage, layout) = source.storage_and_layout();
     let source = items::<T>(&storage, layout)?;
     if incoming.is_empty() {
         let sends = outgoing.iter().map(|(to, part)| (*to, source.slice(part.clone())));
         return group(comm, sends.collect(), Vec::new()).map_err(candle_core::Error::msg);
     }
-    destination.inplace_op1(&Receive { comm, source, outgoing, incoming })
+    destination.inplace_op1(&ReceiveOp { comm, source, outgoing, incoming })
 }
 
-/// The transfer as an operation on its destination, which candle lends to nobody else meanwhile.
-struct Receive<'a, T> {
+/// The transfer as an operation on its destination, which candle locks meanwhile.
+struct ReceiveOp<'a, T> {
     comm: &'a Comm,
     source: CudaView<'a, T>,
     outgoing: &'a [(usize, Range<usize>)],
     incoming: &'a [(usize, Range<usize>)],
 }
 
-impl<T: CudaDType + NcclType + DeviceRepr> InplaceOp1 for Receive<'_, T> {
+impl<T: CudaDType + NcclType + DeviceRepr> InplaceOp1 for ReceiveOp<'_, T> {
     fn name(&self) -> &'static str {
         "a transfer over NCCL"
     }
@@ -400,7 +436,7 @@ impl<T: CudaDType + NcclType + DeviceRepr> InplaceOp1 for Receive<'_, T> {
     }
 }
 
-/// Sends what is to be sent, and receives into parts of `place` that follow each other.
+/// Sends the items, and receives into consecutive parts of `place`.
 fn send_and_receive<T: NcclType + DeviceRepr>(
     comm: &Comm,
     sends: Sends<'_, T>,
@@ -413,8 +449,8 @@ fn send_and_receive<T: NcclType + DeviceRepr>(
 type Sends<'a, T> = Vec<(usize, CudaView<'a, T>)>;
 type Receives<'a, T> = Vec<(usize, CudaViewMut<'a, T>)>;
 
-/// Cuts the part of each sender off `rest`, which begins with item number `start`; a call for each,
-/// since a part borrows the rest that it is cut from.
+/// Splits the part of each sender off `rest`, which begins at item `start`. The recursion is needed
+/// because each part borrows from the rest.
 fn receive_into<T: NcclType + DeviceRepr>(
     comm: &Comm,
     sends: Sends<'_, T>,
@@ -427,13 +463,13 @@ fn receive_into<T: NcclType + DeviceRepr>(
     let too_small = "what is received has no place";
     let (mut with_gap, rest) = rest.try_split_at_mut(part.end - start).ok_or(too_small)?;
     let (_, place) = with_gap.try_split_at_mut(part.start - start).ok_or(too_small)?;
-    // Of the shorter life of this call's part.
+    // Shorten the lifetime to this call's part.
     let mut receives: Receives<'_, T> = receives;
     receives.push((*from, place));
     receive_into(comm, sends, rest, part.end, more, receives)
 }
 
-/// Starts all sends and receives at once; in any order one after the other, two processes could each
+/// Starts all sends and receives as one group. In any sequential order, two processes could each
 /// wait for the other's receive.
 fn group<T: NcclType + DeviceRepr>(
     comm: &Comm,
@@ -450,7 +486,7 @@ fn group<T: NcclType + DeviceRepr>(
     Ok(())
 }
 
-/// The items of a contiguous tensor.
+/// Returns the items of a contiguous tensor.
 fn items<'a, T: CudaDType>(storage: &'a Storage, layout: &Layout) -> Result<CudaView<'a, T>> {
     let Storage::Cuda(storage) = storage else { bail!("a tensor is not on a CUDA device") };
     let start = layout.start_offset();
@@ -460,13 +496,13 @@ fn items<'a, T: CudaDType>(storage: &'a Storage, layout: &Layout) -> Result<Cuda
         .ok_or_else(|| candle_core::Error::msg("a tensor is not contiguous"))
 }
 
-/// A rank as NCCL counts it.
+/// Converts a rank to NCCL's type.
 #[expect(clippy::expect_used, reason = "a mesh has fewer slots than 32 bits count")]
 fn rank_of(rank: usize) -> i32 {
     i32::try_from(rank).expect("ranks are below the number of slots")
 }
 
-/// cudarc's own text does not name the error.
+/// Names the error, which cudarc's message does not.
 fn text(error: &NcclError) -> String {
     format!("{:?}", error.0)
 }

@@ -1,22 +1,21 @@
-//! The engine of many processes with a GPU each: their tensors go from device to device through
-//! NCCL.
+//! The engine of processes with a GPU each: NCCL moves their tensors from device to device.
 //!
-//! Everything is sent from process to process, nothing through NCCL's reductions: their order of
-//! summation depends on the number of ranks, the size and the network. What arrives is added up on
-//! the device. There is one communicator: a group along some axes is some of its ranks, which NCCL
-//! lets send to each other without the rest.
+//! All data move by point-to-point sends, and none by NCCL's reductions, whose summation order
+//! depends on the number of ranks, the size and the network. The device adds received items. There
+//! is one communicator for all groups: a group is some of its ranks, which NCCL lets send to each
+//! other without the rest.
 //!
-//! Every collective begins with a header to the other members: a hash of what must agree, so that
-//! nobody waits for what the others do not send. A replica waits for headers; for what is then
-//! transferred, its device waits. Collectives that are started have a communicator and a thread of
-//! their own, which waits for headers while the replica computes (ADR 17).
+//! Every collective begins with a header to the other members: a hash of everything that must
+//! agree, so that no member waits for data that the others do not send. A replica waits for
+//! headers; its device waits for data. Started collectives have a separate communicator and thread,
+//! which waits for headers while the replica computes (ADR 17).
 
 mod comm_thread;
-mod jobs;
+mod exchange;
 mod link;
+mod list_ops;
 mod peers;
 mod store;
-mod swap;
 #[cfg(test)]
 mod tests;
 
@@ -31,56 +30,57 @@ use core_types::Placement;
 
 pub use self::store::NcclStore;
 use self::{
-    comm_thread::{CommThread, Started},
-    jobs::{Job, Sum, Transfers, concat_flat, flat},
-    link::{Link, carries, new_id},
-    peers::Peer,
-    store::{Bootstrap, Id},
-    swap::{Call, ExitHandler, Wire, late, nothing},
+    comm_thread::{CommThread, StartedReceiver},
+    exchange::{ExitHandler, NcclCall, NcclChannel, empty_tensor, late},
+    link::{NcclLink, is_supported, new_id},
+    list_ops::{NcclListOp, TensorReduction, TransferCount, concat_flat, flat},
+    peers::PeerInfo,
+    store::{CommId, MeshBootstrap},
 };
 use crate::{
     axes::ALL,
-    device::to_device::copied,
+    device::to_device::contiguous_copy,
     engine::{
-        Backend, Engine, Gathered, Message, PendingCollective, Purpose, Site, Work,
-        processes::{self, Current, Guard, ProcessPlace, agreement, description},
-        traffic::Counter,
+        AllgatherPurpose, Backend, Engine, GatheredTensors, GroupContext, ListRequest,
+        PendingCollective, SendReceive,
+        processes::{self, CallGuard, CurrentCall, ProcessSlot, call_hash, description},
+        traffic::TrafficCounter,
     },
     error::{self, CollectiveError, Error, ProcessError},
     grid::{PROCESS_DEADLINE, Topology},
     reduce::Reduction,
 };
 
-/// How long the processes of a mesh wait for each other at its start, where connections are made
-/// too: as long as they would wait in a collective.
+/// Time limit for the processes to connect at the start of a mesh: the default deadline of a
+/// collective.
 const JOIN_TIME: Duration = PROCESS_DEADLINE;
 
-/// Nobody, as the rank that a member wants to receive from.
-const NOBODY: i64 = -1;
+/// The sender rank in a header of a member that receives nothing.
+const NO_SENDER: i64 = -1;
 
-/// This process's slot and its access to the others.
+/// This process's slot and its connection to the others.
 #[derive(Clone, Debug)]
-pub(crate) struct Nccl(Arc<Inner>);
+pub(crate) struct Nccl(Arc<NcclInner>);
 
 #[derive(Debug)]
-struct Inner {
+struct NcclInner {
     topology: Arc<Topology>,
     slot: usize,
     device: Device,
-    counters: [Counter; 1],
-    /// Messages of two collectives would be mixed up.
-    current: Current,
-    /// What replicas call.
-    called: Wire,
-    /// Dropped before the wire that it uses.
-    lane: CommThread,
-    /// What they start.
-    started: Arc<Wire>,
-    ending: ExitHandler,
+    counters: [TrafficCounter; 1],
+    /// The running collective: messages of two collectives would be mixed up.
+    current: CurrentCall,
+    /// The channel of called collectives.
+    called: NcclChannel,
+    /// The thread of started collectives. Dropped before its channel.
+    comm_thread: CommThread,
+    /// The channel of started collectives.
+    started: Arc<NcclChannel>,
+    exit: ExitHandler,
 }
 
 impl Nccl {
-    /// The backend of this process's slot. All processes call this.
+    /// Builds the backend of this process's slot. All processes call this.
     pub(crate) fn new(
         place: Placement,
         device: &Device,
@@ -94,66 +94,74 @@ impl Nccl {
             return Err(nccl(format!("{processes} processes do not fill a mesh of {slots} slots")));
         }
         let cuda = device.as_cuda_device().map_err(|error| nccl(error.to_string()))?;
-        let new_ids = || Ok([new_id().map_err(nccl)?, new_id().map_err(nccl)?]);
-        let bootstrap = store.bootstrap(place, Peer::on(cuda), JOIN_TIME, new_ids)?;
-        let ending = ExitHandler {
+        let bootstrap = store.bootstrap(place, PeerInfo::on(cuda), JOIN_TIME, || {
+            Ok([new_id().map_err(nccl)?, new_id().map_err(nccl)?])
+        })?;
+        let exit = ExitHandler {
             slot: place.rank().as_usize(),
             #[cfg(feature = "mpi")]
             session: bootstrap.session.clone(),
         };
-        let [of_called, of_started] = bootstrap.ids;
-        let mut called = join(cuda, place, of_called, &ending)?;
-        let mut started = join(cuda, place, of_started, &ending)?;
-        // All have joined: the ids are taken back before any of them can look for those of another
+        let [called_id, started_id] = bootstrap.ids;
+        let mut called = join(cuda, place, called_id, &exit)?;
+        let mut started = join(cuda, place, started_id, &exit)?;
+        // All have joined, so remove the ids before any process can look for the ids of another
         // mesh.
-        drop::<Bootstrap>(bootstrap);
-        for wire in [&called, &started] {
-            // Connections are made now, and not within the time of the first collective.
-            meet_all(wire, &topology, "the start of the mesh")
+        drop::<MeshBootstrap>(bootstrap);
+        for channel in [&called, &started] {
+            // Connect now, and not within the time limit of the first collective.
+            barrier_all(channel, &topology, "the start of the mesh")
                 .map_err(|error| nccl(error.to_string()))?;
         }
-        called.patience = deadline;
+        called.header_timeout = deadline;
         called.deadline = deadline;
-        // A replica that computes does not wait: the time counts from `wait` on.
-        started.patience = Duration::MAX;
+        // No limit for headers: the replica computes meanwhile. `wait` has the limit.
+        started.header_timeout = Duration::MAX;
         started.deadline = deadline;
-        Ok(Self(Arc::new(Inner {
+        Ok(Self(Arc::new(NcclInner {
             topology,
-            slot: ending.slot,
+            slot: exit.slot,
             device: device.clone(),
             counters: Default::default(),
-            current: Current::default(),
+            current: CurrentCall::default(),
             called,
-            lane: CommThread::new().map_err(|error| nccl(error.to_string()))?,
+            comm_thread: CommThread::new().map_err(|error| nccl(error.to_string()))?,
             started: Arc::new(started),
-            ending,
+            exit,
         })))
     }
 }
 
-/// A wire of its own communicator, which all processes join.
-fn join(cuda: &CudaDevice, place: Placement, id: Id, ending: &ExitHandler) -> error::Result<Wire> {
-    let end = ending.clone();
-    let link = Link::join(cuda, place, id, JOIN_TIME, move |why| end.end(why)).map_err(nccl)?;
-    Ok(Wire {
+/// Opens a channel with its own communicator, which all processes join.
+fn join(
+    cuda: &CudaDevice,
+    place: Placement,
+    id: CommId,
+    exit: &ExitHandler,
+) -> error::Result<NcclChannel> {
+    let end = exit.clone();
+    let link =
+        NcclLink::join(cuda, place, id, JOIN_TIME, move |reason| end.end(reason)).map_err(nccl)?;
+    Ok(NcclChannel {
         link: Box::new(link),
-        patience: JOIN_TIME,
+        header_timeout: JOIN_TIME,
         deadline: JOIN_TIME,
-        ending: ending.clone(),
+        exit: exit.clone(),
         broken: OnceLock::new(),
     })
 }
 
-/// Returns when all slots of the mesh have called it.
-fn meet_all(wire: &Wire, topology: &Topology, op: &'static str) -> Result<()> {
-    let site = Site::along(ALL, topology, wire.ending.slot, op, None);
-    let site = site.map_err(candle_core::Error::wrap)?;
-    if site.size() == 1 {
+/// Waits until all slots of the mesh have called it.
+fn barrier_all(channel: &NcclChannel, topology: &Topology, op: &'static str) -> Result<()> {
+    let ctx = GroupContext::new(ALL, topology, channel.exit.slot, op, None);
+    let ctx = ctx.map_err(candle_core::Error::wrap)?;
+    if ctx.size() == 1 {
         return Ok(());
     }
-    let agreement = agreement(&site.call, &[]);
-    let text = || description(&site.call, &[]);
-    Call { wire, site: &site }.exchange_headers(agreement, 0, text).map(drop)
+    let agreement = call_hash(&ctx.call, &[]);
+    NcclCall { channel, ctx: &ctx }
+        .exchange_headers(agreement, 0, || description(&ctx.call, &[]))
+        .map(drop)
 }
 
 fn nccl(reason: String) -> Error {
@@ -165,54 +173,54 @@ impl Backend for Nccl {
         vec![Arc::new(self.clone())]
     }
 
-    fn counters(&self) -> &[Counter] {
+    fn counters(&self) -> &[TrafficCounter] {
         &self.0.counters
     }
 
     fn process_allgather(
         &self,
-        purpose: Purpose,
+        purpose: AllgatherPurpose,
         lists: error::Result<Vec<Vec<Tensor>>>,
     ) -> error::Result<Vec<Vec<Tensor>>> {
-        let Inner { topology, slot, device, .. } = &*self.0;
-        let place = ProcessPlace { topology, slot: *slot, device };
+        let NcclInner { topology, slot, device, .. } = &*self.0;
+        let place = ProcessSlot { topology, slot: *slot, device };
         processes::process_allgather(self, &place, purpose, lists)
     }
 }
 
-impl Inner {
-    /// Enters a collective of these tensors; returns it with the `aux` of all members, by rank, or
+impl NcclInner {
+    /// Enters a collective of these tensors. Returns it with the `aux` of all members, by rank, or
     /// `None` for a group of one.
     ///
     /// # Errors
     ///
-    /// On all members alike, if they do not agree; on this one, if a tensor cannot be sent.
+    /// On all members, if they do not agree; on this one, if a tensor cannot be sent.
     fn enter<'a>(
         &'a self,
-        site: &'a Site,
+        ctx: &'a GroupContext,
         tensors: &[Tensor],
         aux: i64,
-    ) -> Result<Option<(Call<'a>, Vec<i64>, Guard<'a>)>> {
-        let guard = self.current.enter(site)?;
-        tensors.iter().try_for_each(|x| self.check_sendable(site, x))?;
-        if site.size() == 1 {
+    ) -> Result<Option<(NcclCall<'a>, Vec<i64>, CallGuard<'a>)>> {
+        let guard = self.current.enter(ctx)?;
+        tensors.iter().try_for_each(|x| self.check_sendable(ctx, x))?;
+        if ctx.size() == 1 {
             return Ok(None);
         }
-        let call = Call { wire: &self.called, site };
-        let agreement = agreement(&site.call, tensors);
-        let of_all = call.exchange_headers(agreement, aux, || description(&site.call, tensors))?;
-        Ok(Some((call, of_all, guard)))
+        let call = NcclCall { channel: &self.called, ctx };
+        let agreement = call_hash(&ctx.call, tensors);
+        let all_aux = call.exchange_headers(agreement, aux, || description(&ctx.call, tensors))?;
+        Ok(Some((call, all_aux, guard)))
     }
 
-    fn check_sendable(&self, site: &Site, x: &Tensor) -> Result<()> {
+    fn check_sendable(&self, ctx: &GroupContext, x: &Tensor) -> Result<()> {
         if !x.device().same_device(&self.device) {
-            return Err(candle_core::Error::wrap(CollectiveError::OtherDevice {
-                call: Arc::clone(&site.call),
+            return Err(candle_core::Error::wrap(CollectiveError::DeviceMismatch {
+                call: Arc::clone(&ctx.call),
                 found: x.device().location(),
                 expected: self.device.location(),
             }));
         }
-        if !carries(x.dtype()) {
+        if !is_supported(x.dtype()) {
             bail!(
                 "tensors of type {} cannot be sent over NCCL; convert them, for example to i64 or f32",
                 x.dtype().as_str()
@@ -221,115 +229,119 @@ impl Inner {
         Ok(())
     }
 
-    /// Checks what is handed in for a collective of lists, and packs it; returns it with the number
-    /// and the words in which the members must agree.
+    /// Checks and packs the arguments of a collective of lists. Returns it with the hash and the
+    /// description that the members compare.
     fn prepare(
         &self,
-        site: &Site,
-        work: Work,
-        transfers: Transfers,
-    ) -> Result<(Job, u64, Vec<u8>)> {
+        ctx: &GroupContext,
+        work: ListRequest,
+        count: TransferCount,
+    ) -> Result<(NcclListOp, u64, Vec<u8>)> {
         let list = match &work {
-            Work::Gather { own, .. } => {
-                own.iter().try_for_each(|x| self.check_sendable(site, x))?;
-                // Runs differ from rank to rank; that all have the same layout, its name says.
+            ListRequest::Gather { own, .. } => {
+                own.iter().try_for_each(|x| self.check_sendable(ctx, x))?;
+                // Runs differ by rank; the call's detail contains the layout's fingerprint.
                 &[]
             }
-            Work::Reduce { list, .. } => {
-                list.iter().try_for_each(|x| self.check_sendable(site, x))?;
+            ListRequest::Reduce { list, .. } => {
+                list.iter().try_for_each(|x| self.check_sendable(ctx, x))?;
                 &list[..]
             }
         };
-        let agreement = agreement(&site.call, list);
-        let text = description(&site.call, list);
-        Ok((Job::new(site, work, transfers)?, agreement, text))
+        let agreement = call_hash(&ctx.call, list);
+        let text = description(&ctx.call, list);
+        Ok((NcclListOp::new(ctx, work, count)?, agreement, text))
     }
 }
 
-/// A collective that was started, as its replica has it.
+/// The handle of a started collective.
 #[derive(Debug)]
-struct Handle {
+struct NcclHandle {
     nccl: Nccl,
-    site: Site,
-    started: Started,
+    ctx: GroupContext,
+    started: StartedReceiver,
 }
 
-impl PendingCollective for Handle {
+impl PendingCollective for NcclHandle {
     fn wait(self: Box<Self>) -> Result<Vec<Tensor>> {
         let engine = &*self.nccl.0;
-        let _guard = engine.current.enter(&self.site)?;
+        let _guard = engine.current.enter(&self.ctx)?;
         let deadline = engine.started.deadline;
         match self.started.recv_timeout(deadline) {
-            Ok(job) => job?.finish(),
+            Ok(list_op) => list_op?.finish(),
             Err(RecvTimeoutError::Timeout) => {
-                engine.ending.end(&late(&self.site, deadline).to_string())
+                engine.exit.end(&late(&self.ctx, deadline).to_string())
             }
             Err(RecvTimeoutError::Disconnected) => {
-                bail!("the thread that carries out what was started has ended")
+                bail!("the thread of started collectives has ended")
             }
         }
     }
 }
 
 impl Engine for Nccl {
-    fn all_reduce(&self, site: &Site, x: &Tensor, reduction: Reduction) -> Result<Tensor> {
-        let Some((call, _, _guard)) = self.0.enter(site, slice::from_ref(x), 0)? else {
-            return copied(x);
+    fn all_reduce(&self, ctx: &GroupContext, x: &Tensor, reduction: Reduction) -> Result<Tensor> {
+        let Some((call, _, _guard)) = self.0.enter(ctx, slice::from_ref(x), 0)? else {
+            return contiguous_copy(x);
         };
         call.carry_out(|| {
-            let mut sum = Sum::new(site, flat(x)?, reduction, Transfers::Two)?;
+            let mut sum = TensorReduction::new(ctx, flat(x)?, reduction, TransferCount::Two)?;
             sum.start(&call)?;
             sum.finish()?.reshape(x.shape())
         })
     }
 
-    fn all_gather(&self, site: &Site, x: &Tensor) -> Result<Gathered> {
-        let own_size = match site.call.free_dim {
+    fn all_gather(&self, ctx: &GroupContext, x: &Tensor) -> Result<GatheredTensors> {
+        let own_size = match ctx.call.free_dim {
             Some(dim) => number(x.dims()[dim]),
             None => 0,
         };
-        let Some((call, sizes, _guard)) = self.0.enter(site, slice::from_ref(x), own_size)? else {
-            return Ok(Gathered::Parts(vec![copied(x)?]));
+        let Some((call, sizes, _guard)) = self.0.enter(ctx, slice::from_ref(x), own_size)? else {
+            return Ok(GatheredTensors::Parts(vec![contiguous_copy(x)?]));
         };
         call.carry_out(|| {
             let shapes: Vec<Vec<usize>> =
-                sizes.iter().map(|&size| shape(site, x, size)).collect::<Result<_>>()?;
+                sizes.iter().map(|&size| shape(ctx, x, size)).collect::<Result<_>>()?;
             let own_items = x.elem_count();
-            let n_items = |from: usize| shapes[from].iter().product();
-            let parts = call.swap(flat(x)?, |_| 0..own_items, n_items)?;
+            let parts = call.exchange_items(
+                flat(x)?,
+                |_| 0..own_items,
+                |from: usize| shapes[from].iter().product(),
+            )?;
             let parts = parts.iter().zip(shapes).map(|(part, shape)| part.reshape(shape));
-            Ok(Gathered::Parts(parts.collect::<Result<_>>()?))
+            Ok(GatheredTensors::Parts(parts.collect::<Result<_>>()?))
         })
     }
 
-    fn all_to_all(&self, site: &Site, parts: Vec<Tensor>) -> Result<Vec<Tensor>> {
-        let Some((call, _, _guard)) = self.0.enter(site, &parts, 0)? else {
-            return parts.iter().map(copied).collect();
+    fn all_to_all(&self, ctx: &GroupContext, parts: Vec<Tensor>) -> Result<Vec<Tensor>> {
+        let Some((call, _, _guard)) = self.0.enter(ctx, &parts, 0)? else {
+            return parts.iter().map(contiguous_copy).collect();
         };
         call.carry_out(|| {
-            let shape = parts[site.rank].shape();
+            let shape = parts[ctx.rank].shape();
             let n_items = shape.elem_count();
             let flat: Vec<Tensor> = parts.iter().map(flat).collect::<Result<_>>()?;
             let source = concat_flat(&flat, parts[0].dtype(), &self.0.device)?;
-            let arrived = call.swap(source, |to| to * n_items..(to + 1) * n_items, |_| n_items)?;
+            let arrived =
+                call.exchange_items(source, |to| to * n_items..(to + 1) * n_items, |_| n_items)?;
             arrived.into_iter().map(|part| part.reshape(shape)).collect()
         })
     }
 
-    fn receive(&self, site: &Site, message: &Message<'_>) -> Result<Option<Tensor>> {
-        let Message { x, is_sent, from } = *message;
+    fn receive(&self, ctx: &GroupContext, message: &SendReceive<'_>) -> Result<Option<Tensor>> {
+        let SendReceive { x, is_sent, from } = *message;
         let sender = match from {
             Some(rank) => number(rank),
-            None => NOBODY,
+            None => NO_SENDER,
         };
-        let Some((call, senders, _guard)) = self.0.enter(site, slice::from_ref(x), sender)? else {
-            return from.map(|_| copied(x)).transpose();
+        let Some((call, senders, _guard)) = self.0.enter(ctx, slice::from_ref(x), sender)? else {
+            return from.map(|_| contiguous_copy(x)).transpose();
         };
         let n_items = x.elem_count();
-        let own_rank = number(site.rank);
+        let own_rank = number(ctx.rank);
         let arrived = call.carry_out(|| {
-            let source = if is_sent { flat(x)? } else { nothing(x.dtype(), x.device())? };
-            call.swap(
+            let source = if is_sent { flat(x)? } else { empty_tensor(x.dtype(), x.device())? };
+            call.exchange_items(
                 source,
                 |to| if senders[to] == own_rank { 0..n_items } else { 0..0 },
                 |sender| if from == Some(sender) { n_items } else { 0 },
@@ -337,72 +349,72 @@ impl Engine for Nccl {
         })?;
         match from {
             None => Ok(None),
-            // Its own would change with the argument.
-            Some(from) if from == site.rank => Ok(Some(copied(x)?)),
+            // Copy its own tensor, so that the result does not change with the argument.
+            Some(from) if from == ctx.rank => Ok(Some(contiguous_copy(x)?)),
             Some(from) => Ok(Some(arrived[from].reshape(x.shape())?)),
         }
     }
 
-    fn run(&self, site: &Site, work: Work) -> Result<Vec<Tensor>> {
-        let _guard = self.0.current.enter(site)?;
-        let (mut job, agreement, text) = self.0.prepare(site, work, Transfers::Two)?;
-        let call = Call { wire: &self.0.called, site };
+    fn run(&self, ctx: &GroupContext, work: ListRequest) -> Result<Vec<Tensor>> {
+        let _guard = self.0.current.enter(ctx)?;
+        let (mut list_op, agreement, text) = self.0.prepare(ctx, work, TransferCount::Two)?;
+        let call = NcclCall { channel: &self.0.called, ctx };
         call.exchange_headers(agreement, 0, || text)?;
-        call.carry_out(|| job.start(&call))?;
-        job.finish()
+        call.carry_out(|| list_op.start(&call))?;
+        list_op.finish()
     }
 
-    fn start(&self, site: &Site, work: Work) -> Result<Box<dyn PendingCollective>> {
-        let _guard = self.0.current.enter(site)?;
-        let (job, agreement, text) = self.0.prepare(site, work, Transfers::One)?;
-        let wire = Arc::clone(&self.0.started);
-        let of_lane = site.clone();
-        let started = self.0.lane.carry_out(job, move |job| {
-            let call = Call { wire: &wire, site: &of_lane };
+    fn start(&self, ctx: &GroupContext, work: ListRequest) -> Result<Box<dyn PendingCollective>> {
+        let _guard = self.0.current.enter(ctx)?;
+        let (list_op, agreement, text) = self.0.prepare(ctx, work, TransferCount::One)?;
+        let channel = Arc::clone(&self.0.started);
+        let own_ctx = ctx.clone();
+        let started = self.0.comm_thread.carry_out(list_op, move |list_op| {
+            let call = NcclCall { channel: &channel, ctx: &own_ctx };
             call.exchange_headers(agreement, 0, || text)?;
-            call.carry_out(|| job.start(&call))
+            call.carry_out(|| list_op.start(&call))
         });
-        Ok(Box::new(Handle { nccl: self.clone(), site: site.clone(), started }))
+        Ok(Box::new(NcclHandle { nccl: self.clone(), ctx: ctx.clone(), started }))
     }
 
-    /// Returns when all have called it, and what each has begun on its device is done.
-    fn barrier(&self, site: &Site) -> Result<()> {
+    /// Waits until all have called it, and until each device has finished its pending work.
+    fn barrier(&self, ctx: &GroupContext) -> Result<()> {
         self.0.device.synchronize()?;
-        self.0.enter(site, &[], 0).map(drop)
+        self.0.enter(ctx, &[], 0).map(drop)
     }
 
-    fn counter(&self) -> &Counter {
+    fn counter(&self) -> &TrafficCounter {
         &self.0.counters[0]
     }
 
     fn finish(&self) {
-        if let Err(error) = processes::leave(self, &self.0.topology, self.0.slot) {
-            self.0.ending.end(&error.to_string());
+        if let Err(error) = processes::final_barrier(self, &self.0.topology, self.0.slot) {
+            self.0.exit.end(&error.to_string());
         }
     }
 
-    /// Does not return: the others wait on their devices, where nothing but an end of the program
-    /// reaches them.
+    /// Does not return: the others wait on their devices, and only the end of the program releases
+    /// them.
     fn fail(&self, error: Error) {
-        self.0.ending.end(&error.to_string());
+        self.0.exit.end(&error.to_string());
     }
 
-    /// None: a replica that fails ends the program.
+    /// Returns `None`: a failing replica ends the program.
     fn failure(&self) -> Option<Error> {
         None
     }
 }
 
-/// The shape of what a rank contributes to a gathering, if it has `n_rows` in the free dimension.
-fn shape(site: &Site, x: &Tensor, n_rows: i64) -> Result<Vec<usize>> {
+/// Returns the shape of a rank's tensor in a gather, given its size in the free dimension.
+fn shape(ctx: &GroupContext, x: &Tensor, n_rows: i64) -> Result<Vec<usize>> {
     let mut dims = x.dims().to_vec();
-    if let Some(dim) = site.call.free_dim {
+    if let Some(dim) = ctx.call.free_dim {
         dims[dim] = usize::try_from(n_rows)?;
     }
     Ok(dims)
 }
 
-/// A size or rank as headers hold it.
+/// Converts a size or rank to a header word.
 #[expect(clippy::expect_used, reason = "sizes of tensors in memory fit 63 bits")]
 fn number(n: usize) -> i64 {
     i64::try_from(n).expect("a size fits")

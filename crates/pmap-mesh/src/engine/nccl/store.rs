@@ -1,9 +1,9 @@
-//! How the processes of a mesh over NCCL find each other: rank 0 calls, each of the others answers
-//! who it is, and rank 0 leaves ids where the others look for them.
+//! Rendezvous of a mesh's processes over NCCL: rank 0 publishes a call, each other rank replies
+//! with its description, and rank 0 publishes the ids of the communicators.
 //!
-//! An answer repeats a number of the call, and what rank 0 leaves repeats a number of each answer,
-//! so that nobody takes what an earlier start has left for that of a process which is there. A
-//! process that cannot take part says so, and all of them end.
+//! An answer repeats the number of the call, and the final record repeats the token of each answer,
+//! so that a process never takes files of an earlier start for a running process. A process that
+//! cannot take part publishes its error, and all of them fail.
 
 use std::{
     ffi::OsString,
@@ -18,131 +18,133 @@ use std::{
 use core_types::{Placement, Rank, files::AtomicFile};
 use serde::{Deserialize, Serialize, de::DeserializeOwned};
 
-use super::peers::{Peer, refuse_shared, token};
+use super::peers::{PeerInfo, check_distinct_gpus, token};
 #[cfg(feature = "mpi")]
-use crate::engine::mpi::Session;
+use crate::engine::mpi::MpiSession;
 use crate::error::{Error, ProcessError, Result};
 
-/// The id of a communicator, which NCCL makes and reads.
-pub(super) type Id = [u8; 128];
+/// The id of a communicator, created and read by NCCL.
+pub(super) type CommId = [u8; 128];
 
 /// The ids of the communicators of a mesh.
-pub(super) type Ids = [Id; 2];
+pub(super) type CommIds = [CommId; 2];
 
-/// The version of what the files hold.
+/// The version of the files' format.
 const VERSION: u32 = 1;
 
-/// How long to wait before looking again: not noticed beside the seconds that NCCL takes to start,
-/// and easy on a shared file system.
-const LOOK: Duration = Duration::from_millis(20);
+/// The interval between two looks for a file: short compared to the seconds that NCCL takes to
+/// start, and easy on a shared file system.
+const POLL_INTERVAL: Duration = Duration::from_millis(20);
 
-/// How long rank 0 waits at most until all have read that they cannot be a mesh: they look for it
-/// many times a second.
+/// Time limit for rank 0 to wait until all have read its error; they look many times a second.
 const READ_TIME: Duration = Duration::from_secs(10);
 
-/// Where the processes of a mesh over NCCL find each other before they can talk.
+/// The place where the processes of a mesh over NCCL find each other.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum NcclStore {
-    /// A file that all processes see, on a file system that their machines share, and that does not
-    /// exist yet.
+    /// A file that does not exist yet, on a file system that all machines share.
     ///
-    /// Each rank makes a file of this name with its rank behind it, `name.3`, and rank 0, when it
-    /// has read them all, the file itself; each removes its own when all have joined. Put something
-    /// into the name that no other run has, such as the id of the job: files that an earlier run
-    /// has left are refused.
+    /// Each rank creates a file of this name with its rank appended, `name.3`. When rank 0 has read
+    /// them all, it writes the file itself. Each rank removes its file when all have joined. Make
+    /// the name unique, for example with the id of the job: files of an earlier run are rejected.
     File(PathBuf),
-    /// The MPI program that these processes are, if `mpirun` or `srun` has started them as one.
+    /// The MPI program of these processes, if `mpirun` or `srun` has started them as one.
     ///
-    /// It lasts as long as the mesh does, and a failure ends it.
+    /// It lasts as long as the mesh, and a failure ends it.
     #[cfg(feature = "mpi")]
     Mpi,
 }
 
-/// What all processes of a mesh know, until they have joined.
+/// The shared facts of a mesh's start, kept until all processes have joined.
 #[derive(Debug)]
-pub(super) struct Bootstrap {
-    pub(super) ids: Ids,
-    /// The files that are this process's to remove.
+pub(super) struct MeshBootstrap {
+    pub(super) ids: CommIds,
+    /// The files to remove on drop.
     _own_files: Vec<OwnFile>,
     #[cfg(feature = "mpi")]
-    pub(super) session: Option<std::sync::Arc<Session>>,
+    pub(super) session: Option<std::sync::Arc<MpiSession>>,
 }
 
 impl NcclStore {
-    /// The ids that rank 0 makes, if all processes can take part, of which this one is `peer`, or
-    /// cannot for this reason.
+    /// Returns the ids that rank 0 creates, if all processes can take part. `peer` describes this
+    /// process, or has the reason reason it cannot take part.
     pub(super) fn bootstrap(
         &self,
         place: Placement,
-        peer: std::result::Result<Peer, String>,
-        within: Duration,
-        make: impl FnOnce() -> Result<Ids>,
-    ) -> Result<Bootstrap> {
+        peer: std::result::Result<PeerInfo, String>,
+        timeout: Duration,
+        make: impl FnOnce() -> Result<CommIds>,
+    ) -> Result<MeshBootstrap> {
         match self {
             Self::File(path) => {
-                let files = Files { path, place, start: Instant::now(), within };
-                if place.rank() == Rank::ZERO { files.lead(peer, make) } else { files.follow(peer) }
+                let files = StoreFiles { path, place, start: Instant::now(), timeout };
+                if place.rank() == Rank::ZERO {
+                    files.run_rank_0(peer, make)
+                } else {
+                    files.run_other_rank(peer)
+                }
             }
             #[cfg(feature = "mpi")]
-            Self::Mpi => by_mpi(place, peer, make),
+            Self::Mpi => bootstrap_by_mpi(place, peer, make),
         }
     }
 }
 
-/// What a file holds.
+/// The contents of a file.
 #[derive(Serialize, Deserialize)]
-struct Record<T> {
+struct FileRecord<T> {
     version: u32,
     world_size: u64,
     contents: T,
 }
 
-/// What each rank but the first says.
+/// The answer of each rank but the first.
 #[derive(Serialize, Deserialize)]
-struct Answer {
-    /// The number of the call that it answers.
+struct StoreReply {
+    /// The number of the call.
     call: u64,
-    peer: std::result::Result<Peer, String>,
+    peer: std::result::Result<PeerInfo, String>,
 }
 
-/// What rank 0 says when all have answered.
+/// The final record of rank 0.
 #[derive(Serialize, Deserialize)]
-struct Roll {
-    /// One after the other.
+struct FinalRecord {
+    /// The ids, concatenated.
     ids: Vec<u8>,
-    /// By rank.
-    peers: Vec<Peer>,
+    /// The processes, by rank.
+    peers: Vec<PeerInfo>,
 }
 
-/// The files of a mesh's start, as one process sees them.
-struct Files<'a> {
+/// The files of a mesh's start, as seen by one process.
+struct StoreFiles<'a> {
     path: &'a Path,
     place: Placement,
     start: Instant,
-    within: Duration,
+    timeout: Duration,
 }
 
-impl Files<'_> {
-    /// What rank 0 does.
-    fn lead(
+impl StoreFiles<'_> {
+    /// Runs the part of rank 0.
+    fn run_rank_0(
         &self,
-        peer: std::result::Result<Peer, String>,
-        make: impl FnOnce() -> Result<Ids>,
-    ) -> Result<Bootstrap> {
-        // Claimed first: this tells whether the file is another mesh's.
+        peer: std::result::Result<PeerInfo, String>,
+        make: impl FnOnce() -> Result<CommIds>,
+    ) -> Result<MeshBootstrap> {
+        // Create this file first: it fails if another mesh uses the name.
         let file = OwnFile::claim(self.path)?;
         let call = token();
-        let call_file = OwnFile::claim(&self.of_rank(0))?;
+        let call_file = OwnFile::claim(&self.rank_path(0))?;
         self.fill(&call_file, call)?;
-        let answers: Vec<_> = (1..self.world_size()).map(|rank| self.answer(rank, call)).collect();
-        // Those that have come read what becomes of the start; then they remove their answers.
-        let came = (1..).zip(&answers).filter(|(_, answer)| answer.is_ok());
-        let came: Vec<PathBuf> = came.map(|(rank, _)| self.of_rank(rank)).collect();
-        match all_of(peer, answers).and_then(|peers| Ok((make()?, peers))) {
+        let replies: Vec<_> =
+            (1..self.world_size()).map(|rank| self.read_reply(rank, call)).collect();
+        // Ranks that answered will read the outcome, and then remove their replies.
+        let came = (1..).zip(&replies).filter(|(_, answer)| answer.is_ok());
+        let came: Vec<PathBuf> = came.map(|(rank, _)| self.rank_path(rank)).collect();
+        match collect_peers(peer, replies).and_then(|peers| Ok((make()?, peers))) {
             Ok((ids, peers)) => {
-                self.fill(&file, Ok::<_, String>(Roll { ids: ids.concat(), peers }))?;
-                Ok(Bootstrap {
+                self.fill(&file, Ok::<_, String>(FinalRecord { ids: ids.concat(), peers }))?;
+                Ok(MeshBootstrap {
                     ids,
                     _own_files: vec![file, call_file],
                     #[cfg(feature = "mpi")]
@@ -150,39 +152,40 @@ impl Files<'_> {
                 })
             }
             Err(error) => {
-                self.fill(&file, Err::<Roll, _>(error.to_string()))?;
+                self.fill(&file, Err::<FinalRecord, _>(error.to_string()))?;
                 wait_for_readers(&came, READ_TIME);
                 Err(error)
             }
         }
     }
 
-    /// What the process of a rank has answered to that call, in time.
-    fn answer(&self, rank: u64, call: u64) -> Result<std::result::Result<Peer, String>> {
-        let path = self.of_rank(rank);
-        let answer: Answer = self.read(&path, || Ok(()))?;
+    /// Returns the answer of a rank to this call, within the time limit.
+    fn read_reply(&self, rank: u64, call: u64) -> Result<std::result::Result<PeerInfo, String>> {
+        let path = self.rank_path(rank);
+        let answer: StoreReply = self.read(&path, || Ok(()))?;
         if answer.call == call { Ok(answer.peer) } else { Err(stale(&path)) }
     }
 
-    /// What the other ranks do.
-    fn follow(&self, peer: std::result::Result<Peer, String>) -> Result<Bootstrap> {
-        // Claimed first: this tells whether there is a place for it.
-        let own_file = OwnFile::claim(&self.of_rank(self.place.rank().as_u64()))?;
-        let call: u64 = self.read(&self.of_rank(0), || Ok(()))?;
-        self.fill(&own_file, Answer { call, peer: peer.clone() })?;
-        let rank_0_is_there = || match self.path.try_exists() {
-            Ok(false) => Err(nccl("rank 0 has ended while the others joined it")),
-            _ => Ok(()),
-        };
-        let roll: std::result::Result<Roll, String> = self.read(self.path, rank_0_is_there)?;
-        // What went wrong here is known better here.
+    /// Runs the part of the other ranks.
+    fn run_other_rank(&self, peer: std::result::Result<PeerInfo, String>) -> Result<MeshBootstrap> {
+        // Create this file first: it fails if an earlier run left one.
+        let own_file = OwnFile::claim(&self.rank_path(self.place.rank().as_u64()))?;
+        let call: u64 = self.read(&self.rank_path(0), || Ok(()))?;
+        self.fill(&own_file, StoreReply { call, peer: peer.clone() })?;
+        let roll: std::result::Result<FinalRecord, String> =
+            self.read(self.path, || match self.path.try_exists() {
+                Ok(false) => Err(nccl("rank 0 has ended while the others joined it")),
+                _ => Ok(()),
+            })?;
+        // The local error is more precise.
         let peer = peer.map_err(nccl)?;
-        let Roll { ids, peers } = roll.map_err(|reason| ProcessError::Peer { slot: 0, reason })?;
+        let FinalRecord { ids, peers } =
+            roll.map_err(|reason| ProcessError::PeerInfo { slot: 0, reason })?;
         if peers.get(self.place.rank().as_usize()) != Some(&peer) {
             return Err(stale(self.path));
         }
-        Ok(Bootstrap {
-            ids: ids_of(&ids).ok_or_else(|| stale(self.path))?,
+        Ok(MeshBootstrap {
+            ids: parse_ids(&ids).ok_or_else(|| stale(self.path))?,
             _own_files: vec![own_file],
             #[cfg(feature = "mpi")]
             session: None,
@@ -193,20 +196,20 @@ impl Files<'_> {
         self.place.world_size().as_u64()
     }
 
-    /// The file in which a rank says who it is.
-    fn of_rank(&self, rank: u64) -> PathBuf {
+    /// Returns the path of a rank's file.
+    fn rank_path(&self, rank: u64) -> PathBuf {
         let mut name = OsString::from(self.path);
         name.push(format!(".{rank}"));
         PathBuf::from(name)
     }
 
     fn fill(&self, file: &OwnFile, contents: impl Serialize) -> Result<()> {
-        let record = Record { version: VERSION, world_size: self.world_size(), contents };
+        let record = FileRecord { version: VERSION, world_size: self.world_size(), contents };
         let bytes = serde_json::to_vec(&record).map_err(io::Error::from);
         bytes.and_then(|bytes| file.fill(&bytes)).map_err(|cause| store(&file.0, cause))
     }
 
-    /// The contents of a file, as soon as there are any, unless that is given up first.
+    /// Waits for the contents of a file; `go_on` may return an error to stop the wait.
     fn read<T: DeserializeOwned>(&self, path: &Path, go_on: impl Fn() -> Result<()>) -> Result<T> {
         loop {
             match fs::read(path) {
@@ -219,34 +222,34 @@ impl Files<'_> {
                 }
                 _ => go_on()?,
             }
-            if self.start.elapsed() >= self.within {
-                let why = format!("nobody has written it within {:?}", self.within);
-                return Err(store(path, io::Error::new(ErrorKind::TimedOut, why)));
+            if self.start.elapsed() >= self.timeout {
+                let reason = format!("nobody has written it within {:?}", self.timeout);
+                return Err(store(path, io::Error::new(ErrorKind::TimedOut, reason)));
             }
-            thread::sleep(LOOK);
+            thread::sleep(POLL_INTERVAL);
         }
     }
 }
 
-/// The processes, by rank: rank 0, and what the others have answered.
-fn all_of(
-    rank_0: std::result::Result<Peer, String>,
-    answers: Vec<Result<std::result::Result<Peer, String>>>,
-) -> Result<Vec<Peer>> {
+/// Returns the processes by rank, given rank 0 and the replies of the others.
+fn collect_peers(
+    rank_0: std::result::Result<PeerInfo, String>,
+    replies: Vec<Result<std::result::Result<PeerInfo, String>>>,
+) -> Result<Vec<PeerInfo>> {
     let mut peers = vec![rank_0.map_err(|reason| nccl(format!("rank 0: {reason}")))?];
-    for (rank, answer) in (1..).zip(answers) {
+    for (rank, answer) in (1..).zip(replies) {
         peers.push(answer?.map_err(|reason| nccl(format!("rank {rank}: {reason}")))?);
     }
-    refuse_shared(&peers).map_err(nccl)?;
+    check_distinct_gpus(&peers).map_err(nccl)?;
     Ok(peers)
 }
 
-/// Waits until all have read what rank 0 has written, before it is removed: who joins has read it,
-/// this is for when nobody will.
-fn wait_for_readers(answers: &[PathBuf], within: Duration) {
+/// Waits until all have read the error of rank 0, before its file is removed. (A rank that has
+/// joined has read the file.)
+fn wait_for_readers(replies: &[PathBuf], timeout: Duration) {
     let start = Instant::now();
-    while answers.iter().any(|path| path.exists()) && start.elapsed() < within {
-        thread::sleep(LOOK);
+    while replies.iter().any(|path| path.exists()) && start.elapsed() < timeout {
+        thread::sleep(POLL_INTERVAL);
     }
 }
 
@@ -254,8 +257,8 @@ fn contents<T: DeserializeOwned>(bytes: &[u8], expected: u64) -> io::Result<T> {
     let no_part = |error: serde_json::Error| {
         invalid(format!("the file is no part of a mesh's start, or of another version's: {error}"))
     };
-    let Record { version, world_size, contents } =
-        serde_json::from_slice::<Record<serde_json::Value>>(bytes).map_err(no_part)?;
+    let FileRecord { version, world_size, contents } =
+        serde_json::from_slice::<FileRecord<serde_json::Value>>(bytes).map_err(no_part)?;
     if version != VERSION {
         return Err(invalid(format!("the file is of version {version}, not {VERSION}")));
     }
@@ -265,13 +268,13 @@ fn contents<T: DeserializeOwned>(bytes: &[u8], expected: u64) -> io::Result<T> {
     serde_json::from_value(contents).map_err(no_part)
 }
 
-fn invalid(why: String) -> io::Error {
-    io::Error::new(ErrorKind::InvalidData, why)
+fn invalid(reason: String) -> io::Error {
+    io::Error::new(ErrorKind::InvalidData, reason)
 }
 
 fn stale(path: &Path) -> Error {
-    let why = "an earlier start has left the file; remove it";
-    store(path, io::Error::new(ErrorKind::AlreadyExists, why))
+    let reason = "an earlier start has left the file; remove it";
+    store(path, io::Error::new(ErrorKind::AlreadyExists, reason))
 }
 
 fn store(path: &Path, cause: io::Error) -> Error {
@@ -282,29 +285,30 @@ fn nccl(reason: impl Display) -> Error {
     ProcessError::Nccl { reason: reason.to_string() }.into()
 }
 
-/// The ids in these bytes, if there are as many.
-fn ids_of(bytes: &[u8]) -> Option<Ids> {
-    let (ids, rest): (&[Id], _) = bytes.as_chunks();
+/// Returns the ids in these bytes, if the length is right.
+fn parse_ids(bytes: &[u8]) -> Option<CommIds> {
+    let (ids, rest): (&[CommId], _) = bytes.as_chunks();
     ids.try_into().ok().filter(|_| rest.is_empty())
 }
 
 #[cfg(feature = "mpi")]
 #[expect(clippy::expect_used, reason = "what a process says of itself can be written")]
-fn by_mpi(
+fn bootstrap_by_mpi(
     place: Placement,
-    peer: std::result::Result<Peer, String>,
-    make: impl FnOnce() -> Result<Ids>,
-) -> Result<Bootstrap> {
-    let session = Session::start()?;
+    peer: std::result::Result<PeerInfo, String>,
+    make: impl FnOnce() -> Result<CommIds>,
+) -> Result<MeshBootstrap> {
+    let session = MpiSession::start()?;
     let own_rank = session.rank();
     let size = session.size();
-    // Who cannot take part ends all: the others wait for the ids, and for who this process is.
+    // A process that cannot take part ends the program: the others wait for the ids and for its
+    // description.
     if own_rank != place.rank().as_usize() || size != place.world_size().as_usize() {
         session.end(&format!("this process is rank {own_rank} of {size}, not {place}"));
     }
     let peer = peer.unwrap_or_else(|reason| session.end(&reason));
     let own_bytes = serde_json::to_vec(&peer).expect("numbers and a name have a form in JSON");
-    let mut ids = [[0; size_of::<Id>()]; 2];
+    let mut ids = [[0; size_of::<CommId>()]; 2];
     if place.rank() == Rank::ZERO {
         ids = make().unwrap_or_else(|error| session.end(&error.to_string()));
     }
@@ -316,14 +320,14 @@ fn by_mpi(
         let bytes = broadcast(&session, own_bytes.clone(), rank)?;
         peers.push(serde_json::from_slice(&bytes).map_err(nccl)?);
     }
-    refuse_shared(&peers).map_err(nccl)?;
-    Ok(Bootstrap { ids, _own_files: Vec::new(), session: Some(session) })
+    check_distinct_gpus(&peers).map_err(nccl)?;
+    Ok(MeshBootstrap { ids, _own_files: Vec::new(), session: Some(session) })
 }
 
-/// The bytes of a rank, of which others do not know how many there are.
+/// Broadcasts the bytes of a rank; the other ranks do not know their length.
 #[cfg(feature = "mpi")]
 #[expect(clippy::expect_used, reason = "who a process is takes less than 2^64 bytes")]
-fn broadcast(session: &Session, mut bytes: Vec<u8>, from: usize) -> Result<Vec<u8>> {
+fn broadcast(session: &MpiSession, mut bytes: Vec<u8>, from: usize) -> Result<Vec<u8>> {
     let mut len = (bytes.len() as u64).to_le_bytes();
     session.broadcast(&mut len, from)?;
     bytes.resize(usize::try_from(u64::from_le_bytes(len)).expect("a length in memory"), 0);
@@ -331,25 +335,25 @@ fn broadcast(session: &Session, mut bytes: Vec<u8>, from: usize) -> Result<Vec<u
     Ok(bytes)
 }
 
-/// A file that this process has made, which is removed when this is dropped.
+/// A file that this process has created, and removes on drop.
 #[derive(Debug)]
 struct OwnFile(PathBuf);
 
 impl OwnFile {
-    /// Makes the file, which must not exist: empty, and so not taken for what it is to hold.
+    /// Creates the file, which must not exist. Readers ignore an empty file.
     fn claim(path: &Path) -> Result<Self> {
-        let used = |error: io::Error| match error.kind() {
+        let made = OpenOptions::new().write(true).create_new(true).open(path);
+        made.map_err(|error| match error.kind() {
             ErrorKind::AlreadyExists => {
                 io::Error::new(error.kind(), "the file exists; every mesh needs one of its own")
             }
             _ => error,
-        };
-        let made = OpenOptions::new().write(true).create_new(true).open(path).map_err(used);
-        made.map_err(|cause| store(path, cause))?;
+        })
+        .map_err(|cause| store(path, cause))?;
         Ok(Self(path.to_owned()))
     }
 
-    /// Replaces the empty file in one step: the others look for it.
+    /// Replaces the empty file atomically, since other processes poll it.
     fn fill(&self, bytes: &[u8]) -> io::Result<()> {
         let mut file = AtomicFile::replacing(&self.0)?;
         file.write_all(bytes)?;
@@ -359,7 +363,7 @@ impl OwnFile {
 
 impl Drop for OwnFile {
     fn drop(&mut self) {
-        // What stays is refused by the next process that is to make it.
+        // The next process that creates it reports a leftover.
         drop(fs::remove_file(&self.0));
     }
 }
@@ -369,51 +373,51 @@ mod tests {
     use super::*;
     use crate::engine::nccl::peers::tests::peer;
 
-    const IDS: Ids = [[7; 128], [8; 128]];
+    const IDS: CommIds = [[7; 128], [8; 128]];
     const SOON: Duration = Duration::from_millis(100);
     const LATE: Duration = Duration::from_mins(1);
 
     fn join_as(
         path: &Path,
         rank: u8,
-        peer: std::result::Result<Peer, String>,
-        within: Duration,
-    ) -> Result<Ids> {
+        peer: std::result::Result<PeerInfo, String>,
+        timeout: Duration,
+    ) -> Result<CommIds> {
         let place = Placement::new(u64::from(rank), 2).unwrap();
         let store = NcclStore::File(path.to_owned());
-        store.bootstrap(place, peer, within, || Ok(IDS)).map(|bootstrap| bootstrap.ids)
+        store.bootstrap(place, peer, timeout, || Ok(IDS)).map(|bootstrap| bootstrap.ids)
     }
 
-    fn join(path: &Path, rank: u8, within: Duration) -> Result<Ids> {
-        join_as(path, rank, Ok(peer(rank, "here")), within)
+    fn join(path: &Path, rank: u8, timeout: Duration) -> Result<CommIds> {
+        join_as(path, rank, Ok(peer(rank, "here")), timeout)
     }
 
-    fn kind_of(outcome: Result<Ids>) -> ErrorKind {
+    fn kind_of(outcome: Result<CommIds>) -> ErrorKind {
         match outcome {
             Err(Error::Process(ProcessError::Store { cause, .. })) => cause.kind(),
             other => panic!("{other:?}"),
         }
     }
 
-    /// What both ranks get, of which one may come in whatever order.
+    /// Returns the outcomes of both ranks, which run concurrently.
     fn both(
         path: &Path,
-        of_rank_0: std::result::Result<Peer, String>,
-        of_rank_1: std::result::Result<Peer, String>,
-    ) -> [Result<Ids>; 2] {
+        rank_0: std::result::Result<PeerInfo, String>,
+        rank_1: std::result::Result<PeerInfo, String>,
+    ) -> [Result<CommIds>; 2] {
         thread::scope(|scope| {
-            let other = scope.spawn(|| join_as(path, 1, of_rank_1, LATE));
-            [join_as(path, 0, of_rank_0, LATE), other.join().unwrap()]
+            let other = scope.spawn(|| join_as(path, 1, rank_1, LATE));
+            [join_as(path, 0, rank_0, LATE), other.join().unwrap()]
         })
     }
 
     fn write<T: Serialize>(path: &Path, world_size: u64, contents: T) {
-        let record = Record { version: VERSION, world_size, contents };
+        let record = FileRecord { version: VERSION, world_size, contents };
         fs::write(path, serde_json::to_vec(&record).unwrap()).unwrap();
     }
 
     #[test]
-    fn all_get_the_ids_that_rank_0_has_made_and_leave_nothing() {
+    fn rank_0_ids_reach_every_rank() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("id");
         let store = NcclStore::File(path.clone());
@@ -423,7 +427,7 @@ mod tests {
         };
         thread::scope(|scope| {
             let other = scope.spawn(|| start(1));
-            // Kept until the other has read what this one has written.
+            // Keep it until the other rank has read the files of this one.
             let own = start(0);
             assert_eq!([own.ids, other.join().unwrap().ids], [IDS, IDS]);
         });
@@ -431,7 +435,7 @@ mod tests {
     }
 
     #[test]
-    fn one_that_cannot_take_part_ends_all_with_its_reason() {
+    fn failing_process_fails_all_ranks() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("id");
         let fails = || Err("no such device".to_owned());
@@ -451,41 +455,41 @@ mod tests {
     }
 
     #[test]
-    fn files_of_another_run_are_refused_and_left() {
+    fn files_of_another_run_are_rejected() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("id");
-        let of_rank = |rank: u64| folder.path().join(format!("id.{rank}"));
-        for stale in [path.clone(), of_rank(0)] {
+        let rank_path = |rank: u64| folder.path().join(format!("id.{rank}"));
+        for stale in [path.clone(), rank_path(0)] {
             fs::write(&stale, "an old one").unwrap();
             assert_eq!(kind_of(join(&path, 0, SOON)), ErrorKind::AlreadyExists);
             assert_eq!(fs::read(&stale).unwrap(), b"an old one");
             fs::remove_file(&stale).unwrap();
         }
-        fs::write(of_rank(1), "an old one").unwrap();
+        fs::write(rank_path(1), "an old one").unwrap();
         assert_eq!(kind_of(join(&path, 1, SOON)), ErrorKind::AlreadyExists);
     }
 
     #[test]
-    fn an_answer_to_an_earlier_call_is_not_taken_for_a_process() {
+    fn reply_to_an_earlier_call_is_stale() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("id");
-        write(&folder.path().join("id.1"), 2, Answer { call: 5, peer: Ok(peer(1, "here")) });
+        write(&folder.path().join("id.1"), 2, StoreReply { call: 5, peer: Ok(peer(1, "here")) });
         assert_eq!(kind_of(join(&path, 0, LATE)), ErrorKind::AlreadyExists);
     }
 
     #[test]
-    fn ids_of_an_earlier_start_are_not_taken_for_this_one() {
+    fn ids_of_an_earlier_start_are_stale() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("id");
         write(&folder.path().join("id.0"), 2, 5);
         let peers = vec![peer(0, "here"), peer(1, "here")];
-        let roll = Roll { ids: IDS.concat(), peers };
+        let roll = FinalRecord { ids: IDS.concat(), peers };
         write(&path, 2, Ok::<_, String>(roll));
         assert_eq!(kind_of(join(&path, 1, LATE)), ErrorKind::AlreadyExists);
     }
 
     #[test]
-    fn all_wait_until_their_deadline_and_no_longer_than_rank_0_is_there() {
+    fn waits_end_at_deadline_or_without_rank_0() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("id");
         for rank in [0, 1] {
@@ -500,32 +504,32 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_record_of_this_world_is_refused() {
+    fn invalid_records_are_rejected() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("id");
-        let of_rank_0 = folder.path().join("id.0");
+        let rank_0 = folder.path().join("id.0");
         let refused = || kind_of(join(&path, 1, SOON)) == ErrorKind::InvalidData;
-        fs::write(&of_rank_0, "something else").unwrap();
+        fs::write(&rank_0, "something else").unwrap();
         assert!(refused());
-        write(&of_rank_0, 3, 5);
+        write(&rank_0, 3, 5);
         assert!(refused());
-        write(&of_rank_0, 2, "five");
+        write(&rank_0, 2, "five");
         assert!(refused());
-        let record = Record { version: VERSION + 1, world_size: 2, contents: 5 };
-        fs::write(&of_rank_0, serde_json::to_vec(&record).unwrap()).unwrap();
+        let record = FileRecord { version: VERSION + 1, world_size: 2, contents: 5 };
+        fs::write(&rank_0, serde_json::to_vec(&record).unwrap()).unwrap();
         assert!(refused());
     }
 
     #[test]
-    fn ids_are_as_many_bytes_as_they_are() {
-        assert_eq!(ids_of(&IDS.concat()), Some(IDS));
-        assert_eq!(ids_of(&IDS.concat()[1..]), None);
-        assert_eq!(ids_of(&[&IDS.concat()[..], &[0]].concat()), None);
-        assert_eq!(ids_of(&IDS[0]), None);
+    fn ids_need_the_exact_length() {
+        assert_eq!(parse_ids(&IDS.concat()), Some(IDS));
+        assert_eq!(parse_ids(&IDS.concat()[1..]), None);
+        assert_eq!(parse_ids(&[&IDS.concat()[..], &[0]].concat()), None);
+        assert_eq!(parse_ids(&IDS[0]), None);
     }
 
     #[test]
-    fn a_folder_that_is_not_there_is_an_error() {
+    fn missing_folder_is_an_error() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("nowhere/id");
         for rank in [0, 1] {

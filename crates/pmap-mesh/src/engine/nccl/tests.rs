@@ -1,4 +1,4 @@
-//! The engine without its devices: processes are threads, and what they send goes through memory.
+//! Tests of the engine without devices: processes are threads, and messages go through memory.
 
 use std::{
     collections::BTreeMap,
@@ -11,7 +11,7 @@ use candle_core::{DType, Var};
 use core_types::Seed;
 
 use super::{
-    link::{Broken, Moving, Transfer, Transport},
+    link::{LinkTransfer, TransferError, TransferHandle, Transport},
     *,
 };
 use crate::{
@@ -19,17 +19,17 @@ use crate::{
     engine::layout::{Run, RunLayout},
     mesh::DeviceMesh,
     replica::{Identity, Replica, collectives::Collectives},
-    spec::join::same,
+    spec::join::bits_equal,
     sync::lock,
 };
 
 const SEED: Seed = Seed::new(1);
 const LIMIT: Duration = Duration::from_mins(1);
 
-/// Sender, receiver, and how many messages went before from the one to the other.
+/// Sender, receiver, and the number of earlier messages between them.
 type Key = (usize, usize, usize);
 
-/// What was sent and has not been received.
+/// The messages that were sent and not received.
 #[derive(Debug)]
 struct Messages<T>(Mutex<BTreeMap<Key, T>>, Condvar);
 
@@ -40,9 +40,14 @@ impl<T> Messages<T> {
     }
 
     fn receive(&self, key: Key) -> T {
-        let is_missing = |messages: &mut BTreeMap<_, T>| !messages.contains_key(&key);
-        // A rank that has failed sends nothing more.
-        let mut messages = self.1.wait_timeout_while(lock(&self.0), LIMIT, is_missing).unwrap().0;
+        // A failed rank sends nothing more.
+        let mut messages = self
+            .1
+            .wait_timeout_while(lock(&self.0), LIMIT, |messages: &mut BTreeMap<_, T>| {
+                !messages.contains_key(&key)
+            })
+            .unwrap()
+            .0;
         messages.remove(&key).unwrap()
     }
 }
@@ -53,19 +58,19 @@ impl<T> Default for Messages<T> {
     }
 }
 
-/// What all communicators of one id have under way.
+/// The pending messages of all communicators with one id.
 #[derive(Debug, Default)]
 struct Network {
     bytes: Messages<Vec<u8>>,
     tensors: Messages<Tensor>,
 }
 
-/// The network as seen from one rank.
+/// The network as seen by one rank.
 #[derive(Debug)]
 struct Port {
     network: Arc<Network>,
     rank: usize,
-    /// How many messages have been sent to, and awaited from, each rank.
+    /// The number of messages sent to, and awaited from, each rank.
     n_bytes: Mutex<BTreeMap<usize, (usize, usize)>>,
     n_tensors: Mutex<BTreeMap<usize, (usize, usize)>>,
 }
@@ -77,7 +82,7 @@ impl Port {
     }
 }
 
-/// Counts one more.
+/// Returns the count and increments it.
 fn next(count: &mut usize) -> usize {
     *count += 1;
     *count - 1
@@ -89,28 +94,30 @@ impl Transport for Port {
         bytes: Vec<u8>,
         slots: &[usize],
         _: Duration,
-    ) -> std::result::Result<Vec<Vec<u8>>, Broken> {
+    ) -> std::result::Result<Vec<Vec<u8>>, TransferError> {
         let mut counts = lock(&self.n_bytes);
         for &slot in slots {
             let n = next(&mut counts.entry(slot).or_default().0);
             self.network.bytes.send((self.rank, slot, n), bytes.clone());
         }
-        let receive = |&slot: &usize| {
-            let n = next(&mut counts.entry(slot).or_default().1);
-            self.network.bytes.receive((slot, self.rank, n))
-        };
-        let arrived: Vec<Vec<u8>> = slots.iter().map(receive).collect();
+        let arrived: Vec<Vec<u8>> = slots
+            .iter()
+            .map(|&slot: &usize| {
+                let n = next(&mut counts.entry(slot).or_default().1);
+                self.network.bytes.receive((slot, self.rank, n))
+            })
+            .collect();
         assert!(arrived.iter().all(|arrived| arrived.len() == bytes.len()));
         Ok(arrived)
     }
 
-    /// What is received arrives when the device is told to wait for it, and no earlier.
+    /// Received items become visible only at `order`.
     fn transfer(
         &self,
-        transfer: Transfer,
+        transfer: LinkTransfer,
         _: Duration,
-    ) -> std::result::Result<Box<dyn Moving>, Broken> {
-        let Transfer { source, outgoing, destination, incoming, .. } = transfer;
+    ) -> std::result::Result<Box<dyn TransferHandle>, TransferError> {
+        let LinkTransfer { source, outgoing, destination, incoming, .. } = transfer;
         assert!(source.is_contiguous());
         assert!(!outgoing.is_empty() || !incoming.is_empty());
         let mut counts = lock(&self.n_tensors);
@@ -132,7 +139,7 @@ impl Transport for Port {
     }
 }
 
-/// A transfer that has been started.
+/// A started transfer.
 #[derive(Debug)]
 struct InMemory {
     network: Arc<Network>,
@@ -140,7 +147,7 @@ struct InMemory {
     incoming: Mutex<Vec<(Key, Range<usize>)>>,
 }
 
-impl Moving for InMemory {
+impl TransferHandle for InMemory {
     fn order(&self) -> Result<()> {
         for (key, place) in lock(&self.incoming).drain(..) {
             let x = self.network.tensors.receive(key);
@@ -151,7 +158,7 @@ impl Moving for InMemory {
     }
 }
 
-fn ending(slot: usize) -> ExitHandler {
+fn exit(slot: usize) -> ExitHandler {
     ExitHandler {
         slot,
         #[cfg(feature = "mpi")]
@@ -159,36 +166,36 @@ fn ending(slot: usize) -> ExitHandler {
     }
 }
 
-fn wire(network: &Arc<Network>, ending: &ExitHandler) -> Wire {
-    Wire {
-        link: Box::new(Port::new(network, ending.slot)),
-        patience: LIMIT,
+fn channel(network: &Arc<Network>, exit: &ExitHandler) -> NcclChannel {
+    NcclChannel {
+        link: Box::new(Port::new(network, exit.slot)),
+        header_timeout: LIMIT,
         deadline: LIMIT,
-        ending: ending.clone(),
+        exit: exit.clone(),
         broken: OnceLock::new(),
     }
 }
 
 type Axes = [(&'static str, usize)];
 
-/// Runs `f` as one process for each slot of a grid; returns the results in the order of the ranks.
+/// Runs `f` as one process for each slot of a grid; returns the results by rank.
 fn run<T: Send>(axes: &Axes, f: impl Fn(&Replica) -> T + Sync) -> Vec<T> {
     let axes = axes.iter().map(|(name, size)| ((*name).to_owned(), *size)).collect();
     let topology = Arc::new(Topology::new(axes, 64).unwrap());
     let networks = [Arc::<Network>::default(), Arc::default()];
     let replica = |slot| {
-        let ending = ending(slot);
-        let [called, started] = networks.each_ref().map(|network| wire(network, &ending));
-        let engine = Nccl(Arc::new(Inner {
+        let exit = exit(slot);
+        let [called, started] = networks.each_ref().map(|network| channel(network, &exit));
+        let engine = Nccl(Arc::new(NcclInner {
             topology: Arc::clone(&topology),
             slot,
             device: Device::Cpu,
             counters: Default::default(),
-            current: Current::default(),
+            current: CurrentCall::default(),
             called,
-            lane: CommThread::new().unwrap(),
+            comm_thread: CommThread::new().unwrap(),
             started: Arc::new(started),
-            ending,
+            exit,
         }));
         Replica::new(Identity {
             slot,
@@ -213,7 +220,7 @@ fn run<T: Send>(axes: &Axes, f: impl Fn(&Replica) -> T + Sync) -> Vec<T> {
     results
 }
 
-/// Compares with the engine of threads, to the bit.
+/// Compares the results to the bit with the engine of threads.
 fn check(axes: &Axes, f: impl Fn(&Replica) -> Result<Vec<Tensor>> + Clone + Send + Sync + 'static) {
     let results = run(axes, |replica| f(replica).unwrap());
     let builder =
@@ -229,11 +236,15 @@ fn check(axes: &Axes, f: impl Fn(&Replica) -> Result<Vec<Tensor>> + Clone + Send
     }
 }
 
-/// Numbers that differ by replica, and whose sums depend on their order.
+/// Returns numbers that differ by replica, with sums that depend on the order.
 fn input(ctx: &Replica, shape: &[usize], dtype: DType) -> Result<Tensor> {
     let items: usize = shape.iter().product();
-    let value = |n: usize| ((n * 7919 + ctx.slot() * 104_729) % 2003) as f32 * 0.0625;
-    Tensor::from_iter((0..items).map(value), &Device::Cpu)?.reshape(shape)?.to_dtype(dtype)
+    Tensor::from_iter(
+        (0..items).map(|n: usize| ((n * 7919 + ctx.slot() * 104_729) % 2003) as f32 * 0.0625),
+        &Device::Cpu,
+    )?
+    .reshape(shape)?
+    .to_dtype(dtype)
 }
 
 fn everywhere(
@@ -252,7 +263,7 @@ fn everywhere(
 }
 
 #[test]
-fn sums_are_those_of_threads() {
+fn sums_match_threads() {
     everywhere(|ctx, set, dtype| {
         let mut all = Vec::new();
         for count in [0, 1, 5, 70_001] {
@@ -267,7 +278,7 @@ fn sums_are_those_of_threads() {
 }
 
 #[test]
-fn what_is_moved_arrives_as_over_threads() {
+fn moves_match_threads() {
     everywhere(|ctx, set, dtype| {
         let (size, rank) = (ctx.axis_size(set)?, ctx.axis_index(set)?);
         let turn: Vec<_> = (0..size).map(|n| (n, (n + 1) % size)).collect();
@@ -290,20 +301,20 @@ fn what_is_moved_arrives_as_over_threads() {
 }
 
 #[test]
-fn lists_are_summed_as_over_threads() {
+fn list_sums_match_threads() {
     check(&[("a", 3)], |ctx| {
-        let of = |shape: &[usize], dtype| input(ctx, shape, dtype);
+        let from_shape = |shape: &[usize], dtype| input(ctx, shape, dtype);
         let list = vec![
-            of(&[3, 5], DType::F32)?,
-            of(&[7], DType::BF16)?,
-            of(&[300, 200], DType::F32)?,
-            of(&[], DType::F32)?,
+            from_shape(&[3, 5], DType::F32)?,
+            from_shape(&[7], DType::BF16)?,
+            from_shape(&[300, 200], DType::F32)?,
+            from_shape(&[], DType::F32)?,
         ];
         ctx.psum_list(list, &[2, 0, 1, 3], ALL)
     });
 }
 
-/// Each tensor in pieces of 5 items at most, dealt to the ranks from the last to the first.
+/// Cuts each tensor into runs of 5 items at most, assigned to the ranks from the last to the first.
 fn layout(tensors: &[(Vec<usize>, DType)], ranks: usize) -> RunLayout {
     let mut by_rank = vec![Vec::new(); ranks];
     for (tensor, (shape, _)) in tensors.iter().enumerate() {
@@ -317,7 +328,7 @@ fn layout(tensors: &[(Vec<usize>, DType)], ranks: usize) -> RunLayout {
 }
 
 #[test]
-fn runs_are_put_together_and_summed_as_over_threads() {
+fn runs_match_threads() {
     everywhere(|ctx, set, dtype| {
         let tensors =
             [(vec![3, 4], dtype), (vec![], DType::F32), (vec![11], dtype), (vec![0, 2], dtype)];
@@ -347,7 +358,7 @@ fn runs_are_put_together_and_summed_as_over_threads() {
 }
 
 #[test]
-fn gradients_run_through_it() {
+fn gradients_match_threads() {
     check(&[("a", 2)], |ctx| {
         let w = Var::from_tensor(&input(ctx, &[6, 4], DType::F32)?)?;
         let all = ctx.all_gather(w.as_tensor(), 0, ALL)?;
@@ -357,7 +368,7 @@ fn gradients_run_through_it() {
 }
 
 #[test]
-fn calls_that_do_not_agree_are_named_on_all() {
+fn mismatch_names_both_calls() {
     let errors = run(&[("a", 3)], |ctx| {
         let x = Tensor::ones(ctx.slot().min(1) + 3, DType::F32, &Device::Cpu).unwrap();
         ctx.psum(&x, ALL).unwrap_err().to_string()
@@ -369,29 +380,29 @@ fn calls_that_do_not_agree_are_named_on_all() {
 }
 
 #[test]
-fn nothing_follows_what_all_agreed_on_and_one_has_not_carried_out() {
+fn failed_collective_blocks_later_ones() {
     let network = Arc::<Network>::default();
     let topology = Topology::new(vec![("a".into(), 2)], 2).unwrap();
-    let site = Site::along(ALL, &topology, 0, "psum", None).unwrap();
+    let ctx = GroupContext::new(ALL, &topology, 0, "psum", None).unwrap();
     let fails: [fn() -> Result<()>; 2] = [|| bail!("no memory"), || panic!("no memory")];
     for fail in fails {
-        let wire = wire(&network, &ending(0));
-        let call = Call { wire: &wire, site: &site };
+        let channel = channel(&network, &exit(0));
+        let call = NcclCall { channel: &channel, ctx: &ctx };
         call.carry_out(|| Ok(())).unwrap();
-        assert!(wire.broken.get().is_none());
+        assert!(channel.broken.get().is_none());
         assert!(call.carry_out(fail).unwrap_err().to_string().contains("no memory"));
         let refused = call.exchange_headers(0, 0, Vec::new).unwrap_err().to_string();
         assert!(
             refused.contains("psum over all axes") && refused.contains("no memory"),
             "{refused}"
         );
-        // Its peer waits for data: it must not get a header in their place.
+        // The other rank waits for data: it must not get a header in their place.
         assert!(lock(&network.bytes.0).is_empty());
     }
 }
 
 #[test]
-fn types_that_nccl_does_not_carry_are_refused() {
+fn unsupported_dtypes_are_rejected() {
     for dtype in [DType::I16, DType::I32] {
         // Nothing is sent, or the network would not be empty.
         let errors = run(&[("a", 2)], |ctx| {
@@ -404,7 +415,7 @@ fn types_that_nccl_does_not_carry_are_refused() {
 }
 
 #[test]
-fn a_world_of_another_size_than_the_mesh_is_refused() {
+fn world_size_must_match_the_mesh() {
     let topology = Arc::new(Topology::new(vec![("a".into(), 3)], 64).unwrap());
     let place = Placement::new(0, 2).unwrap();
     let store = NcclStore::File("not looked at".into());

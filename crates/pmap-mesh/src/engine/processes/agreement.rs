@@ -1,24 +1,24 @@
-//! How processes find out that they do not call the same collective, and say so.
+//! Detection of processes that call different collectives, and the error for it.
 
 use candle_core::Tensor;
 use core_types::Fingerprint;
 
 use crate::{
-    engine::Site,
+    engine::GroupContext,
     error::{CollectiveError, call::CollectiveCall},
 };
 
-/// The longest description of a call: a path, a shape and a list of pairs of ranks fit in.
+/// The size of a call's description: enough for a path, a shape and a list of pairs of ranks.
 pub(crate) const TEXT_BYTES: usize = 4096;
 
-/// A number that differs if calls, or the types or shapes of what is passed, do not agree.
-pub(crate) fn agreement(call: &CollectiveCall, tensors: &[Tensor]) -> u64 {
+/// Returns a hash that differs if calls, or the dtypes or shapes of their tensors, do not agree.
+pub(crate) fn call_hash(call: &CollectiveCall, tensors: &[Tensor]) -> u64 {
     let mut agreement = Fingerprint::new();
     agreement
         .write_bytes(call.op.as_bytes())
         .write_bytes(call.detail.as_bytes())
         .write_u64(call.set);
-    // Nothing is allocated here: a sum of a few bytes takes 2 µs.
+    // This must not allocate: a sum of a few bytes takes only 2 µs.
     agreement.write_u64(match call.free_dim {
         Some(dim) => dim as u64,
         None => u64::MAX,
@@ -35,7 +35,7 @@ pub(crate) fn agreement(call: &CollectiveCall, tensors: &[Tensor]) -> u64 {
     agreement.finish()
 }
 
-/// The sizes that must agree, and how many dimensions there are.
+/// Adds the number of dimensions and the sizes that must agree.
 fn add_sizes(agreement: &mut Fingerprint, call: &CollectiveCall, dims: &[usize]) {
     agreement.write_u64(dims.len() as u64);
     for (dim, &size) in dims.iter().enumerate() {
@@ -45,7 +45,8 @@ fn add_sizes(agreement: &mut Fingerprint, call: &CollectiveCall, dims: &[usize])
     }
 }
 
-/// What this process calls, in [`TEXT_BYTES`]; the tensors are named where the call does not.
+/// Returns the description of this process's call, padded to [`TEXT_BYTES`]; includes the tensors
+/// if the call does not.
 pub(crate) fn description(call: &CollectiveCall, tensors: &[Tensor]) -> Vec<u8> {
     let mut text = call.to_string();
     if call.dtype.is_none() && !tensors.is_empty() {
@@ -59,19 +60,19 @@ pub(crate) fn description(call: &CollectiveCall, tensors: &[Tensor]) -> Vec<u8> 
     bytes
 }
 
-/// What all members of a group return if the first one and that of rank `other` do not agree, given
-/// the [`description`] of each rank.
+/// Returns the error for a group in which rank 0 and rank `other` do not agree, given the
+/// [`description`] of each rank.
 pub(crate) fn disagreement(
-    site: &Site,
+    ctx: &GroupContext,
     other: usize,
     description_of: impl Fn(usize) -> Vec<u8>,
 ) -> candle_core::Error {
     let text =
         |rank| String::from_utf8_lossy(&description_of(rank)).trim_end_matches('\0').to_owned();
     candle_core::Error::wrap(CollectiveError::Mismatch {
-        left: site.members()[0],
+        left: ctx.members()[0],
         left_call: text(0),
-        right: site.members()[other],
+        right: ctx.members()[other],
         right_call: text(other),
     })
 }
@@ -85,9 +86,9 @@ mod tests {
     use super::*;
     use crate::{axes::ALL, grid::Topology};
 
-    fn site(x: Option<&Tensor>) -> Site {
+    fn ctx(x: Option<&Tensor>) -> GroupContext {
         let topology = Topology::new(vec![("a".into(), 2), ("b".into(), 2)], 4).unwrap();
-        Site::along(ALL, &topology, 0, "psum", x).unwrap()
+        GroupContext::new(ALL, &topology, 0, "psum", x).unwrap()
     }
 
     fn zeros(shape: &[usize], dtype: DType) -> Tensor {
@@ -95,42 +96,42 @@ mod tests {
     }
 
     #[test]
-    fn all_that_must_agree_changes_the_number() {
+    fn every_checked_part_changes_the_hash() {
         let x = zeros(&[2, 3], DType::F32);
         let along_b = {
             let topology = Topology::new(vec![("a".into(), 2), ("b".into(), 2)], 4).unwrap();
-            Site::along("b".into(), &topology, 0, "psum", Some(&x)).unwrap()
+            GroupContext::new("b".into(), &topology, 0, "psum", Some(&x)).unwrap()
         };
-        let sites = [
-            site(None),
-            site(Some(&x)),
-            site(Some(&zeros(&[3, 2], DType::F32))),
-            site(Some(&zeros(&[6], DType::F32))),
-            site(Some(&zeros(&[2, 3], DType::F64))),
-            site(Some(&x)).with_detail("(1)".into()),
-            site(Some(&x)).with_free_dim(0),
-            site(Some(&x)).with_free_dim(1),
+        let contexts = [
+            ctx(None),
+            ctx(Some(&x)),
+            ctx(Some(&zeros(&[3, 2], DType::F32))),
+            ctx(Some(&zeros(&[6], DType::F32))),
+            ctx(Some(&zeros(&[2, 3], DType::F64))),
+            ctx(Some(&x)).with_detail("(1)".into()),
+            ctx(Some(&x)).with_free_dim(0),
+            ctx(Some(&x)).with_free_dim(1),
             along_b,
         ];
-        let numbers: BTreeSet<u64> = sites.iter().map(|site| agreement(&site.call, &[])).collect();
-        assert_eq!(numbers.len(), sites.len());
-        assert_ne!(agreement(&site(None).call, &[x]), agreement(&site(None).call, &[]));
+        let numbers: BTreeSet<u64> = contexts.iter().map(|ctx| call_hash(&ctx.call, &[])).collect();
+        assert_eq!(numbers.len(), contexts.len());
+        assert_ne!(call_hash(&ctx(None).call, &[x]), call_hash(&ctx(None).call, &[]));
     }
 
     #[test]
-    fn sizes_in_a_free_dimension_need_not_agree() {
+    fn free_dimension_is_not_hashed() {
         let number = |rows| {
             let x = zeros(&[rows, 3], DType::F32);
-            agreement(&site(Some(&x)).with_free_dim(0).call, &[x])
+            call_hash(&ctx(Some(&x)).with_free_dim(0).call, &[x])
         };
         assert_eq!(number(2), number(5));
     }
 
     #[test]
-    fn a_disagreement_names_both_calls_without_their_padding() {
+    fn disagreement_names_both_calls() {
         let x = zeros(&[2], DType::F32);
-        let texts = [site(Some(&x)), site(None)].map(|site| description(&site.call, &[]));
-        let error = disagreement(&site(None), 1, |rank| texts[rank].clone()).to_string();
+        let texts = [ctx(Some(&x)), ctx(None)].map(|ctx| description(&ctx.call, &[]));
+        let error = disagreement(&ctx(None), 1, |rank| texts[rank].clone()).to_string();
         assert!(error.starts_with("replica 0 calls psum of f32 [2] over all axes at "), "{error}");
         assert!(error.contains(", replica 1 calls psum over all axes at "), "{error}");
         assert!(!error.contains('\0'));

@@ -1,5 +1,5 @@
-//! Common parts of the engines of many processes: one collective at a time, agreement on it, waiting
-//! for it, results of all, and an end.
+//! Common parts of the multi-process engines: one collective at a time, agreement, waiting,
+//! exchange of results, and termination.
 
 mod agreement;
 mod packing;
@@ -9,80 +9,81 @@ use std::sync::{Arc, Mutex};
 
 use candle_core::{Device, Result, Tensor};
 
-pub(crate) use self::agreement::{TEXT_BYTES, agreement, description, disagreement};
-use self::packing::{packed, packed_reason, unpacked};
+pub(crate) use self::agreement::{TEXT_BYTES, call_hash, description, disagreement};
+use self::packing::{decode, encode_list, encode_reason};
 use crate::{
     axes::ALL,
-    ending,
-    engine::{Engine, Gathered, Purpose, Site},
+    engine::{AllgatherPurpose, Engine, GatheredTensors, GroupContext},
     error::{self, CollectiveError, Error, ProcessError, call::CollectiveCall},
+    exit,
     grid::Topology,
     sync::lock,
 };
 
-/// Says why, and ends this process by `stop`.
-pub(crate) fn end(rank: usize, why: &str, stop: impl FnOnce()) -> ! {
-    ending::end(&format!("rank {rank}: {why}"), stop)
+/// Prints the reason and ends this process by calling `stop`.
+pub(crate) fn exit_process(rank: usize, reason: &str, stop: impl FnOnce()) -> ! {
+    exit::exit_with(&format!("rank {rank}: {reason}"), stop)
 }
 
-/// The collective that this process takes part in; there is one at a time.
+/// The current collective of this process; there is one at a time.
 #[derive(Debug, Default)]
-pub(crate) struct Current(Mutex<Option<Arc<CollectiveCall>>>);
+pub(crate) struct CurrentCall(Mutex<Option<Arc<CollectiveCall>>>);
 
-/// Until it is dropped, other threads of this process are refused.
-pub(crate) struct Guard<'a>(&'a Current);
+/// A lock on the current collective: while it exists, other threads of this process get an error.
+pub(crate) struct CallGuard<'a>(&'a CurrentCall);
 
-impl Current {
+impl CurrentCall {
     /// Begins a collective.
     ///
     /// # Errors
     ///
-    /// [`CollectiveError::Mismatch`] while another one has not ended.
-    pub(crate) fn enter(&self, site: &Site) -> Result<Guard<'_>> {
+    /// [`CollectiveError::Mismatch`] while another collective runs.
+    pub(crate) fn enter(&self, ctx: &GroupContext) -> Result<CallGuard<'_>> {
         let mut current = lock(&self.0);
         if let Some(call) = &*current {
             return Err(candle_core::Error::wrap(CollectiveError::Mismatch {
-                left: site.slot(),
+                left: ctx.slot(),
                 left_call: call.to_string(),
-                right: site.slot(),
-                right_call: site.call.to_string(),
+                right: ctx.slot(),
+                right_call: ctx.call.to_string(),
             }));
         }
-        *current = Some(Arc::clone(&site.call));
-        Ok(Guard(self))
+        *current = Some(Arc::clone(&ctx.call));
+        Ok(CallGuard(self))
     }
 }
 
-impl Drop for Guard<'_> {
+impl Drop for CallGuard<'_> {
     fn drop(&mut self) {
         *lock(&self.0.0) = None;
     }
 }
 
-/// A process of a mesh, by its one slot.
-pub(crate) struct ProcessPlace<'a> {
+/// The one slot of a process, and its device.
+pub(crate) struct ProcessSlot<'a> {
     pub(crate) topology: &'a Topology,
     pub(crate) slot: usize,
-    /// On which what it sends to others must lie.
+    /// The device for tensors that are sent.
     pub(crate) device: &'a Device,
 }
 
-/// The lists of all processes, given this one's; tensors may be of any types and shapes.
+/// Returns the lists of all processes, given this one's; tensors may have any dtypes and shapes.
 ///
-/// A process that has none, or cannot send it, says so instead: the others would wait for it until
-/// their deadline.
+/// A process that has an error, or cannot send its list, sends the error instead: otherwise the
+/// others would wait for it until their deadline.
 pub(crate) fn process_allgather(
     engine: &impl Engine,
-    place: &ProcessPlace<'_>,
-    purpose: Purpose,
+    process: &ProcessSlot<'_>,
+    purpose: AllgatherPurpose,
     lists: error::Result<Vec<Vec<Tensor>>>,
 ) -> error::Result<Vec<Vec<Tensor>>> {
-    let sent = lists.and_then(|lists| packed(&lists[0], place.device).map_err(exchange));
+    let sent =
+        lists.and_then(|lists| encode_list(&lists[0], process.device).map_err(exchange_error));
     let (message, failure) = match sent {
         Ok(message) => (message, None),
         Err(error) => {
-            let Ok(message) = packed_reason(&error.to_string(), place.device) else {
-                // Not even that: the end of this process tells them.
+            let Ok(message) = encode_reason(&error.to_string(), process.device) else {
+                // The error cannot be sent either: the end of this process reports it.
                 engine.fail(error);
                 unreachable!("an engine of several processes ends this one when it fails")
             };
@@ -90,35 +91,37 @@ pub(crate) fn process_allgather(
         }
     };
     let op = match purpose {
-        Purpose::User => "process_allgather",
-        Purpose::Results => "the results of the function",
+        AllgatherPurpose::User => "process_allgather",
+        AllgatherPurpose::Results => "the results of the function",
     };
-    let site = Site::along(ALL, place.topology, place.slot, op, Some(&message))?.with_free_dim(0);
-    let of_all = engine.all_gather(&site, &message).and_then(Gathered::into_parts);
-    // What went wrong here comes first, also if the others could not be told.
+    let ctx = GroupContext::new(ALL, process.topology, process.slot, op, Some(&message))?
+        .with_free_dim(0);
+    let of_all = engine.all_gather(&ctx, &message).and_then(GatheredTensors::into_parts);
+    // The local error comes first, even if the exchange failed too.
     match failure {
         Some(error) => Err(error),
-        None => unpacked_lists(&of_all.map_err(exchange)?),
+        None => decode_lists(&of_all.map_err(exchange_error)?),
     }
 }
 
-fn exchange(cause: candle_core::Error) -> Error {
+fn exchange_error(cause: candle_core::Error) -> Error {
     ProcessError::Exchange { cause }.into()
 }
 
-/// What all processes have sent, by slot.
-fn unpacked_lists(messages: &[Tensor]) -> error::Result<Vec<Vec<Tensor>>> {
-    let list = |(slot, message)| match unpacked(message).map_err(exchange)? {
-        Ok(list) => Ok(list),
-        Err(reason) => Err(ProcessError::Peer { slot, reason }.into()),
-    };
-    messages.iter().enumerate().map(list).collect()
+/// Decodes the messages of all processes, by slot.
+fn decode_lists(messages: &[Tensor]) -> error::Result<Vec<Vec<Tensor>>> {
+    let mut lists = Vec::with_capacity(messages.len());
+    for (slot, message) in messages.iter().enumerate() {
+        let list = decode(message).map_err(exchange_error)?;
+        lists.push(list.map_err(|reason| ProcessError::Peer { slot, reason })?);
+    }
+    Ok(lists)
 }
 
-/// Meets the others once more, so that one that still calls a collective along all axes learns that
-/// it is alone.
-pub(crate) fn leave(engine: &impl Engine, topology: &Topology, slot: usize) -> Result<()> {
-    let site = Site::along(ALL, topology, slot, "the end of the function", None)
+/// Runs a last barrier with the other processes, so that a process still in a collective along all
+/// axes fails instead of waiting.
+pub(crate) fn final_barrier(engine: &impl Engine, topology: &Topology, slot: usize) -> Result<()> {
+    let ctx = GroupContext::new(ALL, topology, slot, "the end of the function", None)
         .map_err(candle_core::Error::wrap)?;
-    engine.barrier(&site)
+    engine.barrier(&ctx)
 }

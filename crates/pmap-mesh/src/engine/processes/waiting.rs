@@ -1,23 +1,24 @@
-//! How a thread waits for what cannot wake it: a message of another process, or a device.
+//! Backoff of a thread that polls for an event that cannot wake it: a message of another process,
+//! or the completion on a device.
 
 use std::{thread, time::Duration};
 
-/// How long it stays awake: about as long as a message takes whose sender is there, or as members
-/// of a group need to come if they do the same work.
-const AWAKE: Duration = Duration::from_micros(200);
+/// Time to poll before the first sleep: about the latency of a message from a ready sender, or the
+/// skew of group members that do the same work.
+const POLL_TIME: Duration = Duration::from_micros(200);
 /// The longest sleep.
-const NAP: Duration = Duration::from_millis(1);
+const LONGEST_SLEEP: Duration = Duration::from_millis(1);
 
-/// How long to sleep when nothing has come for so long, if at all: an eighth of it, so that the
-/// wait becomes longer by no more than that.
+/// Returns how long to sleep after a quiet time, or `None` to keep polling. It is an eighth of the
+/// quiet time, so that sleeping lengthens a wait by at most that fraction.
 pub(crate) fn sleep_duration(quiet: Duration) -> Option<Duration> {
-    (quiet > AWAKE).then(|| NAP.min(quiet / 8))
+    (quiet > POLL_TIME).then(|| LONGEST_SLEEP.min(quiet / 8))
 }
 
-/// Sleeps for that long, or gives way to other threads.
-pub(crate) fn pause(nap: Option<Duration>) {
-    match nap {
-        Some(nap) => thread::sleep(nap),
+/// Sleeps for a duration, or yields without one.
+pub(crate) fn pause(duration: Option<Duration>) {
+    match duration {
+        Some(duration) => thread::sleep(duration),
         None => thread::yield_now(),
     }
 }
@@ -27,10 +28,10 @@ mod tests {
     use super::*;
 
     #[test]
-    fn who_waits_sleeps_the_longer_the_longer_nothing_comes() {
-        let naps = [200, 400, 4000, 10_000_000]
+    fn sleep_grows_with_quiet_time() {
+        let sleeps = [200, 400, 4000, 10_000_000]
             .map(|micros| sleep_duration(Duration::from_micros(micros)));
         let micros = |micros| Some(Duration::from_micros(micros));
-        assert_eq!(naps, [None, micros(50), micros(500), Some(NAP)]);
+        assert_eq!(sleeps, [None, micros(50), micros(500), Some(LONGEST_SLEEP)]);
     }
 }

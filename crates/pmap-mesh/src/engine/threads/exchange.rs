@@ -1,59 +1,60 @@
-//! One collective of one group: what its members contribute, and what they make of it together.
+//! One collective of one group: the contributions of its members, and the shared work on them.
 
 use std::{collections::BTreeMap, sync::OnceLock};
 
 use candle_core::Tensor;
 
-use crate::{axes::AxisSet, reduce::joint::SharedWork};
+use crate::{axes::AxisSet, reduce::shared_work::SharedWork};
 
-/// What one member contributes to a collective.
+/// One member's contribution to a collective.
 #[derive(Debug, Default)]
-pub(super) struct Contribution {
-    /// They may be read until this member has left the collective, and by others only once all have
-    /// come.
+pub(super) struct MemberContribution {
+    /// The tensors. Other members may read them from the moment when all have arrived until this
+    /// member leaves the collective.
     pub(super) tensors: Vec<Tensor>,
-    /// What it wants of a list, where each member says so itself.
+    /// The indexes of the tensors that this member wants, for
+    /// [`WantedTensors::Own`](crate::engine::WantedTensors::Own).
     pub(super) wanted: Vec<usize>,
 }
 
-impl From<Tensor> for Contribution {
+impl From<Tensor> for MemberContribution {
     fn from(tensor: Tensor) -> Self {
         Self { tensors: vec![tensor], wanted: Vec::new() }
     }
 }
 
-/// What the members of a group make together of lists.
+/// The shared work of a group on lists.
 #[derive(Debug)]
 pub(super) struct ListWork {
     pub(super) work: SharedWork,
-    /// Which output is the reduction of a run, by its tensor, start and end.
+    /// The output of each reduced run, by its tensor, start and end.
     pub(super) outputs: BTreeMap<(usize, usize, usize), usize>,
 }
 
-/// Plans the shared work of a group from its contributions; `None` if each member makes its results
-/// by itself.
+/// Plans the shared work of a group from its contributions; returns `None` if each member computes
+/// its results alone.
 pub(super) type WorkPlanner<'a> =
-    &'a dyn Fn(&[Contribution]) -> Option<candle_core::Result<ListWork>>;
+    &'a dyn Fn(&[MemberContribution]) -> Option<candle_core::Result<ListWork>>;
 
-/// A collective among all of a call: its group, and which of the group's it is.
+/// The key of a collective in a call: the group, and the collective's number there.
 pub(super) type CollectiveKey = (AxisSet, usize, u64);
 
-/// What all members of a group share in a collective.
+/// The shared state of one collective of a group.
 #[derive(Debug)]
-pub(super) struct Exchange {
+pub(super) struct GroupExchange {
     key: CollectiveKey,
-    complete: OnceLock<Complete>,
+    complete: OnceLock<CompleteExchange>,
 }
 
 #[derive(Debug)]
-struct Complete {
-    /// By rank.
-    contributions: Vec<Contribution>,
-    /// What the members make together, or why it cannot be.
+struct CompleteExchange {
+    /// The contributions, by rank.
+    contributions: Vec<MemberContribution>,
+    /// The shared work or its error; `None` if each member computes alone.
     work: Option<Result<ListWork, String>>,
 }
 
-impl Exchange {
+impl GroupExchange {
     pub(super) fn new(key: CollectiveKey) -> Self {
         Self { key, complete: OnceLock::new() }
     }
@@ -62,48 +63,50 @@ impl Exchange {
         self.key
     }
 
-    /// Whether all members have come.
+    /// Returns true if all members have arrived.
     pub(super) fn is_complete(&self) -> bool {
         self.complete.get().is_some()
     }
 
-    /// Shows the others what all have contributed, when the last member has come.
+    /// Publishes all contributions to the members, when the last one has arrived.
     #[expect(clippy::expect_used, reason = "only the last member completes an exchange")]
     pub(super) fn complete(
         &self,
-        contributions: Vec<Contribution>,
-        lay_out: Option<WorkPlanner<'_>>,
+        contributions: Vec<MemberContribution>,
+        plan: Option<WorkPlanner<'_>>,
     ) {
-        let work = lay_out.and_then(|lay_out| lay_out(&contributions));
+        let work = plan.and_then(|plan| plan(&contributions));
         let work = work.map(|work| work.map_err(|error| error.to_string()));
-        self.complete.set(Complete { contributions, work }).expect("an exchange is completed once");
+        self.complete
+            .set(CompleteExchange { contributions, work })
+            .expect("an exchange is completed once");
     }
 
     #[expect(clippy::expect_used, reason = "the last rank to arrive completes the exchange")]
-    fn get(&self) -> &Complete {
+    fn get(&self) -> &CompleteExchange {
         self.complete.get().expect("all members have come")
     }
 
-    /// What the members have contributed, by rank.
-    pub(super) fn contributions(&self) -> &[Contribution] {
+    /// Returns the contributions, by rank.
+    pub(super) fn contributions(&self) -> &[MemberContribution] {
         &self.get().contributions
     }
 
-    /// The one tensor that the member of this rank contributed.
+    /// Returns the only tensor that this rank contributed.
     pub(super) fn first(&self, rank: usize) -> &Tensor {
         &self.contributions()[rank].tensors[0]
     }
 
-    /// The tensor number `index` of each member, all of which have one.
+    /// Returns tensor number `index` of each member.
     pub(super) fn tensors_at(&self, index: usize) -> Vec<Tensor> {
         tensors_at(self.contributions(), index)
     }
 
-    /// What the members make together, unless each makes its results by itself.
+    /// Returns the shared work, or `None` if each member computes its results alone.
     ///
     /// # Errors
     ///
-    /// Why it cannot be made.
+    /// The reason why the work cannot be planned.
     pub(super) fn work(&self) -> candle_core::Result<Option<&ListWork>> {
         match &self.get().work {
             None => Ok(None),
@@ -113,7 +116,7 @@ impl Exchange {
     }
 }
 
-/// The tensor number `index` of each member, all of which have one.
-pub(super) fn tensors_at(contributions: &[Contribution], index: usize) -> Vec<Tensor> {
+/// Returns tensor number `index` of each member.
+pub(super) fn tensors_at(contributions: &[MemberContribution], index: usize) -> Vec<Tensor> {
     contributions.iter().map(|of_rank| of_rank.tensors[index].clone()).collect()
 }

@@ -1,9 +1,9 @@
 //! Collectives of lists of tensors, over memory that all members of a group can read.
 //!
-//! Nothing is done where a collective is started: its tensors are handed in, and are not to be
-//! written to before it has been waited for. What is copied or added up, those who wait make
-//! together, piece by piece, once all have come ([`SharedWork`]). The member that came last could do
-//! it alone, but its own computation would stand still meanwhile, and the cores of those who wait.
+//! Starting a collective only contributes its tensors, which must not change until the wait. The
+//! copying and adding is shared work ([`SharedWork`]): once all members have arrived, waiting
+//! members compute it chunk by chunk. The last member could do it alone, but then its own
+//! computation and the waiting cores would be idle meanwhile.
 
 use std::{collections::BTreeMap, sync::Arc};
 
@@ -11,165 +11,176 @@ use candle_core::{Device, Result, Shape, Tensor, Var, bail};
 
 use super::{
     SMALL_BYTES,
-    exchange::{Contribution, Exchange, ListWork, tensors_at},
+    exchange::{GroupExchange, ListWork, MemberContribution, tensors_at},
     rendezvous::Rendezvous,
     snapshot,
 };
 use crate::{
-    device::to_device::{n_bytes, on_host, placed},
+    device::to_device::{leaf_to_device, n_bytes, to_host},
     engine::{
-        Site, Wanted, Work,
-        layout::{Owned, Run, RunLayout},
+        GroupContext, ListRequest, WantedTensors,
+        layout::{Run, RunLayout},
     },
     reduce::{
         self, Reduction,
-        joint::SharedWork,
-        outputs::{Assembly, assembled, reduced},
+        outputs::{Concatenation, concat_output, reduce_output},
+        shared_work::SharedWork,
     },
 };
 
-/// What one member has to know of a collective of lists besides what it contributes.
+/// One member's parameters of a collective of lists, besides its contribution.
 #[derive(Debug)]
-pub(super) enum Job {
+pub(super) enum ListOp {
     Gather { layout: RunLayout, device: Device },
     Reduce(ListReduction),
 }
 
-/// A reduction of what several members want of their lists.
+/// A reduction of parts of the members' lists.
 #[derive(Debug)]
 pub(super) struct ListReduction {
-    wanted: Wanted,
+    wanted: WantedTensors,
     reduction: Reduction,
     /// The device of each tensor of the list.
     devices: Vec<Device>,
-    /// Whether every member reduces by itself what it wants.
+    /// Whether every member reduces its part alone.
     is_small: bool,
 }
 
-/// A run of a tensor that is reduced, and the shape of the result.
+/// A run of a tensor to reduce, and the shape of the result.
 struct ReduceTarget {
     run: Run,
     shape: Shape,
 }
 
-impl Job {
-    /// The job of one member, and what it contributes.
-    pub(super) fn new(work: Work) -> Result<(Self, Contribution)> {
+impl ListOp {
+    /// Splits a request into the operation of one member and its contribution.
+    pub(super) fn new(work: ListRequest) -> Result<(Self, MemberContribution)> {
         match work {
-            Work::Gather { own, layout, device } => {
-                let tensors = own.iter().map(on_host).collect::<Result<_>>()?;
-                let contribution = Contribution { tensors, wanted: Vec::new() };
+            ListRequest::Gather { own, layout, device } => {
+                let tensors = own.iter().map(to_host).collect::<Result<_>>()?;
+                let contribution = MemberContribution { tensors, wanted: Vec::new() };
                 Ok((Self::Gather { layout, device }, contribution))
             }
-            Work::Reduce { list, wanted, reduction } => {
-                let (job, contribution) = ListReduction::new(&list, wanted, reduction)?;
-                Ok((Self::Reduce(job), contribution))
+            ListRequest::Reduce { list, wanted, reduction } => {
+                let (op, contribution) = ListReduction::new(&list, wanted, reduction)?;
+                Ok((Self::Reduce(op), contribution))
             }
         }
     }
 
-    /// What the members make together.
-    pub(super) fn lay_out(&self, contributions: &[Contribution]) -> Option<Result<ListWork>> {
+    /// Plans the shared work.
+    pub(super) fn plan(&self, contributions: &[MemberContribution]) -> Option<Result<ListWork>> {
         match self {
-            Self::Gather { layout, .. } => Some(gathering(layout, contributions)),
-            Self::Reduce(job) => (!job.is_small).then(|| job.lay_out(contributions)),
+            Self::Gather { layout, .. } => Some(plan_gather(layout, contributions)),
+            Self::Reduce(op) => (!op.is_small).then(|| op.plan(contributions)),
         }
     }
 
-    /// The results, given that all have contributed.
+    /// Returns the results, after all members have contributed.
     pub(super) fn results(
         &self,
         rendezvous: &Rendezvous,
-        site: &Site,
-        exchange: &Arc<Exchange>,
+        ctx: &GroupContext,
+        exchange: &Arc<GroupExchange>,
     ) -> Result<Vec<Tensor>> {
-        let joint = exchange.work()?;
-        if let Some(ListWork { work, .. }) = joint {
-            rendezvous.work(site, exchange, work)?;
+        let shared = exchange.work()?;
+        if let Some(ListWork { work, .. }) = shared {
+            rendezvous.finish_work(ctx, exchange, work)?;
         }
         match self {
-            Self::Gather { layout, device } => gathered(layout, device, joint),
-            Self::Reduce(job) => match joint {
-                Some(joint) => job.joint_results(site, exchange, joint),
-                None => job.own_results(site, exchange),
+            Self::Gather { layout, device } => gather_results(layout, device, shared),
+            Self::Reduce(op) => match shared {
+                Some(shared) => op.shared_results(ctx, exchange, shared),
+                None => op.compute_results(ctx, exchange),
             },
         }
     }
 }
 
 impl ListReduction {
-    fn new(list: &[Tensor], wanted: Wanted, reduction: Reduction) -> Result<(Self, Contribution)> {
-        // Small lists are copied, so that nobody has to wait until all have read them.
+    fn new(
+        list: &[Tensor],
+        wanted: WantedTensors,
+        reduction: Reduction,
+    ) -> Result<(Self, MemberContribution)> {
+        // Copy small lists, so that no member waits until all have read them.
         let is_small = list.iter().map(n_bytes).sum::<usize>() <= SMALL_BYTES;
-        let contributed = if is_small { snapshot } else { on_host };
+        let contributed = if is_small { snapshot } else { to_host };
         let tensors = list.iter().map(contributed).collect::<Result<_>>()?;
         let own = match &wanted {
-            Wanted::Own(own) => own.clone(),
-            Wanted::Everything | Wanted::ByRank(_) => Vec::new(),
+            WantedTensors::Own(own) => own.clone(),
+            WantedTensors::Everything | WantedTensors::ByRank(_) => Vec::new(),
         };
         if let Some(n) = own.iter().find(|&&n| n >= list.len()) {
             bail!("there is no tensor {n} to sum");
         }
         let devices = list.iter().map(|x| x.device().clone()).collect();
-        Ok((Self { wanted, reduction, devices, is_small }, Contribution { tensors, wanted: own }))
+        Ok((
+            Self { wanted, reduction, devices, is_small },
+            MemberContribution { tensors, wanted: own },
+        ))
     }
 
-    /// The results that all have made together.
-    fn joint_results(
+    /// Returns the results of the shared work.
+    fn shared_results(
         &self,
-        site: &Site,
-        exchange: &Exchange,
+        ctx: &GroupContext,
+        exchange: &GroupExchange,
         ListWork { work, outputs }: &ListWork,
     ) -> Result<Vec<Tensor>> {
-        let result = |ReduceTarget { run, .. }: &ReduceTarget| {
-            work.result(outputs[&key(run)])?.to_device(&self.devices[run.tensor])
-        };
-        self.wants(site.rank, exchange.contributions()).iter().map(result).collect()
+        self.targets(ctx.rank, exchange.contributions())
+            .iter()
+            .map(|ReduceTarget { run, .. }| {
+                work.result(outputs[&key(run)])?.to_device(&self.devices[run.tensor])
+            })
+            .collect()
     }
 
-    /// The results, made by this member alone.
-    fn own_results(&self, site: &Site, exchange: &Exchange) -> Result<Vec<Tensor>> {
+    /// Computes the results in this member alone.
+    fn compute_results(&self, ctx: &GroupContext, exchange: &GroupExchange) -> Result<Vec<Tensor>> {
         let contributions = exchange.contributions();
-        check_alike(contributions)?;
-        let sum = |ReduceTarget { run: Run { tensor, items }, shape }: &ReduceTarget| {
-            let summands = exchange.tensors_at(*tensor);
-            let sum = reduce::run(&summands, items.clone(), shape, self.reduction)?;
-            sum.to_device(&self.devices[*tensor])
-        };
-        self.wants(site.rank, contributions).iter().map(sum).collect()
+        check_equal_lists(contributions)?;
+        let mut results = Vec::new();
+        for ReduceTarget { run: Run { tensor, items }, shape } in
+            self.targets(ctx.rank, contributions)
+        {
+            let summands = exchange.tensors_at(tensor);
+            let sum = reduce::run(&summands, items, &shape, self.reduction)?;
+            results.push(sum.to_device(&self.devices[tensor])?);
+        }
+        Ok(results)
     }
 
-    /// Everything that any member wants, each run once.
-    fn lay_out(&self, contributions: &[Contribution]) -> Result<ListWork> {
-        check_alike(contributions)?;
+    /// Plans the reduction of everything that any member wants, each run once.
+    fn plan(&self, contributions: &[MemberContribution]) -> Result<ListWork> {
+        check_equal_lists(contributions)?;
         let mut outputs = BTreeMap::new();
         let mut reductions = Vec::new();
         for rank in 0..contributions.len() {
-            for ReduceTarget { run, shape } in self.wants(rank, contributions) {
+            for ReduceTarget { run, shape } in self.targets(rank, contributions) {
                 let n_outputs = reductions.len();
                 if *outputs.entry(key(&run)).or_insert(n_outputs) == n_outputs {
                     let summands = tensors_at(contributions, run.tensor);
-                    reductions.push(reduced(summands, run.items, shape, self.reduction)?);
+                    reductions.push(reduce_output(summands, run.items, shape, self.reduction)?);
                 }
             }
         }
         Ok(ListWork { work: SharedWork::new(reductions, contributions.len()), outputs })
     }
 
-    fn wants(&self, rank: usize, contributions: &[Contribution]) -> Vec<ReduceTarget> {
-        let Contribution { tensors, wanted } = &contributions[rank];
+    fn targets(&self, rank: usize, contributions: &[MemberContribution]) -> Vec<ReduceTarget> {
+        let MemberContribution { tensors, wanted } = &contributions[rank];
         let whole = |tensor: usize| {
             let shape = tensors[tensor].shape().clone();
             ReduceTarget { run: Run { tensor, items: 0..shape.elem_count() }, shape }
         };
         match &self.wanted {
-            Wanted::Everything => (0..tensors.len()).map(whole).collect(),
-            Wanted::Own(_) => wanted.iter().copied().map(whole).collect(),
-            Wanted::ByRank(runs) => {
-                let want =
-                    |run: &Run| ReduceTarget { shape: run.items.len().into(), run: run.clone() };
-                runs[rank].iter().map(want).collect()
-            }
+            WantedTensors::Everything => (0..tensors.len()).map(whole).collect(),
+            WantedTensors::Own(_) => wanted.iter().copied().map(whole).collect(),
+            WantedTensors::ByRank(runs) => runs[rank]
+                .iter()
+                .map(|run| ReduceTarget { shape: run.items.len().into(), run: run.clone() })
+                .collect(),
         }
     }
 }
@@ -178,10 +189,11 @@ fn key(run: &Run) -> (usize, usize, usize) {
     (run.tensor, run.items.start, run.items.end)
 }
 
-/// Rejects lists whose dtypes or shapes differ: the kernel would reduce the items that all have.
-fn check_alike(contributions: &[Contribution]) -> Result<()> {
+/// Rejects lists with different dtypes or shapes: the kernel would reduce only the items that all
+/// have.
+fn check_equal_lists(contributions: &[MemberContribution]) -> Result<()> {
     let first = &contributions[0].tensors;
-    for (rank, Contribution { tensors, .. }) in contributions.iter().enumerate() {
+    for (rank, MemberContribution { tensors, .. }) in contributions.iter().enumerate() {
         for (n, (left, right)) in first.iter().zip(tensors).enumerate() {
             if left.dtype() != right.dtype() || left.shape() != right.shape() {
                 bail!(
@@ -197,23 +209,27 @@ fn check_alike(contributions: &[Contribution]) -> Result<()> {
     Ok(())
 }
 
-/// The tensors of a layout, as all have made them together.
-#[expect(clippy::expect_used, reason = "`Job::lay_out` lays out every gathering")]
-fn gathered(layout: &RunLayout, device: &Device, joint: Option<&ListWork>) -> Result<Vec<Tensor>> {
-    let work = &joint.expect("what is gathered is made together").work;
-    let leaf = |n| placed(Var::from_tensor(&work.result(n)?)?, device);
-    (0..layout.tensors().len()).map(leaf).collect()
+/// Returns the gathered tensors of a layout.
+#[expect(clippy::expect_used, reason = "`ListOp::plan` lays out every gathering")]
+fn gather_results(
+    layout: &RunLayout,
+    device: &Device,
+    shared: Option<&ListWork>,
+) -> Result<Vec<Tensor>> {
+    let work = &shared.expect("the members share the work of every gathering").work;
+    let leaves = (0..layout.tensors().len()).map(|index| Var::from_tensor(&work.result(index)?));
+    leaves.map(|leaf| leaf_to_device(leaf?, device)).collect()
 }
 
-/// The making of a layout's tensors, in its order.
-fn gathering(layout: &RunLayout, contributions: &[Contribution]) -> Result<ListWork> {
+/// Plans the concatenation of a layout's tensors.
+fn plan_gather(layout: &RunLayout, contributions: &[MemberContribution]) -> Result<ListWork> {
     let tensors = layout.tensors().iter().zip(layout.owners());
     let assemblies = tensors.map(|((shape, dtype), owners)| {
-        let part = |owned: &Owned| contributions[owned.rank].tensors[owned.n_th].clone();
-        assembled(Assembly {
+        let parts = owners.iter().map(|run| contributions[run.rank].tensors[run.index].clone());
+        concat_output(Concatenation {
             dtype: *dtype,
             shape: shape.clone(),
-            parts: owners.iter().map(part).collect(),
+            parts: parts.collect(),
             is_leaf: true,
         })
     });
@@ -221,12 +237,12 @@ fn gathering(layout: &RunLayout, contributions: &[Contribution]) -> Result<ListW
     Ok(ListWork { work, outputs: BTreeMap::new() })
 }
 
-/// The items of all parts, one after the other, as one output.
+/// Plans the concatenation of all parts into one flat output.
 pub(super) fn concat_flat(parts: Vec<Tensor>) -> Result<ListWork> {
     let n_items: usize = parts.iter().map(Tensor::elem_count).sum();
     let dtype = parts[0].dtype();
     let members = parts.len();
-    let assembly = Assembly { dtype, shape: n_items.into(), parts, is_leaf: false };
-    let work = SharedWork::new(vec![assembled(assembly)?], members);
+    let concatenation = Concatenation { dtype, shape: n_items.into(), parts, is_leaf: false };
+    let work = SharedWork::new(vec![concat_output(concatenation)?], members);
     Ok(ListWork { work, outputs: BTreeMap::new() })
 }

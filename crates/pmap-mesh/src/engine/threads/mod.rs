@@ -1,9 +1,9 @@
-//! The engine of one process: replicas are threads and hand each other tensors.
+//! The engine of one process: replicas are threads and exchange tensors through memory.
 
 mod exchange;
 mod lists;
 mod rendezvous;
-mod wire;
+mod simulated_link;
 
 use std::{
     num::NonZeroU64,
@@ -14,64 +14,67 @@ use std::{
 use candle_core::{Result, Tensor};
 
 use crate::{
-    device::to_device::{copied, n_bytes, on_host},
+    device::to_device::{contiguous_copy, n_bytes, to_host},
     engine::{
-        Backend, Engine, Gathered, Message, PendingCollective, Purpose, Site, Wanted, Work,
+        AllgatherPurpose, Backend, Engine, GatheredTensors, GroupContext, ListRequest,
+        PendingCollective, SendReceive, WantedTensors,
         threads::{
-            exchange::{Contribution, Exchange, ListWork, tensors_at},
-            lists::{Job, concat_flat},
+            exchange::{GroupExchange, ListWork, MemberContribution, tensors_at},
+            lists::{ListOp, concat_flat},
             rendezvous::Rendezvous,
-            wire::{Wire, wait_until},
+            simulated_link::{SimulatedLink, sleep_until},
         },
-        traffic::Counter,
+        traffic::TrafficCounter,
     },
     error::{self, Error},
     reduce::{self, Reduction},
 };
 
-/// Up to how many bytes every member makes its results by itself: a second wait would cost more
-/// than the work.
+/// The largest result that every member computes alone: for small ones a second wait would cost
+/// more than the work.
 const SMALL_BYTES: usize = 16 << 10;
 
-/// The slots of a mesh that are threads of this process.
+/// The slots of a mesh as threads of this process.
 #[derive(Debug)]
-pub(crate) struct Threads {
-    counters: Arc<[Counter]>,
+pub(crate) struct ThreadBackend {
+    counters: Arc<[TrafficCounter]>,
     deadline: Option<Duration>,
-    /// Of each slot, if a network is simulated.
-    wires: Option<Arc<[Wire]>>,
+    /// The simulated link of each slot, if a network is simulated.
+    links: Option<Arc<[SimulatedLink]>>,
 }
 
-impl Threads {
+impl ThreadBackend {
     pub(crate) fn new(
         slots: usize,
         deadline: Option<Duration>,
         bytes_per_second: Option<NonZeroU64>,
     ) -> Self {
-        let wires = bytes_per_second.map(|rate| (0..slots).map(|_| Wire::new(rate)).collect());
-        Self { counters: (0..slots).map(|_| Counter::default()).collect(), deadline, wires }
+        let links =
+            bytes_per_second.map(|rate| (0..slots).map(|_| SimulatedLink::new(rate)).collect());
+        Self { counters: (0..slots).map(|_| TrafficCounter::default()).collect(), deadline, links }
     }
 }
 
-impl Backend for Threads {
+impl Backend for ThreadBackend {
     fn begin(&self) -> Vec<Arc<dyn Engine>> {
         let slots = self.counters.len();
         let rendezvous = Arc::new(Rendezvous::new(slots, self.deadline));
-        let engine = |slot| -> Arc<dyn Engine> {
-            let counters = Arc::clone(&self.counters);
-            let rendezvous = Arc::clone(&rendezvous);
-            Arc::new(ThreadsEngine { rendezvous, slot, counters, wires: self.wires.clone() })
-        };
-        (0..slots).map(engine).collect()
+        (0..slots)
+            .map(|slot| -> Arc<dyn Engine> {
+                let counters = Arc::clone(&self.counters);
+                let rendezvous = Arc::clone(&rendezvous);
+                Arc::new(ThreadEngine { rendezvous, slot, counters, links: self.links.clone() })
+            })
+            .collect()
     }
 
-    fn counters(&self) -> &[Counter] {
+    fn counters(&self) -> &[TrafficCounter] {
         &self.counters
     }
 
     fn process_allgather(
         &self,
-        _: Purpose,
+        _: AllgatherPurpose,
         lists: error::Result<Vec<Vec<Tensor>>>,
     ) -> error::Result<Vec<Vec<Tensor>>> {
         lists
@@ -80,111 +83,114 @@ impl Backend for Threads {
 
 /// One replica's access to the rendezvous of a call.
 #[derive(Debug)]
-struct ThreadsEngine {
+struct ThreadEngine {
     rendezvous: Arc<Rendezvous>,
     slot: usize,
-    counters: Arc<[Counter]>,
-    wires: Option<Arc<[Wire]>>,
+    counters: Arc<[TrafficCounter]>,
+    links: Option<Arc<[SimulatedLink]>>,
 }
 
-impl ThreadsEngine {
-    /// When what is handed in now has arrived, if a network is simulated.
-    fn arrival(&self, work: &Work) -> Option<Instant> {
-        self.wires.as_ref().map(|wires| wires[self.slot].arrival(work))
+impl ThreadEngine {
+    /// Returns the simulated arrival time of a collective that starts now, if a network is
+    /// simulated.
+    fn arrival(&self, work: &ListRequest) -> Option<Instant> {
+        self.links.as_ref().map(|links| links[self.slot].reserve(work))
     }
 }
 
-/// A collective of lists that one member has contributed to.
+/// A started collective of lists.
 #[derive(Debug)]
-struct Started {
+struct StartedCollective {
     rendezvous: Arc<Rendezvous>,
-    site: Site,
-    exchange: Arc<Exchange>,
-    job: Job,
+    ctx: GroupContext,
+    exchange: Arc<GroupExchange>,
+    op: ListOp,
     arrival: Option<Instant>,
 }
 
-impl PendingCollective for Started {
+impl PendingCollective for StartedCollective {
     fn wait(self: Box<Self>) -> Result<Vec<Tensor>> {
-        let Self { rendezvous, site, exchange, job, arrival } = *self;
-        rendezvous.complete(&site, &exchange)?;
-        let results = job.results(&rendezvous, &site, &exchange);
-        arrival.into_iter().for_each(wait_until);
+        let Self { rendezvous, ctx, exchange, op, arrival } = *self;
+        rendezvous.complete(&ctx, &exchange)?;
+        let results = op.results(&rendezvous, &ctx, &exchange);
+        arrival.into_iter().for_each(sleep_until);
         results
     }
 }
 
-impl Engine for ThreadsEngine {
-    fn all_reduce(&self, site: &Site, x: &Tensor, reduction: Reduction) -> Result<Tensor> {
+impl Engine for ThreadEngine {
+    fn all_reduce(&self, ctx: &GroupContext, x: &Tensor, reduction: Reduction) -> Result<Tensor> {
         if n_bytes(x) > SMALL_BYTES {
             let list = vec![x.clone()];
-            let work = Work::Reduce { list, wanted: Wanted::Everything, reduction };
-            let mut sums = self.run(site, work)?;
+            let work = ListRequest::Reduce { list, wanted: WantedTensors::Everything, reduction };
+            let mut sums = self.run(ctx, work)?;
             return Ok(sums.swap_remove(0));
         }
-        let exchange = self.rendezvous.meet(site, snapshot(x)?.into(), None)?;
+        let exchange = self.rendezvous.contribute_and_wait(ctx, snapshot(x)?.into(), None)?;
         reduce::whole(&exchange.tensors_at(0), reduction)?.to_device(x.device())
     }
 
-    fn all_gather(&self, site: &Site, x: &Tensor) -> Result<Gathered> {
-        let own = if n_bytes(x) <= SMALL_BYTES { snapshot(x)? } else { on_host(x)? };
-        let lay_out = |contributions: &[Contribution]| {
-            let parts = tensors_at(contributions, 0);
-            let is_small = parts.iter().all(|part| n_bytes(part) <= SMALL_BYTES);
-            (!is_small).then(|| concat_flat(parts))
-        };
-        let exchange = self.rendezvous.meet(site, own.into(), Some(&lay_out))?;
+    fn all_gather(&self, ctx: &GroupContext, x: &Tensor) -> Result<GatheredTensors> {
+        let own = if n_bytes(x) <= SMALL_BYTES { snapshot(x)? } else { to_host(x)? };
+        let exchange = self.rendezvous.contribute_and_wait(ctx, own.into(), Some(&plan_gather))?;
         let parts = exchange.tensors_at(0);
         let Some(ListWork { work, .. }) = exchange.work()? else {
             let parts = parts.iter().map(|part| part.to_device(x.device()));
-            return Ok(Gathered::Parts(parts.collect::<Result<_>>()?));
+            return Ok(GatheredTensors::Parts(parts.collect::<Result<_>>()?));
         };
-        self.rendezvous.work(site, &exchange, work)?;
+        self.rendezvous.finish_work(ctx, &exchange, work)?;
         let shapes = parts.iter().map(|part| part.dims().to_vec()).collect();
-        Ok(Gathered::EndToEnd { items: work.result(0)?.to_device(x.device())?, shapes })
+        Ok(GatheredTensors::Concatenated { items: work.result(0)?.to_device(x.device())?, shapes })
     }
 
-    fn all_to_all(&self, site: &Site, parts: Vec<Tensor>) -> Result<Vec<Tensor>> {
-        let device = parts[site.rank].device();
+    fn all_to_all(&self, ctx: &GroupContext, parts: Vec<Tensor>) -> Result<Vec<Tensor>> {
+        let device = parts[ctx.rank].device();
         let tensors = parts.iter().map(snapshot).collect::<Result<_>>()?;
-        let contribution = Contribution { tensors, wanted: Vec::new() };
-        let exchange = self.rendezvous.meet(site, contribution, None)?;
-        exchange.tensors_at(site.rank).iter().map(|tensor| tensor.to_device(device)).collect()
+        let contribution = MemberContribution { tensors, wanted: Vec::new() };
+        let exchange = self.rendezvous.contribute_and_wait(ctx, contribution, None)?;
+        exchange.tensors_at(ctx.rank).iter().map(|tensor| tensor.to_device(device)).collect()
     }
 
-    fn receive(&self, site: &Site, message: &Message<'_>) -> Result<Option<Tensor>> {
+    fn receive(&self, ctx: &GroupContext, message: &SendReceive<'_>) -> Result<Option<Tensor>> {
         // Ranks that only receive copy nothing, and share one copy of the message.
-        let contribution =
-            if message.is_sent { snapshot(message.x)?.into() } else { Contribution::default() };
-        let exchange = self.rendezvous.meet(site, contribution, None)?;
+        let contribution = if message.is_sent {
+            snapshot(message.x)?.into()
+        } else {
+            MemberContribution::default()
+        };
+        let exchange = self.rendezvous.contribute_and_wait(ctx, contribution, None)?;
         let device = message.x.device();
         message.from.map(|from| exchange.first(from).to_device(device)).transpose()
     }
 
-    fn run(&self, site: &Site, work: Work) -> Result<Vec<Tensor>> {
+    fn run(&self, ctx: &GroupContext, work: ListRequest) -> Result<Vec<Tensor>> {
         let arrival = self.arrival(&work);
-        let (job, contribution) = Job::new(work)?;
-        let lay_out = |contributions: &[Contribution]| job.lay_out(contributions);
-        let exchange = self.rendezvous.meet(site, contribution, Some(&lay_out))?;
-        let results = job.results(&self.rendezvous, site, &exchange);
-        arrival.into_iter().for_each(wait_until);
+        let (op, contribution) = ListOp::new(work)?;
+        let exchange = self.rendezvous.contribute_and_wait(
+            ctx,
+            contribution,
+            Some(&|contributions| op.plan(contributions)),
+        )?;
+        let results = op.results(&self.rendezvous, ctx, &exchange);
+        arrival.into_iter().for_each(sleep_until);
         results
     }
 
-    fn start(&self, site: &Site, work: Work) -> Result<Box<dyn PendingCollective>> {
+    fn start(&self, ctx: &GroupContext, work: ListRequest) -> Result<Box<dyn PendingCollective>> {
         let arrival = self.arrival(&work);
-        let (job, contribution) = Job::new(work)?;
-        let lay_out = |contributions: &[Contribution]| job.lay_out(contributions);
-        let exchange = self.rendezvous.start(site, contribution, &lay_out)?;
+        let (op, contribution) = ListOp::new(work)?;
+        let exchange = self
+            .rendezvous
+            .contribute(ctx, contribution, &|contributions| op.plan(contributions))?;
         let rendezvous = Arc::clone(&self.rendezvous);
-        Ok(Box::new(Started { rendezvous, site: site.clone(), exchange, job, arrival }))
+        Ok(Box::new(StartedCollective { rendezvous, ctx: ctx.clone(), exchange, op, arrival }))
     }
 
-    fn barrier(&self, site: &Site) -> Result<()> {
-        self.rendezvous.meet(site, Contribution::default(), None).map(drop)
+    fn barrier(&self, ctx: &GroupContext) -> Result<()> {
+        self.rendezvous.contribute_and_wait(ctx, MemberContribution::default(), None).map(drop)
     }
 
-    fn counter(&self) -> &Counter {
+    fn counter(&self) -> &TrafficCounter {
         &self.counters[self.slot]
     }
 
@@ -196,8 +202,8 @@ impl Engine for ThreadsEngine {
         self.rendezvous.fail(self.slot, error);
     }
 
-    fn is_late(&self) -> bool {
-        self.rendezvous.is_late()
+    fn deadline_passed(&self) -> bool {
+        self.rendezvous.deadline_passed()
     }
 
     fn failure(&self) -> Option<Error> {
@@ -205,7 +211,15 @@ impl Engine for ThreadsEngine {
     }
 }
 
-/// A copy on the processor, which the owner of the original cannot change while others still read.
+/// Plans the concatenation of all parts, unless they are small.
+fn plan_gather(contributions: &[MemberContribution]) -> Option<Result<ListWork>> {
+    let parts = tensors_at(contributions, 0);
+    let is_small = parts.iter().all(|part| n_bytes(part) <= SMALL_BYTES);
+    (!is_small).then(|| concat_flat(parts))
+}
+
+/// Returns a copy on the processor, so that the owner can change the original while others still
+/// read.
 fn snapshot(x: &Tensor) -> Result<Tensor> {
-    if x.device().is_cpu() { copied(x) } else { on_host(x) }
+    if x.device().is_cpu() { contiguous_copy(x) } else { to_host(x) }
 }

@@ -1,21 +1,19 @@
-//! How the replicas of one call meet: each waits until all of its group have come, or learns why
-//! they will not.
+//! The rendezvous of one call's replicas: each waits until all of its group have arrived, or until
+//! the call has failed.
 //!
-//! A replica comes to the collectives of a group in one order, and several of them may be under way
-//! at a time: the n-th that each member comes to are one collective, whether they wait for it at
-//! once or later. All groups of a call share one fate: a failure ends every wait, in whichever
-//! collective.
+//! A replica makes the collectives of a group in one order, and several of them may be pending: the
+//! n-th collective of each member is the same one, whether the member waits for it at once or
+//! later. All groups of a call fail together: a failure ends every wait.
 //!
 //! # Synchronization
 //!
-//! All that the replicas share lies in [`State`], under one lock, which is held for a few
-//! instructions and never while waiting or while another lock is taken. A replica that waits does
-//! not take it: it looks at `failed` and at the [`Exchange`] that it waits for, and sleeps
-//! ([`sync::until`]). Both are set while the lock is held (of the exchange, what is made together
-//! apart), with `Release`, after what they announce was written; they are read with `Acquire`, and
-//! whoever has seen `failed` takes the lock and finds there what it announces. They are set before
-//! the waiting thread is unparked, so that a replica that is just about to sleep finds either the
-//! news or the permit of `unpark`.
+//! All shared state is in [`RendezvousState`], under one lock, which is held for a few instructions and never
+//! while waiting or taking another lock. A waiting replica does not take the lock: it reads
+//! `failed` and its [`GroupExchange`], and sleeps ([`sync::wait_until`]). Both are set with `Release`
+//! after the data that they announce, and read with `Acquire`. They are set while the lock is held,
+//! except for the results of shared work. A replica that has read `failed` takes the lock and finds
+//! the failure there. They are set before the waiting thread is unparked, so that a replica that is
+//! about to sleep sees either the change or the permit of `unpark`.
 
 use std::{
     collections::{BTreeMap, btree_map::Entry},
@@ -31,66 +29,67 @@ use std::{
 use crate::{
     axes::AxisSet,
     engine::{
-        Site,
-        threads::exchange::{CollectiveKey, Contribution, Exchange, WorkPlanner},
+        GroupContext,
+        threads::exchange::{CollectiveKey, GroupExchange, MemberContribution, WorkPlanner},
     },
     error::{CollectiveError, Error, call::CollectiveCall},
-    reduce::joint::SharedWork,
+    reduce::shared_work::SharedWork,
     sync::{self, lock},
 };
 
-/// Where the replicas of one call meet, all groups of the mesh.
+/// The rendezvous of one call's replicas, for all groups of the mesh.
 #[derive(Debug)]
 pub(super) struct Rendezvous {
     deadline: Option<Duration>,
-    /// Whether `failures` is not empty. An atomic beside the locked state, because every replica
-    /// that waits looks at it, many times before it sleeps.
+    /// Whether `failures` is not empty. This is an atomic outside of the lock, because every
+    /// waiting replica polls it many times before it sleeps.
     failed: AtomicBool,
-    state: Mutex<State>,
+    state: Mutex<RendezvousState>,
 }
 
 #[derive(Default)]
-struct State {
-    /// The collectives to which some members of a group, but not all, have come.
-    open: BTreeMap<CollectiveKey, OpenGroup>,
-    /// What is known of each slot's replica.
+struct RendezvousState {
+    /// The collectives that some members of a group have not reached yet.
+    open: BTreeMap<CollectiveKey, OpenCollective>,
+    /// The state of each slot's replica.
     replicas: Vec<ReplicaState>,
     failures: Vec<(usize, Error)>,
 }
 
 #[derive(Default)]
 struct ReplicaState {
-    /// How many collectives it has come to along each set of axes.
+    /// The number of collectives that the replica has reached along each set of axes.
     counts: BTreeMap<AxisSet, u64>,
-    /// From when it begins to wait until its thread leaves, with the result or an error.
-    waits_for: Option<Waiting>,
-    /// The thread to be woken when there is news.
+    /// The collective that the replica waits for; set until its thread leaves with the result or an
+    /// error.
+    waits_for: Option<PendingWait>,
+    /// The thread to wake.
     thread: Option<Thread>,
     returned: bool,
     /// Whether it saw a peer fail; its own error is then secondary.
     aborted: bool,
 }
 
-/// A collective that a replica waits for.
-struct Waiting {
+/// The collective that a replica waits for.
+struct PendingWait {
     call: Arc<CollectiveCall>,
-    /// Found among the open ones until all have come.
+    /// The key of the collective in `open`, until all have arrived.
     key: CollectiveKey,
 }
 
-/// A collective to which some members have not come yet.
-struct OpenGroup {
+/// A collective that some members have not reached yet.
+struct OpenCollective {
     /// The slots of the group, by rank.
     slots: Arc<[usize]>,
-    /// What each member called and contributed, by rank.
-    arrivals: Vec<Option<Arrival>>,
+    /// The call and contribution of each member, by rank.
+    arrivals: Vec<Option<MemberArrival>>,
     missing: usize,
-    exchange: Arc<Exchange>,
+    exchange: Arc<GroupExchange>,
 }
 
-struct Arrival {
+struct MemberArrival {
     call: Arc<CollectiveCall>,
-    contribution: Contribution,
+    contribution: MemberContribution,
 }
 
 impl Rendezvous {
@@ -99,112 +98,112 @@ impl Rendezvous {
         Self {
             deadline,
             failed: AtomicBool::new(false),
-            state: Mutex::new(State { replicas, ..State::default() }),
+            state: Mutex::new(RendezvousState { replicas, ..RendezvousState::default() }),
         }
     }
 
-    /// Contributes to a collective, and waits for the other members of the group; the last one lays
-    /// out what they make together.
+    /// Contributes to a collective and waits for the other members of the group. The last member
+    /// plans the shared work.
     ///
-    /// Nobody leaves before all have come, so what was contributed to one collective may be changed
-    /// after the next.
+    /// No member leaves before all have arrived, so a contribution to one collective may change
+    /// after the next one.
     ///
     /// # Errors
     ///
-    /// The text of what went wrong; [`take_failure`](Self::take_failure) returns the error itself.
-    pub(super) fn meet(
+    /// The message of the failure; [`take_failure`](Self::take_failure) returns the error.
+    pub(super) fn contribute_and_wait(
         &self,
-        site: &Site,
-        contribution: Contribution,
-        lay_out: Option<WorkPlanner<'_>>,
-    ) -> candle_core::Result<Arc<Exchange>> {
-        let (exchange, is_last) = self.come(site, contribution, lay_out, true)?;
+        ctx: &GroupContext,
+        contribution: MemberContribution,
+        plan: Option<WorkPlanner<'_>>,
+    ) -> candle_core::Result<Arc<GroupExchange>> {
+        let (exchange, is_last) = self.join(ctx, contribution, plan, true)?;
         if !is_last {
-            // Also if the others have come by now: it has begun to wait.
-            self.wait(site, &exchange, || exchange.is_complete())?;
+            // Call this even if the others have arrived by now: this replica is marked as waiting.
+            self.wait(ctx, &exchange, || exchange.is_complete())?;
         }
         Ok(exchange)
     }
 
-    /// Contributes to a collective that is waited for later.
+    /// Contributes to a collective that the replica will wait for later.
     ///
     /// # Errors
     ///
-    /// As [`meet`](Self::meet).
-    pub(super) fn start(
+    /// The errors of [`contribute_and_wait`](Self::meet).
+    pub(super) fn contribute(
         &self,
-        site: &Site,
-        contribution: Contribution,
-        lay_out: WorkPlanner<'_>,
-    ) -> candle_core::Result<Arc<Exchange>> {
-        Ok(self.come(site, contribution, Some(lay_out), false)?.0)
+        ctx: &GroupContext,
+        contribution: MemberContribution,
+        plan: WorkPlanner<'_>,
+    ) -> candle_core::Result<Arc<GroupExchange>> {
+        Ok(self.join(ctx, contribution, Some(plan), false)?.0)
     }
 
-    /// Adds the replica to its group, and completes the exchange if it is the last one missing;
-    /// returns whether it is. If it is not, it has begun to wait if it `waits`.
-    fn come(
+    /// Adds the replica to its group, and completes the exchange if it is the last one missing; the
+    /// bool is true then. Otherwise, if `waits`, the replica is marked as waiting.
+    fn join(
         &self,
-        site: &Site,
-        contribution: Contribution,
-        lay_out: Option<WorkPlanner<'_>>,
+        ctx: &GroupContext,
+        contribution: MemberContribution,
+        plan: Option<WorkPlanner<'_>>,
         waits: bool,
-    ) -> candle_core::Result<(Arc<Exchange>, bool)> {
+    ) -> candle_core::Result<(Arc<GroupExchange>, bool)> {
         let mut state = lock(&self.state);
-        let (exchange, contributions) = self.arrive(&mut state, site, contribution)?;
+        let (exchange, contributions) = self.arrive(&mut state, ctx, contribution)?;
         let Some(contributions) = contributions else {
             if waits {
-                self.begin_wait(&mut state, site, &exchange)?;
+                self.mark_waiting(&mut state, ctx, &exchange)?;
             }
             return Ok((exchange, false));
         };
-        if lay_out.is_some() {
-            // Not under the lock: this takes some microseconds.
+        if plan.is_some() {
+            // Plan without the lock, since this takes some microseconds.
             drop(state);
-            exchange.complete(contributions, lay_out);
+            exchange.complete(contributions, plan);
             state = lock(&self.state);
         } else {
             exchange.complete(contributions, None);
         }
-        state.wake_others(site);
+        state.wake_others(ctx);
         Ok((exchange, true))
     }
 
-    /// Waits until all have come to a collective that this replica has started.
+    /// Waits until all members have reached a collective that this replica has started.
     ///
     /// # Errors
     ///
-    /// As [`meet`](Self::meet).
+    /// The errors of [`contribute_and_wait`](Self::meet).
     pub(super) fn complete(
         &self,
-        site: &Site,
-        exchange: &Arc<Exchange>,
+        ctx: &GroupContext,
+        exchange: &Arc<GroupExchange>,
     ) -> candle_core::Result<()> {
         {
             let state = &mut *lock(&self.state);
             if exchange.is_complete() {
                 return Ok(());
             }
-            self.begin_wait_again(state, site, exchange)?;
+            self.mark_waiting_again(state, ctx, exchange)?;
         }
-        self.wait(site, exchange, || exchange.is_complete())
+        self.wait(ctx, exchange, || exchange.is_complete())
     }
 
-    /// Takes part in what the members of a complete collective make together, until it is finished.
+    /// Takes part in the shared work of a complete collective, until the work is finished.
     ///
     /// # Errors
     ///
-    /// As [`meet`](Self::meet). That the work itself has failed, its results say.
-    pub(super) fn work(
+    /// The errors of [`contribute_and_wait`](Self::meet). If the work fails, its results return the error.
+    pub(super) fn finish_work(
         &self,
-        site: &Site,
-        exchange: &Arc<Exchange>,
+        ctx: &GroupContext,
+        exchange: &Arc<GroupExchange>,
         work: &SharedWork,
     ) -> candle_core::Result<()> {
-        if work.help(site.rank) {
-            lock(&self.state).wake_others(site);
+        if work.run_chunks(ctx.rank) {
+            lock(&self.state).wake_others(ctx);
         }
-        // The others are at their last pieces: mostly this spares the lock.
-        if sync::soon(|| work.is_finished()) {
+        // The other members compute their last chunks: usually this spares the lock.
+        if sync::yield_until(|| work.is_finished()) {
             return Ok(());
         }
         {
@@ -212,93 +211,93 @@ impl Rendezvous {
             if work.is_finished() {
                 return Ok(());
             }
-            self.begin_wait_again(state, site, exchange)?;
+            self.mark_waiting_again(state, ctx, exchange)?;
         }
-        self.wait(site, exchange, || work.is_finished())
+        self.wait(ctx, exchange, || work.is_finished())
     }
 
-    /// Says that a replica waits which has come to the collective before; another of its threads
-    /// may have begun to wait elsewhere since, and would never be woken if this one took its place.
-    fn begin_wait_again(
+    /// Marks a replica as waiting for an earlier collective. Another of its threads may have begun
+    /// to wait since, and would never be woken if this thread replaced it.
+    fn mark_waiting_again(
         &self,
-        state: &mut State,
-        site: &Site,
-        exchange: &Arc<Exchange>,
+        state: &mut RendezvousState,
+        ctx: &GroupContext,
+        exchange: &Arc<GroupExchange>,
     ) -> candle_core::Result<()> {
         if self.failed.load(Ordering::Acquire) {
-            return Err(state.abort(site.slot()));
+            return Err(state.aborted_error(ctx.slot()));
         }
-        if let Some(objection) = state.busy(site) {
-            return Err(self.refuse(state, site.slot(), objection));
+        if let Some(error) = state.busy_error(ctx) {
+            return Err(self.reject(state, ctx.slot(), error));
         }
-        self.begin_wait(state, site, exchange)
+        self.mark_waiting(state, ctx, exchange)
     }
 
-    /// Says that a replica waits, which may be what leaves none that does anything else.
-    fn begin_wait(
+    /// Marks a replica as waiting, and checks for a deadlock: it may have been the last one
+    /// running.
+    fn mark_waiting(
         &self,
-        state: &mut State,
-        site: &Site,
-        exchange: &Arc<Exchange>,
+        state: &mut RendezvousState,
+        ctx: &GroupContext,
+        exchange: &Arc<GroupExchange>,
     ) -> candle_core::Result<()> {
-        let replica = &mut state.replicas[site.slot()];
-        let call = Arc::clone(&site.call);
-        replica.waits_for = Some(Waiting { call, key: exchange.key() });
+        let replica = &mut state.replicas[ctx.slot()];
+        let call = Arc::clone(&ctx.call);
+        replica.waits_for = Some(PendingWait { call, key: exchange.key() });
         replica.thread = Some(thread::current());
-        self.check_progress(state, site.slot())
+        self.check_progress(state, ctx.slot())
     }
 
-    /// Waits until a replica that has begun to wait is `ready`.
+    /// Waits until `ready`, for a replica that is marked as waiting.
     fn wait(
         &self,
-        site: &Site,
-        exchange: &Arc<Exchange>,
+        ctx: &GroupContext,
+        exchange: &Arc<GroupExchange>,
         ready: impl Fn() -> bool,
     ) -> candle_core::Result<()> {
-        let slot = site.slot();
-        // A deadline beyond all time is none.
+        let slot = ctx.slot();
+        // A deadline that overflows is no deadline.
         let deadline = self.deadline.and_then(|deadline| Instant::now().checked_add(deadline));
-        // Pairs with the store in `end`.
-        let in_time = sync::until(deadline, || ready() || self.failed.load(Ordering::Acquire));
+        // Pairs with the store in `record_failure`.
+        let in_time = sync::wait_until(deadline, || ready() || self.failed.load(Ordering::Acquire));
         let mut state = lock(&self.state);
         state.replicas[slot].waits_for = None;
         if ready() {
             return Ok(());
         }
         match self.deadline {
-            Some(after) if !in_time && state.failures.is_empty() => {
-                let call = Arc::clone(&site.call);
+            Some(limit) if !in_time && state.failures.is_empty() => {
+                let call = Arc::clone(&ctx.call);
                 let missing = state.missing(exchange);
-                let late = CollectiveError::Deadline { slot, missing, call, after };
-                self.end(&mut state, slot, late.into());
+                let late = CollectiveError::Deadline { slot, missing, call, limit };
+                self.record_failure(&mut state, slot, late.into());
             }
             _ => {}
         }
-        Err(state.abort(slot))
+        Err(state.aborted_error(slot))
     }
 
-    /// Adds the replica to its group; returns what all have contributed if it is the last one
-    /// missing.
+    /// Adds the replica to its group. Returns all contributions if it is the last one missing.
     fn arrive(
         &self,
-        state: &mut State,
-        site: &Site,
-        contribution: Contribution,
-    ) -> candle_core::Result<(Arc<Exchange>, Option<Vec<Contribution>>)> {
-        let slot = site.slot();
-        // Under the lock, so no failure can be noted between this and the arrival.
+        state: &mut RendezvousState,
+        ctx: &GroupContext,
+        contribution: MemberContribution,
+    ) -> candle_core::Result<(Arc<GroupExchange>, Option<Vec<MemberContribution>>)> {
+        let slot = ctx.slot();
+        // The lock is held, so no failure can occur between this check and the arrival.
         if self.failed.load(Ordering::Acquire) {
-            return Err(state.abort(slot));
+            return Err(state.aborted_error(slot));
         }
-        let key = state.next_key(site);
-        if let Some(objection) = state.objection(site, key) {
-            return Err(self.refuse(state, slot, objection));
+        let key = state.next_key(ctx);
+        if let Some(error) = state.call_error(ctx, key) {
+            return Err(self.reject(state, slot, error));
         }
         let mut open = match state.open.entry(key) {
             Entry::Occupied(open) => open,
-            Entry::Vacant(vacant) => vacant.insert_entry(OpenGroup::new(site, key)),
+            Entry::Vacant(vacant) => vacant.insert_entry(OpenCollective::new(ctx, key)),
         };
-        open.get_mut().add(site, contribution);
+        open.get_mut().add(ctx, contribution);
         if open.get().missing > 0 {
             return Ok((Arc::clone(&open.get().exchange), None));
         }
@@ -306,101 +305,111 @@ impl Rendezvous {
         Ok((exchange, Some(contributions)))
     }
 
-    /// Notes that a replica has returned; those that wait for it learn that it will not come.
+    /// Records that a replica has returned, and fails the call if another replica waits for it.
     pub(super) fn finish(&self, slot: usize) {
         let state = &mut *lock(&self.state);
         state.replicas[slot].returned = true;
         if !state.failures.is_empty() {
-            // Those that wait have learned of that failure.
+            // The waiting replicas already see the earlier failure.
             return;
         }
-        if let Some((waiting, call)) = state.open.values().find_map(|open| open.waits_for(slot)) {
-            self.end(state, slot, CollectiveError::PeerReturned { slot, waiting, call }.into());
+        if let Some((waiting, call)) = state.open.values().find_map(|open| open.waiting_for(slot)) {
+            self.record_failure(
+                state,
+                slot,
+                CollectiveError::PeerReturned { slot, waiting, call }.into(),
+            );
         } else {
-            // This replica has returned, so there is nobody to give the error to; the others are
-            // woken by it.
+            // This replica has returned, so it cannot get the error; the failure wakes the others.
             drop(self.check_progress(state, slot));
         }
     }
 
-    /// Ends the call for all replicas because of an error of this one, unless it only echoes
-    /// another's.
+    /// Fails the call for all replicas because of an error of this one, unless the error follows
+    /// from another replica's.
     pub(super) fn fail(&self, slot: usize, error: Error) {
         let state = &mut *lock(&self.state);
         if !state.replicas[slot].aborted {
-            self.end(state, slot, error);
+            self.record_failure(state, slot, error);
         }
     }
 
-    /// Whether a deadline has ended the call.
-    pub(super) fn is_late(&self) -> bool {
-        let is_deadline =
-            |error: &Error| matches!(error, Error::Collective(CollectiveError::Deadline { .. }));
-        lock(&self.state).failures.iter().any(|(_, error)| is_deadline(error))
+    /// Returns true if a deadline has ended the call.
+    pub(super) fn deadline_passed(&self) -> bool {
+        let failures = &lock(&self.state).failures;
+        failures
+            .iter()
+            .any(|(_, error)| matches!(error, Error::Collective(CollectiveError::Deadline { .. })))
     }
 
-    /// The error that ended the call, if one did: of several, that of the lowest slot.
+    /// Takes the error that ended the call, if any. Of several errors it returns the lowest slot's.
     pub(super) fn take_failure(&self) -> Option<Error> {
         let failures = mem::take(&mut lock(&self.state).failures);
         failures.into_iter().min_by_key(|(slot, _)| *slot).map(|(_, error)| error)
     }
 
-    /// Fails if every replica that still runs waits in a group that is not complete.
-    fn check_progress(&self, state: &mut State, slot: usize) -> candle_core::Result<()> {
+    /// Fails if every running replica waits in an incomplete group.
+    fn check_progress(&self, state: &mut RendezvousState, slot: usize) -> candle_core::Result<()> {
         match state.deadlock() {
             None => Ok(()),
-            Some(deadlock) => Err(self.refuse(state, slot, deadlock)),
+            Some(deadlock) => Err(self.reject(state, slot, deadlock)),
         }
     }
 
-    /// Ends the call for all, and returns what the replica that noticed is told.
-    fn refuse(&self, state: &mut State, slot: usize, error: CollectiveError) -> candle_core::Error {
-        self.end(state, slot, error.into());
-        state.abort(slot)
+    /// Fails the call for all, and returns the error for the replica that detected it.
+    fn reject(
+        &self,
+        state: &mut RendezvousState,
+        slot: usize,
+        error: CollectiveError,
+    ) -> candle_core::Error {
+        self.record_failure(state, slot, error.into());
+        state.aborted_error(slot)
     }
 
-    fn end(&self, state: &mut State, slot: usize, error: Error) {
+    fn record_failure(&self, state: &mut RendezvousState, slot: usize, error: Error) {
         state.failures.push((slot, error));
-        // After the failure and before the threads are woken: pairs with the load in `wait`.
+        // Store after recording the failure and before waking the threads; pairs with the load in
+        // `wait`.
         self.failed.store(true, Ordering::Release);
         state.replicas.iter().for_each(ReplicaState::wake);
     }
 }
 
-impl State {
-    /// The collective that a replica comes to in a group.
-    fn next_key(&mut self, site: &Site) -> CollectiveKey {
-        let (set, group) = site.key();
-        let count = self.replicas[site.slot()].counts.entry(set).or_default();
+impl RendezvousState {
+    /// Returns the key of the next collective of a replica in a group.
+    fn next_key(&mut self, ctx: &GroupContext) -> CollectiveKey {
+        let (set, group) = ctx.key();
+        let count = self.replicas[ctx.slot()].counts.entry(set).or_default();
         *count += 1;
         (set, group, *count)
     }
 
-    /// Why a replica cannot take part in a collective, if it cannot.
-    fn objection(&self, site: &Site, key: CollectiveKey) -> Option<CollectiveError> {
-        let slot = site.slot();
-        let call = || Arc::clone(&site.call);
-        if let Some(objection) = self.busy(site) {
-            return Some(objection);
+    /// Returns the reason why a replica cannot take part in a collective, if any.
+    fn call_error(&self, ctx: &GroupContext, key: CollectiveKey) -> Option<CollectiveError> {
+        let slot = ctx.slot();
+        let call = || Arc::clone(&ctx.call);
+        if let Some(error) = self.busy_error(ctx) {
+            return Some(error);
         }
         if self.replicas[slot].returned {
             return Some(CollectiveError::Ended { slot, call: call() });
         }
-        if let Some(&gone) = site.members().iter().find(|&&slot| self.replicas[slot].returned) {
+        if let Some(&gone) = ctx.members().iter().find(|&&slot| self.replicas[slot].returned) {
             return Some(CollectiveError::PeerReturned { slot: gone, waiting: slot, call: call() });
         }
         let first = self.open.get(&key)?.first()?;
-        (!first.1.agrees_with(&site.call)).then(|| mismatch(first, site))
+        (!first.1.agrees_with(&ctx.call)).then(|| mismatch(first, ctx))
     }
 
-    /// Refuses a second thread of a replica while the first one waits.
-    fn busy(&self, site: &Site) -> Option<CollectiveError> {
-        let slot = site.slot();
+    /// Rejects a second thread of a replica while the first one waits.
+    fn busy_error(&self, ctx: &GroupContext) -> Option<CollectiveError> {
+        let slot = ctx.slot();
         let waiting = self.replicas[slot].waits_for.as_ref()?;
-        Some(mismatch((slot, &waiting.call), site))
+        Some(mismatch((slot, &waiting.call), ctx))
     }
 
-    /// The deadlock, if there is one.
+    /// Returns the deadlock, if there is one.
     fn deadlock(&self) -> Option<CollectiveError> {
         if !self.replicas.iter().all(|replica| self.is_stuck(replica)) {
             return None;
@@ -410,45 +419,48 @@ impl State {
                 Some((slot, Arc::clone(&replica.waits_for.as_ref()?.call)))
             })
             .collect();
-        // If none waits, all have returned.
+        // If no replica waits, all have returned.
         (!waiting.is_empty()).then_some(CollectiveError::Deadlock { waiting })
     }
 
-    /// Whether a replica does nothing more unless others come; who waits for a collective that all
-    /// have come to is about to leave it, or waits for those who work.
+    /// Returns true if a replica cannot continue before others arrive. A replica in a complete
+    /// collective can: it is about to leave, or waits for members that compute.
     fn is_stuck(&self, replica: &ReplicaState) -> bool {
-        let waits = |waiting: &Waiting| self.open.contains_key(&waiting.key);
-        replica.returned || replica.waits_for.as_ref().is_some_and(waits)
+        let waits_for = replica.waits_for.as_ref();
+        replica.returned || waits_for.is_some_and(|wait| self.open.contains_key(&wait.key))
     }
 
-    /// The members that have not come to a collective; none if it is only not finished.
-    fn missing(&self, exchange: &Exchange) -> Vec<usize> {
+    /// Returns the members that have not reached a collective; empty if all have.
+    fn missing(&self, exchange: &GroupExchange) -> Vec<usize> {
         let open = self.open.get(&exchange.key());
-        open.into_iter().flat_map(OpenGroup::absent).collect()
+        open.into_iter().flat_map(OpenCollective::absent).collect()
     }
 
-    /// Wakes the other members of a group that wait.
-    fn wake_others(&self, site: &Site) {
-        for &slot in site.members().iter().filter(|&&slot| slot != site.slot()) {
+    /// Wakes the waiting members of a group, except this one.
+    fn wake_others(&self, ctx: &GroupContext) {
+        for &slot in ctx.members().iter().filter(|&&slot| slot != ctx.slot()) {
             self.replicas[slot].wake();
         }
     }
 
-    /// What a replica is told when the call has failed.
-    fn abort(&mut self, slot: usize) -> candle_core::Error {
+    /// Returns the error of a replica whose call has failed.
+    fn aborted_error(&mut self, slot: usize) -> candle_core::Error {
         self.replicas[slot].aborted = true;
         match self.failures.first() {
-            Some((by, error)) => candle_core::Error::wrap(CollectiveError::Aborted {
-                by: *by,
+            Some((slot, error)) => candle_core::Error::wrap(CollectiveError::Aborted {
+                slot: *slot,
                 cause: error.to_string(),
             }),
-            // The failure was taken: this is a thread that its replica did not wait for.
+            // The failure was taken already: this thread outlived its replica.
             None => candle_core::Error::msg("the call has ended"),
         }
     }
 }
 
-fn mismatch((left, left_call): (usize, &Arc<CollectiveCall>), right: &Site) -> CollectiveError {
+fn mismatch(
+    (left, left_call): (usize, &Arc<CollectiveCall>),
+    right: &GroupContext,
+) -> CollectiveError {
     CollectiveError::Mismatch {
         left,
         left_call: left_call.to_string(),
@@ -457,14 +469,15 @@ fn mismatch((left, left_call): (usize, &Arc<CollectiveCall>), right: &Site) -> C
     }
 }
 
-impl fmt::Debug for State {
+impl fmt::Debug for RendezvousState {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("State").field("failures", &self.failures).finish_non_exhaustive()
+        f.debug_struct("RendezvousState").field("failures", &self.failures).finish_non_exhaustive()
     }
 }
 
 impl ReplicaState {
-    /// Wakes the replica if it has ever waited; one that is awake sleeps once less.
+    /// Wakes the replica if it has ever waited. If it is awake, the permit only makes its next
+    /// sleep return early.
     fn wake(&self) {
         if let Some(thread) = &self.thread {
             thread.unpark();
@@ -472,29 +485,29 @@ impl ReplicaState {
     }
 }
 
-impl OpenGroup {
-    fn new(site: &Site, key: CollectiveKey) -> Self {
+impl OpenCollective {
+    fn new(ctx: &GroupContext, key: CollectiveKey) -> Self {
         Self {
-            slots: Arc::clone(site.members()),
-            arrivals: (0..site.size()).map(|_| None).collect(),
-            missing: site.size(),
-            exchange: Arc::new(Exchange::new(key)),
+            slots: Arc::clone(ctx.members()),
+            arrivals: (0..ctx.size()).map(|_| None).collect(),
+            missing: ctx.size(),
+            exchange: Arc::new(GroupExchange::new(key)),
         }
     }
 
-    fn add(&mut self, site: &Site, contribution: Contribution) {
-        self.arrivals[site.rank] = Some(Arrival { call: Arc::clone(&site.call), contribution });
+    fn add(&mut self, ctx: &GroupContext, contribution: MemberContribution) {
+        self.arrivals[ctx.rank] = Some(MemberArrival { call: Arc::clone(&ctx.call), contribution });
         self.missing -= 1;
     }
 
-    /// The member of the lowest rank that has come, and what it called.
+    /// Returns the arrived member of the lowest rank, and its call.
     fn first(&self) -> Option<(usize, &Arc<CollectiveCall>)> {
         let mut members = self.slots.iter().zip(&self.arrivals);
         members.find_map(|(slot, arrival)| Some((*slot, &arrival.as_ref()?.call)))
     }
 
-    /// The member that waits for `slot`, if it is a member that has not come, and in what.
-    fn waits_for(&self, slot: usize) -> Option<(usize, Arc<CollectiveCall>)> {
+    /// Returns the member that waits for the absent member `slot`, and its call.
+    fn waiting_for(&self, slot: usize) -> Option<(usize, Arc<CollectiveCall>)> {
         let (waiting, call) =
             self.first().filter(|_| self.absent().any(|absent| absent == slot))?;
         Some((waiting, Arc::clone(call)))
@@ -506,44 +519,48 @@ impl OpenGroup {
     }
 
     #[expect(clippy::expect_used, reason = "each arrival lowers `missing`, which is 0 here")]
-    fn close(self) -> (Arc<Exchange>, Vec<Contribution>) {
-        let contribution =
-            |arrival: Option<Arrival>| arrival.expect("all members have come").contribution;
-        (self.exchange, self.arrivals.into_iter().map(contribution).collect())
+    fn close(self) -> (Arc<GroupExchange>, Vec<MemberContribution>) {
+        let arrivals = self.arrivals.into_iter();
+        let contributions =
+            arrivals.map(|arrival| arrival.expect("all members have come").contribution);
+        (self.exchange, contributions.collect())
     }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::{axes::ALL, grid::Topology, reduce::joint::Output};
+    use crate::{axes::ALL, grid::Topology, reduce::shared_work::SharedOutput};
 
-    fn site(slot: usize) -> Site {
+    fn ctx(slot: usize) -> GroupContext {
         let topology = Topology::new(vec![("a".into(), 2)], 2).unwrap();
-        Site::along(ALL, &topology, slot, "barrier", None).unwrap()
+        GroupContext::new(ALL, &topology, slot, "barrier", None).unwrap()
     }
 
-    /// As a replica that starts a collective, or as one whose thread is about to wait.
-    fn comes(
+    /// Joins a collective as a replica that starts it, or as one about to wait.
+    fn join_as(
         rendezvous: &Rendezvous,
         slot: usize,
         waits: bool,
-    ) -> candle_core::Result<Arc<Exchange>> {
-        Ok(rendezvous.come(&site(slot), Contribution::default(), None, waits)?.0)
+    ) -> candle_core::Result<Arc<GroupExchange>> {
+        Ok(rendezvous.join(&ctx(slot), MemberContribution::default(), None, waits)?.0)
     }
 
-    fn begins(rendezvous: &Rendezvous, slot: usize) -> candle_core::Result<Arc<Exchange>> {
-        comes(rendezvous, slot, true)
+    fn join_waiting(
+        rendezvous: &Rendezvous,
+        slot: usize,
+    ) -> candle_core::Result<Arc<GroupExchange>> {
+        join_as(rendezvous, slot, true)
     }
 
     #[test]
-    fn a_second_thread_is_refused_until_the_first_has_left_its_collective() {
+    fn second_thread_is_rejected_until_first_leaves() {
         let rendezvous = Rendezvous::new(2, None);
         // The group is complete, and slot 0 has not left yet.
-        assert!(!begins(&rendezvous, 0).unwrap().is_complete());
-        assert!(begins(&rendezvous, 1).unwrap().is_complete());
+        assert!(!join_waiting(&rendezvous, 0).unwrap().is_complete());
+        assert!(join_waiting(&rendezvous, 1).unwrap().is_complete());
 
-        let error = begins(&rendezvous, 0).unwrap_err().to_string();
+        let error = join_waiting(&rendezvous, 0).unwrap_err().to_string();
         assert!(error.contains("replica 0 calls barrier"), "{error}");
         let failure = rendezvous.take_failure();
         assert!(
@@ -556,16 +573,16 @@ mod tests {
     }
 
     #[test]
-    fn a_second_thread_is_refused_at_the_work_of_its_collective_too() {
-        // With a deadline, so that a wait that is not refused ends.
+    fn second_thread_is_rejected_during_shared_work() {
+        // Set a deadline, so that a wait that is not rejected ends.
         let rendezvous = Rendezvous::new(2, Some(Duration::from_millis(50)));
-        begins(&rendezvous, 1).unwrap();
-        let exchange = comes(&rendezvous, 0, false).unwrap();
-        begins(&rendezvous, 0).unwrap();
+        join_waiting(&rendezvous, 1).unwrap();
+        let exchange = join_as(&rendezvous, 0, false).unwrap();
+        join_waiting(&rendezvous, 0).unwrap();
 
-        // A piece that another member has taken, and has not made.
-        let work = SharedWork::new(vec![Output::new(1, |_| Ok(None))], 2);
-        rendezvous.work(&site(0), &exchange, &work).unwrap_err();
+        // A chunk that another member has taken and not computed.
+        let work = SharedWork::new(vec![SharedOutput::new(1, |_| Ok(None))], 2);
+        rendezvous.finish_work(&ctx(0), &exchange, &work).unwrap_err();
         let failure = rendezvous.take_failure();
         assert!(
             matches!(
@@ -577,20 +594,20 @@ mod tests {
     }
 
     #[test]
-    fn a_replica_whose_group_is_complete_is_not_stuck() {
+    fn replica_in_complete_group_is_not_stuck() {
         let rendezvous = Rendezvous::new(2, None);
-        begins(&rendezvous, 0).unwrap();
-        begins(&rendezvous, 1).unwrap();
-        // Slot 0 will come next, though slot 1 is there before it has left.
-        assert!(!begins(&rendezvous, 1).unwrap().is_complete());
+        join_waiting(&rendezvous, 0).unwrap();
+        join_waiting(&rendezvous, 1).unwrap();
+        // Slot 0 would arrive next, though slot 1 is here before it has left.
+        assert!(!join_waiting(&rendezvous, 1).unwrap().is_complete());
         assert!(rendezvous.take_failure().is_none());
     }
 
     #[test]
-    fn collectives_under_way_are_matched_in_the_order_in_which_they_are_started() {
+    fn pending_collectives_match_in_start_order() {
         let rendezvous = Rendezvous::new(2, None);
-        let of_first = [0; 3].map(|slot| comes(&rendezvous, slot, false).unwrap());
-        let of_second = [1; 2].map(|slot| comes(&rendezvous, slot, false).unwrap());
+        let of_first = [0; 3].map(|slot| join_as(&rendezvous, slot, false).unwrap());
+        let of_second = [1; 2].map(|slot| join_as(&rendezvous, slot, false).unwrap());
         for (left, right) in of_first.iter().zip(&of_second) {
             assert!(Arc::ptr_eq(left, right) && left.is_complete());
         }
@@ -598,10 +615,10 @@ mod tests {
     }
 
     #[test]
-    fn who_comes_after_its_function_has_returned_is_told_so() {
+    fn collective_after_return_is_an_error() {
         let rendezvous = Rendezvous::new(2, None);
         rendezvous.finish(0);
-        begins(&rendezvous, 0).unwrap_err();
+        join_waiting(&rendezvous, 0).unwrap_err();
         let failure = rendezvous.take_failure();
         assert!(
             matches!(failure, Some(Error::Collective(CollectiveError::Ended { slot: 0, .. }))),

@@ -10,17 +10,17 @@ use crate::differential::{
 };
 
 const MAX_STEPS: usize = 6;
-/// Divides by the size of every group there is.
+/// A number that every group size divides.
 const ROWS: usize = 60;
-/// One scenario in so many has a slot that comes too late: the call ends at a deadline.
+/// One scenario in this many has a slot that arrives too late, so that the call ends at a deadline.
 const LATE_ONE_IN: usize = 40;
 
 pub(crate) fn scenario(random: &mut Random) -> Scenario {
     let grid = Grid::random(random);
     let steps = steps(random, &grid);
     let mut faults: Vec<Fault> =
-        (0..random.within(1, 2)).map(|_| fault(random, &grid, &steps)).collect();
-    // One slot alone is waited for by nobody.
+        (0..random.between(1, 2)).map(|_| fault(random, &grid, &steps)).collect();
+    // A single slot has no peers that wait for it.
     if grid.slots() > 1 && random.one_in(LATE_ONE_IN) {
         faults[0].kind = Kind::Late;
     }
@@ -28,18 +28,18 @@ pub(crate) fn scenario(random: &mut Random) -> Scenario {
     Scenario { grid, steps, faults, stubborn }
 }
 
-/// Calls, and sums that are under way beside them.
+/// Returns calls, mixed with pending sums.
 fn steps(random: &mut Random, grid: &Grid) -> Vec<Step> {
     let mut steps = Vec::new();
     let mut started = Vec::new();
-    for at in 0..random.within(1, MAX_STEPS) {
-        let step = match random.below(6) {
+    for index in 0..random.between(1, MAX_STEPS) {
+        let step = match random.less_than(6) {
             0 | 1 => {
-                started.push(at);
+                started.push(index);
                 Step::Start(grid.some(random))
             }
             2 if !started.is_empty() => {
-                Step::Wait(started.swap_remove(random.below(started.len())))
+                Step::Wait(started.swap_remove(random.less_than(started.len())))
             }
             _ => Step::Call(call(random, grid)),
         };
@@ -53,13 +53,13 @@ fn call(random: &mut Random, grid: &Grid) -> Call {
     let axes = if random.one_in(2) { grid.all() } else { grid.some(random) };
     let op = loop {
         let op = Op::random(random, 1, grid.size(&axes));
-        // It does not meet the others.
+        // It must not match the others' calls.
         if op != Op::Pvary {
             break op;
         }
     };
     let shape = random.pick(&[vec![ROWS], vec![ROWS], vec![ROWS, 100]]);
-    // Counted from the end it would be one that need not divide.
+    // A negative index could refer to a dimension that need not be divisible.
     let op = match op {
         Op::AllGather { .. } => Op::AllGather { dim: 0 },
         Op::PsumScatter { .. } => Op::PsumScatter { dim: 0 },
@@ -70,16 +70,16 @@ fn call(random: &mut Random, grid: &Grid) -> Call {
 }
 
 fn fault(random: &mut Random, grid: &Grid, steps: &[Step]) -> Fault {
-    let at = random.below(steps.len());
-    let kind = match &steps[at] {
+    let index = random.less_than(steps.len());
+    let kind = match &steps[index] {
         Step::Call(call) => instead_of_call(random, grid, call),
         Step::Start(_) | Step::Wait(_) => instead_of_start_or_wait(random, grid),
     };
-    Fault { slot: random.below(grid.slots()), at, kind }
+    Fault { slot: random.less_than(grid.slots()), index, kind }
 }
 
 fn instead_of_call(random: &mut Random, grid: &Grid, call: &Call) -> Kind {
-    match random.below(16) {
+    match random.less_than(16) {
         0 => Kind::Error,
         1 => Kind::Panic,
         2 => Kind::Return,
@@ -89,14 +89,14 @@ fn instead_of_call(random: &mut Random, grid: &Grid, call: &Call) -> Kind {
         6 => Kind::NoSuchAxis,
         7 => Kind::NoSuchRoot,
         8 => Kind::Nested,
-        9 => Kind::OtherThread,
+        9 => Kind::WrongThread,
         10 | 11 => Kind::TwoThreads,
         _ => Kind::Other(other(random, grid, call)),
     }
 }
 
 fn instead_of_start_or_wait(random: &mut Random, grid: &Grid) -> Kind {
-    match random.below(8) {
+    match random.less_than(8) {
         0 => Kind::Error,
         1 => Kind::Panic,
         2 => Kind::Return,
@@ -106,14 +106,14 @@ fn instead_of_start_or_wait(random: &mut Random, grid: &Grid) -> Kind {
     }
 }
 
-/// Another call than this one, in one respect.
+/// Returns a call that differs from this one in one respect.
 fn other(random: &mut Random, grid: &Grid, call: &Call) -> Call {
     let any = self::call(random, grid);
     let size = grid.size(&call.axes);
-    match random.below(5) {
-        // Roots and pairs of another group may not be there in this one.
+    match random.less_than(5) {
+        // A root or pairs may be out of range in another group.
         0 => Call { op: any.op, axes: any.axes, ..call.clone() },
-        // A root or pairs are all that differs.
+        // Only the root or the pairs differ.
         4 => {
             let op = match &call.op {
                 Op::Broadcast { root } => Op::Broadcast { root: (root + 1) % size },

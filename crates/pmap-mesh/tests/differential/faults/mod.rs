@@ -1,5 +1,5 @@
-//! Replicas that do not do what the others do: a call ends, says one of the things that are true,
-//! and the mesh lives on.
+//! Replicas that deviate from the others: the call ends with a true reason, and the mesh can be
+//! used again.
 
 mod generate;
 mod simulation;
@@ -17,13 +17,13 @@ use crate::differential::{
 
 pub(crate) use self::generate::scenario;
 
-/// What all replicas are to do, and who does something else.
+/// The steps of all replicas, and the deviations.
 #[derive(Clone, Debug)]
 pub(crate) struct Scenario {
     grid: Grid,
     steps: Vec<Step>,
     faults: Vec<Fault>,
-    /// Slots that go on after an error.
+    /// The slots that go on after an error.
     stubborn: Vec<usize>,
 }
 
@@ -32,7 +32,7 @@ enum Step {
     Call(Call),
     /// Starts a sum along these axes.
     Start(Axes),
-    /// Waits for the sum that was started in the step of this number; does nothing if it was not.
+    /// Waits for the sum started in the step of this index; does nothing if none was started.
     Wait(usize),
 }
 
@@ -45,11 +45,11 @@ struct Call {
     shape: Vec<usize>,
 }
 
-/// A slot does something else instead of step number `at`.
+/// A deviation of one slot at step number `at`.
 #[derive(Clone, Debug)]
 struct Fault {
     slot: usize,
-    at: usize,
+    index: usize,
     kind: Kind,
 }
 
@@ -58,25 +58,25 @@ enum Kind {
     Error,
     Panic,
     Return,
-    /// Another collective, type, shape or other axes.
+    /// Another collective, dtype, shape or other axes.
     Other(Call),
     Skip,
-    /// The step is done twice; who starts twice waits for the first of the two only.
+    /// Runs the step twice; a replica that starts twice waits only for the first start.
     Twice,
     NoSuchDim,
     NoSuchAxis,
     NoSuchRoot,
-    /// A parallel function is called.
+    /// Calls a parallel function.
     Nested,
-    /// The call comes from another thread of the replica, which is no fault.
-    OtherThread,
-    /// It comes from two threads at once.
+    /// Calls from another thread of the replica, which is allowed.
+    WrongThread,
+    /// Calls from two threads in parallel.
     TwoThreads,
-    /// It does not come before the call has ended.
+    /// Arrives only after the call has ended.
     Late,
 }
 
-/// How a call may end.
+/// A possible end of the call.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 enum Failure {
     /// The replica's own error, with a part of its text.
@@ -90,15 +90,15 @@ enum Failure {
         waiting: usize,
     },
     Deadlock,
-    /// A replica has not waited for what it had started.
+    /// A replica has not waited for a collective that it started.
     NeverAwaited(usize),
     Deadline,
 }
 
-/// What errors and panics of replicas say.
+/// The text of errors and panics of replicas.
 const NO_DATA: &str = "no more data";
 
-/// How the call ends otherwise than it may.
+/// Returns an error if the call ends in an unexpected way.
 pub(crate) fn check(scenario: &Scenario, mesh: &DeviceMesh) -> Result<(), String> {
     let found = tested::failure(scenario, mesh)?;
     let may_be = simulation::failures(scenario);
@@ -117,53 +117,55 @@ impl Scenario {
         &self.grid
     }
 
-    /// Whether it needs a mesh with a deadline.
-    pub(crate) fn is_late(&self) -> bool {
+    /// Returns true if the scenario needs a mesh with a deadline.
+    pub(crate) fn deadline_passed(&self) -> bool {
         self.faults.iter().any(|fault| matches!(fault.kind, Kind::Late))
     }
 
-    fn fault(&self, slot: usize, at: usize) -> Option<&Kind> {
-        let fault = self.faults.iter().find(|fault| fault.slot == slot && fault.at == at)?;
+    fn fault(&self, slot: usize, index: usize) -> Option<&Kind> {
+        let fault = self.faults.iter().find(|fault| fault.slot == slot && fault.index == index)?;
         Some(&fault.kind)
     }
 
-    /// Whether it depends on time that this is found out.
+    /// Returns true if timing decides whether this failure is detected.
     fn may_also_be(&self, failure: Failure) -> bool {
         match failure {
-            // Two threads at once may also have come one after the other.
+            // Two concurrent threads may have called one after the other.
             Failure::Mismatch(left, right) => self.faults.iter().any(|fault| {
                 matches!(fault.kind, Kind::TwoThreads) && [left, right] == [fault.slot; 2]
             }),
             // The deadline is short, and the machine may be busy.
-            Failure::Deadline => self.is_late(),
+            Failure::Deadline => self.deadline_passed(),
             _ => false,
         }
     }
 
-    /// The names of the kinds of failure with which the call may end.
+    /// Returns the names of the failures with which the call may end.
     pub(crate) fn ends(&self) -> BTreeSet<String> {
         let failures = simulation::failures(self);
         if failures.is_empty() {
             return BTreeSet::from(["Ok".to_owned()]);
         }
-        let name = |failure: &Failure| {
-            let text = format!("{failure:?}");
-            text.split(|c: char| !c.is_alphabetic()).next().unwrap().to_owned()
-        };
-        failures.iter().map(name).collect()
+        failures
+            .iter()
+            .map(|failure| {
+                let text = format!("{failure:?}");
+                text.split(|c: char| !c.is_alphabetic()).next().unwrap().to_owned()
+            })
+            .collect()
     }
 
-    /// Whether some replicas start a sum that others do not.
+    /// Returns true if some replicas start a sum that others do not.
     pub(crate) fn starts_differ(&self) -> bool {
         self.faults.iter().any(|fault| {
-            matches!(self.steps[fault.at], Step::Start(_))
+            matches!(self.steps[fault.index], Step::Start(_))
                 && matches!(fault.kind, Kind::Skip | Kind::Twice | Kind::Other(_))
         })
     }
 }
 
 impl fmt::Display for Scenario {
-    /// A line for each step and each fault.
+    /// Writes a line for each step and each fault.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Self { grid, steps, faults, stubborn } = self;
         write!(f, "mesh {:?}, stubborn: {stubborn:?}", grid.0)?;

@@ -1,4 +1,4 @@
-//! What must come of a scenario: the replicas do one thing after the other until nobody can go on.
+//! The possible ends of a scenario: the replicas run one after another until none can continue.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -8,28 +8,28 @@ use crate::differential::{
     op::Op,
 };
 
-/// What a replica does next.
+/// The next action of a replica.
 #[derive(Clone, Debug)]
 enum Act {
     Call(Call),
-    /// Starts a sum, and keeps it under this number.
+    /// Starts a sum, and stores it under this index.
     Start(usize, Axes),
     Wait(usize),
     Fail(Failure),
     Return,
-    /// Does nothing until the call has ended.
+    /// Waits until the call has ended.
     StayAway,
 }
 
-/// A replica under way.
+/// A running replica.
 #[derive(Clone, Debug)]
 struct Runner {
-    /// In reverse, so that the next one is the last.
+    /// The remaining actions in reverse, so that the next one is the last.
     rest: Vec<Act>,
     state: State,
-    /// To how many collectives along each set of axes it has come.
+    /// The number of collectives that it has reached along each set of axes.
     counts: BTreeMap<Axes, usize>,
-    /// What it has started and not waited for.
+    /// The collectives that it has started and not waited for.
     pending: BTreeMap<usize, Option<Place>>,
 }
 
@@ -42,13 +42,13 @@ enum State {
     Late,
 }
 
-/// A collective: its axes, the members of its group, and which of the group's it is.
+/// A collective: its axes, the members of its group, and its number there.
 type Place = (Axes, Vec<usize>, usize);
 
-/// What each slot that has come to a collective calls there.
+/// The call of each slot that has reached a collective.
 type Arrivals = BTreeMap<usize, String>;
 
-/// The replicas, and the collectives that any of them has come to.
+/// The replicas, and the collectives that any of them has reached.
 struct World<'a> {
     grid: &'a Grid,
     runners: Vec<Runner>,
@@ -56,32 +56,32 @@ struct World<'a> {
     failures: BTreeSet<Failure>,
 }
 
-/// The failures of which the call tells one; none if it succeeds.
+/// Returns the failures that the call may report; empty if it succeeds.
 ///
-/// Which one is first depends on time. What is waited for in vain stays so, whatever else happens:
-/// so it is enough to look at the end.
+/// Timing decides which one comes first. A wait that is in vain stays in vain, so it is enough to
+/// look at the end.
 pub(crate) fn failures(scenario: &Scenario) -> BTreeSet<Failure> {
     let grid = &scenario.grid;
-    let runner = |slot| Runner {
+    let runners = (0..grid.slots()).map(|slot| Runner {
         rest: acts(scenario, slot),
         state: State::Running,
         counts: BTreeMap::new(),
         pending: BTreeMap::new(),
-    };
-    let runners = (0..grid.slots()).map(runner).collect();
+    });
+    let runners = runners.collect();
     let mut world = World { grid, runners, arrivals: BTreeMap::new(), failures: BTreeSet::new() };
     world.run();
     world.note_end();
     world.failures
 }
 
-/// What a slot does, in reverse.
+/// Returns the actions of a slot, in reverse.
 fn acts(scenario: &Scenario, slot: usize) -> Vec<Act> {
     let each = scenario.steps.iter().enumerate();
     let mut acts: Vec<Act> = each
-        .flat_map(|(at, step)| match scenario.fault(slot, at) {
-            None => vec![as_usual(at, step)],
-            Some(kind) => instead(scenario, slot, at, kind),
+        .flat_map(|(index, step)| match scenario.fault(slot, index) {
+            None => vec![run_step(index, step)],
+            Some(kind) => instead(scenario, slot, index, kind),
         })
         .collect();
     acts.push(Act::Return);
@@ -89,17 +89,17 @@ fn acts(scenario: &Scenario, slot: usize) -> Vec<Act> {
     acts
 }
 
-fn as_usual(at: usize, step: &Step) -> Act {
+fn run_step(index: usize, step: &Step) -> Act {
     match step {
         Step::Call(call) => Act::Call(call.clone()),
-        Step::Start(axes) => Act::Start(at, axes.clone()),
+        Step::Start(axes) => Act::Start(index, axes.clone()),
         Step::Wait(started) => Act::Wait(*started),
     }
 }
 
-fn instead(scenario: &Scenario, slot: usize, at: usize, kind: &Kind) -> Vec<Act> {
-    let step = &scenario.steps[at];
-    // An error that only the replica itself knows of.
+fn instead(scenario: &Scenario, slot: usize, index: usize, kind: &Kind) -> Vec<Act> {
+    let step = &scenario.steps[index];
+    // An error that only the replica itself sees.
     let own_error = |text| {
         let failure = Act::Fail(Failure::Failed(slot, text));
         if scenario.stubborn.contains(&slot) { Vec::new() } else { vec![failure] }
@@ -111,29 +111,29 @@ fn instead(scenario: &Scenario, slot: usize, at: usize, kind: &Kind) -> Vec<Act>
         Kind::Other(other) => vec![Act::Call(other.clone())],
         Kind::Skip => Vec::new(),
         Kind::Twice | Kind::TwoThreads => {
-            let again = match step {
-                // Kept where nobody looks for it.
-                Step::Start(axes) => Act::Start(at + scenario.steps.len(), axes.clone()),
-                step => as_usual(at, step),
+            let second = match step {
+                // Store it where no step looks for it.
+                Step::Start(axes) => Act::Start(index + scenario.steps.len(), axes.clone()),
+                step => run_step(index, step),
             };
-            vec![as_usual(at, step), again]
+            vec![run_step(index, step), second]
         }
         Kind::NoSuchDim => own_error("out of range"),
         Kind::NoSuchAxis => vec![Act::Fail(Failure::UnknownAxis)],
         Kind::NoSuchRoot => own_error("of a group of"),
         Kind::Nested => own_error("cannot be called inside a replica"),
-        Kind::OtherThread => vec![as_usual(at, step)],
+        Kind::WrongThread => vec![run_step(index, step)],
         Kind::Late => vec![Act::StayAway],
     }
 }
 
 impl World<'_> {
-    /// Lets every replica go on until it waits in vain or has ended.
+    /// Runs every replica until it waits in vain or has ended.
     fn run(&mut self) {
         while let Some(slot) = (0..self.runners.len()).find(|&slot| self.can_go_on(slot)) {
             self.runners[slot].state = State::Running;
             let act = self.runners[slot].rest.pop().expect("the last act is to return");
-            self.runners[slot].state = self.after(slot, act);
+            self.runners[slot].state = self.advance(slot, act);
         }
     }
 
@@ -145,14 +145,14 @@ impl World<'_> {
         }
     }
 
-    /// Whether all members have come and call the same.
+    /// Returns true if all members have arrived with the same call.
     fn is_complete(&self, place: &Place) -> bool {
         let calls = &self.arrivals[place];
         calls.len() == place.1.len()
             && calls.values().all(|call| Some(call) == calls.values().next())
     }
 
-    fn after(&mut self, slot: usize, act: Act) -> State {
+    fn advance(&mut self, slot: usize, act: Act) -> State {
         match act {
             Act::Call(call) => {
                 let come = self.come(slot, &call.axes, agreed(&call));
@@ -180,7 +180,7 @@ impl World<'_> {
         }
     }
 
-    /// Has a slot come to its next collective along these axes; none in a group of one.
+    /// Moves a slot to its next collective along these axes; returns `None` for a group of one.
     fn come(&mut self, slot: usize, axes: &Axes, call: String) -> Option<Place> {
         let members = self.grid.members(axes, slot);
         if members.len() == 1 {
@@ -194,7 +194,7 @@ impl World<'_> {
         Some(place)
     }
 
-    /// Notes what is wrong when nobody can go on.
+    /// Records the failures once no replica can continue.
     fn note_end(&mut self) {
         let found = [self.disagreements(), self.desertions()].concat();
         self.failures.extend(found);
@@ -207,25 +207,23 @@ impl World<'_> {
     }
 
     fn disagreements(&self) -> Vec<Failure> {
-        let of_place = |calls: &Arrivals| {
-            let mut found = Vec::new();
+        let mut disagreements = Vec::new();
+        for calls in self.arrivals.values() {
             for (left, call) in calls {
                 let others = calls.range(left + 1..).filter(|(_, other)| *other != call);
-                found.extend(others.map(|(right, _)| Failure::Mismatch(*left, *right)));
+                disagreements.extend(others.map(|(right, _)| Failure::Mismatch(*left, *right)));
             }
-            found
-        };
-        self.arrivals.values().flat_map(of_place).collect()
+        }
+        disagreements
     }
 
-    /// Slots that have returned, and those that have come where they will not.
+    /// Returns pairs of a slot that has returned and a slot that waits for it.
     fn desertions(&self) -> Vec<Failure> {
         let mut found = Vec::new();
         for ((_, members, _), calls) in &self.arrivals {
-            let has_gone = |slot: &&usize| {
+            for &slot in members.iter().filter(|slot| {
                 !calls.contains_key(slot) && self.runners[**slot].state == State::Returned
-            };
-            for &slot in members.iter().filter(has_gone) {
+            }) {
                 found.extend(calls.keys().map(|&waiting| Failure::PeerReturned { slot, waiting }));
             }
         }
@@ -233,7 +231,7 @@ impl World<'_> {
     }
 }
 
-/// What all members of a group must call alike.
+/// Returns the part of a call that must agree in a group.
 fn agreed(call: &Call) -> String {
     let Call { op, dtype, shape, .. } = call;
     match op {

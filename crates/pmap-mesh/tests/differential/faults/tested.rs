@@ -1,4 +1,4 @@
-//! What the crate makes of a scenario.
+//! The crate's result of a scenario.
 
 use std::{
     collections::BTreeMap,
@@ -18,7 +18,7 @@ use crate::differential::{
     op::Op,
 };
 
-/// A parallel function of the same mesh, which no replica may call.
+/// A parallel function of the same mesh, which a replica must not call.
 type Inner = Arc<dyn Fn() -> pmap_mesh::Result<()> + Send + Sync>;
 
 pub(crate) fn failure(
@@ -72,10 +72,9 @@ fn kind(scenario: &Scenario, error: &Error) -> Option<Failure> {
     })
 }
 
-/// Whether the mesh still does what it is for, once the replica that was late has returned.
+/// Returns an error if the mesh does not work after the late replica has returned.
 pub(crate) fn works(mesh: &DeviceMesh) -> std::result::Result<(), String> {
-    let ones = |len: usize| Tensor::ones(len, DType::F64, &Device::Cpu);
-    let sum = mesh.pmap(move |ctx, ()| ctx.psum(&ones(3)?, ALL));
+    let sum = mesh.pmap(move |ctx, ()| ctx.psum(&Tensor::ones(3, DType::F64, &Device::Cpu)?, ALL));
     let sums = loop {
         match sum.call_sharded(()) {
             Ok(sums) => break sums,
@@ -97,7 +96,7 @@ pub(crate) fn works(mesh: &DeviceMesh) -> std::result::Result<(), String> {
     Ok(())
 }
 
-/// Something that is waited for until it is opened.
+/// A gate that blocks until it is opened.
 #[derive(Default)]
 struct Gate {
     is_open: Mutex<bool>,
@@ -121,7 +120,7 @@ struct Run<'a> {
     inner: &'a Inner,
     call_has_ended: &'a Gate,
     ctx: &'a Replica,
-    /// What it has started and not waited for, by the number of the step.
+    /// The pending sums, by the index of the step.
     pending: BTreeMap<usize, Pending<Tensor>>,
 }
 
@@ -129,14 +128,14 @@ impl Run<'_> {
     fn run(mut self) -> Result<()> {
         let Self { scenario, ctx, .. } = self;
         let slot = ctx.slot();
-        for (at, step) in scenario.steps.iter().enumerate() {
-            let outcome = match scenario.fault(slot, at) {
-                None => self.as_usual(at, step),
+        for (index, step) in scenario.steps.iter().enumerate() {
+            let outcome = match scenario.fault(slot, index) {
+                None => self.run_step(index, step),
                 Some(Kind::Error) => bail!("{NO_DATA}"),
-                // As a panic, but without a line on standard error for each.
+                // Raise like a panic, but without a line on standard error for each.
                 Some(Kind::Panic) => resume_unwind(Box::new(NO_DATA)),
                 Some(Kind::Return) => return Ok(()),
-                Some(kind) => self.instead(at, step, kind),
+                Some(kind) => self.instead(index, step, kind),
             };
             if !scenario.stubborn.contains(&slot) {
                 outcome?;
@@ -145,13 +144,13 @@ impl Run<'_> {
         Ok(())
     }
 
-    fn as_usual(&mut self, at: usize, step: &Step) -> Result<()> {
+    fn run_step(&mut self, index: usize, step: &Step) -> Result<()> {
         match step {
             Step::Call(call) => self.call(call),
             Step::Start(axes) => {
                 let ones = Tensor::ones(3, DType::F32, &Device::Cpu)?;
                 let sum = self.ctx.start_psum(&ones, self.scenario.grid.named(axes))?;
-                self.pending.insert(at, sum);
+                self.pending.insert(index, sum);
                 Ok(())
             }
             Step::Wait(started) => {
@@ -160,14 +159,14 @@ impl Run<'_> {
         }
     }
 
-    fn instead(&mut self, at: usize, step: &Step, kind: &Kind) -> Result<()> {
+    fn instead(&mut self, index: usize, step: &Step, kind: &Kind) -> Result<()> {
         match (kind, step) {
             (Kind::Other(other), _) => self.call(other),
             (Kind::Twice, _) => {
-                let first = self.as_usual(at, step);
-                // It is done again whether it has failed or not.
-                let again = at + self.scenario.steps.len();
-                self.as_usual(again, step).and(first)
+                let first = self.run_step(index, step);
+                // Repeat it whether it has failed or not.
+                let second = index + self.scenario.steps.len();
+                self.run_step(second, step).and(first)
             }
             (Kind::Nested, _) => (self.inner)().map_err(CandleError::msg),
             (Kind::Late, _) => {
@@ -190,7 +189,7 @@ impl Run<'_> {
                 let root = grid.size(&call.axes);
                 Op::Broadcast { root }.run(self.ctx, &ones, axes()).map(drop)
             }
-            Kind::OtherThread => {
+            Kind::WrongThread => {
                 thread::scope(|scope| scope.spawn(|| run(self.ctx, grid, call)).join().unwrap())
             }
             Kind::TwoThreads => thread::scope(|scope| {

@@ -1,37 +1,37 @@
-//! Random chains in which collectives stand where their gradients have a meaning.
+//! Random chains with collectives at places where their gradients are defined.
 
 use crate::differential::{
     gradients::{Chain, Link, Variable},
     grid::{Axes, Grid, sorted},
-    op::{Op, place_of},
+    op::{Op, dim_index},
     random::Random,
 };
 
 const MAX_LINKS: usize = 10;
-/// The most items of one value on one slot.
+/// The largest number of items of a value on one slot.
 const MAX_ITEMS: usize = 500;
 
-/// What is known of a value without computing it: its shape, and along which axes it varies.
+/// The shape of a value, and the axes along which it varies.
 #[derive(Clone, Debug)]
 struct Kind {
     shape: Vec<usize>,
     varying: Axes,
 }
 
-/// A random chain on a mesh of so many slots, or of any number.
+/// Returns a random chain on a mesh of `slots` slots, or of any size.
 pub(crate) fn chain(random: &mut Random, slots: Option<usize>) -> Chain {
     let grid = match slots {
-        Some(slots) => Grid::of_slots(slots, random),
+        Some(slots) => Grid::per_slot(slots, random),
         None => Grid::random(random),
     };
     let variables: Vec<Variable> =
-        (0..random.within(1, 3)).map(|_| variable(random, &grid)).collect();
+        (0..random.between(1, 3)).map(|_| variable(random, &grid)).collect();
     let kinds = variables.iter().map(|Variable { shape, varying, .. }| Kind {
         shape: shape.clone(),
         varying: varying.clone(),
     });
     let mut maker = Maker { kinds: kinds.collect(), links: Vec::new(), grid, random };
-    for _ in 0..maker.random.within(2, MAX_LINKS) {
+    for _ in 0..maker.random.between(2, MAX_LINKS) {
         maker.add_link();
     }
     let losses = maker.losses();
@@ -39,10 +39,10 @@ pub(crate) fn chain(random: &mut Random, slots: Option<usize>) -> Chain {
 }
 
 fn variable(random: &mut Random, grid: &Grid) -> Variable {
-    let shape = (0..random.below(4)).map(|_| match random.below(6) {
+    let shape = (0..random.less_than(4)).map(|_| match random.less_than(6) {
         0..=2 => grid.slots(),
         3 => 2 * grid.slots(),
-        _ => random.within(1, 3),
+        _ => random.between(1, 3),
     });
     let shape = shape.collect();
     let varying = if random.one_in(2) { grid.all() } else { sorted(&grid.some(random)) };
@@ -57,24 +57,24 @@ struct Maker<'a> {
 }
 
 impl Maker<'_> {
-    /// Adds a link, if the first that comes to mind has a meaning.
+    /// Adds a random link, if its gradient is defined.
     fn add_link(&mut self) {
-        let of = self.value();
-        let kind = self.kinds[of].clone();
-        let (link, kind) = match self.random.below(12) {
-            0 => (Link::Sin { of }, kind),
-            1 => return self.add_product(of),
+        let value = self.value();
+        let kind = self.kinds[value].clone();
+        let (link, kind) = match self.random.less_than(12) {
+            0 => (Link::Sin { value }, kind),
+            1 => return self.add_product(value),
             2 if kind.shape.len() > 1 => {
                 let last = kind.shape.len() - 1;
                 let mut shape = kind.shape;
                 shape.swap(0, last);
-                (Link::Swapped { of }, Kind { shape, ..kind })
+                (Link::Swapped { value }, Kind { shape, ..kind })
             }
             3 => {
                 let shape = vec![kind.shape.iter().product()];
-                (Link::Flat { of }, Kind { shape, ..kind })
+                (Link::Flat { value }, Kind { shape, ..kind })
             }
-            _ => match self.collective(of, &kind) {
+            _ => match self.collective(value, &kind) {
                 Some(found) => found,
                 None => return,
             },
@@ -89,37 +89,42 @@ impl Maker<'_> {
         }
     }
 
-    /// The newest values more often, so that chains become long.
+    /// Prefer the newest values, so that chains become long.
     fn value(&mut self) -> usize {
         let newest = if self.random.one_in(2) { self.kinds.len().saturating_sub(2) } else { 0 };
-        self.random.within(newest, self.kinds.len() - 1)
+        self.random.between(newest, self.kinds.len() - 1)
     }
 
-    /// A product with any value of the same shape; `pvary` makes both vary along the same axes.
-    fn add_product(&mut self, of: usize) {
-        let same = |other: &usize| self.kinds[*other].shape == self.kinds[of].shape;
-        let others: Vec<usize> = (0..self.kinds.len()).filter(same).collect();
-        let by = self.random.pick(&others);
-        let left = self.varying_as(of, &self.kinds[by].varying.clone());
-        let right = self.varying_as(by, &self.kinds[left].varying.clone());
-        self.add(Link::Product { of: left, by: right }, self.kinds[left].clone());
+    /// Adds a product with any value of the same shape; `pvary` makes both vary along the same
+    /// axes.
+    fn add_product(&mut self, value: usize) {
+        let others: Vec<usize> = (0..self.kinds.len())
+            .filter(|other| self.kinds[*other].shape == self.kinds[value].shape)
+            .collect();
+        let other = self.random.pick(&others);
+        let left = self.varying_as(value, &self.kinds[other].varying.clone());
+        let right = self.varying_as(other, &self.kinds[left].varying.clone());
+        self.add(Link::Product { value: left, other: right }, self.kinds[left].clone());
     }
 
-    /// The value, which varies along these axes too.
-    fn varying_as(&mut self, of: usize, varying: &Axes) -> usize {
-        let axes: Axes =
-            varying.iter().copied().filter(|axis| !self.kinds[of].varying.contains(axis)).collect();
+    /// Returns a copy of the value that varies along these axes too.
+    fn varying_as(&mut self, value: usize, varying: &Axes) -> usize {
+        let axes: Axes = varying
+            .iter()
+            .copied()
+            .filter(|axis| !self.kinds[value].varying.contains(axis))
+            .collect();
         if axes.is_empty() {
-            return of;
+            return value;
         }
-        let shape = self.kinds[of].shape.clone();
-        let varying = sorted(&[&self.kinds[of].varying[..], &axes].concat());
-        self.links.push(Link::Collective { op: Op::Pvary, of, axes });
+        let shape = self.kinds[value].shape.clone();
+        let varying = sorted(&[&self.kinds[value].varying[..], &axes].concat());
+        self.links.push(Link::Collective { op: Op::Pvary, value, axes });
         self.kinds.push(Kind { shape, varying });
         self.kinds.len() - 1
     }
 
-    fn collective(&mut self, of: usize, kind: &Kind) -> Option<(Link, Kind)> {
+    fn collective(&mut self, value: usize, kind: &Kind) -> Option<(Link, Kind)> {
         let axes = self.grid.some(self.random);
         let group = self.grid.size(&axes);
         let op = Op::random(self.random, kind.shape.len(), group);
@@ -135,51 +140,53 @@ impl Maker<'_> {
         let others = kind.varying.iter().copied().filter(|axis| !axes.contains(axis));
         Some(match op {
             Op::Pmax | Op::Pmin => (
-                Link::Extreme { op, of, axes: axes.clone() },
+                Link::Extreme { op, value, axes: axes.clone() },
                 Kind { shape, varying: others.collect() },
             ),
             Op::Psum | Op::Pmean => {
                 let varying = others.collect();
-                (Link::Collective { op, of, axes }, Kind { shape, varying })
+                (Link::Collective { op, value, axes }, Kind { shape, varying })
             }
             Op::Pvary => {
                 let varying = sorted(&[&kind.varying[..], &axes].concat());
-                (Link::Collective { op, of, axes }, Kind { shape, varying })
+                (Link::Collective { op, value, axes }, Kind { shape, varying })
             }
-            _ => (Link::Collective { op, of, axes }, Kind { shape, ..kind.clone() }),
+            _ => (Link::Collective { op, value, axes }, Kind { shape, ..kind.clone() }),
         })
     }
 
-    /// One or two values, the last one among them.
+    /// Returns one or two values, including the last one.
     fn losses(&mut self) -> Vec<(usize, Variable)> {
-        let mut of = vec![self.kinds.len() - 1];
+        let mut value = vec![self.kinds.len() - 1];
         if self.random.one_in(2) {
-            of.push(self.value());
+            value.push(self.value());
         }
-        let loss = |of: usize| {
-            let Kind { shape, varying } = self.kinds[of].clone();
-            (of, Variable { shape, varying, seed: self.random.word() })
-        };
-        of.into_iter().map(loss).collect()
+        value
+            .into_iter()
+            .map(|value: usize| {
+                let Kind { shape, varying } = self.kinds[value].clone();
+                (value, Variable { shape, varying, seed: self.random.word() })
+            })
+            .collect()
     }
 }
 
-/// The shape of a collective's result; `None` if it is not possible.
+/// Returns the shape of a collective's result, or `None` if it is impossible.
 fn shape_after(op: &Op, shape: &[usize], group: usize) -> Option<Vec<usize>> {
     let mut shape = shape.to_vec();
     let rank = shape.len();
     let cut = |shape: &mut Vec<usize>, dim: isize| {
-        let dim = place_of(dim, rank)?;
+        let dim = dim_index(dim, rank)?;
         let is_even = shape[dim].is_multiple_of(group);
         shape[dim] /= group;
         is_even.then_some(())
     };
     match *op {
-        Op::AllGather { dim } => shape[place_of(dim, rank)?] *= group,
+        Op::AllGather { dim } => shape[dim_index(dim, rank)?] *= group,
         Op::PsumScatter { dim } => cut(&mut shape, dim)?,
         Op::AllToAll { split, concat } => {
             cut(&mut shape, split)?;
-            shape[place_of(concat, rank)?] *= group;
+            shape[dim_index(concat, rank)?] *= group;
         }
         _ => {}
     }

@@ -1,8 +1,9 @@
-//! Gradients through chains of collectives, beside those of one graph on one device.
+//! Gradients through chains of collectives, compared with one graph on one device.
 //!
-//! Along each axis of the mesh a value either varies, each replica having its own, or is one value
-//! that all replicas hold. A sum makes one value of many; `pvary` marks where one value enters work
-//! that varies. The loss of the reference is the sum of all replicas' losses in which a value that
+//! Along each axis of the mesh a value either varies by replica, or is one value that all replicas
+//! share. A sum turns many values into one; `pvary` marks where one value enters work that varies.
+//! The loss of the reference is the sum of all replicas' losses, where a shared value is counted
+//! once.
 //! several hold is counted once.
 
 mod generate;
@@ -22,7 +23,7 @@ use crate::differential::{
 
 pub(crate) use self::generate::chain;
 
-/// How far gradients may be apart, relative to the largest: they are added up in other orders.
+/// The tolerance of gradients relative to the largest one, since sums have different orders.
 const TOLERANCE: f64 = 1e-9;
 
 /// A chain of operations from variables to a loss.
@@ -31,14 +32,13 @@ pub(crate) struct Chain {
     pub(crate) grid: Grid,
     /// The first values.
     pub(crate) variables: Vec<Variable>,
-    /// Each makes a value, in this order.
+    /// The links; each makes a value, in this order.
     pub(crate) links: Vec<Link>,
-    /// The numbers of the values whose weighted sums are the loss.
+    /// The indexes of the values in the weighted sum of the loss.
     pub(crate) losses: Vec<(usize, Variable)>,
 }
 
-/// Numbers of each replica, which are the same on those that differ in no coordinate along
-/// `varying`.
+/// Numbers of each replica, equal on replicas that differ in no coordinate along `varying`.
 #[derive(Clone, Debug)]
 pub(crate) struct Variable {
     pub(crate) shape: Vec<usize>,
@@ -50,27 +50,27 @@ pub(crate) struct Variable {
 pub(crate) enum Link {
     Collective {
         op: Op,
-        of: usize,
+        value: usize,
         axes: Axes,
     },
-    /// A reduction without a gradient, of what has none.
+    /// A reduction without a gradient, of a value without one.
     Extreme {
         op: Op,
-        of: usize,
+        value: usize,
         axes: Axes,
     },
     Sin {
-        of: usize,
+        value: usize,
     },
     Product {
-        of: usize,
-        by: usize,
+        value: usize,
+        other: usize,
     },
     Swapped {
-        of: usize,
+        value: usize,
     },
     Flat {
-        of: usize,
+        value: usize,
     },
 }
 
@@ -86,15 +86,15 @@ impl Variable {
     }
 }
 
-/// The first slot that holds the same value as `slot`, if the value varies along these axes.
+/// Returns the first slot with the same value as `slot`, if the value varies along these axes.
 fn first(grid: &Grid, varying: &Axes, slot: usize) -> usize {
     grid.members(&grid.others(varying), slot)[0]
 }
 
-/// The gradients of the variables on each slot; those of a value that nothing depends on are zeros.
+/// The gradients of the variables on each slot; zeros if the loss does not depend on a variable.
 type Gradients = Vec<Vec<Array>>;
 
-/// How the gradients of a chain differ from those of one graph.
+/// Returns an error if the gradients of a chain differ from the reference.
 pub(crate) fn check(chain: &Chain, mesh: &pmap_mesh::DeviceMesh) -> Result<(), String> {
     let found = tested::gradients(chain, mesh)?;
     let expected = reference::gradients(chain).map_err(|error| error.to_string())?;
@@ -116,27 +116,30 @@ pub(crate) fn check(chain: &Chain, mesh: &pmap_mesh::DeviceMesh) -> Result<(), S
 
 fn is_close(found: &Array, expected: &Array) -> bool {
     let largest = numbers(expected).iter().fold(1.0, |top: f64, x| top.max(x.abs()));
-    let is_close = |(a, b): (&f64, &f64)| (a - b).abs() <= TOLERANCE * largest;
-    found.agrees(expected) && numbers(found).iter().zip(&numbers(expected)).all(is_close)
+    found.agrees(expected)
+        && numbers(found)
+            .iter()
+            .zip(&numbers(expected))
+            .all(|(a, b)| (a - b).abs() <= TOLERANCE * largest)
 }
 
 fn numbers(array: &Array) -> Vec<f64> {
     array.items.iter().map(|item| f64::from_bits(*item)).collect()
 }
 
-/// What a link that is no collective makes.
+/// Returns the value of a link that is no collective.
 fn local(link: &Link, values: &[Tensor]) -> candle_core::Result<Tensor> {
     match *link {
-        Link::Sin { of } => values[of].sin(),
-        Link::Product { of, by } => &values[of] * &values[by],
-        Link::Swapped { of } => values[of].transpose(0, values[of].rank() - 1),
-        Link::Flat { of } => values[of].flatten_all(),
+        Link::Sin { value } => values[value].sin(),
+        Link::Product { value, other } => &values[value] * &values[other],
+        Link::Swapped { value } => values[value].transpose(0, values[value].rank() - 1),
+        Link::Flat { value } => values[value].flatten_all(),
         Link::Collective { .. } | Link::Extreme { .. } => panic!("a collective is not local"),
     }
 }
 
 impl fmt::Display for Chain {
-    /// A line for each value, with its number, and for each part of the loss.
+    /// Writes a line for each value, with its index, and for each part of the loss.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "mesh {:?}", self.grid.0)?;
         for (number, variable) in self.variables.iter().enumerate() {
@@ -145,6 +148,8 @@ impl fmt::Display for Chain {
         for (number, link) in (self.variables.len()..).zip(&self.links) {
             write!(f, "\n{number}: {link:?}")?;
         }
-        self.losses.iter().try_for_each(|(of, weights)| write!(f, "\nloss: {of} by {weights:?}"))
+        self.losses
+            .iter()
+            .try_for_each(|(value, weights)| write!(f, "\nloss: {value} by {weights:?}"))
     }
 }

@@ -6,35 +6,39 @@ use crate::differential::{
     array::Array,
     gradients::{Chain, Gradients, Link, Variable, first, local},
     grid::Grid,
-    op::{Op, place_of},
+    op::{Op, dim_index},
 };
 
-/// For each slot its value; those who hold one value hold one node of the graph.
+/// The value of each slot; slots that share a value share its node of the graph.
 type OfSlots = Vec<Tensor>;
 
 pub(crate) fn gradients(chain: &Chain) -> Result<Gradients> {
     let grid = &chain.grid;
     let variables: Vec<Vec<Var>> =
-        chain.variables.iter().map(|variable| of_slots(grid, variable)).collect::<Result<_>>()?;
+        chain.variables.iter().map(|variable| per_slot(grid, variable)).collect::<Result<_>>()?;
     let mut values: Vec<OfSlots> = variables
         .iter()
-        .map(|of_slots| of_slots.iter().map(|var| var.as_tensor().clone()).collect())
+        .map(|per_slot| per_slot.iter().map(|var| var.as_tensor().clone()).collect())
         .collect();
     for link in &chain.links {
         let value = value(grid, link, &values)?;
         values.push(value);
     }
     let gradients = loss(chain, &values)?.backward()?;
-    let of = |variable: &Vec<Var>, slot: usize| match gradients.get(&variable[slot]) {
-        Some(gradient) => Array::of(gradient),
-        None => Array::of(&variable[slot].zeros_like().unwrap()),
-    };
-    let of_slot = |slot| variables.iter().map(|variable| of(variable, slot)).collect();
-    Ok((0..grid.slots()).map(of_slot).collect())
+    let mut by_slot = vec![Vec::new(); grid.slots()];
+    for variable in &variables {
+        for (found, var) in by_slot.iter_mut().zip(variable) {
+            found.push(match gradients.get(var) {
+                Some(gradient) => Array::from_tensor(gradient),
+                None => Array::from_tensor(&var.zeros_like()?),
+            });
+        }
+    }
+    Ok(by_slot)
 }
 
-/// A variable of each slot; one for all that hold the same value.
-fn of_slots(grid: &Grid, variable: &Variable) -> Result<Vec<Var>> {
+/// Returns the variable of each slot; slots that share a value share a variable.
+fn per_slot(grid: &Grid, variable: &Variable) -> Result<Vec<Var>> {
     let mut vars: Vec<Var> = Vec::new();
     for slot in 0..grid.slots() {
         let first = first(grid, &variable.varying, slot);
@@ -50,37 +54,37 @@ fn of_slots(grid: &Grid, variable: &Variable) -> Result<Vec<Var>> {
 fn value(grid: &Grid, link: &Link, values: &[OfSlots]) -> Result<OfSlots> {
     let slots = 0..grid.slots();
     match link {
-        Link::Collective { op, of, axes } => slots
+        Link::Collective { op, value, axes } => slots
             .map(|slot| {
                 let members = grid.members(axes, slot);
-                let passed: Vec<&Tensor> = members.iter().map(|m| &values[*of][*m]).collect();
+                let passed: Vec<&Tensor> = members.iter().map(|m| &values[*value][*m]).collect();
                 collective(op, &passed, grid.rank(axes, slot))
             })
             .collect(),
-        Link::Extreme { op, of, axes } => slots
+        Link::Extreme { op, value, axes } => slots
             .map(|slot| {
                 let members = grid.members(axes, slot);
                 let passed: Vec<Tensor> =
-                    members.iter().map(|m| values[*of][*m].detach()).collect();
+                    members.iter().map(|m| values[*value][*m].detach()).collect();
                 let side_by_side = Tensor::stack(&passed, 0)?;
                 if *op == Op::Pmax { side_by_side.max(0) } else { side_by_side.min(0) }
             })
             .collect(),
         _ => slots
             .map(|slot| {
-                let here: Vec<Tensor> =
-                    values.iter().map(|of_slots| of_slots[slot].clone()).collect();
-                local(link, &here)
+                let own: Vec<Tensor> =
+                    values.iter().map(|per_slot| per_slot[slot].clone()).collect();
+                local(link, &own)
             })
             .collect(),
     }
 }
 
-/// What the member of rank `rank` gets.
+/// Returns the result of rank `rank`.
 fn collective(op: &Op, passed: &[&Tensor], rank: usize) -> Result<Tensor> {
     let (mine, size) = (passed[rank], passed.len());
     let sum = || passed[1..].iter().try_fold(passed[0].clone(), |sum, next| sum + *next);
-    let place = |dim: isize| place_of(dim, mine.rank()).unwrap();
+    let place = |dim: isize| dim_index(dim, mine.rank()).unwrap();
     let part = |x: &Tensor, dim: usize| {
         let rows = x.dim(dim)? / size;
         x.narrow(dim, rank * rows, rows)
@@ -105,14 +109,14 @@ fn collective(op: &Op, passed: &[&Tensor], rank: usize) -> Result<Tensor> {
     }
 }
 
-/// The sum of all slots' losses, in which a value that several slots hold is counted once.
+/// Returns the sum of all slots' losses, where a shared value is counted once.
 fn loss(chain: &Chain, values: &[OfSlots]) -> Result<Tensor> {
     let grid = &chain.grid;
     let mut losses = Vec::new();
-    for (of, weights) in &chain.losses {
+    for (value, weights) in &chain.losses {
         for slot in (0..grid.slots()).filter(|&slot| first(grid, &weights.varying, slot) == slot) {
             let weights = weights.on_slot(grid, slot).tensor();
-            losses.push((&values[*of][slot] * weights)?.sum_all()?);
+            losses.push((&values[*value][slot] * weights)?.sum_all()?);
         }
     }
     Tensor::stack(&losses, 0)?.sum_all()

@@ -1,4 +1,4 @@
-//! The gradients that the crate finds.
+//! The crate's gradients of a chain.
 
 use std::sync::Arc;
 
@@ -10,30 +10,35 @@ use crate::differential::{
     gradients::{Chain, Gradients, Link, local},
 };
 
-/// Those of this process's slots.
+/// Returns the gradients of this process's slots.
 pub(crate) fn gradients(
     chain: &Chain,
     mesh: &DeviceMesh,
 ) -> std::result::Result<Gradients, String> {
     let chain = Arc::new(chain.clone());
-    let gradients = mesh.pmap(move |ctx, ()| of_replica(&chain, ctx)).call_sharded(());
+    let gradients = mesh.pmap(move |ctx, ()| on_replica(&chain, ctx)).call_sharded(());
     let gradients = gradients.map_err(|error| format!("{error}: {error:?}"))?;
-    Ok(gradients.shards().iter().map(|list| list.iter().map(Array::of).collect()).collect())
+    Ok(gradients
+        .shards()
+        .iter()
+        .map(|list| list.iter().map(Array::from_tensor).collect())
+        .collect())
 }
 
-fn of_replica(chain: &Chain, ctx: &Replica) -> Result<Vec<Tensor>> {
-    let variable = |variable: &super::Variable| {
-        Var::from_tensor(&variable.on_slot(&chain.grid, ctx.slot()).tensor())
-    };
-    let variables: Vec<Var> = chain.variables.iter().map(variable).collect::<Result<_>>()?;
+fn on_replica(chain: &Chain, ctx: &Replica) -> Result<Vec<Tensor>> {
+    let variables: Vec<Var> = chain
+        .variables
+        .iter()
+        .map(|variable| Var::from_tensor(&variable.on_slot(&chain.grid, ctx.slot()).tensor()))
+        .collect::<Result<_>>()?;
     let mut values: Vec<Tensor> = variables.iter().map(|var| var.as_tensor().clone()).collect();
     for link in &chain.links {
         let value = value(chain, ctx, link, &values)?;
         values.push(value);
     }
     let losses: Vec<Tensor> = (chain.losses.iter())
-        .map(|(of, weights)| {
-            (&values[*of] * weights.on_slot(&chain.grid, ctx.slot()).tensor())?.sum_all()
+        .map(|(value, weights)| {
+            (&values[*value] * weights.on_slot(&chain.grid, ctx.slot()).tensor())?.sum_all()
         })
         .collect::<Result<_>>()?;
     let gradients = Tensor::stack(&losses, 0)?.sum_all()?.backward()?;
@@ -45,9 +50,11 @@ fn of_replica(chain: &Chain, ctx: &Replica) -> Result<Vec<Tensor>> {
 
 fn value(chain: &Chain, ctx: &Replica, link: &Link, values: &[Tensor]) -> Result<Tensor> {
     match link {
-        Link::Collective { op, of, axes } => op.run(ctx, &values[*of], chain.grid.named(axes)),
-        Link::Extreme { op, of, axes } => {
-            op.run(ctx, &values[*of].detach(), chain.grid.named(axes))
+        Link::Collective { op, value, axes } => {
+            op.run(ctx, &values[*value], chain.grid.named(axes))
+        }
+        Link::Extreme { op, value, axes } => {
+            op.run(ctx, &values[*value].detach(), chain.grid.named(axes))
         }
         _ => local(link, values),
     }

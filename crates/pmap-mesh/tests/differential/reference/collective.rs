@@ -3,7 +3,7 @@
 use crate::differential::{
     array::Array,
     bits::Fold,
-    op::{Op, place_of},
+    op::{Op, dim_index},
     reference::has_sum,
 };
 
@@ -12,7 +12,7 @@ use crate::differential::{
 pub(crate) fn result(op: &Op, passed: &[&Array], rank: usize) -> Option<Array> {
     let (mine, size) = (passed[rank], passed.len());
     let agree = passed.iter().all(|array| array.agrees(mine));
-    let place = |dim: isize| place_of(dim, mine.shape.len());
+    let place = |dim: isize| dim_index(dim, mine.shape.len());
     let splits = |dim: usize| mine.shape[dim].is_multiple_of(size);
     let folded = |fold: Fold| {
         let fits = agree && has_sum(mine.dtype) && (fold != Fold::Mean || mine.dtype.is_float());

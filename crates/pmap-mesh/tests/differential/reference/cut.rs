@@ -5,7 +5,7 @@ use pmap_mesh::Uneven;
 use crate::differential::{
     array::Array,
     grid::{Axes, Grid, sorted},
-    op::place_of,
+    op::dim_index,
     spec::{self, Fault, Spec, Treatment},
 };
 
@@ -42,7 +42,7 @@ impl Cut {
         spec: &Spec,
         uneven: Uneven,
     ) -> Result<Self, Fault> {
-        if let Some(fault) = spec::fault_of_axes(grid, spec, true) {
+        if let Some(fault) = spec::axes_fault(grid, spec, true) {
             return Err(fault);
         }
         let whole: Vec<Rows> = shape.iter().map(|&size| (0..size).map(Some).collect()).collect();
@@ -50,7 +50,7 @@ impl Cut {
         let mut cut = Self { shape: shape.to_vec(), shards, steps: Vec::new() };
         for (axes, treatment) in spec {
             if let Treatment::Shard(dim) = treatment {
-                let dim = place_of(*dim, shape.len()).ok_or(Fault::DimOutOfRange)?;
+                let dim = dim_index(*dim, shape.len()).ok_or(Fault::DimOutOfRange)?;
                 cut.part(grid, dim, axes, uneven)?;
             }
         }
@@ -74,13 +74,12 @@ impl Cut {
             let rows = &mut self.shards[slot][dim];
             *rows = share(rows, grid.rank(axes, slot), parts, uneven);
         }
-        let real = |shard: &Vec<Rows>| shard[dim].iter().flatten().count();
         self.steps.push(Part {
             dim,
             axes: sorted(axes),
             parts,
             padded: (uneven == Uneven::Pad).then(|| size.div_ceil(parts)),
-            real: self.shards.iter().map(real).collect(),
+            real: self.shards.iter().map(|shard| shard[dim].iter().flatten().count()).collect(),
         });
         Ok(())
     }
@@ -115,7 +114,7 @@ impl Cut {
     }
 
     /// The cut along `axes`.
-    pub(crate) fn along(&self, axes: &Axes) -> impl Iterator<Item = &Part> {
+    pub(crate) fn parts_along(&self, axes: &Axes) -> impl Iterator<Item = &Part> {
         let axes = sorted(axes);
         self.steps.iter().filter(move |part| part.axes == axes)
     }

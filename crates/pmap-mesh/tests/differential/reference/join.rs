@@ -4,7 +4,7 @@ use crate::differential::{
     array::Array,
     bits::Fold,
     grid::{Axes, Grid},
-    op::place_of,
+    op::dim_index,
     reference::{Refusal, cut::Cut, has_sum},
     spec::{Fault, Spec, Treatment},
 };
@@ -18,40 +18,39 @@ pub(crate) struct Joined<'a> {
 }
 
 impl Joined<'_> {
-    pub(crate) fn result(&self, of_slots: Vec<Array>, spec: &Spec) -> Result<Array, Refusal> {
+    pub(crate) fn result(&self, per_slot: Vec<Array>, spec: &Spec) -> Result<Array, Refusal> {
         let named: Axes = spec.iter().flat_map(|(axes, _)| axes.clone()).collect();
         let replicated = self.grid.others(&named);
         let first = |slot: usize| self.grid.members(&replicated, slot)[0];
-        if (0..of_slots.len()).any(|slot| !of_slots[slot].same(&of_slots[first(slot)])) {
+        if (0..per_slot.len()).any(|slot| !per_slot[slot].same(&per_slot[first(slot)])) {
             return Err(Refusal::NotReplicated(self.index));
         }
-        let mut parts: Vec<(usize, Array)> = of_slots.into_iter().enumerate().collect();
+        let mut parts: Vec<(usize, Array)> = per_slot.into_iter().enumerate().collect();
         parts.retain(|(slot, _)| first(*slot) == *slot);
         for (axes, treatment) in spec.iter().rev() {
-            parts = self.along(axes, *treatment, &parts)?;
+            parts = self.join_axes(axes, *treatment, &parts)?;
         }
         let (_, result) = parts.swap_remove(0);
         Ok(result)
     }
 
     /// One array for each group, with its first slot.
-    fn along(
+    fn join_axes(
         &self,
         axes: &Axes,
         treatment: Treatment,
         parts: &[(usize, Array)],
     ) -> Result<Vec<(usize, Array)>, Refusal> {
-        let is_first = |slot: usize| self.grid.rank(axes, slot) == 0;
-        let firsts = parts.iter().map(|(slot, _)| *slot).filter(|slot| is_first(*slot));
-        let of_group = |first: usize| {
+        let mut joined = Vec::new();
+        for &(first, _) in parts.iter().filter(|(slot, _)| self.grid.rank(axes, *slot) == 0) {
             let members = self.grid.members(axes, first);
             let of_members = parts.iter().filter(|(slot, _)| members.contains(slot));
             let trimmed: Vec<Array> = of_members
                 .map(|(slot, array)| self.trimmed(axes, treatment, *slot, array))
                 .collect::<Result<_, _>>()?;
-            Ok((first, self.combined(treatment, &trimmed.iter().collect::<Vec<_>>())?))
-        };
-        firsts.map(of_group).collect()
+            joined.push((first, self.combined(treatment, &trimmed.iter().collect::<Vec<_>>())?));
+        }
+        Ok(joined)
     }
 
     /// Without padding, if the array has that of a shard along these axes.
@@ -64,7 +63,7 @@ impl Joined<'_> {
     ) -> Result<Array, Refusal> {
         let Treatment::Shard(dim) = treatment else { return Ok(array.clone()) };
         let dim = self.dim(dim, array.shape.len())?;
-        let mut parts = self.cut.into_iter().flat_map(|cut| cut.along(axes));
+        let mut parts = self.cut.into_iter().flat_map(|cut| cut.parts_along(axes));
         Ok(match parts.find(|part| part.padded == Some(array.shape[dim])) {
             Some(part) => array.rows(dim, 0, part.real[slot]),
             None => array.clone(),
@@ -98,6 +97,6 @@ impl Joined<'_> {
     }
 
     fn dim(&self, dim: isize, rank: usize) -> Result<usize, Refusal> {
-        place_of(dim, rank).ok_or(Refusal::Specs(vec![(self.index, Fault::DimOutOfRange)]))
+        dim_index(dim, rank).ok_or(Refusal::Specs(vec![(self.index, Fault::DimOutOfRange)]))
     }
 }

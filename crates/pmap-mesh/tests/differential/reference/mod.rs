@@ -90,13 +90,13 @@ impl State {
     pub(crate) fn value(&self, step: &Step) -> Option<Value> {
         let slots = 0..self.grid.slots();
         let one_each =
-            |of: &dyn Fn(usize) -> Array| Some(slots.clone().map(|n| vec![of(n)]).collect());
+            |value: &dyn Fn(usize) -> Array| Some(slots.clone().map(|n| vec![value(n)]).collect());
         match step {
             Step::Own { numbers, free, .. } => one_each(&|slot| numbers.on_slot(slot, *free)),
-            Step::Laid { of, .. } => Some(self.values[*of].clone()),
+            Step::Laid { value, .. } => Some(self.values[*value].clone()),
             Step::Place { axes } => one_each(&|slot| {
                 let place = [self.grid.rank(axes, slot), self.grid.size(axes)];
-                Array::of_numbers(&place.map(|n| n as f64))
+                Array::from_numbers(&place.map(|n| n as f64))
             }),
             Step::Job(job) => job.results(&self.grid, &self.values),
             // What is started must be possible, as its results will be waited for.
@@ -113,15 +113,17 @@ impl State {
                 Some(all)
             }
             Step::Rows => one_each(&|slot| self.rows(slot)),
-            Step::Sums { of, wanted } => self.sums(of, wanted),
-            Step::Collective { op, of, axes } => {
-                let passed = |slot: &usize| &self.values[*of][*slot][0];
-                let on_slot = |slot| {
+            Step::Sums { value, wanted } => self.sums(value, wanted),
+            Step::Collective { op, value, axes } => {
+                let mut results = Vec::new();
+                for slot in slots {
                     let members = self.grid.members(axes, slot);
-                    let passed: Vec<&Array> = members.iter().map(passed).collect();
-                    collective::result(op, &passed, self.grid.rank(axes, slot))
-                };
-                slots.map(|slot| Some(vec![on_slot(slot)?])).collect()
+                    let passed: Vec<&Array> =
+                        members.iter().map(|slot| &self.values[*value][*slot][0]).collect();
+                    let result = collective::result(op, &passed, self.grid.rank(axes, slot))?;
+                    results.push(vec![result]);
+                }
+                Some(results)
             }
         }
     }
@@ -130,19 +132,20 @@ impl State {
     fn rows(&self, slot: usize) -> Array {
         let valid = self.cuts.iter().find_map(|cut| cut.valid(slot));
         match valid {
-            Some((len, weight)) => Array::of_numbers(&[len as f64, weight]),
-            None => Array::of_numbers(&[-1.0, 1.0]),
+            Some((len, weight)) => Array::from_numbers(&[len as f64, weight]),
+            None => Array::from_numbers(&[-1.0, 1.0]),
         }
     }
 
-    fn sums(&self, of: &[usize], wanted: &[Vec<usize>]) -> Option<Value> {
-        let sum = |value: &usize| {
+    fn sums(&self, value: &[usize], wanted: &[Vec<usize>]) -> Option<Value> {
+        let mut sums = Vec::with_capacity(value.len());
+        for value in value {
             let passed: Vec<&Array> = self.values[*value].iter().map(|slot| &slot[0]).collect();
-            let fits =
-                passed.iter().all(|array| array.agrees(passed[0])) && has_sum(passed[0].dtype);
-            fits.then(|| Array::folded(&passed, Fold::Sum))
-        };
-        let sums: Vec<Array> = of.iter().map(sum).collect::<Option<_>>()?;
+            if !has_sum(passed[0].dtype) || !passed.iter().all(|array| array.agrees(passed[0])) {
+                return None;
+            }
+            sums.push(Array::folded(&passed, Fold::Sum));
+        }
         Some(wanted.iter().map(|list| list.iter().map(|&n| sums[n].clone()).collect()).collect())
     }
 
@@ -150,7 +153,7 @@ impl State {
     pub(crate) fn results(&self, program: &Program) -> Result<Vec<Array>, Refusal> {
         let faults: Vec<_> = (program.results.iter().enumerate())
             .filter_map(|(index, (_, spec))| {
-                Some((index, spec::fault_of_axes(&self.grid, spec, false)?))
+                Some((index, spec::axes_fault(&self.grid, spec, false)?))
             })
             .collect();
         if !faults.is_empty() {
@@ -159,8 +162,8 @@ impl State {
         let cut = self.cuts.iter().find(|cut| cut.is_cut());
         let results = program.results.iter().enumerate();
         let joined = results.map(|(index, (value, spec))| {
-            let of_slots = self.values[*value].iter().map(|list| list[0].clone()).collect();
-            Joined { grid: &self.grid, cut, index }.result(of_slots, spec)
+            let per_slot = self.values[*value].iter().map(|list| list[0].clone()).collect();
+            Joined { grid: &self.grid, cut, index }.result(per_slot, spec)
         });
         joined.collect()
     }

@@ -1,4 +1,4 @@
-//! Collectives that are started, and waited for later; among them those of runs of many tensors.
+//! Collectives that are started and awaited later, including collectives of runs of many tensors.
 
 use std::ops::Range;
 
@@ -17,10 +17,10 @@ use crate::differential::{
     reference::has_sum,
 };
 
-/// Bytes that engines hand over otherwise than fewer.
+/// The size limit, in bytes, beyond which engines send data differently.
 pub(crate) const LARGE_BYTES: usize = 16 << 10;
 
-/// A collective that can be under way.
+/// A collective that can be started.
 #[derive(Clone, Debug)]
 pub(crate) struct Job {
     pub(crate) kind: Kind,
@@ -30,36 +30,37 @@ pub(crate) struct Job {
 #[derive(Clone, Debug)]
 pub(crate) enum Kind {
     /// The sum of a value.
-    Sum { of: usize },
-    /// Tensors, put together of the runs that each rank owns.
+    Sum { value: usize },
+    /// A gather of tensors from the runs of each rank.
     Gather(Runs),
-    /// The runs of a rank, each summed over all ranks.
+    /// A reduction of runs over all ranks.
     Reduce(Runs),
 }
 
-/// Tensors of each replica's own, and which runs of their items each rank of a group owns.
+/// Tensors of each replica, and the runs of their items that each rank of a group owns.
 #[derive(Clone, Debug)]
 pub(crate) struct Runs {
     pub(crate) tensors: Vec<Numbers>,
-    owned: Vec<Vec<Owned>>,
+    owned: Vec<Vec<OwnedRun>>,
 }
 
-/// A tensor by its number, and some of its items.
-type Owned = (usize, Range<usize>);
+/// The index of a tensor, and some of its items.
+type OwnedRun = (usize, Range<usize>);
 
-/// Waits for a collective under way.
-pub(crate) type Waiting = Box<dyn FnOnce() -> Result<Vec<Tensor>>>;
+/// A function that waits for a pending collective.
+pub(crate) type PendingResult = Box<dyn FnOnce() -> Result<Vec<Tensor>>>;
 
 impl Runs {
-    /// Every item has one owner among `ranks`. Some runs are empty: they begin where others end.
+    /// Returns random runs: every item has one owner among `ranks`, and some empty runs begin where
+    /// others end.
     pub(crate) fn random(random: &mut Random, tensors: Vec<Numbers>, ranks: usize) -> Self {
         let mut owned = vec![Vec::new(); ranks];
         for (number, numbers) in tensors.iter().enumerate() {
             let size: usize = numbers.shape.iter().product();
             let mut start = 0;
             while start < size {
-                let end = if random.one_in(4) { start } else { random.within(start, size) };
-                owned[random.below(ranks)].push((number, start..end));
+                let end = if random.one_in(4) { start } else { random.between(start, size) };
+                owned[random.less_than(ranks)].push((number, start..end));
                 start = end;
             }
         }
@@ -71,25 +72,29 @@ impl Runs {
         self.tensors.iter().all(|numbers| has_sum(numbers.dtype))
     }
 
-    /// What a slot has of a tensor.
+    /// Returns a slot's tensor.
     fn whole(&self, number: usize, slot: usize) -> Array {
         self.tensors[number].on_slot(slot, None)
     }
 
-    fn run(&self, (number, items): &Owned, slot: usize) -> Array {
+    fn run(&self, (number, items): &OwnedRun, slot: usize) -> Array {
         self.whole(*number, slot).flat().rows(0, items.start, items.len())
     }
 
     fn layout(&self) -> RunLayout {
-        let tensors = self.tensors.iter().map(|of| (Shape::from(of.shape.clone()), of.dtype));
-        let run = |(tensor, items): &Owned| Run { tensor: *tensor, items: items.clone() };
-        let owned = self.owned.iter().map(|runs| runs.iter().map(run).collect());
+        let tensors =
+            self.tensors.iter().map(|value| (Shape::from(value.shape.clone()), value.dtype));
+        let owned = self.owned.iter().map(|runs| {
+            runs.iter()
+                .map(|(tensor, items)| Run { tensor: *tensor, items: items.clone() })
+                .collect()
+        });
         RunLayout::new("runs", tensors, owned).unwrap()
     }
 }
 
 impl Job {
-    /// What each slot gets of it; `None` if it is not possible.
+    /// Returns the result of each slot, or `None` if the collective is impossible.
     pub(crate) fn results(
         &self,
         grid: &Grid,
@@ -101,8 +106,8 @@ impl Job {
     fn result(&self, grid: &Grid, values: &[Vec<Vec<Array>>], slot: usize) -> Option<Vec<Array>> {
         let members = grid.members(&self.axes, slot);
         match &self.kind {
-            Kind::Sum { of } => {
-                let passed: Vec<&Array> = members.iter().map(|m| &values[*of][*m][0]).collect();
+            Kind::Sum { value } => {
+                let passed: Vec<&Array> = members.iter().map(|m| &values[*value][*m][0]).collect();
                 let fits = passed.iter().all(|array| array.agrees(passed[0]));
                 (fits && has_sum(passed[0].dtype)).then(|| vec![Array::folded(&passed, Fold::Sum)])
             }
@@ -118,17 +123,21 @@ impl Job {
                 Some(gathered)
             }
             Kind::Reduce(runs) => {
-                let sum = |run: &Owned| {
-                    let passed: Vec<Array> = members.iter().map(|m| runs.run(run, *m)).collect();
-                    Array::folded(&passed.iter().collect::<Vec<_>>(), Fold::Sum)
-                };
                 let own = &runs.owned[grid.rank(&self.axes, slot)];
-                runs.is_reducible().then(|| own.iter().map(sum).collect())
+                runs.is_reducible().then(|| {
+                    own.iter()
+                        .map(|run| {
+                            let passed: Vec<Array> =
+                                members.iter().map(|m| runs.run(run, *m)).collect();
+                            Array::folded(&passed.iter().collect::<Vec<_>>(), Fold::Sum)
+                        })
+                        .collect()
+                })
             }
         }
     }
 
-    /// What the crate makes of it, at once.
+    /// Calls the collective in the crate.
     pub(crate) fn run(
         &self,
         ctx: &Replica,
@@ -137,7 +146,7 @@ impl Job {
     ) -> Result<Vec<Tensor>> {
         let axes = grid.named(&self.axes);
         match &self.kind {
-            Kind::Sum { of } => Ok(vec![ctx.psum(&values[*of][0], axes)?]),
+            Kind::Sum { value } => Ok(vec![ctx.psum(&values[*value][0], axes)?]),
             Kind::Gather(runs) => {
                 let own = self.own(runs, ctx, grid);
                 ctx.gather_runs(own, &runs.layout(), axes).map(tensors)
@@ -146,17 +155,17 @@ impl Job {
         }
     }
 
-    /// Starts it; what is returned waits for it.
+    /// Starts the collective; returns a function that waits for it.
     pub(crate) fn start(
         &self,
         ctx: &Replica,
         grid: &Grid,
         values: &[Vec<Tensor>],
-    ) -> Result<Waiting> {
+    ) -> Result<PendingResult> {
         let axes = grid.named(&self.axes);
         Ok(match &self.kind {
-            Kind::Sum { of } => {
-                let pending = ctx.start_psum(&values[*of][0], axes)?;
+            Kind::Sum { value } => {
+                let pending = ctx.start_psum(&values[*value][0], axes)?;
                 Box::new(|| Ok(vec![pending.wait()?]))
             }
             Kind::Gather(runs) => {
@@ -171,7 +180,7 @@ impl Job {
         })
     }
 
-    /// The runs that a replica owns.
+    /// Returns the runs that a replica owns.
     fn own(&self, runs: &Runs, ctx: &Replica, grid: &Grid) -> Vec<Tensor> {
         let own = &runs.owned[grid.rank(&self.axes, ctx.slot())];
         own.iter().map(|run| runs.run(run, ctx.slot()).tensor()).collect()

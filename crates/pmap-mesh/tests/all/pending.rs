@@ -1,4 +1,4 @@
-//! Collectives that are under way beside each other: every failure ends all of them.
+//! Pending collectives: every failure ends all of them.
 
 use std::time::Duration;
 
@@ -6,7 +6,7 @@ use candle_core::{DType, Device, Result, Tensor, bail};
 use pmap_mesh::{ALL, CollectiveError, DeviceMesh, Error, Replica, ReplicaError};
 use process_tests::nothing;
 
-/// Of 64 KiB, which the members reduce together.
+/// Returns a tensor of 64 KiB, which the members reduce together.
 fn large() -> Tensor {
     Tensor::ones(16_384, DType::F32, &Device::Cpu).unwrap()
 }
@@ -22,7 +22,7 @@ fn run(
     mesh.pmap(move |ctx, _: Tensor| f(ctx)).in_axes(None).call(nothing())
 }
 
-/// Runs a function that fails, and then one that does not, on the same mesh.
+/// Runs a function that fails, and then one that succeeds on the same mesh.
 fn failure(slots: usize, f: impl Fn(&Replica) -> Result<()> + Send + Sync + 'static) -> Error {
     let mesh = DeviceMesh::builder()
         .axis("a", slots)
@@ -40,7 +40,7 @@ fn failure(slots: usize, f: impl Fn(&Replica) -> Result<()> + Send + Sync + 'sta
 }
 
 #[test]
-fn handles_are_waited_for_in_any_order() {
+fn handles_may_be_awaited_in_any_order() {
     let mesh = DeviceMesh::builder().axis("a", 3).pin(false).cpu().unwrap();
     for _ in 0..50 {
         run(&mesh, |ctx| {
@@ -65,7 +65,7 @@ fn handles_are_waited_for_in_any_order() {
 }
 
 #[test]
-fn a_gradient_runs_through_a_sum_that_was_under_way() {
+fn gradient_crosses_a_pending_sum() {
     let mesh = DeviceMesh::cpu(2).unwrap();
     run(&mesh, |ctx| {
         let w = candle_core::Var::from_tensor(&small())?;
@@ -78,7 +78,7 @@ fn a_gradient_runs_through_a_sum_that_was_under_way() {
 }
 
 #[test]
-fn those_who_start_others_are_told_both() {
+fn start_mismatch_names_both_calls() {
     let error = failure(2, |ctx| {
         let x = if ctx.slot() == 0 { small() } else { large() };
         let sum = ctx.start_psum(&x, ALL)?;
@@ -90,7 +90,7 @@ fn those_who_start_others_are_told_both() {
 }
 
 #[test]
-fn one_that_is_started_where_the_other_calls_another_is_a_mismatch() {
+fn start_and_call_mismatch() {
     let error = failure(2, |ctx| {
         if ctx.slot() == 0 {
             ctx.barrier(ALL)
@@ -102,7 +102,7 @@ fn one_that_is_started_where_the_other_calls_another_is_a_mismatch() {
 }
 
 #[test]
-fn a_handle_that_is_dropped_is_an_error_and_no_hang() {
+fn dropped_handle_is_an_error() {
     let error = failure(2, |ctx| {
         let sum = ctx.start_psum(&large(), ALL)?;
         if ctx.slot() == 1 {
@@ -115,8 +115,8 @@ fn a_handle_that_is_dropped_is_an_error_and_no_hang() {
     assert!(dropped && error.to_string().contains("start_psum"), "{error}");
 }
 
-/// In slot 1, `end` ends the function while the others wait for the second of two collectives, the
-/// third of which it has not started.
+/// Runs `end` in slot 1 while the others wait for the second of two collectives. Slot 1 has not
+/// started the third.
 fn ends(end: fn(&Replica) -> Result<()>) -> Error {
     failure(3, move |ctx| {
         let first = ctx.start_psum(&large(), ALL)?;
@@ -135,20 +135,20 @@ fn ends(end: fn(&Replica) -> Result<()>) -> Error {
 }
 
 #[test]
-fn a_failure_ends_every_wait() {
+fn failure_ends_every_wait() {
     let error = ends(|_| bail!("no more data"));
     assert!(matches!(error, Error::Replica(ReplicaError::Failed { slot: 1, .. })), "{error}");
     assert!(error.to_string().contains("no more data"), "{error}");
 }
 
 #[test]
-fn a_panic_ends_every_wait() {
+fn panic_ends_every_wait() {
     let error = ends(|_| panic!("this one breaks"));
     assert!(matches!(error, Error::Replica(ReplicaError::Panicked { slot: 1, .. })), "{error}");
 }
 
 #[test]
-fn an_early_return_ends_every_wait() {
+fn early_return_ends_every_wait() {
     let error = ends(|_| Ok(()));
     assert!(
         matches!(error, Error::Collective(CollectiveError::NeverAwaited { slot: 1, .. })),
@@ -165,7 +165,7 @@ fn an_early_return_ends_every_wait() {
 }
 
 #[test]
-fn a_deadline_in_one_ends_every_wait() {
+fn deadline_ends_every_wait() {
     let mesh = DeviceMesh::builder()
         .axis("a", 3)
         .pin(false)
@@ -176,7 +176,7 @@ fn a_deadline_in_one_ends_every_wait() {
         let first = ctx.start_psum(&small(), ALL)?;
         let second = (ctx.slot() != 1).then(|| ctx.start_psum(&small(), ALL)).transpose()?;
         match (ctx.slot(), second) {
-            // Stays away from the second for longer than the others wait, and then learns of it.
+            // Miss the second collective for longer than the others wait, then observe the failure.
             (_, None) => {
                 std::thread::sleep(Duration::from_millis(400));
                 ctx.barrier(ALL)
@@ -195,18 +195,18 @@ fn a_deadline_in_one_ends_every_wait() {
 }
 
 #[test]
-fn waits_that_cannot_end_are_a_deadlock() {
+fn impossible_waits_are_a_deadlock() {
     let mesh = DeviceMesh::builder().axis("a", 2).axis("b", 2).pin(false).cpu().unwrap();
     let error = run(&mesh, |ctx| {
-        let axis = |slot| if matches!(slot, 0 | 3) { "a" } else { "b" };
-        ctx.start_psum(&small(), axis(ctx.slot()))?.wait().map(drop)
+        let axis = if matches!(ctx.slot(), 0 | 3) { "a" } else { "b" };
+        ctx.start_psum(&small(), axis)?.wait().map(drop)
     });
     let error = error.unwrap_err();
     assert!(matches!(error, Error::Collective(CollectiveError::Deadlock { .. })), "{error}");
 }
 
 #[test]
-fn a_list_that_differs_fails_for_all_and_hangs_nobody() {
+fn list_mismatch_fails_every_replica() {
     let error = failure(2, |ctx| {
         let x = if ctx.slot() == 0 { large() } else { large().to_dtype(DType::F64)? };
         ctx.psum_list(vec![x], &[0], ALL).map(drop)

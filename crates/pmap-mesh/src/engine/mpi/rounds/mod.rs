@@ -1,0 +1,225 @@
+//! Rounds of messages: the data to send to each rank, and the use of received data, chunk by chunk.
+
+mod gather;
+mod reduce;
+
+use std::ops::Range;
+
+use bytemuck::cast_slice_mut;
+use candle_core::{DType, Result, Tensor};
+
+pub(super) use self::{gather::GatherRound, reduce::ReduceRound};
+use super::bytes::with_part;
+use crate::engine::layout::Run;
+
+/// One round of messages, in which each rank sends words to each other rank. The words own the
+/// items of runs; each run begins at a word, so that items of any type are aligned.
+///
+/// Invalid arguments are rejected when a round is created: an error of a method is a bug in this
+/// crate.
+pub(super) trait MpiRound: Send {
+    /// Returns the number of words that this rank sends to another one.
+    fn n_outgoing(&self, to: usize) -> usize;
+
+    /// Returns the number of words that another rank sends to this one.
+    fn n_incoming(&self, from: usize) -> usize;
+
+    /// Copies words for a rank into `into`.
+    fn pack(&self, to: usize, words: Range<usize>, into: &mut [u64]) -> Result<()>;
+
+    /// Consumes the next words of every rank that has more for this one, by rank.
+    fn consume(&mut self, chunks: &[ReceivedChunk<'_>]) -> Result<()>;
+
+    /// Returns the next round or the results, after everything has been consumed.
+    fn finish(self: Box<Self>) -> Result<RoundOutcome>;
+}
+
+/// Words received from a rank.
+pub(super) struct ReceivedChunk<'a> {
+    pub(super) from: usize,
+    /// The range of these words among all words of the rank.
+    pub(super) words: Range<usize>,
+    pub(super) items: &'a [u64],
+}
+
+/// The successor of a round.
+pub(super) enum RoundOutcome {
+    Round(Box<dyn MpiRound>),
+    Results(Vec<Tensor>),
+}
+
+/// The part of a run in a chunk.
+#[derive(Debug, PartialEq, Eq)]
+struct ByteSpan {
+    /// The index of the run.
+    index: usize,
+    /// The bytes of the run.
+    bytes: Range<usize>,
+    /// The bytes of the chunk.
+    span: Range<usize>,
+}
+
+/// Returns the parts of runs in a range of words, given the bytes of each run.
+fn parts(n_bytes: impl Iterator<Item = usize>, words: &Range<usize>) -> Vec<ByteSpan> {
+    let chunk = words.start * size_of::<u64>()..words.end * size_of::<u64>();
+    let mut run_start = 0;
+    let mut parts = Vec::new();
+    for (index, n_bytes) in n_bytes.enumerate() {
+        let start = chunk.start.max(run_start);
+        let end = chunk.end.min(run_start + n_bytes);
+        if start < end {
+            let bytes = start - run_start..end - run_start;
+            parts.push(ByteSpan { index, bytes, span: start - chunk.start..end - chunk.start });
+        }
+        run_start += n_bytes.next_multiple_of(size_of::<u64>());
+    }
+    parts
+}
+
+/// Returns the number of words of runs, given the bytes of each run.
+fn n_words(n_bytes: impl Iterator<Item = usize>) -> usize {
+    n_bytes.map(|n_bytes| n_bytes.div_ceil(size_of::<u64>())).sum()
+}
+
+/// Copies parts of runs into a chunk. `run` returns the tensor of a run, and the run's first byte
+/// in it.
+fn pack<'a>(
+    parts: Vec<ByteSpan>,
+    run: impl Fn(usize) -> (&'a Tensor, usize),
+    into: &mut [u64],
+) -> Result<()> {
+    let into: &mut [u8] = cast_slice_mut(into);
+    for ByteSpan { index, bytes, span } in parts {
+        let (x, start) = run(index);
+        with_part(x, start + bytes.start..start + bytes.end, |bytes| {
+            into[span].copy_from_slice(bytes);
+            Ok(())
+        })?;
+    }
+    Ok(())
+}
+
+/// Returns the bytes of each run in its tensor.
+fn byte_ranges<'a>(
+    runs: &'a [Run],
+    dtype_of: impl Fn(usize) -> DType + 'a,
+) -> impl Iterator<Item = Range<usize>> + 'a {
+    runs.iter().map(move |Run { tensor, items }| {
+        let item_bytes = dtype_of(*tensor).size_in_bytes();
+        items.start * item_bytes..items.end * item_bytes
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+
+    use candle_core::Device;
+
+    use super::*;
+    use crate::reduce::Reduction;
+
+    /// Returns the results of all ranks after an exchange in chunks of `chunk_words` words.
+    fn run_rounds(mut rounds: Vec<Box<dyn MpiRound>>, chunk_words: usize) -> Vec<Vec<Tensor>> {
+        let n_ranks = rounds.len();
+        for rank in 0..n_ranks {
+            let others = || (0..n_ranks).filter(move |&from| from != rank);
+            for from in others() {
+                assert_eq!(rounds[from].n_outgoing(rank), rounds[rank].n_incoming(from));
+            }
+            let most = others().map(|from| rounds[rank].n_incoming(from)).max().unwrap();
+            for start in (0..most).step_by(chunk_words) {
+                let mut arrived = Vec::new();
+                for from in others().filter(|&from| start < rounds[rank].n_incoming(from)) {
+                    let words = start..rounds[rank].n_incoming(from).min(start + chunk_words);
+                    let mut items = vec![0; words.len()];
+                    rounds[from].pack(rank, words.clone(), &mut items).unwrap();
+                    arrived.push((from, words, items));
+                }
+                let chunks: Vec<ReceivedChunk<'_>> = arrived
+                    .iter()
+                    .map(|(from, words, items)| ReceivedChunk {
+                        from: *from,
+                        words: words.clone(),
+                        items,
+                    })
+                    .collect();
+                rounds[rank].consume(&chunks).unwrap();
+            }
+        }
+        let mut results = Vec::new();
+        let mut next_rounds = Vec::new();
+        for round in rounds {
+            match round.finish().unwrap() {
+                RoundOutcome::Results(list) => results.push(list),
+                RoundOutcome::Round(next) => next_rounds.push(next),
+            }
+        }
+        if next_rounds.is_empty() { results } else { run_rounds(next_rounds, chunk_words) }
+    }
+
+    #[test]
+    fn runs_begin_at_words() {
+        let part = |index, bytes: Range<usize>, start: usize| {
+            let span = start..start + bytes.len();
+            ByteSpan { index, bytes, span }
+        };
+        let runs = [3, 0, 20, 8];
+        assert_eq!(n_words(runs.into_iter()), 5);
+        let spans = |words| parts(runs.into_iter(), &words);
+        assert_eq!(spans(0..5), [part(0, 0..3, 0), part(2, 0..20, 8), part(3, 0..8, 32)]);
+        assert_eq!(spans(0..1), [part(0, 0..3, 0)]);
+        assert_eq!(spans(2..4), [part(2, 8..20, 0)]);
+        assert_eq!(spans(5..5), []);
+    }
+
+    #[test]
+    fn each_rank_gets_its_runs() {
+        let list = |rank: u32| {
+            let x = Tensor::arange(0_f32, 7., &Device::Cpu).unwrap().affine(1., f64::from(rank));
+            [DType::F32, DType::U8, DType::BF16]
+                .map(|dtype| x.as_ref().unwrap().to_dtype(dtype).unwrap())
+        };
+        let run = |tensor, items| Run { tensor, items };
+        let by_rank: Arc<[Vec<Run>]> =
+            [vec![run(1, 2..5), run(0, 0..7)], vec![run(2, 6..7), run(1, 0..2), run(2, 0..0)]]
+                .into();
+        let round = |rank: usize| -> Box<dyn MpiRound> {
+            let list = list(u32::try_from(rank).unwrap());
+            Box::new(
+                ReduceRound::for_runs(&list, rank, Arc::clone(&by_rank), Reduction::Sum).unwrap(),
+            )
+        };
+        let numbers = |x: &Tensor| x.to_dtype(DType::F32).unwrap().to_vec1::<f32>().unwrap();
+        for chunk_words in 1..6 {
+            let results = run_rounds(vec![round(0), round(1)], chunk_words);
+            assert_eq!(numbers(&results[0][0]), [5., 7., 9.]);
+            assert_eq!(numbers(&results[0][1]), [1., 3., 5., 7., 9., 11., 13.]);
+            assert_eq!(numbers(&results[1][0]), [13.]);
+            assert_eq!(numbers(&results[1][1]), [1., 3.]);
+            assert_eq!(results[1][2].dims(), [0]);
+            let types: Vec<DType> = results[0].iter().map(Tensor::dtype).collect();
+            assert_eq!(types, [DType::U8, DType::F32]);
+        }
+    }
+
+    #[test]
+    fn reduction_for_all_reaches_every_rank() {
+        let mut rounds: Vec<Box<dyn MpiRound>> = Vec::new();
+        for rank in 0..4 {
+            let x = Tensor::full(u32::try_from(rank).unwrap(), (3, 3), &Device::Cpu).unwrap();
+            rounds.push(Box::new(ReduceRound::for_all(&[x], rank, 4, Reduction::Max).unwrap()));
+        }
+        for results in run_rounds(rounds, 1) {
+            assert_eq!(results[0].to_vec2::<u32>().unwrap(), [[3; 3]; 3]);
+        }
+    }
+
+    #[test]
+    fn unsupported_dtype_is_rejected_before_sending() {
+        let x = Tensor::zeros(3, DType::F8E4M3, &Device::Cpu).unwrap();
+        let refused = ReduceRound::for_all(&[x], 0, 2, Reduction::Sum).map(drop);
+        let text = refused.unwrap_err().to_string();
+        assert!(text.starts_with("tensors of type f8e4m3 cannot be reduced"), "{text}");
+    }
+}

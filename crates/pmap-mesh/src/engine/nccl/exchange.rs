@@ -1,0 +1,270 @@
+//! The two steps of every collective: an exchange of headers, then an exchange of items.
+
+use std::{
+    ops::Range,
+    process,
+    sync::{Arc, OnceLock},
+    time::Duration,
+};
+
+use candle_core::{DType, Device, Result, Tensor, bail, cuda_backend::cudarc::driver::CudaEvent};
+
+use super::link::{LinkTransfer, TransferError, TransferHandle, Transport};
+use crate::{
+    engine::{
+        GroupContext,
+        processes::{self, TEXT_BYTES, disagreement},
+    },
+    error::{CollectiveError, one_line},
+    sync::catch,
+};
+
+/// The alignment, in items, of the items received from a rank: at least 16 bytes for all dtypes,
+/// the unit in which NCCL and kernels move memory.
+const ALIGNMENT: usize = 16;
+
+/// The termination of this process; the launcher ends the others.
+#[derive(Clone, Debug)]
+pub(super) struct ExitHandler {
+    pub(super) slot: usize,
+    /// The MPI program, if the processes are one.
+    #[cfg(feature = "mpi")]
+    pub(super) session: Option<Arc<crate::engine::mpi::MpiSession>>,
+}
+
+impl ExitHandler {
+    /// Prints the reason and ends this process.
+    pub(super) fn end(&self, reason: &str) -> ! {
+        #[cfg(feature = "mpi")]
+        if let Some(session) = &self.session {
+            session.end(reason);
+        }
+        processes::exit_process(self.slot, reason, || process::exit(1))
+    }
+}
+
+/// A channel for collectives, one at a time: either the called or the started ones of a replica.
+#[derive(Debug)]
+pub(super) struct NcclChannel {
+    pub(super) link: Box<dyn Transport>,
+    /// Time limit for the headers of the other members.
+    pub(super) header_timeout: Duration,
+    /// Time limit for a transfer, including the computation of its tensors.
+    pub(super) deadline: Duration,
+    pub(super) exit: ExitHandler,
+    /// The failure of this process in an agreed collective, if any.
+    pub(super) broken: OnceLock<String>,
+}
+
+/// A running collective of this slot.
+pub(super) struct NcclCall<'a> {
+    pub(super) channel: &'a NcclChannel,
+    pub(super) ctx: &'a GroupContext,
+}
+
+impl NcclCall<'_> {
+    /// Exchanges the hash of the call and `aux` with all members; returns their `aux`, by rank.
+    ///
+    /// # Errors
+    ///
+    /// On all members, if the hashes differ: the error quotes the descriptions of rank 0 and of the
+    /// first different rank; `text` is this member's. On this member, if an earlier collective
+    /// [failed](Self::carry_out) here.
+    pub(super) fn exchange_headers(
+        &self,
+        agreement: u64,
+        aux: i64,
+        text: impl FnOnce() -> Vec<u8>,
+    ) -> Result<Vec<i64>> {
+        if let Some(reason) = self.channel.broken.get() {
+            bail!("{reason}, so no later collective can run: the others still wait for it");
+        }
+        let own = [agreement.to_le_bytes(), aux.to_le_bytes()].concat();
+        let headers = self.exchange_messages(own);
+        let agreements = headers.iter().map(|header| word(header, 0));
+        match agreements.clone().position(|other| Some(other) != agreements.clone().next()) {
+            None => Ok(headers.iter().map(|header| i64::from_le_bytes(word(header, 1))).collect()),
+            Some(other) => {
+                let mut text = text();
+                text.resize(TEXT_BYTES, 0);
+                let texts = self.exchange_messages(text);
+                Err(disagreement(self.ctx, other, |rank| texts[rank].clone()))
+            }
+        }
+    }
+
+    /// Runs the steps of an agreed collective.
+    ///
+    /// If they fail here, the others wait for data that never arrive, and would mistake the next
+    /// message of this process for them. So this process sends nothing more, even if its replica
+    /// ignores the error.
+    pub(super) fn carry_out<T>(&self, steps: impl FnOnce() -> Result<T>) -> Result<T> {
+        let outcome = catch(steps).unwrap_or_else(|panic| Err(candle_core::Error::msg(panic)));
+        if let Err(error) = &outcome {
+            let reason = format!("{} has failed here: {}", self.ctx.call, one_line(error));
+            // The others wait for the first failure.
+            drop(self.channel.broken.set(reason));
+        }
+        outcome
+    }
+
+    /// Exchanges messages of equal length with all members; returns them by rank.
+    fn exchange_messages(&self, own: Vec<u8>) -> Vec<Vec<u8>> {
+        let mut others = self.ctx.members().to_vec();
+        others.remove(self.ctx.rank);
+        let arrived = self.channel.link.exchange(own.clone(), &others, self.channel.header_timeout);
+        let mut all = arrived.unwrap_or_else(|error| self.end(error));
+        all.insert(self.ctx.rank, own);
+        all
+    }
+
+    /// Sends items `part(n)` of the flat tensor `source` to each rank n. Returns the items for this
+    /// rank, by rank: `n_items(n)` items of rank n, and its own part.
+    pub(super) fn exchange_items(
+        &self,
+        source: Tensor,
+        part: impl Fn(usize) -> Range<usize>,
+        n_items: impl Fn(usize) -> usize,
+    ) -> Result<Vec<Tensor>> {
+        let mut exchange = ItemExchange::new(self.ctx, source, part, n_items)?;
+        exchange.start(self);
+        exchange.wait()
+    }
+
+    /// Ends the program, because started messages cannot be cancelled.
+    fn end(&self, broken: TransferError) -> ! {
+        let call = Arc::clone(&self.ctx.call);
+        match broken {
+            TransferError::Failed(reason) => self.channel.exit.end(&format!("{reason} in {call}")),
+            TransferError::Late => {
+                self.channel.exit.end(&late(self.ctx, self.channel.header_timeout).to_string())
+            }
+        }
+    }
+}
+
+/// Returns the error of a process that missed the deadline; over NCCL the missing ranks are
+/// unknown.
+pub(super) fn late(ctx: &GroupContext, limit: Duration) -> CollectiveError {
+    CollectiveError::Deadline {
+        slot: ctx.slot(),
+        missing: Vec::new(),
+        call: Arc::clone(&ctx.call),
+        limit,
+    }
+}
+
+/// Returns word number `n` of a header.
+#[expect(clippy::expect_used, reason = "all headers are of two words")]
+fn word(header: &[u8], n: usize) -> [u8; 8] {
+    header.as_chunks().0.get(n).copied().expect("a header has two words")
+}
+
+/// The items that a rank sends to and receives from each rank of its group.
+#[derive(Debug)]
+pub(super) struct ItemExchange {
+    own_rank: usize,
+    source: Tensor,
+    /// The items of the source for each rank, including this one.
+    outgoing: Vec<Range<usize>>,
+    /// The received items. It is allocated here, before the start, so that the device allocates it
+    /// before later computations.
+    destination: Tensor,
+    /// The items of the destination from each rank; empty for this rank.
+    incoming: Vec<Range<usize>>,
+    /// An event after the computation of both tensors.
+    ready: Option<Arc<CudaEvent>>,
+    transfer: Option<Box<dyn TransferHandle>>,
+}
+
+impl ItemExchange {
+    /// Prepares to send items `part(n)` of the flat tensor `source` to rank n, and to receive
+    /// `n_items(n)` items from it.
+    pub(super) fn new(
+        ctx: &GroupContext,
+        source: Tensor,
+        part: impl Fn(usize) -> Range<usize>,
+        n_items: impl Fn(usize) -> usize,
+    ) -> Result<Self> {
+        let mut end = 0;
+        let mut incoming = Vec::with_capacity(ctx.size());
+        for rank in 0..ctx.size() {
+            let n_items = if rank == ctx.rank { 0 } else { n_items(rank) };
+            incoming.push(end..end + n_items);
+            end += n_items.next_multiple_of(ALIGNMENT);
+        }
+        let destination = Tensor::zeros(end.max(1), source.dtype(), source.device())?;
+        Ok(Self {
+            own_rank: ctx.rank,
+            outgoing: (0..ctx.size()).map(part).collect(),
+            ready: record_event(source.device())?,
+            source,
+            destination,
+            incoming,
+            transfer: None,
+        })
+    }
+
+    /// Starts the transfer, after both sides have agreed on it.
+    pub(super) fn start(&mut self, call: &NcclCall<'_>) {
+        let members = call.ctx.members();
+        let transfer = LinkTransfer {
+            call: Arc::clone(&call.ctx.call),
+            ready: self.ready.clone(),
+            source: self.source.clone(),
+            outgoing: self.remote_parts(members, &self.outgoing),
+            destination: self.destination.clone(),
+            incoming: self.remote_parts(members, &self.incoming),
+        };
+        if transfer.outgoing.is_empty() && transfer.incoming.is_empty() {
+            return;
+        }
+        let started = call.channel.link.transfer(transfer, call.channel.deadline);
+        self.transfer = Some(started.unwrap_or_else(|error| call.end(error)));
+    }
+
+    /// Returns the non-empty parts of the other ranks, each with its slot.
+    fn remote_parts(
+        &self,
+        members: &[usize],
+        parts: &[Range<usize>],
+    ) -> Vec<(usize, Range<usize>)> {
+        let mut remote = Vec::new();
+        for (rank, part) in parts.iter().enumerate() {
+            if rank != self.own_rank && !part.is_empty() {
+                remote.push((members[rank], part.clone()));
+            }
+        }
+        remote
+    }
+
+    /// Returns the items for this rank, by rank, after `start`. Later work of the device waits for
+    /// their arrival.
+    pub(super) fn wait(&self) -> Result<Vec<Tensor>> {
+        if let Some(transfer) = &self.transfer {
+            transfer.order()?;
+        }
+        let mut arrived = Vec::with_capacity(self.incoming.len());
+        for (rank, incoming) in self.incoming.iter().enumerate() {
+            let (x, items) = if rank == self.own_rank {
+                (&self.source, &self.outgoing[rank])
+            } else {
+                (&self.destination, incoming)
+            };
+            arrived.push(x.narrow(0, items.start, items.len())?);
+        }
+        Ok(arrived)
+    }
+}
+
+/// Records an event after the device's pending work.
+fn record_event(device: &Device) -> Result<Option<Arc<CudaEvent>>> {
+    let Device::Cuda(cuda) = device else { return Ok(None) };
+    let event = cuda.cuda_stream().record_event(None).map_err(candle_core::Error::wrap)?;
+    Ok(Some(Arc::new(event)))
+}
+
+/// Returns a tensor without items: a view, since CUDA cannot allocate 0 bytes.
+pub(super) fn empty_tensor(dtype: DType, device: &Device) -> Result<Tensor> {
+    Tensor::zeros(1, dtype, device)?.narrow(0, 0, 0)
+}
