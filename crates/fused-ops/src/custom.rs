@@ -199,7 +199,7 @@ where
             Ok(vec![Some(collected.grads.leave(index, grad, &nothing)?)])
         })?);
     }
-    // Without a history, or each output would hold itself.
+    // Store the outputs without their history: with it, each output would hold itself.
     collected.outputs.get_or_init(|| results.iter().map(Tensor::detach).collect());
     Ok(results)
 }

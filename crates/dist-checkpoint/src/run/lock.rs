@@ -42,8 +42,7 @@ impl SharedLock {
     ///
     /// # Errors
     ///
-    /// [`Error::Locked`], [`Error::Lost`], [`Error::Io`]; all
-    /// processes fail if one does.
+    /// [`Error::Locked`], [`Error::Lost`], [`Error::Io`]; all processes fail if one does.
     pub(super) fn take(&self, mesh: &DeviceMesh, folder: &Path) -> Result<WriterLock> {
         // Lock until the end, so that a second thread does not find its own process's lock file
         // taken.

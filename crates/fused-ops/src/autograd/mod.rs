@@ -1,8 +1,9 @@
 //! Records results that kernels have computed in candle's graph.
 //!
-//! candle's custom operations compute when they are applied. Ours compute before: the operation that
-//! candle sees only hands over the result, and holds its backward. More inputs and outputs than candle
-//! allows (three and one) meet in a token, a scalar that nothing reads; no tensor is copied.
+//! candle's custom operations compute when they are applied. These operations compute earlier: the
+//! operation in candle's graph only returns the finished result, and contains its backward. candle
+//! allows three inputs and one output. An operation with more connects them through a token, a scalar
+//! that nothing reads. No tensor is copied.
 
 mod mailbox;
 mod multi;
@@ -24,8 +25,8 @@ pub(crate) trait Backward: Send + Sync + 'static {
 
     /// Returns the gradients of the inputs, in their order, where `grad` is the gradient of `output`.
     ///
-    /// An input that [`tracks`](Tensor::track_op) must get one, zeros if need be: candle panics
-    /// otherwise.
+    /// Every input for which [`Tensor::track_op`] is true must get a gradient, at least zeros: candle
+    /// panics without one.
     fn backward(
         &self,
         inputs: &[&Tensor],
@@ -102,7 +103,7 @@ impl<'a> CpuSlice<'a> {
         Self { storage, layout }
     }
 
-    /// Returns the elements of the storage from the tensor's first on.
+    /// Returns the elements of the storage, beginning with the tensor's first element.
     pub(crate) fn offset_slice<T: Float>(&self) -> Result<&[T]> {
         let Storage::Cpu(storage) = &*self.storage else {
             return Err(
@@ -122,7 +123,7 @@ impl<'a> CpuSlice<'a> {
     }
 }
 
-/// Makes a tensor on the processor without a history: a gradient.
+/// Returns a gradient: a tensor on the processor, without a history.
 pub(crate) fn tensor<T: Float>(data: Vec<T>, shape: &Shape) -> Result<Tensor> {
     Ok(Tensor::from_vec(data, shape, &Device::Cpu)?)
 }

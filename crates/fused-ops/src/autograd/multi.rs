@@ -26,8 +26,8 @@ pub(crate) trait MultiBackward<const OUTPUTS: usize>: Send + Sync + 'static {
     /// Returns the gradients of the inputs, in their order. An output that the pass did not use has no
     /// gradient.
     ///
-    /// An input that [`tracks`](Tensor::track_op) must get one, zeros if need be: candle panics
-    /// otherwise.
+    /// Every input for which [`Tensor::track_op`] is true must get a gradient, at least zeros: candle
+    /// panics without one.
     fn backward(
         &self,
         outputs: &[Tensor; OUTPUTS],
@@ -61,7 +61,7 @@ pub(crate) fn record_copy(
     Ok(output)
 }
 
-/// Returns a scalar without a meaning: a pass that begins at it begins with `grad` at `y`.
+/// Returns a scalar from which a backward pass can begin: the pass gives `y` the gradient `grad`.
 pub(crate) fn seeded(y: &Tensor, grad: Tensor) -> Result<Tensor> {
     PrecomputedNode { output: NodeOutput::Token, shape: Shape::from(()), backward: TokenSeed(grad) }
         .apply(&[y])
@@ -96,7 +96,7 @@ fn record_outputs<B: MultiBackward<OUTPUTS>, const OUTPUTS: usize>(
     let results: Vec<_> = results.collect::<Result<_>>()?;
     let results: [Tensor; OUTPUTS] =
         results.try_into().map_err(|_| candle_core::Error::msg("an output is missing"))?;
-    // Without a history, or each output would hold itself.
+    // Store the outputs without their history: with it, each output would hold itself.
     shared.outputs.get_or_init(|| results.each_ref().map(Tensor::detach));
     Ok(results)
 }
@@ -124,7 +124,7 @@ fn join_inputs<B: MultiBackward<OUTPUTS>, const OUTPUTS: usize>(
 /// Shared by the nodes of one operation.
 struct SharedGradients<B, const OUTPUTS: usize> {
     backward: B,
-    /// There when the backward pass begins.
+    /// The outputs, set before any backward pass begins.
     outputs: OnceLock<[Tensor; OUTPUTS]>,
     /// Gradients of outputs, from the output nodes to the last input node.
     output_grads: Mailbox<Tensor>,
@@ -144,7 +144,7 @@ impl<B: MultiBackward<OUTPUTS>, const OUTPUTS: usize> SharedGradients<B, OUTPUTS
         self.backward.backward(outputs, grads)
     }
 
-    /// Takes the gradients that the input node behind has left.
+    /// Takes the gradients that the previous input node of the backward pass has left.
     fn continued(&self, token: &Tensor) -> Result<Vec<Option<Tensor>>> {
         let left = self.input_grads.take(token)?.pop();
         let (_, grads) =

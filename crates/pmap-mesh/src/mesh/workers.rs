@@ -52,7 +52,7 @@ pub(crate) trait WorkerJob: Send + Sync {
     /// get only the time to notice it.
     fn deadline_passed(&self) -> bool;
 
-    /// Fails the job because the slots `stuck` have not ended within `after` of another slot's end.
+    /// Fails the job because the slots `stuck` have not ended within `limit` of another slot's end.
     /// Returns the error.
     fn time_out(&self, stuck: &[usize], limit: Duration) -> Error;
 }

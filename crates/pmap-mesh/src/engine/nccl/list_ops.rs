@@ -301,7 +301,8 @@ impl TensorReduction {
             return Ok(());
         }
         let sum = reduce_received(&self.exchange, self.reduction)?;
-        let (n_items, size) = (self.n_items, call.ctx.size());
+        let n_items = self.n_items;
+        let size = call.ctx.size();
         let own_items = sum.elem_count();
         self.exchange = ItemExchange::new(
             call.ctx,
@@ -381,7 +382,7 @@ fn concat_bucket(list: &[Tensor], bucket: &[usize]) -> Result<Tensor> {
     concat_flat(&parts, first.dtype(), first.device())
 }
 
-/// Splits the result of [`joined`] into tensors of their shapes, with their indexes.
+/// Splits a concatenated bucket into tensors of their shapes, with their indexes.
 fn split_bucket(
     shapes: &[Shape],
     bucket: &[usize],

@@ -129,7 +129,7 @@ impl Rendezvous {
     ///
     /// # Errors
     ///
-    /// The errors of [`contribute_and_wait`](Self::meet).
+    /// The errors of [`contribute_and_wait`](Self::contribute_and_wait).
     pub(super) fn contribute(
         &self,
         ctx: &GroupContext,
@@ -172,7 +172,7 @@ impl Rendezvous {
     ///
     /// # Errors
     ///
-    /// The errors of [`contribute_and_wait`](Self::meet).
+    /// The errors of [`contribute_and_wait`](Self::contribute_and_wait).
     pub(super) fn complete(
         &self,
         ctx: &GroupContext,
@@ -192,7 +192,7 @@ impl Rendezvous {
     ///
     /// # Errors
     ///
-    /// The errors of [`contribute_and_wait`](Self::meet). If the work fails, its results return the error.
+    /// The errors of [`contribute_and_wait`](Self::contribute_and_wait). If the work fails, its results return the error.
     pub(super) fn finish_work(
         &self,
         ctx: &GroupContext,
@@ -314,11 +314,8 @@ impl Rendezvous {
             return;
         }
         if let Some((waiting, call)) = state.open.values().find_map(|open| open.waiting_for(slot)) {
-            self.record_failure(
-                state,
-                slot,
-                CollectiveError::PeerReturned { slot, waiting, call }.into(),
-            );
+            let error = CollectiveError::PeerReturned { slot, waiting, call };
+            self.record_failure(state, slot, error.into());
         } else {
             // This replica has returned, so it cannot get the error; the failure wakes the others.
             drop(self.check_progress(state, slot));

@@ -12,8 +12,8 @@ pub(super) use self::{gather::GatherRound, reduce::ReduceRound};
 use super::bytes::with_part;
 use crate::engine::layout::Run;
 
-/// One round of messages, in which each rank sends words to each other rank. The words own the
-/// items of runs; each run begins at a word, so that items of any type are aligned.
+/// One round of messages, in which each rank sends words to each other rank. The words contain the
+/// items of runs. Each run begins at a word, so that items of any type are aligned.
 ///
 /// Invalid arguments are rejected when a round is created: an error of a method is a bug in this
 /// crate.
