@@ -43,6 +43,18 @@ pub(crate) fn lists(ctx: &Replica, here: &[u64]) -> Result<Vec<Vec<u64>>> {
     Ok(counts.iter().map(|count| list(whole([count[0], count[1]]))).collect())
 }
 
+/// Numbers of which one replica has each, and the others 0: to the bit; all bring as many.
+pub(crate) fn combined(ctx: &Replica, here: &[f64]) -> Result<Vec<f64>> {
+    if here.is_empty() {
+        return Ok(Vec::new());
+    }
+    // The bits of 0 are zeros, so a sum of integers carries those of the one that has more.
+    let sent: Vec<u32> = here.iter().flat_map(|number| halves(number.to_bits())).collect();
+    let sums = ctx.psum(&Tensor::new(sent, ctx.device())?, ALL)?.to_vec1()?;
+    let (numbers, _) = sums.as_chunks();
+    Ok(numbers.iter().map(|&halves| f64::from_bits(whole(halves))).collect())
+}
+
 /// The sums over all replicas of some numbers, added up in rank order; all bring as many.
 pub(crate) fn sums(ctx: &Replica, here: &[f64]) -> Result<Vec<f64>> {
     if here.is_empty() {
@@ -102,6 +114,22 @@ mod tests {
         on_slots(|ctx| {
             let list = |slot: usize| vec![u64::MAX - slot as u64; slot];
             assert_eq!(lists(ctx, &list(ctx.slot()))?, [list(0), list(1), list(2)]);
+            Ok(())
+        });
+    }
+
+    #[test]
+    fn numbers_that_one_replica_has_arrive_everywhere() {
+        on_slots(|ctx| {
+            let all = [0.1, -1e300, f64::INFINITY, 0.0, f64::MIN_POSITIVE];
+            let mut here = all;
+            for (n, number) in here.iter_mut().enumerate() {
+                if n % 3 != ctx.slot() {
+                    *number = 0.0;
+                }
+            }
+            assert_eq!(combined(ctx, &here)?, all);
+            assert!(combined(ctx, &[])?.is_empty());
             Ok(())
         });
     }

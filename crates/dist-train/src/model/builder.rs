@@ -322,8 +322,8 @@ impl<'a, M> ModelBuilder<'a, M> {
     }
 
     /// Has a step in `steps` begin with [`check_in_sync`](crate::DistributedModel::check_in_sync);
-    /// by default only [`state_dict`](crate::DistributedModel::state_dict) of a replicated model
-    /// does. At least 1.
+    /// by default only [`state_dict`](crate::DistributedModel::state_dict) and
+    /// [`save_pretrained`](crate::DistributedModel::save_pretrained) do. At least 1.
     pub fn check_in_sync_every(mut self, steps: u64) -> Self {
         self.config.options.check_every = Some(steps);
         self

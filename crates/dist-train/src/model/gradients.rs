@@ -137,7 +137,7 @@ where
 {
     #[track_caller]
     fn loss(&mut self) -> Result<f64> {
-        Ok(self.run(Goal::Evaluate, BESIDE)?.0)
+        Ok(self.run(Goal::Measure, BESIDE)?.0)
     }
 
     #[track_caller]

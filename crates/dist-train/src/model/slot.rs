@@ -5,10 +5,8 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use candle_core::{Result as CandleResult, Tensor, Var};
 use candle_nn::Optimizer;
 use dist_checkpoint::{Checkpoint, StateDict, TensorKey};
-use pmap_mesh::Replica;
 
 use crate::{
-    agreement,
     device::moved,
     error::{Doing, Result},
     optim::{StatefulOptimizer, add_state, clip, load_state},
@@ -157,25 +155,20 @@ impl<O: Optimizer> Slot<O> {
         of_group.for_each(|of_vars| of_vars.optimizer.set_learning_rate(learning_rate));
     }
 
-    /// Updates all variables by `factor` times these sums. Returns the norm of all gradients before
-    /// they are clipped.
-    ///
-    /// The squares of each parameter are added up over its parts in the order of slots, and then in
-    /// the order of names: the same to the bit on all slots. Of a parameter that one slot reports
-    /// whole they have the same bits for any number of slots.
+    /// Updates all variables by `factor` times these sums, of whose squares all slots know those of
+    /// each trained parameter. Returns the norm of all gradients before they are clipped.
     ///
     /// # Errors
     ///
     /// If the norm is not finite, on all slots and before a variable changes; those of optimizers.
     pub(crate) fn update_all(
         &mut self,
-        ctx: &Replica,
         rules: &Rules,
+        squares: &[f64],
         sums: Vec<(usize, Tensor)>,
         factor: f64,
     ) -> CandleResult<f64> {
-        let squares = agreement::sums(ctx, &self.local_squares(&sums)?)?;
-        let norm = norm(rules, &squares, factor)?;
+        let norm = norm(rules, squares, factor)?;
         self.is_half_updated = true;
         self.update(sums, clipped(rules, norm, factor))?;
         self.step_remaining()?;

@@ -45,12 +45,24 @@ pub struct Evaluation<A = ()> {
 pub(crate) enum Goal {
     /// Its loss alone.
     Evaluate,
+    /// Its loss alone, by the model that is differentiated.
+    Measure,
     /// Its gradients, which update nothing.
     Differentiate,
     /// Its gradients, which are stored for the next update.
     Accumulate,
     /// An update, by its gradients and those that are stored.
     Update,
+}
+
+impl Goal {
+    /// Returns true if the loss is differentiated.
+    pub(crate) fn differentiates(self) -> bool {
+        match self {
+            Self::Evaluate | Self::Measure => false,
+            Self::Differentiate | Self::Accumulate | Self::Update => true,
+        }
+    }
 }
 
 /// What all replicas of a step go by.

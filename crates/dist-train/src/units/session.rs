@@ -71,7 +71,7 @@ pub(crate) struct Gradients {
 
 impl PassContext {
     pub(crate) fn new(model: &Arc<Model>, rules: Rules) -> Arc<Self> {
-        let order = model.order(rules.goal != Goal::Evaluate);
+        let order = model.order(rules.goal.differentiates());
         Arc::new(Self { model: Arc::clone(model), rules, order, emptied: FreedParams::default() })
     }
 }
@@ -140,7 +140,7 @@ impl Session {
     }
 
     pub(crate) fn is_training(&self) -> bool {
-        self.rules().goal != Goal::Evaluate
+        self.rules().goal.differentiates()
     }
 
     /// Whether it is to be seen that a unit has the same result twice. A run that is resumed may have

@@ -7,7 +7,8 @@ use candle_nn::{
 };
 use core_types::Seed;
 use dist_train::{
-    AdamW, DataParallel, DistributedModel, Error, GradientError, Group, TrainingError, Verdict,
+    AdamW, DataParallel, DistributedModel, Error, GradientError, Group, Loss, TrainingError,
+    Verdict,
 };
 use pmap_mesh::{DeviceMesh, Replica, Uneven};
 
@@ -128,4 +129,13 @@ fn a_gradient_that_ends_beside_a_residual_is_found_on_every_mesh() {
         let wrong: Vec<_> = wrong.into_iter().map(|check| check.prefix).collect();
         assert_eq!(wrong, ["norm", "up"]);
     }
+}
+
+#[test]
+fn tensors_beside_a_loss_are_left_alone() {
+    let with_rows = |_: &Replica, net: &Net, x: Tensor| {
+        let rows = Tensor::new(x.dim(0)? as f32, x.device())?;
+        Ok(Loss::mean(net.loss(&x, Ok)?).with(rows))
+    };
+    model(2).check_gradients(batch(8), with_rows).unwrap();
 }

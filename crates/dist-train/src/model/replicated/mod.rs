@@ -80,7 +80,7 @@ impl<'a, M, O> ReplicatedPass<'a, M, O> {
                 slot.is_half_updated = false;
                 continue;
             }
-            if self.rules.goal != Goal::Evaluate {
+            if self.rules.goal.differentiates() {
                 worker.grads.clear();
                 slot.totals = None;
             }
@@ -108,14 +108,18 @@ impl<M, O: Optimizer> ReplicatedPass<'_, M, O> {
         let slot = &mut *lock(&self.slots[ctx.local_index()]);
         worker.copy_buffers(slot, &rules.buffers)?;
         let outcome = match rules.goal {
-            Goal::Evaluate => loss(&worker.evaluated, ShardUse::Last)?
-                .evaluate(ctx, rules.allow_non_finite, &rules.refusal)
-                .map(|(loss, aux)| (Report { loss, grad_norm: 0.0 }, aux)),
+            Goal::Evaluate | Goal::Measure => {
+                let is_evaluated = rules.goal == Goal::Evaluate;
+                let model = if is_evaluated { &worker.evaluated } else { &worker.model };
+                loss(model, ShardUse::Last)?
+                    .evaluate(ctx, rules.allow_non_finite, &rules.refusal)
+                    .map(|(loss, aux)| (Report { loss, grad_norm: 0.0 }, aux))
+            }
             Goal::Differentiate => {
                 let loss = loss(&worker.model, ShardUse::Last)?;
-                worker.gradients(ctx, rules, loss).map(|(report, gradients)| {
+                worker.gradients(ctx, rules, loss).map(|(outcome, gradients)| {
                     self.gradients.get_or_init(|| gradients);
-                    (report, Vec::new())
+                    outcome
                 })
             }
             Goal::Accumulate | Goal::Update => {

@@ -11,7 +11,7 @@ use crate::{
     error::training::TrainingError,
     grad::{differentiate, sums, sums_of, widened},
     loss::Loss,
-    model::slot::Slot,
+    model::{pass::BatchOutcome, slot::Slot},
     optim::clip,
     step::{
         batch::{Batch, added},
@@ -59,7 +59,7 @@ impl<M> Worker<M> {
         rules: &Rules,
         slot: &mut Slot<O>,
         loss: Loss<Vec<Tensor>>,
-    ) -> Result<(Report, Vec<Tensor>)> {
+    ) -> Result<BatchOutcome> {
         let before = mem::take(&mut self.grads);
         let (shard, batch) = Batch::agree(ctx, rules, loss, slot.begin())?;
         let grads = differentiate(shard, &self.trained, batch.scale, self.has_halves)?;
@@ -91,24 +91,28 @@ impl<M> Worker<M> {
         let wanted: Vec<usize> = self.owned.iter().map(|&(trained, _)| trained).collect();
         let sums = sums_of(ctx, &self.trained, grads, &somewhere, &wanted)?;
         let own = self.owned.iter().zip(sums);
-        let sums = own.filter_map(|(&(_, var), sum)| Some((var, sum?))).collect();
-        slot.update_all(ctx, rules, sums, factor)
+        let sums: Vec<_> = own.filter_map(|(&(_, var), sum)| Some((var, sum?))).collect();
+        // One slot reports those of each parameter, so they have the same bits however variables are
+        // divided among slots, devices and processes.
+        let squares = agreement::combined(ctx, &slot.local_squares(&sums)?)?;
+        slot.update_all(rules, &squares, sums, factor)
     }
 
-    /// Returns the loss of the whole batch, and its gradients of all trained variables.
+    /// Returns the loss of the whole batch, with what came with it here, and its gradients of all
+    /// trained variables.
     pub(super) fn gradients(
         &self,
         ctx: &Replica,
         rules: &Rules,
         loss: Loss<Vec<Tensor>>,
-    ) -> Result<(Report, Vec<Option<Tensor>>)> {
-        let (mut shard, _) = loss.of_shard(ctx)?;
+    ) -> Result<(BatchOutcome, Vec<Option<Tensor>>)> {
+        let (mut shard, aux) = loss.of_shard(ctx)?;
         let loss = shard.agree(ctx, rules.allow_non_finite, &rules.refusal)?;
         let loss = loss.with_weight(&rules.refusal)?;
         let grads = differentiate(shard, &self.trained, loss.weight(), self.has_halves)?;
         let all: Vec<usize> = (0..self.trained.len()).collect();
         let sums = sums(ctx, &self.trained, grads, &all)?;
-        Ok((Report { loss, grad_norm: 0.0 }, sums))
+        Ok(((Report { loss, grad_norm: 0.0 }, aux), sums))
     }
 }
 

@@ -70,8 +70,12 @@ pub(super) fn train<O: Optimizer>(
     }
     let Accumulated { sums, used, .. } = mem::take(accumulated);
     rules.check_used(&used)?;
-    let sums = sums.into_iter().enumerate().filter_map(|(var, sum)| Some((var, sum?))).collect();
-    let grad_norm = slot.update_all(ctx, rules, sums, batch.factor())?;
+    let sums = sums.into_iter().enumerate().filter_map(|(var, sum)| Some((var, sum?)));
+    let sums: Vec<(usize, Tensor)> = sums.collect();
+    // Added up over the parts of a parameter in the order of slots: the same to the bit on all slots,
+    // and another rounding in double precision than that of a whole parameter.
+    let squares = agreement::sums(ctx, &slot.local_squares(&sums)?)?;
+    let grad_norm = slot.update_all(rules, &squares, sums, batch.factor())?;
     Ok(batch.updated(grad_norm))
 }
 

@@ -99,14 +99,14 @@ impl<'a, O> ShardedPass<'a, O> {
     pub(crate) fn end(&self, is_ok: bool) {
         let model = &self.layout.model;
         let goal = self.rules().goal;
-        if goal == Goal::Differentiate || (!is_ok && goal != Goal::Evaluate) {
+        if goal == Goal::Differentiate || (!is_ok && goal.differentiates()) {
             self.layout.discard_accumulated();
             self.slots.iter().for_each(|slot| lock(slot).totals = None);
-        } else if goal != Goal::Evaluate {
+        } else if goal.differentiates() {
             self.slots.iter().for_each(|slot| lock(slot).is_half_updated = false);
         }
         let order = self.order.get().filter(|_| is_ok).cloned();
-        model.note_order(goal != Goal::Evaluate, order);
+        model.note_order(goal.differentiates(), order);
         if let (Goal::Update, true, Some(units)) = (goal, is_ok, self.entered.get()) {
             model.note_repeatable(units.clone());
         }
@@ -142,7 +142,7 @@ impl<O: Optimizer + Send + 'static> ShardedPass<'_, O> {
         let updates = updates.then(|| Arc::clone(slot) as Arc<dyn UpdatesInBackward>);
         let session = Session::new(ctx, &self.common, updates)?;
         let loss = run_loss(&session, loss)?;
-        if self.rules().goal == Goal::Evaluate {
+        if !self.rules().goal.differentiates() {
             session.finish_gathering()?;
         }
         if self.rules().goal == Goal::Update {
@@ -167,7 +167,7 @@ impl<O: Optimizer + Send + 'static> ShardedPass<'_, O> {
     ) -> CandleResult<BatchOutcome> {
         let rules = self.rules();
         match rules.goal {
-            Goal::Evaluate => {
+            Goal::Evaluate | Goal::Measure => {
                 session.check_order()?;
                 let (loss, aux) = loss.evaluate(ctx, rules.allow_non_finite, &rules.refusal)?;
                 Ok((Report { loss, grad_norm: 0.0 }, aux))
@@ -189,14 +189,14 @@ impl<O: Optimizer + Send + 'static> ShardedPass<'_, O> {
     ) -> CandleResult<BatchOutcome> {
         let rules = self.rules();
         session.check_order()?;
-        let (mut shard, _) = loss.of_shard(ctx)?;
+        let (mut shard, aux) = loss.of_shard(ctx)?;
         let loss = shard.agree(ctx, rules.allow_non_finite, &rules.refusal)?;
         let loss = loss.with_weight(&rules.refusal)?;
         let gradients = session.differentiate(shard, loss.weight(), UnreducedGrads::default())?;
         let used = agreement::any(ctx, &gradients.used)?;
         self.used.get_or_init(|| used);
         *lock(&self.sums[ctx.local_index()]) = gradients.sums;
-        Ok((Report { loss, grad_norm: 0.0 }, Vec::new()))
+        Ok((Report { loss, grad_norm: 0.0 }, aux))
     }
 }
 
