@@ -18,7 +18,7 @@ use crate::{
     axes::MeshAxes,
     engine::layout::{Run, RunLayout},
     mesh::DeviceMesh,
-    replica::{Identity, Replica, collectives::Collectives},
+    replica::{Replica, ReplicaContext, collectives::Collectives},
     spec::join::bits_equal,
     sync::lock,
 };
@@ -197,13 +197,13 @@ fn run<T: Send>(axes: &Axes, f: impl Fn(&Replica) -> T + Sync) -> Vec<T> {
             started: Arc::new(started),
             exit,
         }));
-        Replica::new(Identity {
+        Replica::new(ReplicaContext {
             slot,
             local_index: 0,
             device: Device::Cpu,
             topology: Arc::clone(&topology),
             collectives: Collectives::new(Arc::new(engine)),
-            valid: None,
+            real_rows: None,
             seed: SEED,
         })
     };
