@@ -82,8 +82,10 @@ fn with_settings<'a>(
     settings: &Spec,
     model: &Model,
 ) -> ModelBuilder<'a, Units> {
-    let mut builder =
-        builder.uneven(Uneven::Pad).init(settings.init_seed()).allow_unexpected(model.passed_over());
+    let mut builder = builder
+        .uneven(Uneven::Pad)
+        .init(settings.init_seed())
+        .allow_unexpected(model.passed_over());
     if model.lora().is_some() {
         builder = builder.train_only(Lora::PATTERNS).allow_missing(Lora::PATTERNS);
     }

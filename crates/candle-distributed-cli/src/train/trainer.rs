@@ -354,9 +354,7 @@ mod tests {
     use candle_nn::{Optimizer, ParamsAdamW};
 
     use super::*;
-    use crate::train::{
-        built_in::tests::{inputs, spec},
-    };
+    use crate::train::built_in::tests::{inputs, spec};
 
     /// What the jobs of these tests have in common.
     struct Fixture {

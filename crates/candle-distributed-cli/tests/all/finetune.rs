@@ -308,7 +308,7 @@ fn what_cannot_be_trained_is_refused_by_name() {
         &["packed rows, and a step has 99", "hint: a smaller --batch-size"],
     );
     is_refused(&model, &with(&["--lr", "0"]), &["--lr is 0"]);
-    is_refused(&model, &with(&["--validation", "1"]), &["--validation 1 of 16 examples"]);
+    is_refused(&model, &with(&["--validation", "1"]), &["a fraction 1 of 16 examples is 16"]);
     is_refused(&model, &with(&["--n-layers", "3"]), &["--n-layers", "cannot be used with"]);
     is_refused(
         &model,

@@ -170,7 +170,7 @@ fn models_that_would_compute_something_else_are_refused() {
         ("hidden_size", json!(0), "hidden_size is 0"),
         ("num_hidden_layers", json!("two"), "cannot be read"),
         ("num_hidden_layers", json!(3), "9 of 30 parameters are missing (model.layers.2."),
-        ("intermediate_size", json!(80), "[80, 32] was expected"),
+        ("intermediate_size", json!(80), "expected [80, 32]"),
     ] {
         let copy = Copy::of("llama");
         copy.set("config.json", field, value).is_refused(&[words, copy.path()]);

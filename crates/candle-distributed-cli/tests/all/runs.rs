@@ -241,7 +241,7 @@ fn a_run_that_cannot_start_leaves_nothing_behind() {
 fn memory_is_compared_with_the_limit_before_it_is_taken() {
     let home = Home::new();
     let (data, out) = (home.path("text.txt"), home.path("run"));
-    let train = ["train", "--data", &data, "--steps", "1", "--out", &out];
+    let train = ["train", "--data", &data, "--steps", "1", "--context", "384", "--out", &out];
     refuses(
         &[&train[..], &["--world-size", "1000", "--memory-limit", "1GiB"]].concat(),
         &["would take about", "GiB", "1.00 GiB", "--memory-limit", "hint: --strategy full"],

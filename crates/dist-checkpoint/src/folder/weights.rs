@@ -471,8 +471,11 @@ mod tests {
     #[test]
     fn wrong_index_is_rejected_with_path() {
         for (map, expected) in [
-            (r#""a": "1.safetensors", "b": "2.safetensors""#, "does not place"),
-            (r#""a": "1.safetensors", "b": "2.safetensors", "n": "1.safetensors""#, "place"),
+            (r#""a": "1.safetensors", "b": "2.safetensors""#, "does not list"),
+            (
+                r#""a": "1.safetensors", "b": "2.safetensors", "n": "1.safetensors""#,
+                "does not list",
+            ),
             (r#""a": "../1.safetensors""#, "plain file name"),
             (r#""a": 1"#, "malformed"),
             (r#""a": "3.safetensors""#, "3.safetensors"),

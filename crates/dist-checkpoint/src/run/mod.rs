@@ -311,13 +311,11 @@ impl Checkpoints {
     fn open(&self, path: &Path) -> Result<Checkpoint> {
         let checkpoint = Checkpoint::open(path)?.with_values(self.values);
         match (&self.run, checkpoint.run()) {
-            (Some(expected), Some(found)) if found != expected => {
-                Err(Error::RunMismatch {
-                    path: path.to_owned(),
-                    found: found.to_owned(),
-                    expected: expected.clone(),
-                })
-            }
+            (Some(expected), Some(found)) if found != expected => Err(Error::RunMismatch {
+                path: path.to_owned(),
+                found: found.to_owned(),
+                expected: expected.clone(),
+            }),
             _ => Ok(checkpoint),
         }
     }

@@ -3,7 +3,10 @@
 use candle_core::{DType, Device, Result, Tensor};
 use candle_nn::{Module, Optimizer, ParamsAdamW, VarBuilder, embedding, linear, linear_no_bias};
 use core_types::{Placement, Seed};
-use dist_train::{Accumulation, AdamW, Checkpoints, DataParallel, DistributedModel, Error, FullyShard, Group, Keep, ShardingError, TrainingError, UnitRules, Units};
+use dist_train::{
+    Accumulation, AdamW, Checkpoints, DataParallel, DistributedModel, Error, FullyShard, Group,
+    Keep, ShardingError, TrainingError, UnitRules, Units,
+};
 use fsdp_plan::{
     cost::{CostModel, Runtime},
     strategy::{Choice, Full, Hsdp, Hybrid, LayerWise, Layout, ShardingStrategy},

@@ -10,9 +10,15 @@ mod pretrained;
 use std::collections::BTreeMap;
 
 use candle_core::{DType, Device, Result, Tensor, Var};
-use candle_nn::{BatchNorm, Linear, Module, ModuleT, Optimizer, ParamsAdamW, SGD, VarBuilder, VarMap, batch_norm, linear, linear_no_bias};
+use candle_nn::{
+    BatchNorm, Linear, Module, ModuleT, Optimizer, ParamsAdamW, SGD, VarBuilder, VarMap,
+    batch_norm, linear, linear_no_bias,
+};
 use core_types::Seed;
-use dist_train::{AdamW, Checkpoint, CheckpointError, Checkpoints, DataParallel, DistributedModel, Error, Group, Loss, ModelBuilder, StateDict, TrainingError, UnitRules, value_and_grad};
+use dist_train::{
+    AdamW, Checkpoint, CheckpointError, Checkpoints, DataParallel, DistributedModel, Error, Group,
+    Loss, ModelBuilder, StateDict, TrainingError, UnitRules, value_and_grad,
+};
 use pmap_mesh::{DeviceMesh, P, Replica, Uneven};
 use process_tests::{Engine, assert_same, folder, mesh, threads};
 

@@ -5,7 +5,10 @@ use std::{collections::BTreeMap, fs, path::Path};
 
 use candle_core::{Result, Tensor};
 use candle_nn::{Module, Optimizer, ParamsAdamW, VarBuilder, linear};
-use dist_train::{AdamW, CheckpointError, DataParallel, DistributedModel, Error, FullyShard, Group, PretrainedFiles, Units};
+use dist_train::{
+    AdamW, CheckpointError, DataParallel, DistributedModel, Error, FullyShard, Group,
+    PretrainedFiles, Units,
+};
 use pmap_mesh::{DeviceMesh, Replica};
 use process_tests::{Engine, folder, mesh, threads};
 

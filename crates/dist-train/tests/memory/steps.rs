@@ -2,7 +2,9 @@
 //! most.
 
 use candle_core::{DType, Device, Tensor, Var, backprop::GradStore};
-use candle_nn::{AdamW, Linear, Module, Optimizer, ParamsAdamW, VarBuilder, VarMap, linear, linear_no_bias};
+use candle_nn::{
+    AdamW, Linear, Module, Optimizer, ParamsAdamW, VarBuilder, VarMap, linear, linear_no_bias,
+};
 use dist_train::{Checkpoints, DataParallel, ParamsSgd, Sgd, declare};
 use pmap_mesh::DeviceMesh;
 

@@ -245,7 +245,7 @@ mod tests {
         assert!(more.contains(&format!("1 of 22 tensors are not the model's ({bias})")), "{more}");
         let other = refusal(&|tensors| drop(tensors.insert(norm.into(), tensor.clone())));
         let other = other.unwrap_err();
-        assert!(other.contains("has the shape [3], [32] was expected"), "{other}");
+        assert!(other.contains("has shape [3], expected [32]"), "{other}");
         // Frequencies stand beside the weights of the first Llamas.
         let old = "model.layers.0.self_attn.rotary_emb.inv_freq";
         refusal(&|tensors| drop(tensors.insert(old.into(), tensor.clone()))).unwrap();

@@ -161,7 +161,9 @@ impl NcclLink {
             Ok(joined) => {
                 joined.map(|()| Self { stream, requests: Some(requests), owner: Some(owner) })
             }
-            Err(RecvTimeoutError::Timeout) => Err(format!("not all have joined within {timeout:?}")),
+            Err(RecvTimeoutError::Timeout) => {
+                Err(format!("not all have joined within {timeout:?}"))
+            }
             Err(RecvTimeoutError::Disconnected) => Err(ENDED.into()),
         }
     }
@@ -207,8 +209,11 @@ impl Transport for NcclLink {
         transfer: LinkTransfer,
         timeout: Duration,
     ) -> LinkResult<Box<dyn TransferHandle>> {
-        let done =
-            self.request_reply(timeout, |reply| CommRequest::Transfer { transfer, timeout, reply })?;
+        let done = self.request_reply(timeout, |reply| CommRequest::Transfer {
+            transfer,
+            timeout,
+            reply,
+        })?;
         Ok(Box::new(TransferEnd { stream: Arc::clone(&self.stream), done }))
     }
 }
@@ -287,7 +292,8 @@ impl<E: Fn(&str)> CommOwner<E> {
     /// Removes ended count; returns true if any is still in flight. Ends the process if one has
     /// failed.
     fn is_busy(&mut self) -> bool {
-        while let Some(PendingTransfer { transfer, done, start, timeout }) = self.in_flight.front() {
+        while let Some(PendingTransfer { transfer, done, start, timeout }) = self.in_flight.front()
+        {
             match done.try_is_complete() {
                 Ok(true) => drop(self.in_flight.pop_front()),
                 Ok(false) if start.elapsed() < *timeout => return true,
