@@ -9,10 +9,7 @@ use fsdp_plan::{ShardingPlan, strategy::ShardingStrategy};
 use pmap_mesh::{DeviceMesh, Specs, Uneven};
 
 use crate::{
-    model::{
-        config::{ModelConfig, PlanSource, ShardingConfig},
-        replicated::vars::Sharing,
-    },
+    model::config::{ModelConfig, PlanSource, ShardingConfig, Sharing},
     parameters::{Initializer, declare::Declared},
     schedule::Schedule,
     sharded::precision::Precision,

@@ -12,12 +12,21 @@ use fsdp_plan::{
 
 use crate::{
     error::{Result, training::TrainingError},
-    model::replicated::vars::Sharing,
     parameters::Initializer,
     sharded::precision::Precision,
     step::{options::Options, roles::Choices},
     units::{accumulation::Accumulation, keep::KeepRules},
 };
+
+/// Whether slots on one device use the same variables.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) enum Sharing {
+    /// They do: each device has one set.
+    #[default]
+    PerDevice,
+    /// They do not: each slot has a set of its own.
+    PerSlot,
+}
 
 /// The options of every model.
 pub(crate) struct ModelConfig {

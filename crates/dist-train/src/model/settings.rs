@@ -8,7 +8,7 @@ use pmap_mesh::DeviceMesh;
 
 use crate::{
     error::{Result, training::TrainingError},
-    model::{config::ModelConfig, replicated::vars::Sharing},
+    model::config::{ModelConfig, Sharing},
     step::{inventory::Inventory, options::Options, roles::Role},
 };
 

@@ -114,7 +114,7 @@ impl LlamaConfig {
     /// # Examples
     ///
     /// ```
-    /// use candle_distributed::models::LlamaConfig;
+    /// use finetune::models::LlamaConfig;
     ///
     /// let config = r#"{
     ///     "architectures": ["MistralForCausalLM"], "vocab_size": 320, "hidden_size": 40,
@@ -125,7 +125,7 @@ impl LlamaConfig {
     /// }"#;
     /// let config = LlamaConfig::from_json(config)?;
     /// assert_eq!((config.head_dim, config.rope_theta), (8, 1e6));
-    /// # Ok::<(), candle_distributed::models::ModelError>(())
+    /// # Ok::<(), finetune::models::ModelError>(())
     /// ```
     pub fn from_json(json: &str) -> Result<Self, ModelError> {
         let kind: Kind = serde_json::from_str(json)?;

@@ -175,7 +175,7 @@ where
     /// let x = Tensor::ones((3, 4), DType::F32, &Device::Cpu)?;
     /// let w = Tensor::eye(4, DType::F32, &Device::Cpu)?;
     ///
-    /// Each device gets some columns of `w`; the columns of the product are joined.
+    /// // Each device gets some columns of `w`; the columns of the product are joined.
     /// let matmul = mesh
     ///     .pmap(|_, (x, w): (Tensor, Tensor)| x.matmul(&w))
     ///     .in_axes([P::replicate(), P::shard(-1, ALL)])

@@ -11,21 +11,12 @@ use pmap_mesh::DeviceMesh;
 use crate::{
     device::moved,
     grad::divide,
+    model::config::Sharing,
     step::{
         inventory::Inventory,
         roles::{Role, Roles},
     },
 };
-
-/// Whether slots on one device use the same variables.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(crate) enum Sharing {
-    /// They do: each device has one set.
-    #[default]
-    PerDevice,
-    /// They do not: each slot has a set of its own.
-    PerSlot,
-}
 
 /// The variables of a model in the order of their names, and the slots of this process that use
 /// them.
