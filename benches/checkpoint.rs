@@ -67,7 +67,7 @@ fn measure(folder: &Path, rows: usize, rounds: usize) -> Result<()> {
     // Without momentum, so that the parameters are all that is written.
     let mut model = DataParallel::builder(&mesh, layers).build(|group| SGD::new(group.vars, 0.))?;
     let state = model.state_dict()?;
-    let bytes = model.parameters().unwrap().into_values().map(|tensor| {
+    let bytes = model.parameters()?.into_values().map(|tensor| {
         let mut bytes = Vec::new();
         tensor.write_bytes(&mut bytes).map(|()| bytes)
     });

@@ -87,7 +87,7 @@ fn kill_leaves_a_complete_checkpoint() {
     for (step, before) in [(4, None), (8, Some(4))] {
         let checkpoints = Checkpoints::new(&path).keep(1);
         let copies = snapshots(folder.path(), || {
-            checkpoints.save(&mesh, step, &state(&mesh, step), &step).unwrap()
+            checkpoints.save(&mesh, step, &state(&mesh, step), &step).unwrap();
         });
         assert!(copies.len() >= 20, "{} system calls", copies.len());
         let mut found = before;

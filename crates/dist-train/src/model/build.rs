@@ -20,6 +20,9 @@ use crate::{
     units::Units,
 };
 
+/// The parameters, the slots of this process, and the layout of a model.
+type BuiltModel<M, O> = (Arc<Inventory>, Vec<SharedSlot<O>>, Layout<M>);
+
 impl<M> ModelBuilder<'_, M> {
     /// Builds the model on every slot, and the optimizers.
     ///
@@ -95,7 +98,7 @@ impl<M> ModelBuilder<'_, M> {
     fn build_layout<O: Optimizer>(
         &self,
         optimizer: &dyn Fn(Group) -> CandleResult<O>,
-    ) -> Result<(Arc<Inventory>, Vec<SharedSlot<O>>, Layout<M>)> {
+    ) -> Result<BuiltModel<M, O>> {
         let Self { mesh, source, config, is_sharded, sharding } = self;
         match source {
             Source::Units { declare, rules, lend, .. } if *is_sharded => {
@@ -117,7 +120,7 @@ impl<M> ModelBuilder<'_, M> {
         &self,
         model: &dyn Fn(VarBuilder<'_>) -> CandleResult<M>,
         optimizer: &dyn Fn(Group) -> CandleResult<O>,
-    ) -> Result<(Arc<Inventory>, Vec<SharedSlot<O>>, Layout<M>)> {
+    ) -> Result<BuiltModel<M, O>> {
         let built = replicated::build::build(self.mesh, &self.config, model, optimizer)?;
         let (inventory, slots, layout) = built;
         Ok((Arc::new(inventory), slots, Layout::Replicated(layout)))

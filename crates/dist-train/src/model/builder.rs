@@ -328,7 +328,7 @@ impl<'a, M> ModelBuilder<'a, M> {
 }
 
 /// # A model by units, which can be sharded
-impl<'a> ModelBuilder<'a, Units> {
+impl ModelBuilder<'_, Units> {
     /// Cuts parameters, gradients and optimizer state over the slots of the mesh: PyTorch's
     /// `fully_shard`. See [`FullyShard`](crate::FullyShard).
     #[doc(alias = "fsdp")]

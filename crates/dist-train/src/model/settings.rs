@@ -126,14 +126,14 @@ mod tests {
     use crate::step::roles::Choices;
 
     /// Returns the options whose values differ between a builder of these and one of defaults.
-    fn differing(config: ModelConfig, is_sharded: bool) -> Vec<&'static str> {
+    fn differing(config: &ModelConfig, is_sharded: bool) -> Vec<&'static str> {
         let names = ["a", "b"];
         let settings = |config: &ModelConfig, is_sharded| {
             let roles = config.choices.roles(&names).unwrap();
             let parameters = names.map(|name| (name.to_owned(), vec![3])).to_vec();
             of_model(&Inventory { parameters, roles }, [DType::F32; 2], config, is_sharded)
         };
-        let here = settings(&config, is_sharded);
+        let here = settings(config, is_sharded);
         let usual = settings(&ModelConfig::default(), false);
         let pairs = here.into_iter().zip(usual);
         pairs.filter(|(here, usual)| here.1 != usual.1).map(|(here, _)| here.0).collect()
@@ -143,7 +143,7 @@ mod tests {
     fn every_option_is_compared_by_its_name() {
         let b = || vec!["b".to_owned()];
         let usual = ModelConfig::default;
-        let of_choices = |choices| differing(ModelConfig { choices, ..usual() }, false);
+        let of_choices = |choices| differing(&ModelConfig { choices, ..usual() }, false);
         let choices = Choices::default;
         assert_eq!(of_choices(choices()), [""; 0]);
         assert_eq!(of_choices(Choices { frozen: b(), ..choices() })[0], "freeze");
@@ -151,7 +151,7 @@ mod tests {
         assert_eq!(of_choices(Choices { unused: b(), ..choices() }), ["allow_unused"]);
         let groups = vec![("x".to_owned(), b())];
         assert_eq!(of_choices(Choices { groups, ..choices() }), ["group"]);
-        let of = |options| differing(ModelConfig { options, ..usual() }, false);
+        let of = |options| differing(&ModelConfig { options, ..usual() }, false);
         let options = Options::default;
         assert_eq!(of(Options { in_axes: None.into(), ..options() }), ["in_axes"]);
         assert_eq!(of(Options { uneven: Uneven::Pad, ..options() }), ["uneven"]);
@@ -159,9 +159,9 @@ mod tests {
         assert_eq!(of(Options { allow_non_finite: true, ..options() }), ["allow_non_finite"]);
         assert_eq!(of(Options { check_every: Some(1), ..options() }), ["check_in_sync_every"]);
         let sharing = Sharing::PerSlot;
-        assert_eq!(differing(ModelConfig { sharing, ..usual() }, false), ["replicated"]);
+        assert_eq!(differing(&ModelConfig { sharing, ..usual() }, false), ["replicated"]);
         let rng_seed = Seed::new(1);
-        assert_eq!(differing(ModelConfig { rng_seed, ..usual() }, false), ["seed"]);
-        assert_eq!(differing(usual(), true), ["fully_shard"]);
+        assert_eq!(differing(&ModelConfig { rng_seed, ..usual() }, false), ["seed"]);
+        assert_eq!(differing(&usual(), true), ["fully_shard"]);
     }
 }

@@ -63,12 +63,11 @@ impl<M, O: StatefulOptimizer> DistributedModel<M, O> {
         self.mesh.all_ok(self.load_slots(checkpoint))?;
         self.slots.iter().for_each(|slot| lock(slot).is_half_updated = false);
         self.rates = rates;
-        self.progress = match trainer {
-            Some(state) => state.progress,
-            None => {
-                let steps = checkpoint.step();
-                Progress { steps, batches: steps, ..self.progress }
-            }
+        self.progress = if let Some(state) = trainer {
+            state.progress
+        } else {
+            let steps = checkpoint.step();
+            Progress { steps, batches: steps, ..self.progress }
         };
         Ok(())
     }

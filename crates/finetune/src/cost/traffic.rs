@@ -7,7 +7,7 @@ use pmap_mesh::{
 };
 use serde::{Deserialize, Serialize};
 
-/// CollectiveCalls of a collective by one device, with bytes of its own.
+/// Calls of a collective by one device, with bytes of its own.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub struct CollectiveCalls {

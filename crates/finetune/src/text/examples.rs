@@ -51,11 +51,11 @@ pub struct Examples {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct FileCounts {
-    /// FileCounts with an example in each line.
+    /// Files with an example in each line.
     pub of_lines: u64,
-    /// FileCounts with an example in each paragraph.
+    /// Files with an example in each paragraph.
     pub of_texts: u64,
-    /// FileCounts that are not UTF-8.
+    /// Files that are not UTF-8.
     pub skipped: u64,
 }
 

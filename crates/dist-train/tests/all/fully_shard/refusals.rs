@@ -98,7 +98,7 @@ fn an_error_of_a_unit_that_the_loss_passes_over_ends_nothing() {
     assert!(error.to_string().contains("no such file"), "{error}");
 }
 
-/// Two layers::<2>, of which the second is what a test is about.
+/// Two layers, the second of which is under test.
 fn second(
     f: impl Fn(VarBuilder<'_>, &Tensor) -> Result<Tensor> + Send + Sync + Clone + 'static,
 ) -> impl Fn(&Replica, &Units, Tensor) -> Result<Tensor> + Send + Sync {
