@@ -270,11 +270,10 @@ impl Lora {
         }
     }
 
-    /// The files of the adapters alone, which PEFT reads: for
-    /// [`DataParallel::save_pretrained`](crate::DistributedModel::save_pretrained) and
-    /// [`FullyShard::save_pretrained`](crate::FullyShard::save_pretrained), `adapter_model.safetensors`
-    /// and `adapter_config.json`. A model is refused whose adapters are of other layers or another
-    /// rank; `alpha` must be the one that it was trained with.
+    /// Returns the files of the adapters alone, which PEFT reads, for
+    /// [`save_pretrained`](crate::DistributedModel::save_pretrained): `adapter_model.safetensors` and
+    /// `adapter_config.json`. Saving fails if the model's adapters are of other layers or another
+    /// rank; `alpha` must be the one of the training.
     #[must_use]
     pub fn adapters(&self) -> PretrainedFiles {
         PretrainedFiles::of(Content::Adapters(self.config.clone()))

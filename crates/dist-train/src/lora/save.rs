@@ -19,8 +19,7 @@ use crate::{
     sharded::runs,
 };
 
-/// How [`DataParallel::save_pretrained`](crate::DistributedModel::save_pretrained) and
-/// [`FullyShard::save_pretrained`](crate::FullyShard::save_pretrained) write a model.
+/// How [`save_pretrained`](crate::DistributedModel::save_pretrained) writes a model.
 ///
 /// # Examples
 ///

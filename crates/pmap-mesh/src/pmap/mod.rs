@@ -289,11 +289,11 @@ where
     /// queued and later calls fail with [`ReplicaError::Stuck`] until it does. After the replicas:
     /// [`Error::Specs`], [`ValueError::OutputCount`], [`ValueError::NotReplicated`],
     /// [`ValueError::Gather`] and, over several processes, [`ValueError::OutAxes`],
-    /// [`ProcessError::ResultExchange`] and [`ProcessError::Peer`].
+    /// [`ProcessError::Exchange`] and [`ProcessError::Peer`].
     ///
     /// [deadline]: crate::DeviceMeshBuilder::deadline
     /// [`Error::Specs`]: crate::Error::Specs
-    /// [`ProcessError::ResultExchange`]: crate::ProcessError::ResultExchange
+    /// [`ProcessError::Exchange`]: crate::ProcessError::Exchange
     /// [`ProcessError::WrongThread`]: crate::ProcessError::WrongThread
     /// [`ProcessError::Peer`]: crate::ProcessError::Peer
     /// [`ReplicaError::Failed`]: crate::ReplicaError::Failed
