@@ -116,6 +116,7 @@ impl LaunchEnv {
     /// [Open MPI]: https://docs.open-mpi.org/en/main/tuning-apps/environment-var.html
     /// [Hydra]:
     /// https://github.com/pmodels/mpich/blob/main/doc/wiki/how_to/Using_the_Hydra_Process_Manager.md
+    ///
     /// [Slurm]: https://slurm.schedmd.com/srun.html#SECTION_OUTPUT-ENVIRONMENT-VARIABLES
     pub fn from_env() -> Result<Option<Self>> {
         from_lookup(&|name| env::var_os(name))

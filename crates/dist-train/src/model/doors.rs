@@ -17,6 +17,7 @@ use crate::{
 /// a device, and every device does them once.
 ///
 /// A loss is lent what the constructor returns, or with [`by_units`](ModelBuilder::by_units)
+///
 /// [`Units`]: then it also runs with [`FullyShard`]. What is rejected, and what has the same bits,
 /// stands at [`DistributedModel`](crate::DistributedModel).
 ///

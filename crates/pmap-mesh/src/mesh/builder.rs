@@ -206,6 +206,7 @@ impl DeviceMeshBuilder {
     /// [`ProcessError::Mpi`] if MPI cannot be started, or is started twice, if not all processes
     /// start within the mesh's [deadline](Self::deadline), if their number is not the number of
     /// slots, or if MPI restricts its calls to the main thread.
+    ///
     /// [`ProcessError::Mpi`]: crate::ProcessError::Mpi
     /// [`ProcessError::WrongThread`]: crate::ProcessError::WrongThread
     #[cfg(feature = "mpi")]
