@@ -117,7 +117,8 @@ fn beginnings(engine: &impl Engine, ranks: usize) {
         );
         assert_eq!(is_refused, ranks > 1, "{name}");
     }
-    let builder = DataParallel::builder(&tested, layers).by_units(UnitRules::new());
+    let builder = DataParallel::builder(&tested, layers)
+        .by_units(UnitRules::new().unit("layers", ["a", "b"]));
     let other = if rank == 1 { builder.fully_shard() } else { builder }.build(sgd);
     let is_rejected = matches!(
         other,
