@@ -9,7 +9,7 @@ use std::{
 
 use candle_distributed::{
     batch,
-    finetune::{self, FolderError, cost::MemoryLimit},
+    finetune::{self, FolderError, RunError, SpecError, cost::MemoryLimit},
     mesh, plan, sampler,
     train::{self, CheckpointError},
     types::{
@@ -47,7 +47,7 @@ pub(crate) enum ErrorKind {
     /// What training refuses beyond what its mesh and its plan do.
     #[error(transparent)]
     Training(train::Error),
-    #[error(transparent)]
+    #[error("{}", in_options(.0))]
     Finetune(finetune::Error),
     /// A value that only this command refuses.
     #[error("{0}")]
@@ -67,19 +67,6 @@ pub(crate) enum ErrorKind {
     /// The user or a scheduler asked the program to stop.
     #[error("stopped after {done} of {steps} steps")]
     Stopped { done: u64, steps: u64 },
-    /// A step has numbers that are infinite or none.
-    #[error(
-        "step {step} of {steps} failed on batch {batch} of epoch {epoch} with learning rate \
-         {learning_rate}"
-    )]
-    Diverged {
-        step: u64,
-        steps: u64,
-        batch: u64,
-        epoch: u64,
-        learning_rate: f64,
-        source: train::Error,
-    },
     /// The error of a process other than the first, which reports it.
     #[error("the first process says why")]
     SaidByFirst {
@@ -167,7 +154,7 @@ impl Error {
         matches!(
             *self.kind,
             ErrorKind::Stopped { .. }
-                | ErrorKind::Diverged { .. }
+                | ErrorKind::Finetune(finetune::Error::Run(RunError::Diverged { .. }))
                 | ErrorKind::SaidByFirst { is_of_all: true, .. }
         )
     }
@@ -180,12 +167,13 @@ impl Error {
             ErrorKind::Training(error) if is_bad_setting_or_file(error) => BAD_INPUT,
             ErrorKind::Mesh(_)
             | ErrorKind::Training(_)
-            | ErrorKind::Diverged { .. }
             | ErrorKind::Write { .. }
             | ErrorKind::Output(_)
             | ErrorKind::Chart(_)
             | ErrorKind::Launcher(_)
-            | ErrorKind::Finetune(finetune::Error::Write { .. })
+            | ErrorKind::Finetune(
+                finetune::Error::Write { .. } | finetune::Error::Run(RunError::Diverged { .. }),
+            )
             | ErrorKind::Train(_) => FAILURE,
             ErrorKind::Types(_)
             | ErrorKind::Launch(_)
@@ -221,10 +209,7 @@ impl From<train::Error> for ErrorKind {
 
 impl From<finetune::Error> for ErrorKind {
     fn from(error: finetune::Error) -> Self {
-        use finetune::{
-            Error::{Batch, Plan, Sampler, Spec, Tensor, Train, Types},
-            SpecError::Setting,
-        };
+        use finetune::Error::{Batch, Plan, Sampler, Tensor, Train, Types};
 
         match error {
             Types(error) => Self::Types(error),
@@ -233,10 +218,6 @@ impl From<finetune::Error> for ErrorKind {
             Plan(error) => Self::Plan(error),
             Train(error) => (*error).into(),
             Tensor(error) => Self::Train(error),
-            // In the words of the options.
-            Spec(Setting { name, value, expected }) => {
-                Self::Usage(format!("--{} is {value}, must be {expected}", name.replace('_', "-")))
-            }
             error => Self::Finetune(error),
         }
     }
@@ -257,6 +238,38 @@ impl From<CheckpointError> for ErrorKind {
 impl fmt::Display for Error {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         self.kind.fmt(f)
+    }
+}
+
+/// Returns the message of an error, which names options as they are typed.
+fn in_options(error: &finetune::Error) -> String {
+    let finetune::Error::Spec(error) = error else { return error.to_string() };
+    match error {
+        SpecError::Setting { name, value, expected } => {
+            format!("--{} is {value}, must be {expected}", name.replace('_', "-"))
+        }
+        SpecError::ResumeMismatch { name, started } => {
+            let option = format!("--{}", name.replace('_', "-"));
+            let started = match started.as_deref() {
+                Some("") => format!("with {option}"),
+                Some(value) => format!("with {option} {value}"),
+                None => format!("without {option}"),
+            };
+            format!("the run started {started}, and can only be resumed with the same")
+        }
+        SpecError::NotUtf8 { name, path } => {
+            let path = Printable(path.display());
+            format!("--{name} {path} is not UTF-8, and run.json cannot name it")
+        }
+        SpecError::NoData => "--model needs --data, the texts to learn from".into(),
+        SpecError::UnevenHeads { hidden, n_heads } => {
+            format!("--hidden {hidden} does not split evenly over --n-heads {n_heads}")
+        }
+        SpecError::ClippedInBackward { max_grad_norm } => format!(
+            "--optimizer-in-backward cannot be used with --max-grad-norm {max_grad_norm}: the norm \
+             of all gradients is known after the backward pass"
+        ),
+        error => error.to_string(),
     }
 }
 

@@ -59,26 +59,36 @@ struct Line {
 
 #[cfg(test)]
 mod tests {
-    use super::*;
-    use crate::train::{
-        built_in::tests::{inputs, spec},
-        curve::tests::line,
+    use candle_distributed::{
+        finetune::{RunOptions, Start, spec::Session},
+        types::WorldSize,
     };
 
-    /// Returns the fingerprint of the paragraphs.
-    fn fingerprint() -> String {
+    use super::*;
+    use crate::train::curve::tests::line;
+
+    /// Returns the description of a run on the paragraphs, as its folder has it.
+    fn description() -> Spec {
         let text = tempfile::NamedTempFile::new().unwrap();
         fs::write(text.path(), PARAGRAPHS).unwrap();
-        let inputs = inputs();
-        let folder = inputs.open_folder().unwrap();
-        let seed = candle_distributed::types::Seed::new(0);
-        inputs.examples(&folder, Some(text.path()), seed).unwrap().0
+        let options = RunOptions { data: Some(text.path().into()), ..RunOptions::default() };
+        let Start::Train(run) = options.prepare(WorldSize::ONE).unwrap() else { unreachable!() };
+        let session = Session {
+            first_step: 0,
+            world_size: 2,
+            devices_here: 2,
+            on_processors: true,
+            sharding: None,
+            base_bytes: None,
+            step_traffic: None,
+            peak_bytes: None,
+        };
+        Spec { data: Some(TEXT.into()), ..run.spec.with_session(session) }
     }
 
     #[test]
     fn a_whole_run_is_read_and_others_are_refused() {
-        let spec = Spec { data: Some(TEXT.into()), text: fingerprint(), ..spec() }.sealed();
-        let run_json = serde_json::to_vec(&spec).unwrap();
+        let run_json = serde_json::to_vec(&description()).unwrap();
         let metrics = line(0, "1", 1.0);
         outcome(&run_json, metrics.as_bytes()).unwrap();
         assert!(outcome(b"{}", metrics.as_bytes()).is_err());

@@ -26,7 +26,7 @@ pub(crate) const LENGTHS: &str = "--lengths takes a text file of whole numbers, 
 pub(crate) const ORDER: &str = "--order takes positions in the list of lengths, counted from 0, as \
                                 `candle-distributed sample` prints them in any --format; - is \
                                 standard input";
-pub(crate) const EXAMPLE_LINES: &str = "each line of a .jsonl file must be a JSON string, or an object with \
+const EXAMPLE_LINES: &str = "each line of a .jsonl file must be a JSON string, or an object with \
                                         strings \"text\", or \"prompt\" and \"completion\", or with \
                                         \"messages\" that have \"role\" and \"content\"";
 const WHOLE_JSON: &str = "write an example per line into a .jsonl file, as `jq -c '.[]'` does with a list; \
@@ -79,27 +79,26 @@ const PACKED_ROWS: &str = "a smaller --batch-size or --max-tokens makes steps of
 const MODEL_OPTION: &str = "--model FOLDER names the model to fine-tune, or a run that has ended";
 const LORA_ON: &str = "--lora-on takes the names of linear layers, whole or their ends: \
                                   q_proj,k_proj,v_proj,o_proj,gate_proj,up_proj,down_proj";
-pub(crate) const HALF_ADAPTERS: &str =
-    "--strategy full keeps them in single precision, and computes in halves";
+const OTHER_VALUE: &str = "another value needs a new run, in another folder";
 const SPLIT: &str = "--validation takes the fraction of the examples that is held out";
 const SMALL_VALIDATION: &str =
     "a larger --validation holds out more; --batch-size or --max-tokens makes smaller steps";
-pub(crate) const MAX_TOKENS: &str =
+const MAX_TOKENS: &str =
     "a step holds at least one sequence: --context cuts sequences, or refuses longer ones";
 pub(crate) const RUN: &str = "candle-distributed train --out DIR creates a run in DIR; without \
                               --out it is created under runs";
-pub(crate) const TEXT: &str = "the text has changed since: start a new run in another folder";
+const TEXT: &str = "the text has changed since: start a new run in another folder";
 pub(crate) const SAME_RUN: &str = "every process needs the same arguments, the same text and the \
                                    same folder of the run";
 const OTHER_RUN: &str =
     "remove the checkpoint that does not belong here, or give --out the folder that it belongs to";
 pub(crate) const UNREADABLE: &str = "it may be whole, so no other is used in its place: make it readable, or move its folder \
      away to resume from the checkpoint before it";
-pub(crate) const NO_SETTINGS: &str =
+const NO_SETTINGS: &str =
     "start a new run in another folder, or bring back the file that tells which run this is";
-pub(crate) const SHARED: &str =
+const SHARED: &str =
     "--out must name a folder that all processes share, such as one of a network file system";
-pub(crate) const WENT_ON: &str =
+const WENT_ON: &str =
     "another process has just trained it: the same command resumes it from where it is now";
 const NONE_LEFT: &str = "restore one of these checkpoints, or start a new run in another folder";
 const LOCKED: &str = "two processes would ruin the run: end the other one, or wait for it";
@@ -201,7 +200,6 @@ fn of(kind: &ErrorKind) -> Option<Cow<'static, str>> {
         | ErrorKind::Read { .. }
         | ErrorKind::Json { .. }
         | ErrorKind::Stopped { .. }
-        | ErrorKind::Diverged { .. }
         | ErrorKind::SaidByFirst { .. }
         | ErrorKind::Write { .. }
         | ErrorKind::Output(_)
@@ -360,6 +358,9 @@ fn spec(error: &SpecError) -> Option<&'static str> {
     match error {
         SpecError::AdaptersAlone { .. } => Some(MODEL_OPTION),
         SpecError::UnknownLayer { .. } => Some(LORA_ON),
+        SpecError::ResumeMismatch { .. } => Some(OTHER_VALUE),
+        SpecError::NoData => Some(EXAMPLE_LINES),
+        SpecError::Setting { name: "max_tokens", .. } => Some(MAX_TOKENS),
         _ => None,
     }
 }
@@ -372,6 +373,10 @@ fn of_run(error: &RunError) -> Option<&'static str> {
         RunError::Base { .. } => Some(ADAPTER),
         RunError::Occupied { .. } => Some(OCCUPIED),
         RunError::PackedRows { .. } => Some(PACKED_ROWS),
+        RunError::TextMismatch => Some(TEXT),
+        RunError::WentOn { .. } => Some(WENT_ON),
+        RunError::NoDescription { .. } => Some(NO_SETTINGS),
+        RunError::NotShared { .. } => Some(SHARED),
         RunError::ValidationTooSmall { .. } => Some(SMALL_VALIDATION),
         _ => None,
     }

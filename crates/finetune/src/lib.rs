@@ -31,6 +31,7 @@ pub mod spec;
 #[doc(hidden)]
 pub mod support;
 mod text;
+mod train;
 
 pub use crate::{
     error::{
@@ -52,5 +53,10 @@ pub use crate::{
         chat::Message,
         examples::{Examples, FileCounts, Overlong},
         tokenizer::Tokenizer,
+    },
+    train::{
+        options::RunOptions,
+        prepare::{PreparedRun, Start},
+        trainer::{Event, Trainer},
     },
 };

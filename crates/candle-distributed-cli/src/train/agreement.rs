@@ -1,18 +1,10 @@
 //! What the processes of a run must have in common, compared before anything is written.
 
-use std::{
-    fs, io,
-    path::Path,
-    thread,
-    time::{Duration, Instant},
-};
-
-use candle_distributed::{finetune::run::RunSnapshot, mesh::DeviceMesh};
+use candle_distributed::mesh::DeviceMesh;
 
 use crate::{
     error::{self, Error, ErrorKind, Result, WithHint},
     hint,
-    train::trainer,
 };
 
 /// Checks that every process of a mesh says the same, in as many `words`: what it has and does,
@@ -40,73 +32,6 @@ fn differences(said: &[(usize, Vec<String>)]) -> String {
         }
     }
     differences.join("; ")
-}
-
-/// Checks that all processes reach the folder in which the first one is about to write, by a file
-/// that it makes there for a moment.
-pub(crate) fn check_shared(mesh: &DeviceMesh, path: &Path) -> Result<()> {
-    if !mesh.spans_processes() {
-        return Ok(());
-    }
-    let token = if mesh.is_first_process() { Some(token(path)?) } else { None };
-    let word = match &token {
-        Some(token) => token.path().display().to_string(),
-        None => "somebody else makes it".into(),
-    };
-    let told = gather(mesh, &[word])?;
-    // The first process may call the folder otherwise.
-    let name = told.first().and_then(|(_, words)| Path::new(&words[0]).file_name());
-    let is_there = name.is_some_and(|name| appears(&path.join(name)));
-    let word = if is_there { "sees it" } else { "does not" };
-    let said = gather(mesh, &[word.into()])?;
-    match said.iter().find(|(_, words)| *words != said[0].1) {
-        None => Ok(()),
-        Some((rank, _)) => Err(of_first(mesh, || {
-            let apart =
-                format!("rank {rank} does not see what rank 0 writes into {}", path.display());
-            Error::usage(apart).hinted(hint::SHARED)
-        })),
-    }
-}
-
-/// Checks, once the run in `path` is locked, that no process finds it changed since it was `seen`:
-/// another run of it may have ended only now, and what that saved must not be trained anew.
-pub(crate) fn check_unchanged(mesh: &DeviceMesh, path: &Path, seen: &RunSnapshot) -> Result<()> {
-    let is_changed = RunSnapshot::take(path)? != *seen;
-    // One that writes must not be ahead of another that still compares.
-    if trainer::largest(mesh, is_changed.into())? == 0 {
-        return Ok(());
-    }
-    Err(of_first(mesh, || went_on(path)))
-}
-
-/// Returns the error of a run that another program started or continued in the meantime.
-pub(crate) fn went_on(path: &Path) -> Error {
-    let changed = format!("the run in {} went on while it was read", path.display());
-    Error::usage(changed).hinted(hint::WENT_ON)
-}
-
-/// A new file in the folder, which is made if there is none.
-fn token(path: &Path) -> Result<tempfile::NamedTempFile> {
-    let made = fs::create_dir_all(path)
-        .and_then(|()| tempfile::Builder::new().prefix(".shared-").tempfile_in(path));
-    made.map_err(|source: io::Error| Error::write(path, source))
-}
-
-/// Whether there is this file, or will soon be: systems that share files over a network show new
-/// ones late.
-fn appears(path: &Path) -> bool {
-    /// Longer than NFS keeps what it knows of a folder, by default (`acdirmin`).
-    const LATEST: Duration = Duration::from_secs(40);
-    const PAUSE: Duration = Duration::from_millis(50);
-    let start = Instant::now();
-    while !path.exists() {
-        if start.elapsed() > LATEST {
-            return false;
-        }
-        thread::sleep(PAUSE);
-    }
-    true
 }
 
 /// The error of a process if it is the first; the others end without a word.
@@ -153,6 +78,5 @@ mod tests {
         let words = [String::from("has --steps 12"), String::from("writes into \u{fc}")];
         assert_eq!(gather(&mesh, &words).unwrap(), [(0, words.to_vec())]);
         compare(&mesh, &words).unwrap();
-        check_shared(&mesh, Path::new("/no/such/folder")).unwrap();
     }
 }

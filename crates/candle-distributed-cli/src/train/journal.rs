@@ -1,13 +1,16 @@
 //! What a run shows to people and programs: progress bar, metrics, summary.
 
+use std::path::PathBuf;
+
 use candle_distributed::{
     batch::{Batch, PaddingReport},
     finetune::{
-        cost::{ModelBytes, StepTraffic},
-        run::{RunFolder, ValidationPoint, metrics, validations},
+        Event, Trainer,
+        cost::ModelBytes,
+        run::{ValidationPoint, metrics, validations},
+        spec::Session,
     },
     train::{GradientReport, MeanLoss, StepMetrics},
-    types::files::AtomicFolder,
 };
 use indicatif::ProgressBar;
 
@@ -23,38 +26,40 @@ const LINES: u64 = 10;
 /// The file of the drawing of a run.
 const CURVE: &str = "loss.svg";
 
-/// Keeps the record of a run.
+/// Shows the events of a run.
 #[derive(Debug)]
 pub(crate) struct Journal {
-    run: RunFolder,
-    /// What the model needs.
+    /// The folder of the run.
+    path: PathBuf,
+    /// The bytes of the model.
     needs: ModelBytes,
     bar: ProgressBar,
     steps: u64,
     padding: PaddingReport,
     /// The first step of this session, and its loss.
     first: Option<(u64, f32)>,
-    /// The loss since the last line printed.
+    /// The mean loss since the last line printed.
     recent: MeanLoss,
     seconds: f64,
 }
 
 impl Journal {
-    /// A journal of the steps from `first` up to `steps` in `run`; it draws a progress bar if
-    /// stderr is a terminal.
-    pub(crate) fn new(first: u64, steps: u64, run: RunFolder, needs: ModelBytes) -> Self {
+    /// Returns the journal of a run; it draws a progress bar if stderr is a terminal.
+    pub(crate) fn new(trainer: &Trainer) -> Result<Self> {
+        let run = trainer.run();
+        let steps = run.spec.steps;
         let bar = output::progress(steps, "{bar:30} step {pos}/{len}, {msg}, {eta} left")
-            .with_position(first);
-        Self {
-            run,
-            needs,
+            .with_position(run.first_step());
+        Ok(Self {
+            path: trainer.path().to_owned(),
+            needs: run.model_bytes()?,
             bar,
             steps,
             padding: PaddingReport::default(),
             first: None,
             recent: MeanLoss::default(),
             seconds: 0.0,
-        }
+        })
     }
 
     /// Prints what a check of the gradients has found.
@@ -70,9 +75,18 @@ impl Journal {
         });
     }
 
-    /// Records one more step, made of these batches.
-    pub(crate) fn log(&mut self, step: &StepMetrics, batches: &[Batch]) -> Result<()> {
-        self.run.append(step)?;
+    /// Shows an event.
+    pub(crate) fn log(&mut self, event: &Event) -> Result<()> {
+        match event {
+            Event::Step { metrics, batches } => self.log_step(metrics, batches),
+            Event::Validated { point, is_best } => self.log_validation(point, *is_best),
+            Event::Stopped { .. } => return self.draw(),
+            _ => {}
+        }
+        Ok(())
+    }
+
+    fn log_step(&mut self, step: &StepMetrics, batches: &[Batch]) {
         self.padding.extend(batches);
         self.first.get_or_insert((step.step, step.loss));
         if self.is_line(step.step) {
@@ -89,22 +103,13 @@ impl Journal {
                 format!("step {} of {}, epoch {}, {status}", step.step + 1, self.steps, step.epoch);
             self.bar.suspend(|| output::message(|out| writeln!(out, "{line}")));
         }
-        Ok(())
     }
 
-    /// Records what a validation has found, and whether it is the best so far.
-    pub(crate) fn log_validation(&mut self, found: ValidationPoint, is_best: bool) -> Result<()> {
-        self.run.append_validation(found)?;
-        let ValidationPoint { step, loss, .. } = found;
+    fn log_validation(&self, point: &ValidationPoint, is_best: bool) {
+        let ValidationPoint { step, loss, .. } = point;
         let best = if is_best { ", the least so far" } else { "" };
         let line = format!("validation after step {step}: loss {loss:.3}{best}");
         self.bar.suspend(|| output::message(|out| writeln!(out, "{line}")));
-        Ok(())
-    }
-
-    /// Remembers what the first device handed over in a step.
-    pub(crate) fn set_step_traffic(&mut self, traffic: StepTraffic) {
-        self.run.set_step_traffic(traffic);
     }
 
     /// Whether a line is printed after this many steps.
@@ -112,17 +117,12 @@ impl Journal {
         done == self.steps || done.is_multiple_of(self.steps.div_ceil(LINES))
     }
 
-    /// Gives the folder of the model, which is written, its name.
-    pub(crate) fn save(&mut self, partial: AtomicFolder) -> Result<()> {
-        Ok(self.run.save(partial)?)
-    }
-
     /// Prints a summary of the run, whose model is saved.
-    pub(crate) fn finish(&mut self) -> Result<()> {
-        self.pause()?;
+    pub(crate) fn finish(&mut self, session: Option<&Session>) -> Result<()> {
+        self.draw()?;
         self.bar.finish_and_clear();
         let last = self.recent.mean();
-        let memory = PeakMemory::new(self.run.session(), self.needs);
+        let memory = session.and_then(|session| PeakMemory::new(session, self.needs));
         output::text(|out| {
             if let Some((step, loss)) = self.first {
                 let number = step + 1;
@@ -136,21 +136,14 @@ impl Journal {
             if let Some(memory) = memory {
                 writeln!(out, "{memory}")?;
             }
-            writeln!(out, "metrics and model are in {}", self.run.path().display())
+            writeln!(out, "metrics and model are in {}", self.path.display())
         })
     }
 
-    /// Syncs what was logged to disk.
-    pub(crate) fn sync(&self) -> Result<()> {
-        Ok(self.run.sync()?)
-    }
-
-    /// Saves with the run what is known about this session, and draws how the run went so far.
-    pub(crate) fn pause(&mut self) -> Result<()> {
-        self.run.end_session()?;
-        let path = self.run.path();
-        let curve = curve::draw(&metrics(path)?, &validations(path, self.steps)?)?;
-        output::file(&path.join(CURVE), curve.as_bytes())
+    /// Draws the run so far.
+    pub(crate) fn draw(&self) -> Result<()> {
+        let curve = curve::draw(&metrics(&self.path)?, &validations(&self.path, self.steps)?)?;
+        output::file(&self.path.join(CURVE), curve.as_bytes())
     }
 
     fn tokens_per_second(&self) -> f64 {

@@ -2,11 +2,7 @@
 //! bytes or that of a Hugging Face folder.
 
 pub(crate) mod agreement;
-pub(crate) mod built_in;
 pub(crate) mod curve;
-pub(crate) mod distributed;
 pub(crate) mod journal;
 pub(crate) mod measured;
-pub(crate) mod products;
 pub(crate) mod stop;
-pub(crate) mod trainer;

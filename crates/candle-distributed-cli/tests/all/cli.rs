@@ -942,12 +942,12 @@ fn train_saves_its_model_though_nobody_reads_what_it_prints() {
 
 #[test]
 fn train_refuses_bad_input_and_never_overwrites_a_run() {
-    refuses(&["train", "--steps", "0"], &["--steps 0", "at least 1"]);
+    refuses(&["train", "--steps", "0"], &["--steps is 0", "at least 1"]);
     refuses(&["train", "--world-size", "0"], &["world size 0"]);
     refuses(&["train", "--world-size", "1025"], &["1025", "1024"]);
     refuses(&["train", "--data", "/no/such/folder"], &["/no/such/folder"]);
     refuses(&["train", "--device", "cuda", "--world-size", "1"], &["device 0"]);
-    refuses(&["train", "--checkpoint-every", "0"], &["--checkpoint-every 0", "at least 1"]);
+    refuses(&["train", "--checkpoint-every", "0"], &["--checkpoint-every is 0", "at least 1"]);
     refuses(&["train", "--resume"], &["--out"]);
     let (_dir, lines) = file("texts.jsonl", "\"right\"\n\n{\"text\": 3}\n");
     refuses(&["train", "--data", &lines], &["line 3 of ", "texts.jsonl", "hint: "]);

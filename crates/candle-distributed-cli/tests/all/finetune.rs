@@ -8,9 +8,9 @@ use serde_json::{Value, json};
 use crate::support::{
     command,
     finetune::{Model, config, files, tensors},
-    refuses,
+    golden, refuses,
     run::{replace, said},
-    text,
+    text, words,
 };
 
 #[test]
@@ -38,6 +38,35 @@ fn a_model_of_a_folder_becomes_another_folder() {
     text(&["report", &report]);
     let page = fs::read_to_string(model.at("first/report.html")).unwrap();
     assert!(page.contains("model.layers.1.mlp.gate_proj.weight"));
+}
+
+#[path = "../../../finetune/examples/finetune_folder.rs"]
+#[expect(dead_code, reason = "its `main` reads the arguments of a program")]
+mod finetune_folder;
+
+#[test]
+fn the_library_writes_the_same_weights() {
+    let home = tempfile::tempdir().unwrap();
+    let at = |name: &str| home.path().join(name);
+    let [data, program, library] =
+        ["data.jsonl", "program", "library"].map(|name| at(name).to_str().unwrap().to_owned());
+    let lines: Vec<String> = (0..20).map(|n| format!("\"{n} and {}\"\n", n + 1)).collect();
+    fs::write(&data, lines.concat()).unwrap();
+    let model = golden("llama");
+    finetune_folder::finetune_folder(
+        model.clone().into(),
+        data.clone().into(),
+        library.clone().into(),
+    )
+    .unwrap();
+    let options = "--steps 40 --batch-size 2 --validation 0.2 --validate-every 10 --lr 0.001 \
+                   --strategy full --no-sample";
+    let named = ["train", "--model", &model, "--data", &data, "--out", &program];
+    text(&[&named[..], &words(options)].concat());
+    for folder in ["model", "best"] {
+        let [expected, found] = ["program", "library"].map(|run| files(&at(run).join(folder)));
+        assert!(found == expected, "{folder}");
+    }
 }
 
 #[test]

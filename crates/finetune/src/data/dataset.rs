@@ -64,9 +64,9 @@ impl DataSet {
         self.examples.lengths()
     }
 
-    /// Returns the first tokens of the first sequence, at most so many.
-    pub fn first_tokens(&self, n_tokens: usize) -> Vec<u32> {
-        self.examples.ids(0).iter().take(n_tokens).copied().collect()
+    /// Returns the examples.
+    pub(crate) fn examples(&self) -> &Examples {
+        &self.examples
     }
 
     /// Returns the tensors of a step: of a batch of padded rows, or of batches that are packed rows.

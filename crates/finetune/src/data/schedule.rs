@@ -1,6 +1,6 @@
 //! The batches of a run: from lengths to steps, by sampler and batcher.
 
-use std::iter;
+use std::{iter, sync::Arc};
 
 use core_types::{Epoch, Placement, Seed, WorldSize};
 use dist_sampler::{DistributedSampler, SamplerConfig};
@@ -109,26 +109,41 @@ impl BatchSchedule {
         Ok((steps.report(), (0..steps.len()).map_while(|nth| steps.step(nth)).collect()))
     }
 
+    /// Checks that `state` is a position in these batches.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Batch`] if it is not: the text has changed.
+    pub(crate) fn check_position(&self, state: Option<&BatchState>) -> Result<()> {
+        self.steps_after(state).map(drop)
+    }
+
     /// Returns endless batches, from `state` or from the first epoch on. An error is the last item.
     ///
     /// # Errors
     ///
     /// [`Error::Batch`] if the state is not one of these batches: the text has changed.
-    pub fn batches(
-        &self,
+    pub(crate) fn batches(
+        self: &Arc<Self>,
         state: Option<&BatchState>,
-    ) -> Result<impl Iterator<Item = Result<ScheduledStep>>> {
-        let first = match state {
-            None => self.epoch(Epoch::ZERO)?,
-            Some(state) => self.batches.resume(state, &self.order_in(state.epoch))?,
-        };
+    ) -> Result<impl Iterator<Item = Result<ScheduledStep>> + use<>> {
+        let first = self.steps_after(state)?;
         let later = (first.state().epoch.as_u64()..=u64::MAX).skip(1);
-        let later = later.flat_map(|epoch| match self.epoch(Epoch::new(epoch)) {
+        let schedule = Arc::clone(self);
+        let later = later.flat_map(move |epoch| match schedule.epoch(Epoch::new(epoch)) {
             Ok(steps) => scheduled(steps),
             Err(error) => vec![Err(error)],
         });
         let end = iter::once_with(|| Err(RunError::LastEpoch.into()));
         Ok(scheduled(first).into_iter().chain(later).chain(end))
+    }
+
+    /// Returns the rest of an epoch after `state`, or the first epoch.
+    fn steps_after(&self, state: Option<&BatchState>) -> Result<Steps<'_, Vec<u64>>> {
+        match state {
+            None => self.epoch(Epoch::ZERO),
+            Some(state) => Ok(self.batches.resume(state, &self.order_in(state.epoch))?),
+        }
     }
 
     fn epoch(&self, epoch: Epoch) -> Result<Steps<'_, Vec<u64>>> {
@@ -173,8 +188,9 @@ mod tests {
 
     #[test]
     fn a_schedule_resumes_where_it_was() {
-        let schedule =
-            |lengths, batching| BatchSchedule::new(lengths, Seed::new(0), batching).unwrap();
+        let schedule = |lengths, batching| {
+            Arc::new(BatchSchedule::new(lengths, Seed::new(0), batching).unwrap())
+        };
         let bucketed = Batching::bucketed(128);
         resumes(&schedule((10..60).collect(), &bucketed), &schedule(vec![3, 2], &bucketed));
         let strategy = DynamicBatchStrategy::Pack(Packing::BestFit);
@@ -182,7 +198,7 @@ mod tests {
         resumes(&schedule((10..60).collect(), &packed), &schedule(vec![3, 2], &packed));
     }
 
-    fn resumes(schedule: &BatchSchedule, other: &BatchSchedule) {
+    fn resumes(schedule: &Arc<BatchSchedule>, other: &Arc<BatchSchedule>) {
         let all: Vec<ScheduledStep> =
             schedule.batches(None).unwrap().take(60).map(Result::unwrap).collect();
         assert!(all[59].epoch > 0);

@@ -100,6 +100,12 @@ impl From<dist_train::Error> for Error {
     }
 }
 
+impl From<pmap_mesh::Error> for Error {
+    fn from(error: pmap_mesh::Error) -> Self {
+        dist_train::Error::from(error).into()
+    }
+}
+
 impl From<dist_checkpoint::Error> for Error {
     fn from(error: dist_checkpoint::Error) -> Self {
         dist_train::Error::from(error).into()

@@ -39,6 +39,52 @@ pub enum RunError {
         /// The folder.
         path: PathBuf,
     },
+    /// The texts have changed since the run started.
+    #[error("the text is not the one that the run started with")]
+    TextMismatch,
+    /// Another program started or continued the run while this one read it.
+    #[error("the run in {} went on while it was read", Printable(path.display()))]
+    WentOn {
+        /// The folder of the run.
+        path: PathBuf,
+    },
+    /// A folder holds parts of a run without its description.
+    #[error("{} holds {}, but no run.json", Printable(path.display()), contents.join(" and "))]
+    NoDescription {
+        /// The folder.
+        path: PathBuf,
+        /// Its files and folders that belong to a run.
+        contents: Vec<&'static str>,
+    },
+    /// A process does not see the folder that the first process writes into.
+    #[error("rank {rank} does not see what rank 0 writes into {}", Printable(path.display()))]
+    NotShared {
+        /// First rank of the process.
+        rank: usize,
+        /// The folder.
+        path: PathBuf,
+    },
+    /// A step has numbers that are not finite.
+    #[error(
+        "step {step} of {steps} failed on batch {batch} of epoch {epoch} with learning rate \
+         {learning_rate}: {cause}"
+    )]
+    Diverged {
+        /// Number of the step, from 1.
+        step: u64,
+        /// Number of steps of the run.
+        steps: u64,
+        /// Number of its batch in the epoch, from 1.
+        batch: u64,
+        /// Epoch, from 0.
+        epoch: u64,
+        /// Learning rate of the step.
+        learning_rate: f64,
+        /// Step of the latest checkpoint, if there is one.
+        checkpoint: Option<u64>,
+        /// The number that is not finite.
+        cause: Box<dist_train::Error>,
+    },
     /// A checkpoint has more steps than the run.
     #[error(
         "{} was written after step {step}, but the run has {steps} steps",

@@ -1,12 +1,13 @@
-//! Errors of the description of a run.
+//! Errors of the options and the description of a run.
 
-use std::fmt::Display;
+use std::{fmt::Display, path::PathBuf};
 
+use core_types::human::Printable;
 use pmap_mesh::one_line;
 
 use crate::models::ModelError;
 
-/// Why a run cannot be described so.
+/// Why a run cannot have these options, or this description.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum SpecError {
@@ -19,6 +20,42 @@ pub enum SpecError {
         value: String,
         /// Its range, in words.
         expected: String,
+    },
+    /// An option of a resumed run is not the one that the run started with.
+    #[error("{name} is another than the run started with: {}", started.as_deref().unwrap_or("none"))]
+    ResumeMismatch {
+        /// Option.
+        name: &'static str,
+        /// Value that the run started with, if it had one; empty for `merge`, which has none.
+        started: Option<String>,
+    },
+    /// A path is not UTF-8, and `run.json` cannot record it.
+    #[error("{name} is not UTF-8, and run.json cannot record it: {}", Printable(path.display()))]
+    NotUtf8 {
+        /// Option.
+        name: &'static str,
+        /// The path.
+        path: PathBuf,
+    },
+    /// A model of a folder has no texts to learn from.
+    #[error("a model of a folder needs texts to learn from")]
+    NoData,
+    /// The heads of attention do not divide the width of the model.
+    #[error("a width of {hidden} does not split evenly over {n_heads} heads")]
+    UnevenHeads {
+        /// Width of the residual stream.
+        hidden: usize,
+        /// Number of heads.
+        n_heads: usize,
+    },
+    /// Gradients are clipped, and the optimizer runs inside the backward pass.
+    #[error(
+        "an optimizer in the backward pass cannot clip gradients to a norm of {max_grad_norm}: the \
+         norm of all of them is known after that pass"
+    )]
+    ClippedInBackward {
+        /// Largest norm of all gradients together.
+        max_grad_norm: f64,
     },
     /// The `config.json` describes another kind of model.
     #[error(transparent)]

@@ -33,17 +33,17 @@ const BEST: &str = "best";
 const SAMPLE: &str = "sample.txt";
 
 /// Returns the folder of run `number`: `runs/0001` for the first.
-pub fn numbered(number: u32) -> PathBuf {
+pub(crate) fn numbered(number: u64) -> PathBuf {
     Path::new("runs").join(format!("{number:04}"))
 }
 
 /// Returns the folder of the adapters of a run.
-pub fn adapter_in(path: &Path) -> PathBuf {
+pub(crate) fn adapter_in(path: &Path) -> PathBuf {
     path.join(ADAPTER)
 }
 
 /// Returns the folder that a run ends with: of its model, or of its adapters alone.
-pub fn product_of(path: &Path, spec: &Spec) -> PathBuf {
+pub(crate) fn product_of(path: &Path, spec: &Spec) -> PathBuf {
     if spec.recipe.lora.is_some() && !spec.finetune.merge {
         return adapter_in(path);
     }
@@ -51,7 +51,7 @@ pub fn product_of(path: &Path, spec: &Spec) -> PathBuf {
 }
 
 /// Returns the folder of the model with the least loss on the examples that are held out.
-pub fn best_in(path: &Path) -> PathBuf {
+pub(crate) fn best_in(path: &Path) -> PathBuf {
     path.join(BEST)
 }
 
@@ -65,7 +65,7 @@ pub fn sample_in(path: &Path) -> PathBuf {
 /// # Errors
 ///
 /// [`Error::Write`] if it cannot be made.
-pub fn folder_beside(folder: &Path) -> Result<AtomicFolder> {
+pub(crate) fn folder_beside(folder: &Path) -> Result<AtomicFolder> {
     AtomicFolder::new(folder).map_err(|cause| Error::write(folder, cause))
 }
 
@@ -94,7 +94,7 @@ pub fn metrics(path: &Path) -> Result<Metrics> {
 /// # Errors
 ///
 /// [`Error::Io`] if the folder cannot be read.
-pub fn contents(path: &Path) -> Result<Vec<&'static str>> {
+pub(crate) fn contents(path: &Path) -> Result<Vec<&'static str>> {
     let mut found = Vec::new();
     for name in [spec::FILE, METRICS, validations::FILE, MODEL_FOLDER, BEST, ADAPTER, CHECKPOINTS] {
         let path = path.join(name);
@@ -125,7 +125,7 @@ fn has_steps(checkpoints: &Path) -> Result<bool> {
 /// The state of a run's folder. Another process that trains the run changes it when it saves a
 /// checkpoint or ends.
 #[derive(Debug, PartialEq, Eq)]
-pub struct RunSnapshot {
+pub(crate) struct RunSnapshot {
     spec: Option<Vec<u8>>,
     /// Length and time of each product of a run.
     products: Vec<Option<(u64, Option<SystemTime>)>>,
@@ -140,7 +140,7 @@ impl RunSnapshot {
     /// # Errors
     ///
     /// [`Error::Io`] if the folder cannot be read.
-    pub fn take(path: &Path) -> Result<Self> {
+    pub(crate) fn take(path: &Path) -> Result<Self> {
         let spec = files::read_if_there(&path.join(spec::FILE))?;
         let products = [MODEL_FOLDER, ADAPTER].map(|name| path.join(name));
         let products = products.iter().map(|product| written(product)).collect::<Result<_>>()?;
@@ -235,8 +235,8 @@ fn incomplete(path: &Path, spec: &Spec) -> Result<Option<String>> {
 /// # Errors
 ///
 /// [`Error::Write`] if it cannot be made.
-pub fn claim_number() -> Result<u32> {
-    let mut number = 1_u32;
+pub(crate) fn claim_number() -> Result<u64> {
+    let mut number = 1_u64;
     loop {
         let path = numbered(number);
         let parent = path.parent().map_or(Ok(()), fs::create_dir_all);
@@ -251,7 +251,7 @@ pub fn claim_number() -> Result<u32> {
 
 /// The folder of a run that is trained; another run is never overwritten.
 #[derive(Debug)]
-pub struct RunFolder {
+pub(crate) struct RunFolder {
     path: PathBuf,
     /// The last of its sessions is this one.
     spec: Spec,
@@ -264,7 +264,7 @@ impl RunFolder {
     /// # Errors
     ///
     /// [`Error::Write`] if another program has made it meanwhile.
-    pub fn create(path: &Path, spec: &Spec) -> Result<Self> {
+    pub(crate) fn create(path: &Path, spec: &Spec) -> Result<Self> {
         fs::create_dir_all(path).map_err(|cause| Error::write(path, cause))?;
         // Of two programs that start at once, one makes this file and the other fails to.
         spec.write_new(path)?;
@@ -280,7 +280,7 @@ impl RunFolder {
     /// # Errors
     ///
     /// [`Error::Io`] or [`Error::Write`] if a file cannot be read or written.
-    pub fn resume(path: &Path, spec: &Spec, step: u64) -> Result<Self> {
+    pub(crate) fn resume(path: &Path, spec: &Spec, step: u64) -> Result<Self> {
         fs::create_dir_all(path).map_err(|cause| Error::write(path, cause))?;
         remove_partial(path);
         let metrics = path.join(METRICS);
@@ -322,19 +322,9 @@ impl RunFolder {
         Ok(Self { path: path.into(), spec: spec.clone(), metrics: file })
     }
 
-    /// Returns the path of the folder.
-    pub fn path(&self) -> &Path {
-        &self.path
-    }
-
     /// Returns this session.
-    pub fn session(&self) -> &Session {
+    pub(crate) fn session(&self) -> &Session {
         self.spec.session()
-    }
-
-    /// Returns the number of steps of the run.
-    pub fn steps(&self) -> u64 {
-        self.spec.steps
     }
 
     /// Records the peak of this session's memory.
@@ -342,7 +332,7 @@ impl RunFolder {
     /// # Errors
     ///
     /// [`Error::Write`] if the file cannot be written.
-    pub fn end_session(&mut self) -> Result<()> {
+    pub(crate) fn end_session(&mut self) -> Result<()> {
         // Memory of other devices is not that of the process.
         if let Some(session) = self.spec.sessions.last_mut()
             && session.on_processors
@@ -353,7 +343,7 @@ impl RunFolder {
     }
 
     /// Sets the collectives of the first device in the last step.
-    pub fn set_step_traffic(&mut self, traffic: StepTraffic) {
+    pub(crate) fn set_step_traffic(&mut self, traffic: StepTraffic) {
         if let Some(session) = self.spec.sessions.last_mut() {
             session.step_traffic = Some(traffic);
         }
@@ -364,7 +354,7 @@ impl RunFolder {
     /// # Errors
     ///
     /// [`Error::Write`] if the file cannot be written.
-    pub fn append(&mut self, line: &impl Serialize) -> Result<()> {
+    pub(crate) fn append(&mut self, line: &impl Serialize) -> Result<()> {
         let line = serde_json::to_string(line).map_err(io::Error::from);
         let written = line.and_then(|line| writeln!(self.metrics, "{line}"));
         written.map_err(|cause| Error::write(self.path.join(METRICS), cause))
@@ -375,7 +365,7 @@ impl RunFolder {
     /// # Errors
     ///
     /// [`Error::Write`] if the file cannot be written.
-    pub fn append_validation(&self, found: ValidationPoint) -> Result<()> {
+    pub(crate) fn append_validation(&self, found: ValidationPoint) -> Result<()> {
         let path = self.path.join(validations::FILE);
         let line = serde_json::to_string(&found).map_err(io::Error::from);
         let file = File::options().create(true).append(true).open(&path);
@@ -392,7 +382,7 @@ impl RunFolder {
     /// # Errors
     ///
     /// [`Error::Write`] if the file cannot be written.
-    pub fn sync(&self) -> Result<()> {
+    pub(crate) fn sync(&self) -> Result<()> {
         let synced = self.metrics.sync_data().and_then(|()| self.check_not_removed());
         synced.map_err(|cause| Error::write(self.path.join(METRICS), cause))
     }
@@ -420,7 +410,7 @@ impl RunFolder {
     /// # Errors
     ///
     /// [`Error::Write`] if the file cannot be written.
-    pub fn save(&mut self, partial: AtomicFolder) -> Result<()> {
+    pub(crate) fn save(&mut self, partial: AtomicFolder) -> Result<()> {
         self.set_fingerprint(partial.path())?;
         let folder = product_of(&self.path, &self.spec);
         if let Some(beside) = move_model(&folder)? {
@@ -459,7 +449,7 @@ fn remove_partial(run: &Path) {
 /// # Errors
 ///
 /// [`RunError::Occupied`] if it does.
-pub fn check_empty(path: &Path) -> Result<()> {
+pub(crate) fn check_empty(path: &Path) -> Result<()> {
     if contents(path)?.is_empty() {
         return Ok(());
     }
@@ -488,7 +478,7 @@ fn keep_unsaved(path: &Path, spec: &Spec) -> Result<()> {
 /// Gives a model that does not complete its run another name, if there is one: the run will end with
 /// one of its own. No other process does so meanwhile, because the run is locked.
 fn move_model(model: &Path) -> Result<Option<PathBuf>> {
-    let mut number = 1_u32;
+    let mut number = 1_u64;
     loop {
         let mut name = model.file_stem().map_or_else(OsString::new, OsString::from);
         name.push(format!(".unsaved-{number:04}"));

@@ -7,12 +7,11 @@ use crate::error::{Result, run::RunError};
 
 /// The checkpoint that a run resumes from, with its position in the batches.
 #[derive(Debug)]
-#[non_exhaustive]
-pub struct ResumePoint {
+pub(crate) struct ResumePoint {
     /// Checkpoint.
-    pub checkpoint: Checkpoint,
+    pub(crate) checkpoint: Checkpoint,
     /// Position after its last batch.
-    pub batches: BatchState,
+    pub(crate) batches: BatchState,
 }
 
 impl ResumePoint {
@@ -21,7 +20,7 @@ impl ResumePoint {
     /// # Errors
     ///
     /// [`RunError::CheckpointAhead`] if it has more steps, and those of [`Checkpoints::latest`].
-    pub fn latest(checkpoints: &Checkpoints, steps: u64) -> Result<Option<Self>> {
+    pub(crate) fn latest(checkpoints: &Checkpoints, steps: u64) -> Result<Option<Self>> {
         let Some(checkpoint) = checkpoints.latest()? else { return Ok(None) };
         let step = checkpoint.step();
         if step > steps {

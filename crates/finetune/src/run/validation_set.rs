@@ -6,14 +6,14 @@ use dyn_batch::Batch;
 
 use crate::{
     data::{BatchTensors, DataSet},
-    error::{Error, Result, run::RunError},
+    error::{Result, run::RunError},
     run::validations::ValidationPoint,
     spec::Spec,
 };
 
 /// Held-out examples in batches.
 #[derive(Debug)]
-pub struct ValidationSet {
+pub(crate) struct ValidationSet {
     data: DataSet,
     steps: Vec<Vec<Batch>>,
     every: u64,
@@ -26,7 +26,7 @@ impl ValidationSet {
     ///
     /// [`RunError::ValidationTooSmall`] if they are less than a step: the mean of so few would go up
     /// and down by chance.
-    pub fn new(data: DataSet, spec: &Spec, every: u64) -> Result<Self> {
+    pub(crate) fn new(data: DataSet, spec: &Spec, every: u64) -> Result<Self> {
         let batch_size = spec.finetune.batch_size;
         let lengths = data.lengths();
         let (found, least, unit) = match batch_size {
@@ -41,12 +41,12 @@ impl ValidationSet {
     }
 
     /// Returns the batches of its steps.
-    pub fn steps(&self) -> &[Vec<Batch>] {
+    pub(crate) fn steps(&self) -> &[Vec<Batch>] {
         &self.steps
     }
 
     /// Returns true if a run of `steps` validates after `done` of them.
-    pub fn is_due(&self, done: u64, steps: u64) -> bool {
+    pub(crate) fn is_due(&self, done: u64, steps: u64) -> bool {
         done == steps || done.is_multiple_of(self.every)
     }
 
@@ -55,15 +55,15 @@ impl ValidationSet {
     /// # Errors
     ///
     /// The errors of `evaluate`, and [`Error::Tensor`] if the device has no memory left.
-    pub fn validate<E: From<Error>>(
+    pub(crate) fn validate(
         &self,
         step: u64,
         device: &Device,
-        mut evaluate: impl FnMut(BatchTensors) -> Result<Evaluation, E>,
-    ) -> Result<ValidationPoint, E> {
+        mut evaluate: impl FnMut(BatchTensors) -> Result<Evaluation>,
+    ) -> Result<ValidationPoint> {
         let (mut sum, mut predictions) = (0., 0.);
         for batches in &self.steps {
-            let tensors = self.data.collate(batches, device).map_err(Error::from)?;
+            let tensors = self.data.collate(batches, device)?;
             let found = evaluate(tensors)?;
             sum += found.loss * found.weight;
             predictions += found.weight;

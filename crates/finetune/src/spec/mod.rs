@@ -233,6 +233,13 @@ impl Spec {
     }
 }
 
+/// Returns the name of a variant without fields.
+#[expect(clippy::expect_used, reason = "says why it cannot fail")]
+pub(crate) fn variant_name(variant: &impl Serialize) -> String {
+    let json = serde_json::to_value(variant).expect("a name is JSON");
+    json.as_str().expect("a variant without fields is a name").to_owned()
+}
+
 #[cfg(test)]
 pub(crate) mod tests {
     use std::{collections::BTreeSet, fs};

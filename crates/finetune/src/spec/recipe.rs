@@ -7,13 +7,13 @@ use serde::{Deserialize, Serialize};
 use crate::{
     error::{Result, spec::SpecError},
     models::Precision,
+    spec::variant_name,
 };
 
 /// Options that decide about the parameters after each step, as `run.json` records them; `None` is the
 /// default of the run.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[cfg_attr(feature = "clap", derive(clap::Args), command(next_help_heading = "How it learns"))]
-#[non_exhaustive]
 pub struct Recipe {
     /// Peak of the learning rate.
     #[cfg_attr(
@@ -254,20 +254,20 @@ impl Recipe {
         schedule.warmup(warmup).floor(self.min_lr_rate.unwrap_or(0.0))
     }
 
-    /// Returns the options by the names of their arguments, `None` if they are not set.
+    /// Returns the options by their names, `None` if they are not set.
     pub fn options(&self) -> [(&'static str, Option<String>); 10] {
         let number = |number: Option<f64>| number.map(|number| number.to_string());
         [
             ("lr", number(self.lr)),
-            ("lr-schedule", self.lr_schedule.as_ref().map(name)),
-            ("warmup-steps", self.warmup_steps.map(|steps| steps.to_string())),
-            ("min-lr-rate", number(self.min_lr_rate)),
-            ("max-grad-norm", number(self.max_grad_norm)),
-            ("weight-decay", number(self.weight_decay)),
-            ("dtype", self.dtype.as_ref().map(name)),
+            ("lr_schedule", self.lr_schedule.as_ref().map(variant_name)),
+            ("warmup_steps", self.warmup_steps.map(|steps| steps.to_string())),
+            ("min_lr_rate", number(self.min_lr_rate)),
+            ("max_grad_norm", number(self.max_grad_norm)),
+            ("weight_decay", number(self.weight_decay)),
+            ("dtype", self.dtype.as_ref().map(variant_name)),
             ("lora", self.lora.map(|rank| rank.to_string())),
-            ("lora-alpha", number(self.lora_alpha)),
-            ("lora-on", self.lora_on.as_ref().map(|layers| layers.join(","))),
+            ("lora_alpha", number(self.lora_alpha)),
+            ("lora_on", self.lora_on.as_ref().map(|layers| layers.join(","))),
         ]
     }
 
@@ -284,13 +284,6 @@ impl Recipe {
 }
 
 const PEAK_LEARNING_RATE: f64 = 3e-3;
-
-/// Returns the name of a variant without fields.
-#[expect(clippy::expect_used, reason = "says why it cannot fail")]
-fn name(variant: &impl Serialize) -> String {
-    let json = serde_json::to_value(variant).expect("a name is JSON");
-    json.as_str().expect("a variant without fields is a name").to_owned()
-}
 
 /// Returns true if a value is in range.
 type Check = fn(f64) -> bool;

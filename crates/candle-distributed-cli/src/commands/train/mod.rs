@@ -1,46 +1,33 @@
 //! `train`: everything together, on real text.
 
 mod dry_run;
-mod finetune;
+mod memory;
 mod parts;
-mod start;
 mod writing;
 
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 
-use candle_core::Device;
 use candle_distributed::{
-    batch::Batch,
     finetune::{
-        cost::{ModelBytes, Workload, cost_model, plan},
-        data::Model,
-        run::{self, RunFolder},
-        spec::{Recipe, Session},
+        self, Event, Examples, Overlong, PreparedRun, RunError, RunOptions, Start, Trainer,
+        cost::{cost_model, plan},
+        data::Rows,
+        spec::{Recipe, Spec},
     },
     mesh::DeviceMesh,
-    plan::{ParameterInfo, report::PlanReport},
-    types::Rank,
+    plan::report::PlanReport,
+    train::{self, CheckpointError},
+    types::{WorldSize, human::HumanCount},
 };
 
-use self::{
-    finetune::FinetuneArgs,
-    parts::ShardingArgs,
-    start::{Beginning, Start},
-    writing::WritingArgs,
-};
+use self::{parts::ShardingArgs, writing::WritingArgs};
 use crate::{
     bytes,
     devices::{DEFAULT_WORLD_SIZE, DeviceArgs, Place},
-    error::Result,
-    help::examples,
-    output, strategy,
-    train::{
-        agreement,
-        built_in::Sizes,
-        journal::Journal,
-        stop,
-        trainer::{self, Job},
-    },
+    error::{Error, ErrorKind, Result},
+    help::{examples, typed},
+    hint, output, strategy,
+    train::{agreement, journal::Journal, stop},
 };
 
 /// How many steps are lost at most, unless the user wants fewer or more to be.
@@ -119,8 +106,16 @@ pub(crate) struct Args {
     #[command(flatten)]
     recipe: Recipe,
 
-    #[command(flatten)]
-    sizes: Sizes,
+    /// Number of blocks [default: 2, or those of the run that is resumed]
+    #[arg(long, value_name = "N", help_heading = "The model")]
+    n_layers: Option<usize>,
+    /// Width of the residual stream [default: 128, or that of the run that is resumed]
+    #[arg(long, value_name = "N", help_heading = "The model")]
+    hidden: Option<usize>,
+    /// Number of attention heads, which divide the width [default: 4, or those of the run that is
+    /// resumed]
+    #[arg(long, value_name = "N", help_heading = "The model")]
+    n_heads: Option<usize>,
     /// The longest sequence, in tokens, which are bytes without --model [default: the longest text,
     /// with packed rows 2048 if that is more and the model has as many positions, or that of the run
     /// that is resumed]
@@ -128,16 +123,55 @@ pub(crate) struct Args {
     context: Option<usize>,
 }
 
+/// Which model learns, and how its texts become batches.
+#[derive(Clone, Debug, clap::Args)]
+#[command(next_help_heading = "The model and its texts")]
+struct FinetuneArgs {
+    /// Fine-tune the model in this folder of Hugging Face's form (Llama, Qwen 2, Mistral), or of a run
+    /// that has ended, on --data [default: a small new one]
+    #[arg(long, value_name = "FOLDER", conflicts_with_all = ["n_layers", "hidden", "n_heads"])]
+    model: Option<PathBuf>,
+    /// Begin with random weights of this seed, for which a config.json is enough [default: the weights
+    /// of --model; without one, --seed]
+    #[arg(long, value_name = "SEED")]
+    init: Option<u64>,
+    /// How sequences lie in the rows of a batch [default: padded]
+    #[arg(long, value_enum)]
+    rows: Option<Rows>,
+    /// Number of sequences in a step of all devices, or of packed rows [default: as many as
+    /// --max-tokens has room for]
+    #[arg(long, value_name = "N", conflicts_with = "max_tokens")]
+    batch_size: Option<u64>,
+    /// What becomes of texts that are longer than --context [default: split; with --model error]
+    #[arg(long, value_enum)]
+    overlong: Option<Overlong>,
+    /// Fraction of the examples that nothing is learnt from: the loss on them is in
+    /// validation.jsonl, and what did best on them in the folder `best`
+    #[arg(long, value_name = "FRACTION")]
+    validation: Option<f64>,
+    /// Number of steps from one validation to the next [default: 50]
+    #[arg(long, value_name = "N", requires = "validation")]
+    validate_every: Option<u64>,
+    /// Write the model with the effect of its adapters beside these; --init does so by itself, as
+    /// nobody else has its random weights
+    #[arg(long, requires = "lora")]
+    merge: bool,
+}
+
+/// Trains a model, or finds that there is nothing to train.
 pub(crate) fn run(args: &Args) -> Result<()> {
     let place = args.devices.place(DEFAULT_WORLD_SIZE)?;
     place.share_cores()?;
-    let start = args.start(place);
+    let start = args.prepare(place);
     // A process alone decides alone, without a device; several must hear of each other first, or
     // some would wait for one that has ended.
     if place.is_alone() {
         match &start {
             Ok(Start::Train(_)) => {}
-            Ok(Start::Complete(path)) => return say_complete(place, path),
+            Ok(Start::Complete(path)) => {
+                return place
+                    .print(|out| writeln!(out, "the run in {} is complete", path.display()));
+            }
             Err(_) => return start.map(drop),
         }
     }
@@ -145,62 +179,86 @@ pub(crate) fn run(args: &Args) -> Result<()> {
     args.devices.run_on(place, grid, |mesh| args.train(mesh, place, start))
 }
 
-/// Finds out what a run starts with, and does not start it.
+/// Prepares a run without starting it.
 #[cfg(any(test, fuzzing))]
 pub(crate) fn start(args: &Args) -> Result<()> {
-    args.start(args.devices.place(DEFAULT_WORLD_SIZE)?).map(drop)
+    args.prepare(args.devices.place(DEFAULT_WORLD_SIZE)?).map(drop)
 }
 
 impl Args {
-    /// Trains, if all processes are to, and reports if this process is the first.
+    /// Returns the request to the library.
+    fn options(&self, world_size: WorldSize) -> Result<RunOptions> {
+        let FinetuneArgs {
+            model,
+            init,
+            rows,
+            batch_size,
+            overlong,
+            validation,
+            validate_every,
+            merge,
+        } = self.finetune.clone();
+        Ok(RunOptions {
+            out: self.out.clone(),
+            resume: self.resume,
+            model,
+            n_layers: self.n_layers,
+            hidden: self.hidden,
+            n_heads: self.n_heads,
+            init,
+            data: self.data.clone(),
+            context: self.context,
+            rows,
+            overlong,
+            batch_size,
+            max_tokens: self.max_tokens,
+            steps: self.steps,
+            seed: self.seed,
+            validation,
+            validate_every,
+            merge,
+            recipe: self.recipe.clone(),
+            sharding: self.sharding.asked(world_size)?,
+            checkpoint_every: Some(self.checkpoint_every),
+            allow_non_finite: self.allow_non_finite,
+        })
+    }
+
+    /// Reads the run, and checks it before anything changes.
+    fn prepare(&self, place: Place) -> Result<Start> {
+        self.check_limit()?;
+        let world_size = place.placement.world_size();
+        let start = self.options(world_size)?.prepare(world_size).map_err(unreadable)?;
+        if let Start::Train(run) = &start {
+            warn_of_overlong(run);
+            warn_of_files(run.examples());
+            self.writing.check(run)?;
+            self.check_memory(place, run)?;
+        }
+        Ok(start)
+    }
+
+    /// Trains, if all processes do, and reports if this process is the first.
     fn train(&self, mesh: &DeviceMesh, place: Place, start: Result<Start>) -> Result<()> {
         let agreed = agreement::compare(mesh, &self.words(&start));
-        // What a process cannot start for says more than that it cannot.
+        // The reason why a process cannot start says more than that it cannot.
         let start = start?;
         agreed?;
-        let beginning = match start {
-            Start::Train(beginning) => *beginning,
-            Start::Complete(path) => return say_complete(place, &path),
+        let run = match start {
+            Start::Train(run) => run,
+            Start::Complete(path) => {
+                return place
+                    .print(|out| writeln!(out, "the run in {} is complete", path.display()));
+            }
         };
         if self.dry_run {
-            return self.rehearse(mesh, place, &beginning);
+            return self.rehearse(mesh, place, &run);
         }
-        let path = self.path(mesh)?;
-        agreement::check_shared(mesh, &path)?;
-        let unwritten = self.unwritten(place, &beginning)?;
-        let Beginning { settings, sharding, data, schedule, .. } = beginning;
-        let Beginning { held_out, folder, from, seen, base_bytes, .. } = beginning;
-        let job = Job {
-            mesh,
-            data: &data,
-            schedule: &schedule,
-            held_out: held_out.as_ref(),
-            folder: &folder,
-            settings: &settings,
-            sharding: sharding.as_ref(),
-            typed: &self.typed(),
-            checkpoint_every: self.checkpoint_every,
-            check: self.check,
-            path: &path,
-            checkpoints: &run::checkpoints(&path, &settings),
-            from: from.as_ref(),
-            stop: stop::flag(),
-        };
-        // Whatever can be refused has been when the folder changes for the first time.
-        let model = job.start()?;
-        job.checkpoints.lock(mesh)?;
-        // The lock needs the mesh, which comes after the run is read: only now nobody else changes
-        // it any more.
-        if let Some(seen) = &seen {
-            agreement::check_unchanged(mesh, &path, seen)?;
-        }
-        let journal = match place.placement.rank() {
-            Rank::ZERO => Some(self.journal(&job, place, base_bytes)?),
-            _ => None,
-        };
-        let prompt = self.writing.prompt(&data, &folder)?;
-        job.run(model, journal)?;
-        match (prompt.filter(|_| place.placement.rank() == Rank::ZERO), unwritten) {
+        let unwritten = self.unwritten(place, &run)?;
+        let prompt = self.writing.prompt(&run)?;
+        let settings = run.spec.clone();
+        let path = self.carry_out(mesh, place, *run)?;
+        match (prompt.filter(|_| place.is_first()), unwritten) {
             (Some(_), Some(bytes)) => {
                 writing::say_too_large(bytes);
                 Ok(())
@@ -210,31 +268,88 @@ impl Args {
         }
     }
 
-    /// What the model of this run would take to write, if that is too much for this process.
-    fn unwritten(&self, place: Place, beginning: &Beginning) -> Result<Option<u64>> {
-        let steps = beginning.steps()?;
-        let model = beginning.settings.trained_model()?;
-        let parameters = model.parameters()?;
-        let work = work_of(beginning, &model, &parameters, &steps, place, self.check);
-        Ok(work.too_large_to_generate(self.limit(place).as_ref())?)
-    }
-
-    /// Says what the run starts with, and opens its folder.
-    fn journal(&self, job: &Job<'_>, place: Place, base_bytes: Option<u64>) -> Result<Journal> {
-        let needs = announce(job, place)?;
-        let first = job.first_step();
-        let session = session(job, place, base_bytes);
-        let settings = job.settings.clone().with_session(session);
-        let folder = if self.resume {
-            RunFolder::resume(job.path, &settings, first)?
+    /// Trains the steps that are left, and returns the folder of the run.
+    fn carry_out(&self, mesh: &DeviceMesh, place: Place, run: PreparedRun) -> Result<PathBuf> {
+        let stop = stop::flag();
+        let trainer = Trainer::new(mesh, run).map_err(|error| self.explained(error, place))?;
+        let mut trainer = trainer.stop_on(stop);
+        let mut journal = if place.is_first() {
+            announce(trainer.run())?;
+            Some(Journal::new(&trainer)?)
         } else {
-            RunFolder::create(job.path, &settings)?
+            None
         };
-        Ok(Journal::new(first, job.settings.steps, folder, needs))
+        if self.check {
+            let report = trainer.check()?;
+            if let Some(journal) = &journal {
+                journal.show(&report);
+            }
+        }
+        let mut stopped = None;
+        while let Some(event) = trainer.next() {
+            let event = match event {
+                Ok(event) => event,
+                Err(error) => {
+                    let error = self.explained(error, place);
+                    // Its session has ended too, and has a curve.
+                    if error.is_of_all()
+                        && let Some(journal) = &journal
+                    {
+                        journal.draw()?;
+                    }
+                    return Err(error);
+                }
+            };
+            if let Event::Stopped { step } = event {
+                stopped = Some(step);
+            }
+            if let Some(journal) = &mut journal {
+                journal.log(&event)?;
+            }
+        }
+        let path = trainer.path().to_owned();
+        if let Some(step) = stopped {
+            return Err(self.stopped(step, &trainer, place));
+        }
+        if let Some(journal) = &mut journal {
+            journal.finish(trainer.session())?;
+        }
+        Ok(path)
     }
 
-    /// The options to type again when the run is resumed, so that it does what it would have done,
-    /// each with a space before it.
+    /// Returns the error of a run that was stopped from outside.
+    fn stopped(&self, done: u64, trainer: &Trainer, place: Place) -> Error {
+        let path = hint::in_shell(trainer.path().display());
+        let hint =
+            format!("to resume: candle-distributed train --out {path} --resume{}", self.typed());
+        let stopped = ErrorKind::Stopped { done, steps: trainer.run().spec.steps };
+        first_only(Error::from(stopped).hinted(hint), place)
+    }
+
+    /// Adds advice to an error of training; one that all processes have is reported by the first.
+    fn explained(&self, error: finetune::Error, place: Place) -> Error {
+        match &error {
+            finetune::Error::Run(RunError::Diverged { checkpoint, .. }) => {
+                let last = match checkpoint {
+                    Some(step) => format!("the last checkpoint is that of step {step}"),
+                    None => "there is no checkpoint yet".into(),
+                };
+                let typed = self.typed();
+                let hint = format!(
+                    "{last}; the same steps end alike, so look at the gradients with \
+                     --resume{typed} --check, try another --seed, or train on with \
+                     --resume{typed} --allow-non-finite"
+                );
+                first_only(Error::from(error).hinted(hint), place)
+            }
+            finetune::Error::Run(RunError::WentOn { .. } | RunError::NotShared { .. }) => {
+                first_only(error.into(), place)
+            }
+            _ => error.into(),
+        }
+    }
+
+    /// Returns the options to type again when the run is resumed, each with a space before it.
     fn typed(&self) -> String {
         let limit = self.memory_limit.map(|bytes| format!(" --memory-limit {bytes}"));
         let every = (self.checkpoint_every != CHECKPOINT_EVERY)
@@ -249,95 +364,122 @@ impl Args {
         parts.into_iter().flatten().collect()
     }
 
-    /// The folder of the run, the same in every process. Where `--out` names none, the first process
-    /// makes one.
-    fn path(&self, mesh: &DeviceMesh) -> Result<PathBuf> {
-        if let Some(out) = &self.out {
-            return Ok(out.clone());
-        }
-        let is_first = mesh.is_first_process();
-        let number = if is_first { run::claim_number()? } else { 0 };
-        Ok(run::numbered(trainer::largest(mesh, number)?))
-    }
-
-    /// The folder of the run to resume.
-    fn resumed(&self) -> Option<&Path> {
-        self.out.as_deref().filter(|_| self.resume)
-    }
-}
-
-/// What decides how much memory this process takes for a run.
-fn work_of<'a>(
-    beginning: &'a Beginning,
-    model: &Model,
-    parameters: &'a [ParameterInfo],
-    steps: &'a [Vec<Batch>],
-    place: Place,
-    check: bool,
-) -> Workload<'a> {
-    Workload {
-        sizes: model.sizes(),
-        precision: beginning.settings.recipe.precision(),
-        parameters,
-        sharding: beginning.sharding.as_ref(),
-        steps,
-        is_packed: beginning.settings.is_packed(),
-        check,
-        world_size: place.placement.world_size().as_u64(),
-        ranks: place.ranks(),
-        // Some systems do not say.
-        base_bytes: beginning.base_bytes.unwrap_or(0),
+    /// Returns what all processes must say alike, of the run and of their arguments.
+    fn words(&self, start: &Result<Start>) -> Vec<String> {
+        let run = match start {
+            Err(_) => return vec!["cannot start".into()],
+            Ok(Start::Complete(_)) => return vec!["finds the run complete".into()],
+            Ok(Start::Train(run)) => run,
+        };
+        let Spec { seed, steps, text, max_tokens, allow_non_finite, finetune, recipe, .. } =
+            &run.spec;
+        let out = self.out.as_ref().map_or("a new folder".into(), |out| out.to_string_lossy());
+        vec![
+            format!("starts after step {}", run.first_step()),
+            format!("has --steps {steps}"),
+            format!("has --seed {seed}"),
+            format!("has the text {text}"),
+            format!("has batches of {max_tokens} tokens"),
+            format!("has --out {out}"),
+            format!("has --checkpoint-every {}", self.checkpoint_every),
+            format!("has --check {}", self.check),
+            format!("has --allow-non-finite {allow_non_finite}"),
+            format!("trains {}", finetune.words()),
+            format!("learns by {}", recipe.words()),
+            match &run.sharding {
+                Some(sharding) => format!("is sharded by {}", sharding.words()),
+                None => "is not sharded".into(),
+            },
+            format!("has --dry-run {}", self.dry_run),
+            format!("has version {}", env!("CARGO_PKG_VERSION")),
+        ]
     }
 }
 
-/// Says that there is nothing to do for the run in `path`.
-fn say_complete(place: Place, path: &Path) -> Result<()> {
-    place.print(|out| writeln!(out, "the run in {} is complete", path.display()))
+/// Returns an error that all processes have, for the first process to report.
+fn first_only(error: Error, place: Place) -> Error {
+    if place.is_first() {
+        return error;
+    }
+    let (exit_code, is_of_all) = (error.exit_code(), error.is_of_all());
+    ErrorKind::SaidByFirst { exit_code, is_of_all }.into()
 }
 
-/// The session of this process, which took so much before training.
-fn session(job: &Job<'_>, place: Place, base_bytes: Option<u64>) -> Session {
-    let devices = job.mesh.devices();
-    Session {
-        first_step: job.first_step(),
-        world_size: place.placement.world_size().as_u64(),
-        devices_here: devices.len() as u64,
-        on_processors: devices.iter().all(Device::is_cpu),
-        sharding: job.sharding.cloned(),
-        base_bytes,
-        step_traffic: None,
-        peak_bytes: None,
+/// Adds advice if the latest checkpoint cannot be read at all: one that is damaged is skipped.
+fn unreadable(error: finetune::Error) -> Error {
+    let error = Error::from(error);
+    match &*error.kind {
+        ErrorKind::Training(train::Error::Checkpoint(
+            CheckpointError::Io { .. } | CheckpointError::Header { .. },
+        )) => error.hinted(hint::UNREADABLE),
+        _ => error,
     }
 }
 
-/// Prints what each rank of a sharded run holds, and how an epoch is batched; returns what the model
-/// needs.
-fn announce(job: &Job<'_>, place: Place) -> Result<ModelBytes> {
-    let parameters = job.settings.trained_model()?.parameters()?;
-    let plan = plan(job.sharding, &parameters, place.placement.world_size())?;
+/// Warns of texts that are cut off or left out.
+fn warn_of_overlong(run: &PreparedRun) {
+    let n_overlong = run.examples().n_overlong();
+    let inputs = &run.spec.finetune;
+    // Texts that are split lose nothing.
+    if n_overlong > 0 && inputs.overlong != Overlong::Split {
+        output::warning(format_args!(
+            "{} longer than the context of {} tokens: --overlong {}",
+            HumanCount(n_overlong.into()).with_noun("text"),
+            inputs.context,
+            typed(inputs.overlong)
+        ));
+    }
+}
+
+/// Warns of files in a folder that may not be meant as examples, or cannot be.
+fn warn_of_files(examples: &Examples) {
+    let files = examples.files();
+    if files.skipped > 0 {
+        let skipped = HumanCount(files.skipped.into()).with_noun("file");
+        output::warning(format_args!("{skipped} of --data skipped, as not UTF-8"));
+    }
+    if files.of_lines > 0 && files.of_texts > 0 {
+        let texts = HumanCount(files.of_texts.into()).with_noun("file");
+        output::warning(format_args!(
+            "{texts} of --data beside those of lines: every paragraph there is an example"
+        ));
+    }
+}
+
+/// Prints the plan of a sharded run, and how an epoch is batched.
+fn announce(run: &PreparedRun) -> Result<()> {
+    let PreparedRun { spec, sharding, parameters, .. } = run;
+    let first_epoch = run.first_epoch()?;
+    let first = run.first_step();
+    let plan = plan(sharding.as_ref(), parameters, run.world_size())?;
+    let cost_model = cost_model(sharding.as_ref(), spec.recipe.precision());
     let report =
-        PlanReport::new(&plan, &cost_model(job.sharding, job.settings.recipe.precision()), None)?;
-    let (first_epoch, _) = job.schedule.first_epoch()?;
-    let first = job.first_step();
-    let steps = job.settings.steps;
+        sharding.as_ref().map(|_| PlanReport::new(&plan, &cost_model, None)).transpose()?;
+    let rules = sharding.as_ref().and_then(|sharding| sharding.strategy.matches(parameters));
     output::text(|out| {
         if first > 0 {
-            writeln!(out, "resuming after step {first} of {steps}")?;
+            writeln!(out, "resuming after step {first} of {}", spec.steps)?;
         }
-        if job.sharding.is_some() {
+        if let Some(report) = &report {
             writeln!(out, "{report}")?;
         }
-        let rules = job.sharding.and_then(|sharding| sharding.strategy.matches(&parameters));
-        rules.map_or(Ok(()), |rules| strategy::write_matches(&rules, out))?;
+        if let Some(rules) = &rules {
+            strategy::write_matches(rules, out)?;
+        }
         writeln!(out, "each epoch: {first_epoch}")
-    })?;
-    Ok(ModelBytes::new(&parameters, report.cost(), job.sharding.is_some())?)
+    })
 }
 
 #[cfg(test)]
 mod tests {
     use std::fs;
 
+    use candle_core::{DType, Device, Tensor};
+    use candle_distributed::{
+        mesh::Replica,
+        train::{AdamW, DataParallel, Group, Loss},
+    };
+    use candle_nn::{Linear, Module, linear_no_bias};
     use clap::Parser;
 
     use super::*;
@@ -368,14 +510,14 @@ mod tests {
             let line = line.chain(["--data".as_ref(), data.as_os_str()]);
             Line::parse_from(line.chain(["--out".as_ref(), out.as_os_str()])).train
         };
-        let begin = |args: &Args, place| match args.start(place).unwrap() {
-            Start::Train(beginning) => beginning,
+        let prepare = |args: &Args, place| match args.prepare(place).unwrap() {
+            Start::Train(run) => run,
             Start::Complete(path) => panic!("{} is complete", path.display()),
         };
         let unwritten = |more: &[&str]| {
             let args = train(more);
             let place = args.devices.place(DEFAULT_WORLD_SIZE).unwrap();
-            args.unwritten(place, &begin(&args, place)).unwrap()
+            args.unwritten(place, &prepare(&args, place)).unwrap()
         };
         assert_eq!(unwritten(&[]), None);
         assert!(unwritten(&["--lora", "1", "--strategy", "full"]).is_some());
@@ -383,53 +525,21 @@ mod tests {
         // What is held out takes memory as well.
         let args = train(&["--batch-size", "1", "--validation", "0.5"]);
         let place = args.devices.place(DEFAULT_WORLD_SIZE).unwrap();
-        let beginning = begin(&args, place);
-        let n_steps = beginning.schedule.first_epoch().unwrap().1.len();
-        assert_eq!((n_steps, beginning.steps().unwrap().len()), (1, 2));
+        assert_eq!(prepare(&args, place).steps().unwrap().len(), 2);
     }
-
     #[test]
-    fn a_run_that_went_on_while_it_was_read_is_refused() {
-        let home = tempfile::tempdir().unwrap();
-        let out = home.path().join("run");
-        let data = home.path().join("text.txt");
-        fs::write(&data, "to be or\n\nnot to be\n\n".repeat(9)).unwrap();
-        let line = ["train", "--steps", "3", "--checkpoint-every", "1", "--resume"];
-        let line = line.map(std::ffi::OsStr::new).into_iter();
-        let line = line.chain(["--out".as_ref(), out.as_os_str()]);
-        let args = Line::parse_from(line.chain(["--data".as_ref(), data.as_os_str()])).train;
-        let place = args.devices.place(DEFAULT_WORLD_SIZE).unwrap();
-        let mesh = DeviceMesh::cpu(2).unwrap();
-        args.train(&mesh, place, args.start(place)).unwrap();
-        let model = out.join("model");
-        let killed = || fs::remove_dir_all(&model).unwrap();
-        let metrics = || fs::read(out.join("metrics.jsonl")).unwrap();
-
-        let second = out.join("checkpoints/step-0000000002");
-        let aside = home.path().join("aside");
-        let run_json = out.join("run.json");
-        let settings = fs::read_to_string(&run_json).unwrap();
-        let before = metrics();
-        let is_refused = |start, what| {
-            let error = args.train(&mesh, place, start).unwrap_err();
-            assert!(error.to_string().contains("went on while it was read"), "{what}: {error}");
-            assert_eq!(metrics(), before, "{what}");
+    fn a_wrong_gradient_has_a_hint() {
+        let mesh = DeviceMesh::cpu(1).unwrap();
+        let mut model = DataParallel::builder(&mesh, |vb| linear_no_bias(2, 1, vb))
+            .build(|group: Group| AdamW::new_lr(group.vars, 0.1))
+            .unwrap();
+        let half_without_backward = |_: &Replica, layer: &Linear, x: Tensor| {
+            let sum = layer.forward(&x)?.sum_all()?;
+            Ok(Loss::sum((&sum + sum.detach())?, x.ones_like()?.sum_all()?))
         };
-        // Another process saves a checkpoint, ends its session, and completes the run.
-        killed();
-        fs::rename(&second, &aside).unwrap();
-        let start = args.start(place);
-        fs::rename(&aside, &second).unwrap();
-        is_refused(start, "a checkpoint");
-        let start = args.start(place);
-        fs::write(&run_json, format!("{settings}\n")).unwrap();
-        is_refused(start, "the settings");
-        let start = args.start(place);
-        fs::create_dir(&model).unwrap();
-        is_refused(start, "a model");
-
-        killed();
-        args.train(&mesh, place, args.start(place)).unwrap();
-        assert!(model.exists());
+        let x = Tensor::ones((1, 2), DType::F32, &Device::Cpu).unwrap();
+        let error = Error::from(model.check_gradients(x, half_without_backward).unwrap_err());
+        assert_eq!(error.exit_code(), 1);
+        assert!(error.hint().unwrap().contains("--device cpu"), "{error}");
     }
 }

@@ -4,17 +4,14 @@ use std::path::Path;
 
 use candle_distributed::{
     finetune::{
-        self, Folder, Prompt,
-        data::DataSet,
+        self, PreparedRun, Prompt,
         run::{open_generator, sample_in},
         spec::Spec,
     },
     types::human::HumanBytes,
 };
 
-use crate::{
-    commands::train::start::Beginning, error::Result, hint, output, sampling::SamplingArgs,
-};
+use crate::{error::Result, hint, output, sampling::SamplingArgs};
 
 /// The most new tokens, as many as are read at a glance, of a model with words and of one with bytes.
 const MOST_TOKENS: usize = 64;
@@ -45,17 +42,16 @@ impl WritingArgs {
     }
 
     /// Refuses a prompt that the model could not write on from, before it is trained.
-    pub(super) fn check(&self, beginning: &Beginning) -> Result<()> {
+    pub(super) fn check(&self, run: &PreparedRun) -> Result<()> {
         let Some(prompt) = &self.prompt else { return Ok(()) };
-        let Beginning { settings, folder, .. } = beginning;
-        self.sampling.generation(settings.seed).check().map_err(finetune::Error::from)?;
-        let context = settings.trained_model()?.context();
-        Prompt::Text(prompt).ids(folder.tokenizer(), context)?;
+        self.sampling.generation(run.spec.seed).check().map_err(finetune::Error::from)?;
+        let context = run.folder.llama().config().max_position_embeddings;
+        Prompt::Text(prompt).ids(run.folder.tokenizer(), context)?;
         Ok(())
     }
 
     /// The text that the model writes on from, if there is one.
-    pub(super) fn prompt(&self, data: &DataSet, folder: &Folder) -> Result<Option<String>> {
+    pub(super) fn prompt(&self, run: &PreparedRun) -> Result<Option<String>> {
         /// As many as show what kind of text it is.
         const N_TOKENS: usize = 16;
         if self.no_sample {
@@ -64,7 +60,8 @@ impl WritingArgs {
         if let Some(prompt) = &self.prompt {
             return Ok(Some(prompt.clone()));
         }
-        let first = folder.tokenizer().decode(&data.first_tokens(N_TOKENS), false)?;
+        let first: Vec<u32> = run.examples().ids(0).iter().take(N_TOKENS).copied().collect();
+        let first = run.folder.tokenizer().decode(&first, false)?;
         // A character that is cut through is none.
         let whole = first.trim_end_matches(char::REPLACEMENT_CHARACTER);
         Ok((!whole.is_empty()).then(|| whole.to_owned()))

@@ -1,49 +1,42 @@
-//! The model of a run on the devices.
+//! The model of a run on its devices.
 
 use candle_core::DType;
-use candle_distributed::{
-    finetune::{
-        cost::Sharding,
-        data::{BatchTensors, Model},
-        spec::Spec,
-    },
-    mesh::{DeviceMesh, Replica, Uneven},
-    train::{
-        AdamW, DataParallel, DistributedModel, Evaluation, GradientReport, Group, Lora,
-        ModelBuilder, Step, Units,
-    },
-    types::WorldSize,
-};
 use candle_nn::{Optimizer, ParamsAdamW, VarBuilder};
+use core_types::WorldSize;
+use dist_train::{
+    AdamW, DataParallel, DistributedModel, Evaluation, GradientReport, Group, Lora, ModelBuilder,
+    Step, Units,
+};
+use pmap_mesh::{DeviceMesh, Replica, Uneven};
 
-use crate::error::Result;
+use crate::{
+    cost::sharding::Sharding,
+    data::{dataset::BatchTensors, model::Model},
+    error::Result,
+    spec::Spec,
+};
 
 /// The model of a run, on the devices of its mesh.
 #[derive(Debug)]
-pub(crate) struct Distributed {
-    pub(crate) model: Model,
-    pub(crate) trained: DistributedModel<Units, AdamW>,
+pub(super) struct TrainedModel {
+    pub(super) model: Model,
+    pub(super) trained: DistributedModel<Units, AdamW>,
 }
 
-impl Distributed {
-    /// Returns the model of a run before its first step: every device has all of it, or its part.
-    pub(crate) fn new(
-        mesh: &DeviceMesh,
-        settings: &Spec,
-        sharding: Option<&Sharding>,
-    ) -> Result<Self> {
-        let model = settings.trained_model()?;
+impl TrainedModel {
+    /// Builds the model of a run before its first step: every device has all of it, or its shard.
+    pub(super) fn new(mesh: &DeviceMesh, spec: &Spec, sharding: Option<&Sharding>) -> Result<Self> {
+        let model = spec.trained_model()?;
         let builder = DataParallel::builder(mesh, build(&model)).by_units(model.units());
-        let builder = with_settings(builder, settings, &model);
-        let precision = settings.recipe.precision().dtype();
+        let builder = with_spec(builder, spec, &model);
+        let precision = spec.recipe.precision().dtype();
         let builder = match sharding {
             None => builder.dtype(precision),
             Some(sharding) => {
                 let world_size = WorldSize::new(mesh.len() as u64)?;
-                let plan = sharding.plan(&model.parameters()?, world_size)?;
                 let builder = builder
                     .fully_shard()
-                    .plan(plan)
+                    .plan(sharding.plan(&model.parameters()?, world_size)?)
                     .keep(sharding.keep.into())
                     .prefetch(sharding.prefetch)
                     .mixed_precision(precision, DType::F32);
@@ -54,51 +47,53 @@ impl Distributed {
                 }
             }
         };
-        Ok(Self { trained: builder.build(adamw(settings))?, model })
+        Ok(Self { trained: builder.build(adamw(spec))?, model })
     }
 
     /// Trains on a batch.
-    pub(crate) fn step(&mut self, batch: BatchTensors) -> Result<Step> {
+    ///
+    /// The whole batch goes to the mesh, which splits it: one order and one list of batches, so
+    /// neither depends on the number of devices. A sampler per replica would make both depend on it.
+    pub(super) fn step(&mut self, batch: BatchTensors, learning_rate: f64) -> Result<Step> {
         let Self { model, trained } = self;
+        trained.set_learning_rate(learning_rate)?;
         Ok(trained.step(batch, |_: &Replica, units, batch| model.loss(units, batch))?)
     }
 
-    /// Returns the loss of a batch, of which nothing is learnt.
-    pub(crate) fn evaluate(&mut self, batch: BatchTensors) -> Result<Evaluation> {
+    /// Returns the loss of a batch without learning from it.
+    pub(super) fn evaluate(&mut self, batch: BatchTensors) -> Result<Evaluation> {
         let Self { model, trained } = self;
         Ok(trained.evaluate(batch, |_: &Replica, units, batch| model.loss(units, batch))?)
     }
 
     /// Compares the gradients of a batch with differences of its loss.
-    pub(crate) fn check(&mut self, batch: BatchTensors) -> Result<GradientReport> {
+    pub(super) fn check(&mut self, batch: BatchTensors) -> Result<GradientReport> {
         let Self { model, trained } = self;
         Ok(trained.check_gradients(batch, |_: &Replica, units, batch| model.loss(units, batch))?)
     }
 }
 
-/// Sets what a run says of a model, whether it is sharded or not.
-fn with_settings<'a>(
+/// Sets the options that sharded models share with replicated ones.
+fn with_spec<'a>(
     builder: ModelBuilder<'a, Units>,
-    settings: &Spec,
+    spec: &Spec,
     model: &Model,
 ) -> ModelBuilder<'a, Units> {
-    let mut builder = builder
-        .uneven(Uneven::Pad)
-        .init(settings.init_seed())
-        .allow_unexpected(model.passed_over());
+    let mut builder =
+        builder.uneven(Uneven::Pad).init(spec.init_seed()).allow_unexpected(model.passed_over());
     if model.lora().is_some() {
         builder = builder.train_only(Lora::PATTERNS).allow_missing(Lora::PATTERNS);
     }
-    if let Some(weights) = settings.pretrained() {
+    if let Some(weights) = spec.pretrained() {
         builder = builder.weights(weights);
     }
     if !model.undecayed().is_empty() {
         builder = builder.group(UNDECAYED, model.undecayed());
     }
-    if let Some(norm) = settings.recipe.max_grad_norm {
+    if let Some(norm) = spec.recipe.max_grad_norm {
         builder = builder.clip_grad_norm(norm);
     }
-    if settings.allow_non_finite { builder.allow_non_finite() } else { builder }
+    if spec.allow_non_finite { builder.allow_non_finite() } else { builder }
 }
 
 fn build(model: &Model) -> impl Fn(VarBuilder<'_>) -> candle_core::Result<()> + use<> {
@@ -109,8 +104,8 @@ fn build(model: &Model) -> impl Fn(VarBuilder<'_>) -> candle_core::Result<()> + 
 /// The group of parameters that are not decayed.
 const UNDECAYED: &str = "undecayed";
 
-fn adamw(settings: &Spec) -> impl Fn(Group) -> candle_core::Result<AdamW> + Send + Sync + use<> {
-    let usual = settings.recipe.adamw();
+fn adamw(spec: &Spec) -> impl Fn(Group) -> candle_core::Result<AdamW> + Send + Sync + use<> {
+    let usual = spec.recipe.adamw();
     move |group| {
         let weight_decay = if group.name == UNDECAYED { 0. } else { usual.weight_decay };
         AdamW::new(group.vars, ParamsAdamW { weight_decay, ..usual.clone() })
@@ -120,36 +115,15 @@ fn adamw(settings: &Spec) -> impl Fn(Group) -> candle_core::Result<AdamW> + Send
 #[cfg(test)]
 mod tests {
     use candle_core::{Device, Tensor};
-    use candle_distributed::finetune::{Overlong, data::Rows, spec::RunInputs};
     use serde_json::{Value, json};
 
     use super::*;
-    use crate::train::built_in::tests::spec;
-
-    mod golden {
-        //! Folders with the losses of transformers.
-
-        use std::{fs, path::PathBuf};
-
-        use candle_distributed::finetune::Folder;
-        use serde_json::Value;
-
-        pub(super) const MODELS: [&str; 4] = ["llama", "llama3", "qwen2", "mistral"];
-
-        fn path(model: &str) -> PathBuf {
-            let package = PathBuf::from(env!("CARGO_MANIFEST_DIR"));
-            package.join("../finetune/tests/golden").join(model)
-        }
-
-        pub(super) fn folder(model: &str) -> Folder {
-            Folder::open(&path(model)).unwrap()
-        }
-
-        /// Returns a JSON file of the folder.
-        pub(super) fn json(model: &str, name: &str) -> Value {
-            serde_json::from_str(&fs::read_to_string(path(model).join(name)).unwrap()).unwrap()
-        }
-    }
+    use crate::{
+        data::dataset::Rows,
+        golden,
+        spec::{RunInputs, tests::spec},
+        text::examples::Overlong,
+    };
 
     #[test]
     fn fine_tuning_has_the_losses_of_transformers() {
@@ -198,16 +172,15 @@ mod tests {
     }
 
     /// The loss and the norm of the gradients of each step on the batches that `expected` has.
-    fn steps(settings: &Spec, sharding: Option<&Sharding>, expected: &Value) -> Vec<(f64, f64)> {
+    fn steps(spec: &Spec, sharding: Option<&Sharding>, expected: &Value) -> Vec<(f64, f64)> {
         let mesh = DeviceMesh::cpu(2).unwrap();
-        let mut model = Distributed::new(&mesh, settings, sharding).unwrap();
+        let mut model = TrainedModel::new(&mesh, spec, sharding).unwrap();
         let batches = expected["batches"].as_array().unwrap();
-        let steps = (0..settings.steps).zip(batches.iter().cycle());
+        let steps = (0..spec.steps).zip(batches.iter().cycle());
         steps
             .map(|(step, batch)| {
-                let rate = settings.recipe.learning_rate(step, settings.steps);
-                model.trained.set_learning_rate(rate).unwrap();
-                let step = model.step(tensors(batch)).unwrap();
+                let rate = spec.recipe.learning_rate(step, spec.steps);
+                let step = model.step(tensors(batch), rate).unwrap();
                 (step.loss, step.grad_norm)
             })
             .collect()

@@ -1,0 +1,76 @@
+//! The memory of a run, checked before it starts.
+
+use candle_distributed::{
+    finetune::{
+        PreparedRun,
+        cost::{MemoryLimit, Workload, machine_bytes, system_limits},
+    },
+    mesh::DeviceMesh,
+    types::human::HumanBytes,
+};
+
+use crate::{
+    commands::train::Args,
+    devices::Place,
+    error::{Error, ErrorKind, Result},
+    hint, output,
+};
+
+impl Args {
+    /// Refuses a limit of a device whose use of memory is not known beforehand.
+    pub(super) fn check_limit(&self) -> Result<()> {
+        if self.memory_limit.is_none() || self.devices.is_cpu() {
+            return Ok(());
+        }
+        Err(Error::usage(
+            "--memory-limit is for --device cpu, whose memory is that of the process: what a run \
+             takes of another device's is not known beforehand",
+        ))
+    }
+
+    /// Checks that the memory that this process will probably take is there.
+    pub(super) fn check_memory(&self, place: Place, run: &PreparedRun) -> Result<()> {
+        // A mesh that is too large for any machine is refused when it is made.
+        let n_devices = place.placement.world_size().as_usize();
+        if !self.devices.is_cpu() || n_devices > DeviceMesh::MAX_DEVICES {
+            return Ok(());
+        }
+        let steps = run.steps()?;
+        let work = Workload { check: self.check, ..run.workload(&steps, place.ranks()) };
+        let needed = work.predict()?.total();
+        tracing::info!("this process will take about {}", HumanBytes(needed.into()));
+        if let Some(limit) = self.limit(place)
+            && limit.share() < needed
+        {
+            let error = Error::from(ErrorKind::Memory { needed, limit });
+            let is_sharded = run.sharding.is_some();
+            return Err(if is_sharded { error.hinted(hint::MEMORY_OF_PARTS) } else { error });
+        }
+        // The system does not say what it does then: it may have room elsewhere.
+        let together = needed.saturating_mul(place.processes_here());
+        if let Some(bytes) = machine_bytes().filter(|&bytes| bytes < together) {
+            output::warning(format_args!(
+                "the run will take about {} on this machine, which has {}",
+                HumanBytes(together.into()),
+                HumanBytes(bytes.into())
+            ));
+        }
+        Ok(())
+    }
+
+    /// Returns the bytes of the model when it writes text, if they are too many for this process.
+    pub(super) fn unwritten(&self, place: Place, run: &PreparedRun) -> Result<Option<u64>> {
+        let steps = run.steps()?;
+        let work = Workload { check: self.check, ..run.workload(&steps, place.ranks()) };
+        Ok(work.too_large_to_generate(self.limit(place).as_ref())?)
+    }
+
+    /// Returns the least of the limits of this process's memory, if there is one.
+    fn limit(&self, place: Place) -> Option<MemoryLimit> {
+        let limits = match self.memory_limit {
+            Some(bytes) => vec![MemoryLimit::for_process(bytes, "--memory-limit")],
+            None => system_limits(place.processes_here()),
+        };
+        limits.into_iter().min_by_key(MemoryLimit::share)
+    }
+}

@@ -1,0 +1,71 @@
+//! The model of a run without a folder: a small Llama over bytes.
+
+use serde_json::{Value, json};
+
+use crate::{
+    error::{Result, spec::SpecError},
+    models::LlamaConfig,
+    train::options::RunOptions,
+};
+
+/// The `config.json` of the model. Its tokens are bytes, and one that ends a text.
+const CONFIG: &str = include_str!("built_in.json");
+
+/// Returns the `config.json` of the model with the sizes of a run.
+#[expect(clippy::expect_used, reason = "says why it cannot fail")]
+pub(super) fn config(options: &RunOptions) -> Result<Value> {
+    let built_in = LlamaConfig::from_json(CONFIG).expect("it is the configuration of a Llama");
+    check_heads(&built_in, options)?;
+    let mut config: Value = serde_json::from_str(CONFIG).expect("a configuration is JSON");
+    for (field, size) in [
+        ("num_hidden_layers", options.n_layers),
+        ("hidden_size", options.hidden),
+        ("intermediate_size", options.hidden.map(feed_forward)),
+        ("num_attention_heads", options.n_heads),
+        ("num_key_value_heads", options.n_heads),
+        ("max_position_embeddings", options.context),
+    ] {
+        if let Some(size) = size {
+            config[field] = json!(size);
+        }
+    }
+    LlamaConfig::from_json(&config.to_string()).map_err(SpecError::Model)?;
+    Ok(config)
+}
+
+/// Returns the width of a feed-forward network with three matrices that has about as many weights
+/// as one with two of four times the width.
+const fn feed_forward(hidden: usize) -> usize {
+    hidden.saturating_mul(11) / 4
+}
+
+/// Rejects heads that do not divide the width.
+fn check_heads(built_in: &LlamaConfig, options: &RunOptions) -> Result<()> {
+    let hidden = options.hidden.unwrap_or(built_in.hidden_size);
+    let n_heads = options.n_heads.unwrap_or(built_in.num_attention_heads);
+    if n_heads > 0 && hidden.is_multiple_of(n_heads) {
+        return Ok(());
+    }
+    Err(SpecError::UnevenHeads { hidden, n_heads }.into())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn options_set_the_sizes() {
+        let options = RunOptions {
+            n_layers: Some(3),
+            hidden: Some(24),
+            n_heads: Some(2),
+            context: Some(16),
+            ..RunOptions::default()
+        };
+        let config = config(&options).unwrap();
+        let llama = LlamaConfig::from_json(&config.to_string()).unwrap();
+        assert_eq!((llama.num_hidden_layers, llama.hidden_size), (3, 24));
+        assert_eq!((llama.num_attention_heads, llama.num_key_value_heads), (2, 2));
+        assert_eq!((llama.max_position_embeddings, llama.intermediate_size), (16, 66));
+    }
+}

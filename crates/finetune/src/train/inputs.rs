@@ -1,0 +1,95 @@
+//! The model and the texts that the options of a run name.
+
+use std::path::Path;
+
+use crate::{
+    error::{Result, spec::SpecError},
+    folder::Folder,
+    run::model::model_folder,
+    spec::{RunInputs, Spec, Validation},
+    text::examples::Overlong,
+    train::{built_in, options::RunOptions},
+};
+
+impl RunOptions {
+    /// Returns the folder of the model, and the inputs of the run; `known` is the description of a
+    /// resumed run.
+    pub(super) fn inputs(&self, known: Option<&Spec>, seed: u64) -> Result<(Folder, RunInputs)> {
+        match (known, &self.model) {
+            (Some(known), _) => self.resumed_inputs(&known.finetune),
+            (None, Some(model)) => self.folder_inputs(model),
+            (None, None) => self.built_in_inputs(seed),
+        }
+    }
+
+    fn folder_inputs(&self, model: &Path) -> Result<(Folder, RunInputs)> {
+        let path = model_folder(model)?;
+        let folder = Folder::open(&path)?;
+        let weights = match self.init {
+            Some(_) => None,
+            None => Some(folder.weights_fingerprint()?),
+        };
+        let inputs = RunInputs {
+            folder: Some(path),
+            weights,
+            init: self.init,
+            // Nobody else has random weights, so adapters of them would be worth nothing alone.
+            merge: self.merge || self.init.is_some(),
+            ..self.new_inputs(&folder, Overlong::Error)?
+        };
+        Ok((folder, inputs))
+    }
+
+    /// Returns the small model with random weights.
+    fn built_in_inputs(&self, seed: u64) -> Result<(Folder, RunInputs)> {
+        let folder = Folder::from_config(built_in::config(self)?.to_string())?;
+        let inputs = RunInputs {
+            init: Some(self.init.unwrap_or(seed)),
+            merge: true,
+            ..self.new_inputs(&folder, Overlong::Split)?
+        };
+        Ok((folder, inputs))
+    }
+
+    /// Returns the inputs that do not depend on the source of the model.
+    fn new_inputs(&self, folder: &Folder, overlong: Overlong) -> Result<RunInputs> {
+        /// As often as checkpoints are written.
+        const VALIDATE_EVERY: u64 = 50;
+        let every = self.validate_every.unwrap_or(VALIDATE_EVERY);
+        Ok(RunInputs {
+            folder: None,
+            config: folder.config()?,
+            weights: None,
+            init: None,
+            tokenizer: folder.tokenizer().fingerprint(),
+            context: self.checked_context(folder)?,
+            rows: self.rows.unwrap_or_default(),
+            overlong: self.overlong.unwrap_or(overlong),
+            batch_size: self.batch_size,
+            validation: self.validation.map(|fraction| Validation { fraction, every }),
+            merge: false,
+        })
+    }
+
+    /// Returns the inputs of a resumed run, whose folder may have moved.
+    fn resumed_inputs(&self, known: &RunInputs) -> Result<(Folder, RunInputs)> {
+        let mut inputs = known.clone();
+        if let Some(model) = &self.model {
+            inputs.folder = Some(model_folder(model)?);
+        }
+        let folder = inputs.open_folder()?;
+        inputs.check_folder(&folder)?;
+        Ok((folder, inputs))
+    }
+
+    /// Returns the most tokens of a sequence: all positions of the model by default.
+    fn checked_context(&self, folder: &Folder) -> Result<usize> {
+        let most = folder.llama().config().max_position_embeddings;
+        let context = self.context.unwrap_or(most);
+        if (2..=most).contains(&context) {
+            return Ok(context);
+        }
+        let expected = format!("2 to {most}, the positions of the model");
+        Err(SpecError::setting("context", &context, expected).into())
+    }
+}

@@ -1,0 +1,362 @@
+//! The start of a run, found out from its options, its folder and its texts before anything changes.
+
+use std::{path::PathBuf, sync::Arc};
+
+use candle_core::Device;
+use core_types::{Seed, WorldSize};
+use dist_train::peak_bytes;
+use dyn_batch::{Batch, BatchState, PaddingReport};
+use fsdp_plan::ParameterInfo;
+use pmap_mesh::DeviceMesh;
+
+use crate::{
+    cost::{
+        memory::Workload,
+        sharding::{ModelBytes, Sharding, cost_model, plan},
+        traffic::StepTraffic,
+    },
+    data::{
+        dataset::{BatchTensors, DataSet},
+        model::Model,
+        schedule::{BatchSchedule, ScheduledStep, default_max_tokens},
+    },
+    error::{Result, run::RunError, spec::SpecError},
+    folder::Folder,
+    run::{
+        folder::{RunSnapshot, check_empty, checkpoints, contents, is_complete},
+        resumed::ResumePoint,
+        validation_set::ValidationSet,
+    },
+    spec::{self, FORMAT_VERSION, RunInputs, Spec, Validation},
+    text::examples::Examples,
+    train::{model::TrainedModel, options::RunOptions},
+};
+
+/// The start of a run.
+#[derive(Debug)]
+#[expect(clippy::exhaustive_enums, reason = "a run has ended, or it has not")]
+pub enum Start {
+    /// The run in this folder has ended before.
+    Complete(PathBuf),
+    /// The run has steps left.
+    Train(Box<PreparedRun>),
+}
+
+/// A run with its texts in memory, of which nothing is written yet.
+#[derive(Debug)]
+#[non_exhaustive]
+pub struct PreparedRun {
+    /// Description of the run.
+    pub spec: Spec,
+    /// Sharding of the model, or `None` if every device has all of it.
+    pub sharding: Option<Sharding>,
+    /// Folder of the model.
+    pub folder: Folder,
+    /// Parameters in the order of their names.
+    pub parameters: Vec<ParameterInfo>,
+    /// Memory of the process before training, if the system reports it.
+    pub base_bytes: Option<u64>,
+    pub(super) model: Model,
+    pub(super) out: Option<PathBuf>,
+    pub(super) is_resumed: bool,
+    pub(super) checkpoint_every: u64,
+    pub(super) validation: Option<ValidationSet>,
+    pub(super) resume_point: Option<ResumePoint>,
+    /// State of the folder of a resumed run before any of it was read.
+    pub(super) snapshot: Option<RunSnapshot>,
+    /// Threads that make batches share it.
+    data: Arc<DataSet>,
+    schedule: Arc<BatchSchedule>,
+    world_size: WorldSize,
+}
+
+impl RunOptions {
+    /// Reads what the run needs, and checks all that can be checked before the run is trained on so
+    /// many devices. Nothing is written.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Spec`](crate::Error::Spec) if an option is invalid, or not the one that a resumed run
+    /// started with; [`Error::Run`](crate::Error::Run) if the folder holds another run, its texts have
+    /// changed, or its checkpoints are ahead of it; and the errors of reading the model, the texts and
+    /// the checkpoints.
+    pub fn prepare(&self, world_size: WorldSize) -> Result<Start> {
+        const CHECKPOINT_EVERY: u64 = 50;
+        self.check()?;
+        let mut known = None;
+        let mut snapshot = None;
+        if let Some(path) = self.resumed() {
+            snapshot = Some(RunSnapshot::take(path)?);
+            known = Spec::read(path)?;
+        } else if let Some(out) = &self.out {
+            check_empty(out)?;
+        }
+        if let (Some(path), Some(known)) = (self.resumed(), &known) {
+            self.check_resumed(known)?;
+            // Before the texts are read: a complete run needs none.
+            if is_complete(path, known)? {
+                return Ok(Start::Complete(path.into()));
+            }
+        }
+        let is_known = known.is_some();
+        let Texts { data, held_out, folder, spec } = self.read(known, world_size)?;
+        let resume_point = self.resume_point(&spec, is_known)?;
+        let schedule = spec.schedule(data.lengths())?;
+        // A position outside of these batches is rejected here; the batches are made later.
+        schedule.check_position(resume_point.as_ref().map(|point| &point.batches))?;
+        let model = spec.trained_model()?;
+        let run = PreparedRun {
+            parameters: model.parameters()?,
+            model,
+            validation: validation_set(held_out, &spec)?,
+            spec,
+            sharding: self.sharding.clone(),
+            folder,
+            base_bytes: peak_bytes(),
+            out: self.out.clone(),
+            is_resumed: self.resume,
+            checkpoint_every: self.checkpoint_every.unwrap_or(CHECKPOINT_EVERY),
+            resume_point,
+            snapshot,
+            data: Arc::new(data),
+            schedule: Arc::new(schedule),
+            world_size,
+        };
+        run.check_optimizer()?;
+        Ok(Start::Train(Box::new(run)))
+    }
+
+    /// Reads the model and the texts; `known` is the description of a resumed run.
+    fn read(&self, known: Option<Spec>, world_size: WorldSize) -> Result<Texts> {
+        let path = self.data.clone().or_else(|| known.as_ref()?.data.clone());
+        let seed = known.as_ref().map_or(self.seed.unwrap_or(0), |known| known.seed);
+        let (folder, mut inputs) = self.inputs(known.as_ref(), seed)?;
+        if path.is_none() && inputs.folder.is_some() {
+            return Err(SpecError::NoData.into());
+        }
+        let (fingerprint, train, held_out) =
+            inputs.examples(&folder, path.as_deref(), Seed::new(seed))?;
+        if known.is_none() && self.context.is_none() {
+            let held_out = held_out.iter().flat_map(Examples::lengths);
+            let longest = train.lengths().into_iter().chain(held_out).fold(0, u64::max);
+            inputs = inputs.for_longest(longest);
+        }
+        let devices = world_size.as_usize();
+        let rows = inputs.rows;
+        let data_set = |examples| DataSet::new(examples, rows, devices);
+        let spec = match known {
+            Some(known) if fingerprint != known.text => {
+                return Err(RunError::TextMismatch.into());
+            }
+            Some(known) => Spec { finetune: inputs, ..known },
+            None => self.new_spec(fingerprint, inputs, world_size)?,
+        };
+        let spec = Spec {
+            data: path,
+            allow_non_finite: spec.allow_non_finite || self.allow_non_finite,
+            // The model in the folder, if any, is not that of a run with steps left.
+            model_files: vec![],
+            model_fingerprint: None,
+            ..spec
+        };
+        let (data, held_out) = (data_set(train), held_out.map(data_set));
+        Ok(Texts { data, held_out, folder, spec: spec.sealed() })
+    }
+
+    /// Describes a new run.
+    fn new_spec(&self, text: String, inputs: RunInputs, world_size: WorldSize) -> Result<Spec> {
+        const STEPS: u64 = 300;
+        let steps = self.steps.unwrap_or(STEPS);
+        self.recipe.check(steps)?;
+        let spec = Spec {
+            format_version: FORMAT_VERSION,
+            seed: self.seed.unwrap_or(0),
+            steps,
+            data: None,
+            text,
+            max_tokens: self.checked_max_tokens(&inputs, world_size)?,
+            allow_non_finite: false,
+            recipe: self.recipe.clone().with_defaults(steps, inputs.folder.is_none()),
+            finetune: inputs,
+            sessions: vec![],
+            identity: String::new(),
+            model_files: vec![],
+            model_fingerprint: None,
+        };
+        spec.check_adapters()?;
+        Ok(spec)
+    }
+
+    /// Returns the most tokens of a step, in which the longest sequence must fit.
+    fn checked_max_tokens(&self, inputs: &RunInputs, world_size: WorldSize) -> Result<u64> {
+        let longest = inputs.context;
+        let of_sequences = inputs.batch_size.map(|n| n.saturating_mul(longest as u64));
+        match self.max_tokens.or(of_sequences) {
+            None => Ok(default_max_tokens(world_size, longest)),
+            Some(asked) if asked >= longest as u64 => Ok(asked),
+            Some(asked) => {
+                let expected = format!("at least {longest}");
+                Err(SpecError::setting("max_tokens", &asked, expected).into())
+            }
+        }
+    }
+
+    /// Opens the checkpoint to resume from, if there is one.
+    fn resume_point(&self, spec: &Spec, is_known: bool) -> Result<Option<ResumePoint>> {
+        let Some(path) = self.resumed() else { return Ok(None) };
+        let found = ResumePoint::latest(&checkpoints(path, spec), spec.steps)?;
+        if is_known {
+            return Ok(found);
+        }
+        let contents = contents(path)?;
+        // It was not there when it was read: another program has just started the run.
+        if contents.contains(&spec::FILE) {
+            return Err(RunError::WentOn { path: path.into() }.into());
+        }
+        if contents.is_empty() {
+            return Ok(found);
+        }
+        Err(RunError::NoDescription { path: path.into(), contents }.into())
+    }
+}
+
+/// The texts of a run, and the description that follows from them.
+struct Texts {
+    data: DataSet,
+    held_out: Option<DataSet>,
+    folder: Folder,
+    spec: Spec,
+}
+
+fn validation_set(held_out: Option<DataSet>, spec: &Spec) -> Result<Option<ValidationSet>> {
+    match (held_out, spec.finetune.validation) {
+        (Some(data), Some(Validation { every, .. })) => {
+            ValidationSet::new(data, spec, every).map(Some)
+        }
+        _ => Ok(None),
+    }
+}
+
+impl PreparedRun {
+    /// Returns the number of steps that are done before the run starts.
+    pub fn first_step(&self) -> u64 {
+        self.resume_point.as_ref().map_or(0, |point| point.checkpoint.step())
+    }
+
+    /// Returns the number of devices that the run was prepared for.
+    pub fn world_size(&self) -> WorldSize {
+        self.world_size
+    }
+
+    /// Returns the examples for training.
+    pub fn examples(&self) -> &Examples {
+        self.data.examples()
+    }
+
+    /// Returns the padding of the first epoch.
+    ///
+    /// # Errors
+    ///
+    /// [`RunError::PackedRows`] if the sequences fill fewer rows than a step has.
+    pub fn first_epoch(&self) -> Result<PaddingReport> {
+        Ok(self.schedule.first_epoch()?.0)
+    }
+
+    /// Returns the batches of the steps of the first epoch, and of a validation if there is one.
+    ///
+    /// # Errors
+    ///
+    /// As of [`first_epoch`](Self::first_epoch).
+    pub fn steps(&self) -> Result<Vec<Vec<Batch>>> {
+        let (_, mut steps) = self.schedule.first_epoch()?;
+        steps.extend(self.validation.iter().flat_map(ValidationSet::steps).cloned());
+        Ok(steps)
+    }
+
+    /// Returns the bytes of parameters, gradients and optimizer state.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Plan`](crate::Error::Plan) if the parameters cannot be sharded over so many ranks.
+    pub fn model_bytes(&self) -> Result<ModelBytes> {
+        let sharding = self.sharding.as_ref();
+        let cost_model = cost_model(sharding, self.spec.recipe.precision());
+        let cost = plan(sharding, &self.parameters, self.world_size)?.cost(&cost_model)?;
+        ModelBytes::new(&self.parameters, &cost, sharding.is_some())
+    }
+
+    /// Returns the work of the process whose first rank, and the rank after its last, are `ranks`;
+    /// `steps` are those of [`steps`](Self::steps).
+    pub fn workload<'a>(&'a self, steps: &'a [Vec<Batch>], ranks: (u64, u64)) -> Workload<'a> {
+        Workload {
+            sizes: self.model.sizes(),
+            precision: self.spec.recipe.precision(),
+            parameters: &self.parameters,
+            sharding: self.sharding.as_ref(),
+            steps,
+            is_packed: self.spec.is_packed(),
+            check: false,
+            world_size: self.world_size.as_u64(),
+            ranks,
+            // Some systems do not report it.
+            base_bytes: self.base_bytes.unwrap_or(0),
+        }
+    }
+
+    /// Trains two steps that are not saved, and returns what the first device of this process sent in
+    /// the second.
+    ///
+    /// # Errors
+    ///
+    /// The errors of building the model, and of a step.
+    pub fn rehearse(&self, mesh: &DeviceMesh) -> Result<StepTraffic> {
+        let mut model = TrainedModel::new(mesh, &self.spec, self.sharding.as_ref())?;
+        let mut sent = StepTraffic::default();
+        for (step, batch) in (0..2).zip(self.batches(&mesh.devices()[0], None)?) {
+            let before = StepTraffic::so_far(mesh);
+            let learning_rate = self.spec.recipe.learning_rate(step, self.spec.steps);
+            model.step(batch?.tensors, learning_rate)?;
+            sent = StepTraffic::since(mesh, before);
+        }
+        Ok(sent)
+    }
+
+    /// Returns the batches after `state`, which a thread makes while steps run.
+    pub(super) fn batches(
+        &self,
+        device: &Device,
+        state: Option<&BatchState>,
+    ) -> Result<impl Iterator<Item = Result<StepBatch>> + use<>> {
+        let (data, device) = (Arc::clone(&self.data), device.clone());
+        let collate = move |scheduled: Result<ScheduledStep>| {
+            let scheduled = scheduled?;
+            let tensors = data.collate(&scheduled.batches, &device)?;
+            Ok(StepBatch { scheduled, tensors })
+        };
+        Ok(dist_train::feed(self.schedule.batches(state)?).collate(collate)?)
+    }
+
+    /// Returns the position after the checkpoint that the run resumes from.
+    pub(super) fn position(&self) -> Option<&BatchState> {
+        self.resume_point.as_ref().map(|point| &point.batches)
+    }
+
+    /// Rejects an optimizer inside the backward pass that would have to wait for the end of the pass,
+    /// where the norm of all gradients is known.
+    fn check_optimizer(&self) -> Result<()> {
+        let is_in_backward =
+            self.sharding.as_ref().is_some_and(|sharding| sharding.optimizer_in_backward);
+        match self.spec.recipe.max_grad_norm {
+            Some(max_grad_norm) if is_in_backward => {
+                Err(SpecError::ClippedInBackward { max_grad_norm }.into())
+            }
+            Some(_) | None => Ok(()),
+        }
+    }
+}
+
+/// A batch of a step, with its tensors.
+pub(super) struct StepBatch {
+    pub(super) scheduled: ScheduledStep,
+    pub(super) tensors: BatchTensors,
+}

@@ -1,0 +1,623 @@
+//! The training loop: a step of all devices, then a validation and a checkpoint when they are due.
+
+use std::{
+    fmt,
+    path::{Path, PathBuf},
+    sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering},
+    },
+    time::Instant,
+};
+
+use core_types::files::AtomicFolder;
+use dist_checkpoint::{Checkpoints, Error as CheckpointError};
+use dist_train::{
+    GradientReport, StepMetrics,
+    TrainingError::{NonFiniteBuffer, NonFiniteLoss, NonFiniteNorm},
+    peak_bytes,
+};
+use dyn_batch::{Batch, BatchState};
+use pmap_mesh::DeviceMesh;
+
+use crate::{
+    cost::traffic::StepTraffic,
+    data::schedule::ScheduledStep,
+    error::{Error, Result, run::RunError},
+    run::{
+        folder::{RunFolder, adapter_in, best_in, checkpoints, folder_beside, product_of},
+        validations::{ValidationPoint, best_validation, validations},
+    },
+    spec::session::Session,
+    train::{
+        model::TrainedModel,
+        prepare::{PreparedRun, StepBatch},
+        products::Products,
+        shared,
+    },
+};
+
+/// A run that is trained: an iterator of its [`Event`]s.
+///
+/// A call of `next` trains one step, validates, or writes a checkpoint or the model. Where the mesh
+/// spans several processes, each of them must iterate. The first process writes the folder of the
+/// run. The iterator ends after [`Event::Finished`], [`Event::Stopped`] or an error; a run that is
+/// dropped before that resumes from its last checkpoint.
+///
+/// # Determinism
+///
+/// Parameters after each step follow from the options and the texts alone. They do not depend on
+/// the number of resumptions.
+pub struct Trainer {
+    mesh: DeviceMesh,
+    run: PreparedRun,
+    path: PathBuf,
+    checkpoints: Checkpoints,
+    model: TrainedModel,
+    /// Folder of the run, in the first process.
+    folder: Option<RunFolder>,
+    batches: Option<Box<dyn Iterator<Item = Result<StepBatch>>>>,
+    /// Least loss of a validation so far.
+    best_loss: Option<f64>,
+    phase: Phase,
+    /// Number of steps done.
+    done: u64,
+    /// The step that was last begun.
+    step: Option<StepPosition>,
+    started: Option<Instant>,
+    stop: Arc<AtomicBool>,
+}
+
+/// A part of a run, in the order of their occurrence.
+#[derive(Debug)]
+#[non_exhaustive]
+pub enum Event {
+    /// A step was trained.
+    Step {
+        /// Numbers of the step, as in `metrics.jsonl`.
+        metrics: StepMetrics,
+        /// Its batches.
+        batches: Vec<Batch>,
+    },
+    /// The model was validated on the examples that are held out.
+    Validated {
+        /// Result of the validation.
+        point: ValidationPoint,
+        /// Whether its loss is the least so far. The model is then saved in the folder `best`.
+        is_best: bool,
+    },
+    /// A checkpoint was written.
+    Saved {
+        /// Number of steps before it.
+        step: u64,
+    },
+    /// A process asked to stop, and a checkpoint was written; this is the last event.
+    Stopped {
+        /// Number of steps before it.
+        step: u64,
+    },
+    /// The model was written; this is the last event.
+    Finished,
+}
+
+/// The work of the next call.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Phase {
+    Step,
+    Validation,
+    Checkpoint,
+    Ended,
+}
+
+/// The position of a step in its run.
+#[derive(Debug)]
+struct StepPosition {
+    epoch: u64,
+    learning_rate: f64,
+    /// Position in the batches after the step.
+    state: BatchState,
+}
+
+impl Trainer {
+    /// Builds the model on the devices of a mesh, and opens the folder of the run. Everything that can
+    /// be rejected is rejected before the folder changes.
+    ///
+    /// # Errors
+    ///
+    /// [`RunError::NotShared`] or [`RunError::WentOn`]; the errors of building a model, of
+    /// [`Checkpoints::lock`], and [`Error::Write`].
+    pub fn new(mesh: &DeviceMesh, run: PreparedRun) -> Result<Self> {
+        let path = match &run.out {
+            Some(out) => out.clone(),
+            None => shared::claim_folder(mesh)?,
+        };
+        shared::check_shared(mesh, &path)?;
+        let checkpoints = checkpoints(&path, &run.spec);
+        let mut model = TrainedModel::new(mesh, &run.spec, run.sharding.as_ref())?;
+        if let Some(point) = &run.resume_point {
+            model.trained.load(&point.checkpoint)?;
+        }
+        checkpoints.lock(mesh)?;
+        // The lock needs the mesh, which comes after the run is read: from here on no other program
+        // changes the run.
+        shared::check_unchanged(mesh, &path, run.snapshot.as_ref())?;
+        let folder = if mesh.is_first_process() { Some(open(mesh, &run, &path)?) } else { None };
+        let done = run.first_step();
+        Ok(Self {
+            mesh: mesh.clone(),
+            best_loss: best_validation(&validations(&path, done)?).map(|best| best.loss),
+            run,
+            path,
+            checkpoints,
+            model,
+            folder,
+            batches: None,
+            phase: Phase::Step,
+            done,
+            step: None,
+            started: None,
+            stop: Arc::default(),
+        })
+    }
+
+    /// Sets a flag by which another thread, or a signal, stops the run after the current step. Of
+    /// several processes, it is enough if one is asked to stop.
+    #[must_use]
+    pub fn stop_on(self, stop: Arc<AtomicBool>) -> Self {
+        Self { stop, ..self }
+    }
+
+    /// Returns the folder of the run.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// Returns the run.
+    pub fn run(&self) -> &PreparedRun {
+        &self.run
+    }
+
+    /// Returns this session, in the first process; others have none.
+    pub fn session(&self) -> Option<&Session> {
+        self.folder.as_ref().map(RunFolder::session)
+    }
+
+    /// Compares the gradients of the next batch with differences of its loss.
+    ///
+    /// # Errors
+    ///
+    /// As of [`DistributedModel::check_gradients`](dist_train::DistributedModel::check_gradients).
+    pub fn check(&mut self) -> Result<GradientReport> {
+        let mut batches = self.run.batches(&self.mesh.devices()[0], self.run.position())?;
+        let Some(batch) = batches.next() else { return Err(RunError::LastEpoch.into()) };
+        self.model.check(batch?.tensors)
+    }
+
+    fn advance(&mut self) -> Result<Option<Event>> {
+        match self.phase {
+            Phase::Step if self.done == self.run.spec.steps => {
+                self.phase = Phase::Ended;
+                self.step = None;
+                self.finish()?;
+                Ok(Some(Event::Finished))
+            }
+            Phase::Step => {
+                self.phase = Phase::Validation;
+                self.train().map(Some)
+            }
+            Phase::Validation => {
+                self.phase = Phase::Checkpoint;
+                self.validate()
+            }
+            Phase::Checkpoint => {
+                self.phase = Phase::Step;
+                self.save()
+            }
+            Phase::Ended => Ok(None),
+        }
+    }
+
+    /// Trains one step, and appends its numbers to the metrics.
+    fn train(&mut self) -> Result<Event> {
+        let started = *self.started.get_or_insert_with(Instant::now);
+        let StepBatch { scheduled, tensors } = self.next_batch()?;
+        let ScheduledStep { epoch, batches, state, .. } = scheduled;
+        let learning_rate = self.run.spec.recipe.learning_rate(self.done, self.run.spec.steps);
+        self.step = Some(StepPosition { epoch, learning_rate, state });
+        let before = StepTraffic::so_far(&self.mesh);
+        let trained = self.model.step(tensors, learning_rate)?;
+        let metrics = StepMetrics::of(self.done, &trained).epoch(epoch);
+        let mut metrics = with_tokens(metrics.learning_rate(learning_rate), &batches);
+        metrics.seconds = started.elapsed().as_secs_f64();
+        metrics.peak_bytes = peak_bytes();
+        if let Some(folder) = &mut self.folder {
+            folder.set_step_traffic(StepTraffic::since(&self.mesh, before));
+            folder.append(&metrics)?;
+        }
+        self.done += 1;
+        Ok(Event::Step { metrics, batches })
+    }
+
+    fn next_batch(&mut self) -> Result<StepBatch> {
+        let batches = match &mut self.batches {
+            Some(batches) => batches,
+            none => {
+                let device = &self.mesh.devices()[0];
+                none.insert(Box::new(self.run.batches(device, self.run.position())?))
+            }
+        };
+        batches.next().unwrap_or_else(|| Err(RunError::LastEpoch.into()))
+    }
+
+    /// Validates the model if that is due, and saves it if its loss is the least so far.
+    fn validate(&mut self) -> Result<Option<Event>> {
+        let due = self.run.validation.as_ref();
+        let due = due.filter(|validation| validation.is_due(self.done, self.run.spec.steps));
+        let Some(validation) = due else { return Ok(None) };
+        let device = &self.mesh.devices()[0];
+        let point = validation.validate(self.done, device, |batch| self.model.evaluate(batch))?;
+        let is_best = point.loss.is_finite() && self.best_loss.is_none_or(|best| point.loss < best);
+        if is_best {
+            self.best_loss = Some(point.loss);
+            self.products().save(&self.model, &best_in(&self.path))?;
+        }
+        if let Some(folder) = &self.folder {
+            folder.append_validation(point)?;
+        }
+        Ok(Some(Event::Validated { point, is_best }))
+    }
+
+    /// Writes a checkpoint if one is due, or if a process is asked to stop.
+    fn save(&mut self) -> Result<Option<Event>> {
+        let step = self.done;
+        let is_stopped = self.is_stopped()?;
+        // The model itself is about to be written, which takes the place of a checkpoint.
+        if step == self.run.spec.steps {
+            return Ok(None);
+        }
+        if !is_stopped && !step.is_multiple_of(self.run.checkpoint_every) {
+            return Ok(None);
+        }
+        if let Some(folder) = &self.folder {
+            folder.sync()?;
+        }
+        if let Some(StepPosition { state, .. }) = &self.step {
+            self.checkpoints.save(&self.mesh, step, &self.model.trained.state_dict()?, state)?;
+        }
+        if !is_stopped {
+            return Ok(Some(Event::Saved { step }));
+        }
+        self.phase = Phase::Ended;
+        self.end_session()?;
+        Ok(Some(Event::Stopped { step }))
+    }
+
+    /// Returns true if a process is asked to stop. A signal may reach the processes in different
+    /// steps, and all must stop after the same step, so they ask each other.
+    fn is_stopped(&self) -> Result<bool> {
+        // Relaxed: nothing else is read on the strength of the flag.
+        let is_stopped = self.stop.load(Ordering::Relaxed);
+        Ok(shared::largest(&self.mesh, is_stopped.into())? > 0)
+    }
+
+    fn products(&self) -> Products<'_> {
+        let is_first = self.mesh.is_first_process();
+        Products { spec: &self.run.spec, folder: &self.run.folder, is_first }
+    }
+
+    /// Writes the folder of the model, of which each process may have a shard.
+    fn finish(&mut self) -> Result<()> {
+        let products = self.products();
+        if let Some(lora) = self.model.model.lora().filter(|_| products.merges()) {
+            products.save_adapters(&self.model, lora, &adapter_in(&self.path))?;
+        }
+        let target = product_of(&self.path, &self.run.spec);
+        let partial = self.folder.as_ref().map(|_| folder_beside(&target)).transpose();
+        let partial = self.mesh.all_ok(partial)?;
+        // Only the first process writes there.
+        products.save(&self.model, partial.as_ref().map_or(&target, AtomicFolder::path))?;
+        if let (Some(folder), Some(partial)) = (&mut self.folder, partial) {
+            folder.save(partial)?;
+        }
+        self.end_session()
+    }
+
+    fn end_session(&mut self) -> Result<()> {
+        self.folder.as_mut().map_or(Ok(()), RunFolder::end_session)
+    }
+
+    /// Names the step of numbers that are not finite: all processes end after the same step.
+    fn located(&mut self, error: Error) -> Result<Error> {
+        let Some(StepPosition { epoch, learning_rate, ref state }) = self.step else {
+            return Ok(error);
+        };
+        let batch = state.step;
+        let cause = match error {
+            Error::Train(cause) if is_not_finite(&cause) => cause,
+            error => return Ok(error),
+        };
+        self.end_session()?;
+        let is_counted = !matches!(self.phase, Phase::Validation);
+        let diverged = RunError::Diverged {
+            step: if is_counted { self.done } else { self.done + 1 },
+            steps: self.run.spec.steps,
+            batch,
+            epoch,
+            learning_rate,
+            checkpoint: self.checkpoints.steps()?.last().copied(),
+            cause,
+        };
+        Ok(diverged.into())
+    }
+}
+
+impl Iterator for Trainer {
+    type Item = Result<Event>;
+
+    fn next(&mut self) -> Option<Self::Item> {
+        while self.phase != Phase::Ended {
+            match self.advance() {
+                Ok(None) => {}
+                Ok(Some(event)) => return Some(Ok(event)),
+                Err(error) => {
+                    let located = self.located(error);
+                    self.phase = Phase::Ended;
+                    return Some(Err(located.unwrap_or_else(|error| error)));
+                }
+            }
+        }
+        None
+    }
+}
+
+impl fmt::Debug for Trainer {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { path, done, phase, .. } = self;
+        let mut trainer = f.debug_struct("Trainer");
+        trainer.field("path", path).field("done", done).field("phase", phase);
+        trainer.finish_non_exhaustive()
+    }
+}
+
+/// Opens the folder of a run for a session on the devices of a mesh.
+fn open(mesh: &DeviceMesh, run: &PreparedRun, path: &Path) -> Result<RunFolder> {
+    let devices = mesh.devices();
+    let session = Session {
+        first_step: run.first_step(),
+        world_size: mesh.len() as u64,
+        devices_here: devices.len() as u64,
+        on_processors: devices.iter().all(candle_core::Device::is_cpu),
+        sharding: run.sharding.clone(),
+        base_bytes: run.base_bytes,
+        step_traffic: None,
+        peak_bytes: None,
+    };
+    let spec = run.spec.clone().with_session(session);
+    if run.is_resumed {
+        RunFolder::resume(path, &spec, run.first_step())
+    } else {
+        RunFolder::create(path, &spec)
+    }
+}
+
+/// Adds the numbers of a step's batches to its metrics.
+fn with_tokens(metrics: StepMetrics, batches: &[Batch]) -> StepMetrics {
+    let sum = |count: fn(&Batch) -> u64| batches.iter().map(count).sum();
+    let sequences = sum(|batch| batch.len() as u64);
+    metrics.batch(sequences, sum(|batch| batch.real_tokens), sum(Batch::padded_tokens))
+}
+
+/// Returns true if an error says that numbers are not finite, for which all processes end a step.
+fn is_not_finite(error: &dist_train::Error) -> bool {
+    matches!(
+        error,
+        dist_train::Error::Training(
+            NonFiniteLoss { .. } | NonFiniteNorm { .. } | NonFiniteBuffer { .. }
+        ) | dist_train::Error::Checkpoint(CheckpointError::NotFinite { .. })
+    )
+}
+
+#[cfg(test)]
+mod tests {
+    use std::{fs, ops::Range};
+
+    use candle_core::{Device, Tensor};
+    use candle_nn::VarBuilder;
+    use core_types::WorldSize;
+    use dist_train::{AdamW, DataParallel, Declared, Group};
+    use pmap_mesh::Uneven;
+
+    use super::*;
+    use crate::{
+        run::folder::metrics,
+        train::{options::RunOptions, prepare::Start},
+    };
+
+    /// Returns a run of a small model in the folder `run` of `home`.
+    fn options(home: &Path) -> RunOptions {
+        let data = home.join("texts.jsonl");
+        let lines: Vec<String> = (0..12).map(|n| format!("\"{n} and {}\"\n", n + 1)).collect();
+        fs::write(&data, lines.concat()).unwrap();
+        RunOptions {
+            out: Some(home.join("run")),
+            data: Some(data),
+            n_layers: Some(1),
+            hidden: Some(16),
+            n_heads: Some(2),
+            steps: Some(5),
+            batch_size: Some(2),
+            ..RunOptions::default()
+        }
+    }
+
+    fn trainer(options: &RunOptions) -> Trainer {
+        match options.prepare(WorldSize::new(2).unwrap()).unwrap() {
+            Start::Train(run) => Trainer::new(&DeviceMesh::cpu(2).unwrap(), *run).unwrap(),
+            Start::Complete(path) => panic!("{} is complete", path.display()),
+        }
+    }
+
+    /// Trains to the end, and returns the names of the events.
+    fn events(trainer: Trainer) -> Vec<&'static str> {
+        let name = |event| match event {
+            Event::Step { .. } => "step",
+            Event::Validated { .. } => "validated",
+            Event::Saved { .. } => "saved",
+            Event::Stopped { .. } => "stopped",
+            Event::Finished => "finished",
+        };
+        trainer.map(|event| name(event.unwrap())).collect()
+    }
+
+    #[test]
+    fn events_come_in_order() {
+        let home = tempfile::tempdir().unwrap();
+        let options = RunOptions {
+            validation: Some(0.5),
+            validate_every: Some(2),
+            checkpoint_every: Some(4),
+            ..options(home.path())
+        };
+        let expected = [
+            "step",
+            "step",
+            "validated",
+            "step",
+            "step",
+            "validated",
+            "saved",
+            "step",
+            "validated",
+            "finished",
+        ];
+        assert_eq!(events(trainer(&options)), expected);
+        assert!(home.path().join("run/best/model.safetensors").exists());
+        let again = RunOptions { resume: true, ..options };
+        let start = again.prepare(WorldSize::new(3).unwrap()).unwrap();
+        assert!(matches!(start, Start::Complete(path) if path == home.path().join("run")));
+    }
+
+    #[test]
+    fn a_stopped_run_resumes_to_the_bit() {
+        let homes = [tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap()];
+        let [whole, stopped] = homes.each_ref().map(|home| options(home.path()));
+        events(trainer(&whole));
+        let stop = Arc::new(AtomicBool::new(false));
+        let mut trained = trainer(&stopped).stop_on(Arc::clone(&stop));
+        assert!(matches!(trained.next(), Some(Ok(Event::Step { .. }))));
+        stop.store(true, Ordering::Relaxed);
+        assert!(matches!(trained.next(), Some(Ok(Event::Stopped { step: 1 }))));
+        assert!(trained.next().is_none());
+        drop(trained);
+        let resumed = trainer(&RunOptions { resume: true, ..stopped });
+        assert_eq!(resumed.run().first_step(), 1);
+        assert_eq!(events(resumed), ["step", "step", "step", "step", "finished"]);
+        let [expected, found] = homes
+            .each_ref()
+            .map(|home| fs::read(home.path().join("run/model/model.safetensors")).unwrap());
+        assert!(found == expected);
+    }
+
+    #[test]
+    fn other_options_are_rejected_on_resume() {
+        let home = tempfile::tempdir().unwrap();
+        let first = options(home.path());
+        drop(trainer(&first));
+        let resumed = RunOptions { resume: true, ..first };
+        let other = RunOptions { steps: Some(6), ..resumed.clone() };
+        let error = other.prepare(WorldSize::ONE).unwrap_err();
+        assert_eq!(error.to_string(), "steps is another than the run started with: 5");
+        fs::write(home.path().join("texts.jsonl"), "\"another text\"\n").unwrap();
+        let error = resumed.prepare(WorldSize::ONE).unwrap_err();
+        assert!(matches!(error, Error::Run(RunError::TextMismatch)), "{error}");
+    }
+
+    #[test]
+    fn a_run_that_went_on_is_rejected() {
+        let home = tempfile::tempdir().unwrap();
+        let resume = RunOptions { resume: true, checkpoint_every: Some(1), ..options(home.path()) };
+        events(trainer(&resume));
+        let run = home.path().join("run");
+        let [model, run_json] = ["model", "run.json"].map(|name| run.join(name));
+        let latest = run.join("checkpoints/step-0000000004");
+        let aside = home.path().join("aside");
+        let description = fs::read(&run_json).unwrap();
+        let metrics = || fs::read(run.join("metrics.jsonl")).unwrap();
+        let before = metrics();
+        let mesh = DeviceMesh::cpu(2).unwrap();
+        let prepare = || match resume.prepare(WorldSize::new(2).unwrap()).unwrap() {
+            Start::Train(run) => *run,
+            Start::Complete(path) => panic!("{} is complete", path.display()),
+        };
+        let is_rejected = |run: PreparedRun, what| {
+            let error = Trainer::new(&mesh, run).unwrap_err();
+            assert!(matches!(error, Error::Run(RunError::WentOn { .. })), "{what}: {error}");
+            assert_eq!(metrics(), before, "{what}");
+        };
+        // Another process saves a checkpoint, ends its session, and completes the run.
+        fs::remove_dir_all(&model).unwrap();
+        fs::rename(&latest, &aside).unwrap();
+        let prepared = prepare();
+        fs::rename(&aside, &latest).unwrap();
+        is_rejected(prepared, "a checkpoint");
+        let prepared = prepare();
+        fs::write(&run_json, [&description[..], b"\n"].concat()).unwrap();
+        is_rejected(prepared, "the description");
+        let prepared = prepare();
+        fs::create_dir(&model).unwrap();
+        is_rejected(prepared, "a model");
+
+        fs::remove_dir_all(&model).unwrap();
+        assert_eq!(events(trainer(&resume)), ["step", "finished"]);
+    }
+
+    /// Returns a trainer whose model has a parameter that is NaN.
+    fn trainer_of_nan(options: &RunOptions) -> Trainer {
+        let mut trainer = trainer(options);
+        let model = trainer.run.spec.trained_model().unwrap();
+        let declared = model.clone();
+        let build = move |vb: VarBuilder<'_>| declared.declare(&vb);
+        let values = |declared: &Declared, items: Range<usize>| {
+            let value = if declared.name == "model.norm.weight" { f32::NAN } else { 1.0 };
+            Tensor::full(value, items.len(), &Device::Cpu)
+        };
+        let builder = DataParallel::builder(&trainer.mesh, build).by_units(model.units());
+        let builder = builder.init_with(values).uneven(Uneven::Pad);
+        let is_allowed = options.allow_non_finite;
+        let builder = if is_allowed { builder.allow_non_finite() } else { builder };
+        let adam = |group: Group| AdamW::new_lr(group.vars, 0.1);
+        trainer.model.trained = builder.build(adam).unwrap();
+        trainer
+    }
+
+    #[test]
+    fn a_loss_of_nan_ends_the_run() {
+        let home = tempfile::tempdir().unwrap();
+        let mut trainer = trainer_of_nan(&options(home.path()));
+        let error = trainer.next().unwrap().unwrap_err();
+        let Error::Run(RunError::Diverged {
+            step: 1,
+            steps: 5,
+            batch: 1,
+            epoch: 0,
+            checkpoint,
+            ..
+        }) = &error
+        else {
+            panic!("{error}")
+        };
+        assert_eq!(*checkpoint, None);
+        assert!(error.to_string().ends_with("0.003: the loss of slot 0 is NaN"), "{error}");
+        assert!(trainer.next().is_none());
+        assert_eq!(metrics(&home.path().join("run")).unwrap().done(), 0);
+    }
+
+    #[test]
+    fn a_run_may_go_on_after_nan() {
+        let home = tempfile::tempdir().unwrap();
+        let options = RunOptions { allow_non_finite: true, steps: Some(2), ..options(home.path()) };
+        assert_eq!(events(trainer_of_nan(&options)), ["step", "step", "finished"]);
+        let metrics = metrics(&home.path().join("run")).unwrap();
+        assert!(metrics.steps()[1].loss.is_nan());
+    }
+}
