@@ -28,18 +28,17 @@ impl TrainedModel {
     pub(super) fn new(mesh: &DeviceMesh, spec: &Spec, sharding: Option<&Sharding>) -> Result<Self> {
         let model = spec.trained_model()?;
         let builder = DataParallel::builder(mesh, build(&model)).by_units(model.units());
-        let builder = with_spec(builder, spec, &model);
         let precision = spec.recipe.precision().dtype();
+        let builder = with_spec(builder, spec, &model).mixed_precision(precision, DType::F32);
         let builder = match sharding {
-            None => builder.dtype(precision),
+            None => builder,
             Some(sharding) => {
                 let world_size = WorldSize::new(mesh.len() as u64)?;
                 let builder = builder
                     .fully_shard()
                     .plan(sharding.plan(&model.parameters()?, world_size)?)
                     .keep(sharding.keep.into())
-                    .prefetch(sharding.prefetch)
-                    .mixed_precision(precision, DType::F32);
+                    .prefetch(sharding.prefetch);
                 if sharding.optimizer_in_backward {
                     builder.optimizer_in_backward()
                 } else {
