@@ -153,7 +153,7 @@ fn a_report_says_how_a_run_was_sharded() {
          gathered ahead, with the optimizer inside",
         "planned calls",
         "gathered parameters",
-        "lr-schedule",
+        "lr_schedule",
         "cosine",
     ] {
         assert!(page.contains(words), "no {words:?} in {page}");

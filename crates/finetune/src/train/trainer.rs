@@ -10,6 +10,7 @@ use std::{
     time::Instant,
 };
 
+use candle_core::Device;
 use core_types::files::AtomicFolder;
 use dist_checkpoint::{Checkpoints, Error as CheckpointError};
 use dist_train::{
@@ -103,6 +104,7 @@ pub enum Event {
 /// The work of the next call.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Phase {
+    Opening,
     Step,
     Validation,
     Checkpoint,
@@ -119,13 +121,13 @@ struct StepPosition {
 }
 
 impl Trainer {
-    /// Builds the model on the devices of a mesh, and opens the folder of the run. Everything that can
-    /// be rejected is rejected before the folder changes.
+    /// Builds the model on the devices of a mesh, and locks the folder of the run, which first changes
+    /// when the iterator is advanced.
     ///
     /// # Errors
     ///
     /// [`RunError::NotShared`] or [`RunError::WentOn`]; the errors of building a model, of
-    /// [`Checkpoints::lock`], and [`Error::Write`].
+    /// [`Checkpoints::lock`].
     pub fn new(mesh: &DeviceMesh, run: PreparedRun) -> Result<Self> {
         let path = match &run.out {
             Some(out) => out.clone(),
@@ -141,19 +143,17 @@ impl Trainer {
         // The lock needs the mesh, which comes after the run is read: from here on no other program
         // changes the run.
         shared::check_unchanged(mesh, &path, run.snapshot.as_ref())?;
-        let folder = if mesh.is_first_process() { Some(open(mesh, &run, &path)?) } else { None };
-        let done = run.first_step();
         Ok(Self {
             mesh: mesh.clone(),
-            best_loss: best_validation(&validations(&path, done)?).map(|best| best.loss),
+            done: run.first_step(),
             run,
             path,
             checkpoints,
             model,
-            folder,
+            folder: None,
             batches: None,
-            phase: Phase::Step,
-            done,
+            best_loss: None,
+            phase: Phase::Opening,
             step: None,
             started: None,
             stop: Arc::default(),
@@ -177,7 +177,7 @@ impl Trainer {
         &self.run
     }
 
-    /// Returns this session, in the first process; others have none.
+    /// Returns this session, in the first process once the run has begun; others have none.
     pub fn session(&self) -> Option<&Session> {
         self.folder.as_ref().map(RunFolder::session)
     }
@@ -195,6 +195,11 @@ impl Trainer {
 
     fn advance(&mut self) -> Result<Option<Event>> {
         match self.phase {
+            Phase::Opening => {
+                self.open()?;
+                self.phase = Phase::Step;
+                Ok(None)
+            }
             Phase::Step if self.done == self.run.spec.steps => {
                 self.phase = Phase::Ended;
                 self.step = None;
@@ -217,9 +222,38 @@ impl Trainer {
         }
     }
 
+    /// Opens the folder of the run for a session on the devices of the mesh.
+    fn open(&mut self) -> Result<()> {
+        let opened = self.mesh.is_first_process().then(|| self.run_folder()).transpose();
+        self.folder = self.mesh.all_ok(opened)?;
+        let found = validations(&self.path, self.done)?;
+        self.best_loss = best_validation(&found).map(|best| best.loss);
+        self.started = Some(Instant::now());
+        Ok(())
+    }
+
+    fn run_folder(&self) -> Result<RunFolder> {
+        let devices = self.mesh.devices();
+        let session = Session {
+            first_step: self.done,
+            world_size: self.mesh.len() as u64,
+            devices_here: devices.len() as u64,
+            on_processors: devices.iter().all(Device::is_cpu),
+            sharding: self.run.sharding.clone(),
+            base_bytes: self.run.base_bytes,
+            step_traffic: None,
+            peak_bytes: None,
+        };
+        let spec = self.run.spec.clone().with_session(session);
+        if self.run.is_resumed {
+            RunFolder::resume(&self.path, &spec, self.done)
+        } else {
+            RunFolder::create(&self.path, &spec)
+        }
+    }
+
     /// Trains one step, and appends its numbers to the metrics.
     fn train(&mut self) -> Result<Event> {
-        let started = *self.started.get_or_insert_with(Instant::now);
         let StepBatch { scheduled, tensors } = self.next_batch()?;
         let ScheduledStep { epoch, batches, state, .. } = scheduled;
         let learning_rate = self.run.spec.recipe.learning_rate(self.done, self.run.spec.steps);
@@ -228,7 +262,7 @@ impl Trainer {
         let trained = self.model.step(tensors, learning_rate)?;
         let metrics = StepMetrics::of(self.done, &trained).epoch(epoch);
         let mut metrics = with_tokens(metrics.learning_rate(learning_rate), &batches);
-        metrics.seconds = started.elapsed().as_secs_f64();
+        metrics.seconds = self.started.map_or(0., |started| started.elapsed().as_secs_f64());
         metrics.peak_bytes = peak_bytes();
         if let Some(folder) = &mut self.folder {
             folder.set_step_traffic(StepTraffic::since(&self.mesh, before));
@@ -379,27 +413,6 @@ impl fmt::Debug for Trainer {
     }
 }
 
-/// Opens the folder of a run for a session on the devices of a mesh.
-fn open(mesh: &DeviceMesh, run: &PreparedRun, path: &Path) -> Result<RunFolder> {
-    let devices = mesh.devices();
-    let session = Session {
-        first_step: run.first_step(),
-        world_size: mesh.len() as u64,
-        devices_here: devices.len() as u64,
-        on_processors: devices.iter().all(candle_core::Device::is_cpu),
-        sharding: run.sharding.clone(),
-        base_bytes: run.base_bytes,
-        step_traffic: None,
-        peak_bytes: None,
-    };
-    let spec = run.spec.clone().with_session(session);
-    if run.is_resumed {
-        RunFolder::resume(path, &spec, run.first_step())
-    } else {
-        RunFolder::create(path, &spec)
-    }
-}
-
 /// Adds the numbers of a step's batches to its metrics.
 fn with_tokens(metrics: StepMetrics, batches: &[Batch]) -> StepMetrics {
     let sum = |count: fn(&Batch) -> u64| batches.iter().map(count).sum();
@@ -421,7 +434,7 @@ fn is_not_finite(error: &dist_train::Error) -> bool {
 mod tests {
     use std::{fs, ops::Range};
 
-    use candle_core::{Device, Tensor};
+    use candle_core::Tensor;
     use candle_nn::VarBuilder;
     use core_types::WorldSize;
     use dist_train::{AdamW, DataParallel, Declared, Group};
