@@ -275,7 +275,7 @@ fn a_model_that_does_not_fit_trains_in_parts() {
     // It is refused before the first step, with both numbers and what to do.
     let refused = train_limited(&home, "whole", &[]);
     assert_eq!(refused.status.code(), Some(2), "{}", said(&refused));
-    for words in ["would take about", "iB because of its address space", "hint: --strategy full"] {
+    for words in ["would take about", "iB, but its address space", "hint: --strategy full"] {
         assert!(said(&refused).contains(words), "{}", said(&refused));
     }
     assert!(!home.at("whole").exists());

@@ -49,7 +49,7 @@ struct Comparison<'a> {
 const MAY_FIT: &str =
     "--search looks for the `full` plan with the least communication time that fits";
 const NOTHING_FITS: &str =
-    "more ranks, --param-dtype BF16 or --optimizer adam-8bit make each rank hold less";
+    "more ranks, --param-dtype BF16 or --optimizer adam-8bit need less memory per rank";
 
 pub(crate) fn run(args: &Args) -> Result<()> {
     let strategy = args.what.or_default()?;
