@@ -297,7 +297,7 @@ fn what_lines_and_arrays_have_no_place_for_is_a_warning() {
         let output = run(&[&batch[..], more, &["--format", format]].concat());
         let message = String::from_utf8(output.stderr).unwrap();
         assert!(output.status.success());
-        let expected = "warning: of the sequences 2 are skipped, 0 truncated, 0 dropped\n";
+        let expected = "warning: 2 sequences are skipped, 0 truncated, 0 dropped\n";
         assert_eq!(message, if is_warned { expected } else { "" }, "{format}");
     }
 }
