@@ -55,8 +55,8 @@ fn ranks_above_the_limit_are_counted() {
 fn ranks_of_a_large_world_share_columns() {
     for (world_size, n_columns, text) in [
         (1, 1, "rank"),
-        (65, 64, "rank: of every 1 or 2 neighbors, the one with the highest peak"),
-        (256, 64, "rank: of every 4 neighbors, the one with the highest peak"),
+        (65, 64, "rank with the highest peak of every 1 or 2 neighbors"),
+        (256, 64, "rank with the highest peak of every 4 neighbors"),
     ] {
         let svg = picture(MODEL, &format!("--world-size {world_size}"));
         assert_eq!(svg.matches(OPTIMIZER).count(), n_columns + 1, "{world_size}");

@@ -131,7 +131,7 @@ fn runs_are_compared_on_one_page() {
 
     // A page about one run shows what its model wrote.
     let alone = self::page(&other);
-    assert!(checked(&alone).contains("What the model wrote"));
+    assert!(checked(&alone).contains("Generated text"));
     refuses(&["report", "a", "b", "c", "d", "e"], &["RUN_DIR"]);
 }
 
