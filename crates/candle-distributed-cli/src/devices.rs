@@ -26,7 +26,7 @@ use crate::{
     help, output,
 };
 
-/// The environment variable in which `launch` passes the rendezvous file to its processes.
+/// The environment variable with the rendezvous file, set by `launch` for its processes.
 #[cfg(any(unix, feature = "nccl"))]
 pub(crate) const STORE_VARIABLE: &str = "CANDLE_DISTRIBUTED_STORE";
 

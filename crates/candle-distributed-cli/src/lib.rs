@@ -34,7 +34,7 @@ use crate::{
     log::LogArgs,
 };
 
-/// Distributed training for candle: which samples, in which batches, on which device.
+/// Distributed training for candle: samples, batches, sharding plans and training runs.
 #[derive(Debug, Parser)]
 #[command(name = "candle-distributed", version, propagate_version = true)]
 #[command(after_help = examples![

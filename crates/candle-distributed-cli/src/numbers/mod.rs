@@ -181,7 +181,7 @@ pub(crate) fn is_live(path: &Path) -> bool {
     is_stdin(path) || fs::metadata(path).is_ok_and(|known| !known.is_file())
 }
 
-/// Returns the numbers, or the error `empty` if there are none.
+/// Returns the numbers, or the error `empty` if the iterator is empty.
 fn at_least_one<T: 'static>(mut numbers: Numbers<T>, empty: Error) -> Numbers<T> {
     let mut empty = Some(empty);
     Box::new(iter::from_fn(move || match (numbers.next(), empty.take()) {
@@ -637,7 +637,8 @@ mod tests {
             }
         }
 
-        /// A damaged file is rejected with a short message, or read as fewer numbers than bytes.
+        /// Checks that a damaged file is rejected with a short message, or read as fewer numbers
+        /// than bytes.
         #[test]
         fn damaged_files_never_panic(
             numbers in vec(0..1000_u64, 1..4),

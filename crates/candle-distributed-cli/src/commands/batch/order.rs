@@ -1,4 +1,4 @@
-//! The order in which `batch` reads sequences.
+//! The reading order of `batch`.
 
 use std::path::PathBuf;
 
@@ -14,7 +14,7 @@ use crate::{
     numbers::{Numbers, SequenceLengthList},
 };
 
-/// The order in which sequences are read.
+/// The order of sequences in an epoch.
 pub(super) enum ReadingOrder {
     /// All sequences, once each.
     Sampled(Box<DistributedSampler>),

@@ -223,7 +223,7 @@ fn send(sender: &Sender<JobEvent>, event: JobEvent) {
     let _ = sender.send(event);
 }
 
-/// Starts a thread that runs `wait` with a sender of its own.
+/// Starts a thread that runs `wait` with a clone of `sender`.
 fn watch(
     sender: &Sender<JobEvent>,
     wait: impl FnOnce(&Sender<JobEvent>) + Send + 'static,

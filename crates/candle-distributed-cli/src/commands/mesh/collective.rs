@@ -63,8 +63,8 @@ impl Collective {
         if self == Self::AllGather { n / size } else { n }
     }
 
-    /// Returns the values of a result, each of which fills an equal part of it, if the input of each
-    /// device is filled with its position.
+    /// Returns the values of a result if the input of each device is filled with its position. The
+    /// result consists of equal parts, each filled with one of these values.
     fn expected(self, position: usize, size: usize) -> Vec<f32> {
         match self {
             Self::Psum | Self::PsumScatter => vec![(size * (size - 1) / 2) as f32],

@@ -1,4 +1,4 @@
-//! Counts how often each sequence is read in an epoch, and by which rank.
+//! Counts how often each sequence is read in an epoch, and the share of each rank.
 
 use candle_distributed::{
     batch::Batch,
