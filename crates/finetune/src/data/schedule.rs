@@ -172,7 +172,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_schedule_resumes_where_it_was() {
+    fn schedules_resume_at_any_step() {
         let schedule =
             |lengths, batching| BatchSchedule::new(lengths, Seed::new(0), batching).unwrap();
         let bucketed = Batching::bucketed(128);
