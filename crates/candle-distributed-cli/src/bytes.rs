@@ -1,6 +1,6 @@
-//! Numbers of bytes as people write them.
+//! Parsing sizes in bytes, such as `24GiB`.
 
-/// The number of bytes that `text` names, with or without a unit.
+/// Parses a size in bytes, with or without a unit.
 pub(crate) fn parse(text: &str) -> Result<u64, String> {
     let digits = text.find(|character: char| !character.is_ascii_digit()).unwrap_or(text.len());
     let number: u64 =
@@ -19,7 +19,7 @@ pub(crate) fn parse(text: &str) -> Result<u64, String> {
             return Err(String::from("the unit must be one of KB, MB, GB, TB, KiB, MiB, GiB, TiB"));
         }
     };
-    number.checked_mul(unit).ok_or_else(|| format!("more than {} bytes", u64::MAX))
+    number.checked_mul(unit).ok_or_else(|| format!("above the limit of {} bytes", u64::MAX))
 }
 
 #[cfg(test)]

@@ -1,4 +1,4 @@
-//! Which devices a command runs on, and whether other processes run with it.
+//! The devices of a command, and its place among the processes of a launcher.
 
 #[cfg(feature = "nccl")]
 use std::path::PathBuf;
@@ -26,7 +26,7 @@ use crate::{
     help, output,
 };
 
-/// The variable by which `launch` names the rendezvous file of its processes.
+/// The environment variable with the rendezvous file, set by `launch` for its processes.
 #[cfg(any(unix, feature = "nccl"))]
 pub(crate) const STORE_VARIABLE: &str = "CANDLE_DISTRIBUTED_STORE";
 
@@ -36,19 +36,19 @@ pub(crate) struct DeviceArgs {
     /// Number of devices, virtual ones on a CPU [default: 2, or the number of processes]
     #[arg(long, value_name = "N")]
     world_size: Option<u64>,
-    /// How the devices communicate
+    /// Engine that connects the devices
     #[arg(long, value_enum, default_value_t)]
     engine: Engine,
     /// Kind of device
     #[arg(long, value_enum, default_value_t)]
     device: DeviceArg,
-    /// Rendezvous file of --engine nccl: a new one for every run, in a place that all processes can
-    /// reach
+    /// Rendezvous file of --engine nccl: a new path for every run, in a folder that all processes
+    /// share
     #[cfg(feature = "nccl")]
     #[arg(long, value_name = "FILE", env = STORE_VARIABLE)]
     store: Option<PathBuf>,
-    /// How long a device waits for the others before the command ends with an error, in seconds
-    /// [default: 600 between processes, forever within one]
+    /// Seconds that a device waits for the others before the command fails [default: 600 between
+    /// processes, unlimited within a process]
     #[arg(long, value_name = "SECONDS", value_parser = value_parser!(u64).range(1..))]
     deadline: Option<u64>,
 }
@@ -74,22 +74,22 @@ enum DeviceArg {
     Metal,
 }
 
-/// The number of devices unless the user gives another.
+/// The default number of devices.
 pub(crate) const DEFAULT_WORLD_SIZE: u64 = 2;
 
-/// This process among those of a run.
+/// The place of this process among the processes of a run.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Place {
     pub(crate) placement: Placement,
-    /// How many devices share this machine's cores.
+    /// Number of devices that share this machine's cores.
     devices_here: usize,
-    /// How many of them are this process's.
+    /// Number of devices of this process.
     devices_in_process: usize,
 }
 
 impl Place {
-    /// Checks that the mesh, which may have its ranks from MPI itself, gives this process the rank
-    /// that its launcher gives it.
+    /// Checks that the mesh gives this process the same rank as the launcher. They can differ, since
+    /// MPI assigns ranks itself.
     fn agrees_with(self, mesh: &DeviceMesh) -> Result<()> {
         let rank = self.placement.rank().as_usize();
         let world_size = self.placement.world_size().as_usize();
@@ -99,34 +99,36 @@ impl Place {
             return Ok(());
         }
         Err(Error::usage(format!(
-            "the launcher's variables say rank {rank} of {world_size}, but this process is rank \
+            "the launcher's variables give rank {rank} of {world_size}, but this process is rank \
              {found_rank} of {found_size}"
         )))
     }
 
-    /// Prints a result, if this is the process that prints.
+    /// Prints a result if this is the first process.
     pub(crate) fn print(self, write: impl FnOnce(&mut dyn Write) -> io::Result<()>) -> Result<()> {
         if self.is_first() { output::text(write) } else { Ok(()) }
     }
 
-    /// Whether this process has all devices of the run.
+    /// Returns true if this process has all devices of the run.
     pub(crate) fn is_alone(self) -> bool {
         self.devices_in_process == self.placement.world_size().as_usize()
     }
 
-    /// The ranks of this process: the first, and the one after the last.
+    /// Returns the ranks of this process as the first and one past the last.
     pub(crate) fn ranks(self) -> (u64, u64) {
         let first = self.placement.rank().as_u64();
         (first, first + self.devices_in_process as u64)
     }
 
-    /// The number of processes of the run that share this machine.
+    /// Returns the number of processes of the run on this machine.
     pub(crate) fn processes_here(self) -> u64 {
         self.devices_here.div_ceil(self.devices_in_process) as u64
     }
 
-    /// Gives candle's kernels their share of the cores. Call it while the process has one thread,
-    /// which is before any other use of candle: the number of its threads can be set only then.
+    /// Limits candle's thread pools to this process's share of the cores.
+    ///
+    /// Call it before any other use of candle, while the process has a single thread: the size of
+    /// the pools cannot change later.
     pub(crate) fn share_cores(self) -> Result<()> {
         if self.is_first() {
             for name in THREAD_VARIABLES {
@@ -136,14 +138,14 @@ impl Place {
         Ok(init_threads(self.devices_here)?)
     }
 
-    /// Whether this is the process that prints.
+    /// Returns true if this is the first process, which prints results and warnings.
     pub(crate) fn is_first(self) -> bool {
         self.placement.rank() == Rank::ZERO
     }
 }
 
 impl DeviceArgs {
-    /// The options that say which devices there are, as they are typed, each with a space before it.
+    /// Returns the device options as the user types them, each after a space.
     pub(crate) fn typed(&self) -> String {
         let world_size = self.world_size.map(|world_size| format!(" --world-size {world_size}"));
         let device = match self.device {
@@ -153,7 +155,8 @@ impl DeviceArgs {
         world_size.into_iter().chain(device).collect()
     }
 
-    /// The place of this process, in a world of `default` devices unless the user asks for another.
+    /// Returns the place of this process. The world has `default` devices unless an option or the
+    /// launcher sets the number.
     pub(crate) fn place(&self, default: u64) -> Result<Place> {
         match self.engine {
             Engine::Threads => {
@@ -180,18 +183,18 @@ impl DeviceArgs {
         };
         let placement = launched.placement();
         let processes = placement.world_size();
-        if let Some(asked) = self.world_size.filter(|&asked| asked != processes.as_u64()) {
+        if let Some(given) = self.world_size.filter(|&given| given != processes.as_u64()) {
             return Err(Error::usage(format!(
-                "--world-size is {asked}, but the launcher started {processes} processes"
+                "--world-size is {given}, but the launcher started {processes} processes"
             )));
         }
-        // If the launcher does not say how many processes share this machine, all of them may: that
-        // gives each too few threads at worst, never too many.
+        // If the launcher sets no local world size, assume that all processes share this machine. At
+        // worst a process then gets too few threads, never too many.
         let devices_here = launched.local_world_size().unwrap_or(processes).as_usize();
         Ok(Place { placement, devices_here, devices_in_process: 1 })
     }
 
-    /// Whether the devices are virtual ones on a processor, whose memory is that of the process.
+    /// Returns true if the devices are virtual CPU devices, which use the memory of the process.
     pub(crate) fn is_cpu(&self) -> bool {
         matches!(self.device, DeviceArg::Cpu)
     }
@@ -213,9 +216,9 @@ impl DeviceArgs {
         let mesh = self.open(grid)?;
         let outcome = place.agrees_with(&mesh).and_then(|()| job(&mesh));
         if outcome.as_ref().is_err_and(|error| !error.is_of_all()) {
-            // Dropping the last mesh of a process waits until the others drop theirs, and they may
-            // be waiting for this one in a collective. Without the drop, the end of this process
-            // ends them all.
+            // Dropping the last mesh of a process waits until the other processes drop theirs. They
+            // may be waiting for this process in a collective, which would be a deadlock. Without
+            // the drop, this process exits and the others fail.
             std::mem::forget(mesh);
         }
         outcome
@@ -261,34 +264,35 @@ impl DeviceArgs {
     }
 }
 
-/// Beyond this many threads on each core, kernels do little but wait for each other.
+/// Number of threads per core beyond which kernels mostly wait for each other.
 const MOST_PER_CORE: usize = 8;
 
-/// Says that there are many virtual devices for the cores of this machine: each needs a thread, and
-/// in training a copy of the model.
+/// Warns if there are too many virtual devices for this machine: each needs a thread, and in
+/// training a copy of the model.
 fn warn_of_devices(n_devices: usize) {
     let Ok(cores) = thread::available_parallelism().map(usize::from) else { return };
     if n_devices > MOST_PER_CORE * cores {
         output::warning(format_args!(
-            "{n_devices} devices share {cores} cores, and the memory of this machine"
+            "{n_devices} devices share {cores} cores and the memory of this machine"
         ));
     }
 }
 
-/// Says what is wrong with the value of a variable that sets a number of threads. candle takes what
-/// is no such number for the number of cores, and any number as it is.
+/// Warns if an environment variable sets an invalid or a very large number of threads.
+///
+/// candle replaces an invalid number by the number of cores, and does not limit a valid one.
 fn warn_of_threads(variable: &str) {
     let Some(value) = env::var_os(variable) else { return };
-    // Where the system does not say how many there are, no number is known to be too large.
+    // Without the number of cores, there is nothing to compare with.
     let Ok(cores) = thread::available_parallelism().map(usize::from) else { return };
     match value.to_str().and_then(|value| value.parse::<usize>().ok()) {
         None | Some(0) => output::warning(format_args!(
-            "{variable} is \"{}\", which is no number of threads: every device uses all {cores} \
+            "{variable} is \"{}\", which is not a number of threads: every device uses all {cores} \
              cores",
             Printable(value.display())
         )),
         Some(threads) if threads > MOST_PER_CORE * cores => output::warning(format_args!(
-            "{variable} is {threads}, which is many threads for {cores} cores"
+            "{variable} is {threads}, too many threads for {cores} cores"
         )),
         Some(_) => {}
     }

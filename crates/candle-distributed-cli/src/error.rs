@@ -1,4 +1,4 @@
-//! What a command can fail with, and whose fault it is.
+//! Errors of commands, with their exit codes.
 
 use std::{
     borrow::Cow,
@@ -21,12 +21,12 @@ use plotters::drawing::DrawingAreaErrorKind;
 
 pub(crate) type Result<T, E = Error> = std::result::Result<T, E>;
 
-/// Why a command failed, and what to do about it.
+/// The error of a command, with advice to the user.
 #[derive(Debug)]
 pub(crate) struct Error {
-    /// In a box, because every `Result` of this program has room for it.
+    /// Boxed to keep every `Result` of this program small.
     pub(crate) kind: Box<ErrorKind>,
-    /// What to do about it, where the place that failed knows more than the kind says.
+    /// Advice that is more specific than the advice for the kind.
     pub(crate) advice: Option<Cow<'static, str>>,
 }
 
@@ -44,18 +44,18 @@ pub(crate) enum ErrorKind {
     Plan(#[from] plan::Error),
     #[error(transparent)]
     Mesh(#[from] mesh::Error),
-    /// What training refuses beyond what its mesh and its plan do.
+    /// An error of training other than mesh and plan errors.
     #[error(transparent)]
     Training(train::Error),
     #[error("{}", in_options(.0))]
     Finetune(finetune::Error),
-    /// A value that only this command refuses.
+    /// An invalid argument or input that only this program checks.
     #[error("{0}")]
     Usage(String),
-    /// A process that `launch` has started failed.
+    /// A process started by `launch` failed.
     #[error("rank {rank} {how}")]
     Rank { rank: usize, how: String, code: u8 },
-    /// The system does not let `launch` start or watch processes.
+    /// `launch` failed to start or watch processes.
     #[error("cannot run the processes")]
     Launcher(#[source] io::Error),
     #[error("cannot read {path}", path = Printable(path.display()))]
@@ -67,19 +67,19 @@ pub(crate) enum ErrorKind {
     /// The user or a scheduler asked the program to stop.
     #[error("stopped after {done} of {steps} steps")]
     Stopped { done: u64, steps: u64 },
-    /// The error of a process other than the first, which reports it.
-    #[error("the first process says why")]
+    /// The error of another process, reported by the first process.
+    #[error("rank 0 reports the cause")]
     SaidByFirst {
         exit_code: u8,
-        /// Whether every process ends with it, after the same step.
+        /// Whether every process ends with this error after the same step.
         is_of_all: bool,
     },
-    /// The run would take more memory than there is.
+    /// The run needs more memory than this process may use.
     #[error(
-        "this process would take about {}, and may take {} because of {}",
+        "this process would take about {}, but {} limits it to {}",
         HumanBytes((*needed).into()),
-        HumanBytes(limit.share().into()),
-        limit.source
+        limit.source,
+        HumanBytes(limit.share().into())
     )]
     Memory { needed: u64, limit: MemoryLimit },
     #[error("cannot write {path}", path = Printable(path.display()))]
@@ -92,13 +92,13 @@ pub(crate) enum ErrorKind {
     Train(#[from] candle_core::Error),
 }
 
-/// The exit code if other arguments or another input would help.
+/// The exit code for bad arguments or input.
 pub(crate) const BAD_INPUT: u8 = 2;
 
-/// The exit code if the machine or the program is at fault.
+/// The exit code for any other failure.
 pub(crate) const FAILURE: u8 = 1;
 
-/// The exit code that shells report for a program stopped by Ctrl-C.
+/// The exit code of a run stopped by a signal, as shells report Ctrl-C.
 pub(crate) const INTERRUPTED: u8 = 130;
 
 impl<E> From<E> for Error
@@ -111,22 +111,22 @@ where
 }
 
 impl Error {
-    /// A value that only this command refuses.
+    /// Returns an error for an invalid argument or input.
     pub(crate) fn usage(message: impl Into<String>) -> Self {
         ErrorKind::Usage(message.into()).into()
     }
 
-    /// A file or folder that cannot be read.
+    /// Returns an error for an unreadable file or folder.
     pub(crate) fn read(path: impl AsRef<Path>, source: io::Error) -> Self {
         ErrorKind::Read { path: path.as_ref().into(), source }.into()
     }
 
-    /// A file or folder that cannot be written.
+    /// Returns an error for a file or folder that cannot be written.
     pub(crate) fn write(path: impl AsRef<Path>, source: io::Error) -> Self {
         ErrorKind::Write { path: path.as_ref().into(), source }.into()
     }
 
-    /// A file whose JSON is not `what` it should be.
+    /// Returns an error for a JSON file that does not hold `what`.
     pub(crate) fn json(
         path: impl AsRef<Path>,
         what: &'static str,
@@ -135,7 +135,7 @@ impl Error {
         ErrorKind::Json { path: path.as_ref().into(), what, source }.into()
     }
 
-    /// The same error; one of the planner's names the file of the model.
+    /// Adds the path of the model to an error of the planner. Other errors stay the same.
     pub(crate) fn in_model(self, path: &Path) -> Self {
         let kind = match *self.kind {
             ErrorKind::Plan(source) => ErrorKind::Model { path: path.into(), source },
@@ -144,12 +144,12 @@ impl Error {
         Self { kind: Box::new(kind), advice: self.advice }
     }
 
-    /// The same error with advice from the place that failed.
+    /// Adds advice, which replaces the advice for the kind of error.
     pub(crate) fn hinted(self, advice: impl Into<Cow<'static, str>>) -> Self {
         Self { advice: Some(advice.into()), ..self }
     }
 
-    /// Whether every process of a run ends with this error, after the same step.
+    /// Returns true if every process of a run ends with this error after the same step.
     pub(crate) fn is_of_all(&self) -> bool {
         matches!(
             *self.kind,
@@ -190,7 +190,7 @@ impl Error {
         }
     }
 
-    /// The message and those of its causes, in one line.
+    /// Returns the message and the messages of all causes in one line.
     pub(crate) fn chain(&self) -> String {
         let causes = iter::successors(self.kind.source(), |&cause| cause.source());
         causes.fold(self.to_string(), |chain, cause| format!("{chain}: {cause}"))
@@ -273,7 +273,7 @@ fn in_options(error: &finetune::Error) -> String {
     }
 }
 
-/// Whether the fault is a requested mesh that this machine, or any, cannot have.
+/// Returns true if the requested mesh is impossible on this or any machine.
 fn is_bad_input(error: &mesh::Error) -> bool {
     use mesh::MeshError::{AxisCount, Device, DuplicateAxis, Size};
 
@@ -283,8 +283,8 @@ fn is_bad_input(error: &mesh::Error) -> bool {
     )
 }
 
-/// Whether the fault is in an argument or in the files of a checkpoint, rather than in reading or
-/// writing them.
+/// Returns true if an argument or the content of a checkpoint is at fault. I/O errors are not bad
+/// input.
 fn is_bad_setting_or_file(error: &train::Error) -> bool {
     match error {
         train::Error::Checkpoint(fault) => {
@@ -292,7 +292,7 @@ fn is_bad_setting_or_file(error: &train::Error) -> bool {
 
             !matches!(fault, Io { .. } | Lost { .. } | NotFinite { .. })
         }
-        // The model is this program's own, so it is the checkpoint that is of another one.
+        // The program defines the model, so a mismatch means a checkpoint of another model.
         train::Error::Parameter(_) | train::Error::Init { .. } | train::Error::Setting { .. } => {
             true
         }
@@ -300,9 +300,9 @@ fn is_bad_setting_or_file(error: &train::Error) -> bool {
     }
 }
 
-/// Adds advice to the error of a result.
+/// Results that take advice for their error.
 pub(crate) trait WithHint {
-    /// The same result; an error gets the hint.
+    /// Adds the hint to the error, if there is one.
     fn with_hint(self, hint: &'static str) -> Self;
 }
 

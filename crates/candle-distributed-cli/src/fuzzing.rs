@@ -1,5 +1,5 @@
-//! Readers of files that may come from anywhere: what fuzz targets call, built for them and for
-//! tests alone.
+//! Entry points of fuzz targets: readers of files from untrusted sources. Built only for fuzzing
+//! and tests.
 
 use std::{fs, path::Path};
 
@@ -11,13 +11,13 @@ use crate::{
     error::Result,
 };
 
-/// What the run learns from, if its settings name the file `text.txt`.
+/// The name of the training text in the settings of a run.
 const TEXT: &str = "text.txt";
 const PARAGRAPHS: &str = "to be or\n\nnot to be\n\nthat is\n\n";
 
 /// Reads the folder of a run with these files, as `report` and `train --resume` do.
 pub fn run(run_json: &[u8], metrics: &[u8]) {
-    // Whether the run is refused is a matter of the files.
+    // Random files are usually rejected: only a panic is a bug.
     let _ = outcome(run_json, metrics);
 }
 
@@ -27,20 +27,20 @@ fn outcome(run_json: &[u8], metrics: &[u8]) -> Result<()> {
     let text = folder.path().join(TEXT);
     fs::create_dir(&run)?;
     fs::write(&text, PARAGRAPHS)?;
-    fs::write(run.join("run.json"), in_folder(run_json, &text))?;
+    fs::write(run.join("run.json"), with_text_path(run_json, &text))?;
     fs::write(run.join("metrics.jsonl"), metrics)?;
-    // A run may learn from any file of this machine, which is not for targets to read.
+    // The settings may name any file of this machine, which a fuzz target must not read.
     let known = Spec::read(&run)?;
     if known.is_some_and(|known| known.data.is_some_and(|data| data != text)) {
         return Ok(());
     }
-    let args = Line::parse_from(["--resume".as_ref(), "--out".as_ref(), run.as_os_str()]);
+    let args = TrainLine::parse_from(["--resume".as_ref(), "--out".as_ref(), run.as_os_str()]);
     let page = report::page(&run).map(drop);
     page.and(train::start(&args.train))
 }
 
-/// The settings with the path of the text in place of its name.
-fn in_folder(run_json: &[u8], text: &Path) -> Vec<u8> {
+/// Returns the settings with the name of the text replaced by its path.
+fn with_text_path(run_json: &[u8], text: &Path) -> Vec<u8> {
     let name = format!("\"{TEXT}\"");
     let Some(at) = run_json.windows(name.len()).position(|bytes| bytes == name.as_bytes()) else {
         return run_json.into();
@@ -49,10 +49,10 @@ fn in_folder(run_json: &[u8], text: &Path) -> Vec<u8> {
     [&run_json[..at], path.as_bytes(), &run_json[at + name.len()..]].concat()
 }
 
-/// The arguments of `train`.
+/// A command line of `train`.
 #[derive(Debug, Parser)]
 #[command(no_binary_name = true)]
-struct Line {
+struct TrainLine {
     #[command(flatten)]
     train: train::Args,
 }
@@ -87,7 +87,7 @@ mod tests {
     }
 
     #[test]
-    fn a_whole_run_is_read_and_others_are_refused() {
+    fn only_valid_runs_are_read() {
         let run_json = serde_json::to_vec(&description()).unwrap();
         let metrics = line(0, "1", 1.0);
         outcome(&run_json, metrics.as_bytes()).unwrap();

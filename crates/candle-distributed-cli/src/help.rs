@@ -1,12 +1,11 @@
-//! What the command line says of itself: examples of subcommands, and names of values.
+//! Help texts: example sections, and option values as the user types them.
 
 use clap::ValueEnum;
 
-/// The section of commands to try. A line is a command, or a `#` and what the commands below it are
-/// for.
+/// Builds the examples section of a help page. Each line is a command, or a `#` comment on the
+/// commands below it.
 ///
-/// Its heading looks like those that clap writes; clap removes the escapes where colors are not
-/// shown.
+/// The heading looks like clap's own headings. clap removes the escapes where colors are off.
 macro_rules! examples {
     ($($line:literal)+) => {
         concat!("\x1b[1m\x1b[4mExamples:\x1b[0m" $(, "\n  ", $line)+)
@@ -15,7 +14,7 @@ macro_rules! examples {
 
 pub(crate) use examples;
 
-/// A value as it is typed on the command line.
+/// Returns an option's value as the user types it.
 #[expect(clippy::expect_used, reason = "says why it cannot fail")]
 #[expect(clippy::needless_pass_by_value, reason = "it is a word")]
 pub(crate) fn typed(value: impl ValueEnum) -> String {

@@ -1,4 +1,4 @@
-//! Reading input: text files that fit in memory.
+//! Reading input files that fit in memory.
 
 use std::{
     fs::File,
@@ -10,28 +10,28 @@ use serde::de::DeserializeOwned;
 
 use crate::error::{Error, Result};
 
-/// The longest text that is read. Longer input is not a list that anybody has, or comes from a
-/// device that never ends.
+/// The size limit of input that is read into memory. No real list is longer, so longer input comes
+/// from an endless device.
 const MAX_BYTES: u64 = 1 << 30;
 
-/// The file at `path`, for reading.
+/// Opens the file at `path` for reading.
 pub(crate) fn open(path: &Path) -> Result<File> {
     File::open(path).map_err(|source| Error::read(path, source))
 }
 
-/// The text of the file at `path`.
+/// Reads the file at `path` as text.
 pub(crate) fn read_file(path: &Path) -> Result<String> {
     read_text(open(path)?, path)
 }
 
-/// The text that `source` holds; errors name it by `path`.
+/// Reads `source` as text. Errors name `path`.
 pub(crate) fn read_text(source: impl Read, path: &Path) -> Result<String> {
     let bytes = read_bytes(source, path)?;
     String::from_utf8(bytes)
         .map_err(|fault| Error::read(path, io::Error::new(io::ErrorKind::InvalidData, fault)))
 }
 
-/// The bytes that `source` holds; errors name it by `path`.
+/// Reads all bytes of `source`. Errors name `path`.
 pub(crate) fn read_bytes(source: impl Read, path: &Path) -> Result<Vec<u8>> {
     let mut bytes = Vec::new();
     let read = source.take(MAX_BYTES + 1).read_to_end(&mut bytes);
@@ -42,12 +42,12 @@ pub(crate) fn read_bytes(source: impl Read, path: &Path) -> Result<Vec<u8>> {
     Ok(bytes)
 }
 
-/// The value in the JSON file at `path`; errors say that the file does not hold `what`.
+/// Reads the JSON file at `path`. Errors say that the file does not hold `what`.
 pub(crate) fn read_json<T: DeserializeOwned>(path: &Path, what: &'static str) -> Result<T> {
     serde_json::from_str(&read_file(path)?).map_err(|source| Error::json(path, what, source))
 }
 
-/// A text that was read, in quotes, as far as a line of an error has room for it.
+/// Quotes `text` for an error message, shortened to one line.
 pub(crate) fn excerpt(text: &str) -> String {
     const SHOWN_CHARS: usize = 40;
     let shown: String = text.chars().take(SHOWN_CHARS).collect();

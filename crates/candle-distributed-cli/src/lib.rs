@@ -1,11 +1,11 @@
 //! The command line of candle-distributed.
 //!
-//! Each subcommand is one file under `commands`, which turns arguments into a call of the library
-//! and its answer into text or JSON. Results go to stdout, everything else to stderr. Exit code 2
-//! means that the input was at fault.
+//! Each subcommand is one module under `commands`, which turns arguments into library calls and
+//! prints the result as text or JSON. Results go to stdout, everything else to stderr. Exit code 2
+//! means bad input.
 //!
-//! This is a library so that fuzz targets reach what reads the folder of a run; the program is
-//! [`main`].
+//! The program is [`main`]. It lives in a library so that fuzz targets can call the readers of run
+//! folders.
 
 mod bytes;
 mod commands;
@@ -34,7 +34,7 @@ use crate::{
     log::LogArgs,
 };
 
-/// Distributed training for candle: which samples, in which batches, on which device.
+/// Distributed training for candle: samples, batches, sharding plans and training runs.
 #[derive(Debug, Parser)]
 #[command(name = "candle-distributed", version, propagate_version = true)]
 #[command(after_help = examples![
@@ -42,7 +42,7 @@ use crate::{
     "candle-distributed sample --len 1000000 --world-size 8 --rank 3 --count 5"
     "# How much of these batches is padding?"
     "echo 12 80 15 70 9 | candle-distributed batch --lengths - --strategy bucket --max-tokens 160"
-    "# What do the options of a subcommand mean? With examples to paste"
+    "# What do the options of a subcommand mean? Each help page ends with examples"
     "candle-distributed plan --help"
 ])]
 struct Cli {
@@ -54,20 +54,20 @@ struct Cli {
 
 #[derive(Debug, Subcommand)]
 enum Command {
-    Sample(commands::sample::Args),
-    Batch(commands::batch::Args),
-    Plan(commands::plan::Args),
+    Sample(commands::sample::SampleArgs),
+    Batch(commands::batch::BatchArgs),
+    Plan(commands::plan::PlanArgs),
     Train(Box<commands::train::Args>),
-    Generate(commands::generate::Args),
-    Report(commands::report::Args),
-    Mesh(commands::mesh::Args),
+    Generate(commands::generate::GenerateArgs),
+    Report(commands::report::ReportArgs),
+    Mesh(commands::mesh::MeshArgs),
     #[cfg(unix)]
-    Launch(commands::launch::Args),
-    Completions(commands::completions::Args),
-    Man(commands::man::Args),
+    Launch(commands::launch::LaunchArgs),
+    Completions(commands::completions::CompletionsArgs),
+    Man(commands::man::ManArgs),
 }
 
-/// Does what the arguments of the process ask for, and returns its exit code.
+/// Runs the subcommand given on the command line, and returns the exit code.
 pub fn main() -> ExitCode {
     let outcome = match Cli::try_parse() {
         Ok(cli) => {
@@ -76,10 +76,10 @@ pub fn main() -> ExitCode {
         }
         Err(fault) if fault.use_stderr() => {
             output::message(|_| fault.print());
-            hint::of_arguments(&fault).into_iter().for_each(output::hint);
+            hint::for_arguments(&fault).into_iter().for_each(output::hint);
             return ExitCode::from(error::BAD_INPUT);
         }
-        // The help that was asked for is a result.
+        // Requested help or version output is a result.
         Err(page) => output::printed(page.print()),
     };
     match outcome {

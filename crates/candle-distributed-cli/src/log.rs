@@ -1,5 +1,4 @@
-//! What the libraries have to say while they work: on stderr, in the form of this program's own
-//! messages.
+//! Log events of the libraries, printed to stderr in the format of this program's own messages.
 
 use std::{env, fmt, io};
 
@@ -16,26 +15,26 @@ use tracing_subscriber::{
 
 use crate::output;
 
-/// The variable that says what is shown, unless `-v` does.
+/// The environment variable with the log filter. `-v` overrides it.
 const VARIABLE: &str = "RUST_LOG";
 
-/// How much is shown.
+/// The verbosity option.
 #[derive(Debug, clap::Args)]
 pub(crate) struct LogArgs {
-    /// Say more about what happens on the way: -v what is done, -vv every detail [default:
-    /// warnings, or what the variable `RUST_LOG` asks for]
+    /// Print more: -v for info, -vv for debug [default: warnings, or the filter in the variable
+    /// `RUST_LOG`]
     #[arg(short, long, action = ArgAction::Count, global = true)]
     verbose: u8,
 }
 
 impl LogArgs {
-    /// Shows from now on what the arguments ask for.
+    /// Installs the log subscriber. Call it once.
     #[expect(clippy::expect_used, reason = "says why it cannot fail")]
     pub(crate) fn start(&self) {
         let subscriber = tracing_subscriber::fmt()
             .with_env_filter(self.filter())
             .with_writer(|| anstream::AutoStream::auto(io::stderr()))
-            .event_format(House)
+            .event_format(MessageFormat)
             .finish();
         tracing::subscriber::set_global_default(subscriber).expect("a program starts its log once");
     }
@@ -49,28 +48,27 @@ impl LogArgs {
     }
 }
 
-/// What the variable asks for; warnings if there is none, or none that can be understood.
+/// Returns the filter in [`VARIABLE`]; warnings if it is unset or invalid.
 fn from_variable() -> EnvFilter {
     let warnings = || EnvFilter::builder().with_default_directive(LevelFilter::WARN.into());
-    let Some(asked) = env::var_os(VARIABLE) else { return warnings().parse_lossy("") };
-    let parsed = asked.to_str().map(|asked| warnings().parse(asked));
-    match parsed {
+    let Some(value) = env::var_os(VARIABLE) else { return warnings().parse_lossy("") };
+    match value.to_str().map(|value| warnings().parse(value)) {
         Some(Ok(filter)) => filter,
         Some(Err(fault)) => {
             output::warning(format_args!("{VARIABLE} is ignored: {fault}"));
             warnings().parse_lossy("")
         }
         None => {
-            output::warning(format_args!("{VARIABLE} is ignored: it is not UTF-8"));
+            output::warning(format_args!("{VARIABLE} is ignored: not UTF-8"));
             warnings().parse_lossy("")
         }
     }
 }
 
-/// One line for each event, as [`output::warning`] writes its own.
-struct House;
+/// Prints one line per event, in the format of [`output::warning`].
+struct MessageFormat;
 
-impl<S> FormatEvent<S, DefaultFields> for House
+impl<S> FormatEvent<S, DefaultFields> for MessageFormat
 where
     S: Subscriber + for<'span> LookupSpan<'span>,
 {

@@ -1,5 +1,5 @@
-//! Where results and messages go: results to stdout, as text for people or JSON for programs,
-//! messages to stderr.
+//! Output of the program: results to stdout, as text for people or JSON for programs, and messages
+//! to stderr.
 
 use std::{
     fmt,
@@ -26,7 +26,7 @@ pub(crate) enum Format {
     Json,
 }
 
-/// As much as a pipe holds: fewer bytes at a time wake its reader more often.
+/// The default capacity of a pipe. Smaller writes would wake the reader more often.
 const BUFFER_BYTES: usize = 1 << 16;
 
 /// Writes a result as text.
@@ -34,7 +34,7 @@ pub(crate) fn text(write: impl FnOnce(&mut dyn Write) -> io::Result<()>) -> Resu
     let mut out = BufWriter::with_capacity(BUFFER_BYTES, io::stdout().lock());
     let written = write(&mut out).and_then(|()| out.flush());
     if written.is_err() {
-        // Dropping the buffer would write the rest again, and fail again.
+        // Dropping the buffer would try to write the rest again.
         drop(out.into_parts());
     }
     printed(written)
@@ -48,23 +48,23 @@ pub(crate) fn json(value: &impl Serialize) -> Result<()> {
     })
 }
 
-/// A result that is one JSON object per line, printed while it is computed.
-pub(crate) struct Lines {
+/// Writes a result with one JSON object per line while it is computed.
+pub(crate) struct JsonLines {
     out: BufWriter<StdoutLock<'static>>,
     is_live: bool,
-    /// What became of the lines so far.
+    /// The first error of a write, if any.
     written: io::Result<()>,
 }
 
-impl Lines {
-    /// No lines yet. Whoever waits for a line may be the one to write what the next is computed
-    /// from: if the input `is_live`, no line waits for others.
+impl JsonLines {
+    /// Makes a writer. If the input `is_live`, each line is flushed at once: the reader of a line may
+    /// be the program that writes the input of the next, so buffering could be a deadlock.
     pub(crate) fn new(is_live: bool) -> Self {
         let out = BufWriter::with_capacity(BUFFER_BYTES, io::stdout().lock());
         Self { out, is_live, written: Ok(()) }
     }
 
-    /// Prints a line, and says whether another one will be.
+    /// Prints a line, and returns `Break` if it cannot be written.
     pub(crate) fn print(&mut self, value: &impl Serialize) -> ControlFlow<()> {
         self.written = self.write(value);
         if self.written.is_ok() { ControlFlow::Continue(()) } else { ControlFlow::Break(()) }
@@ -76,34 +76,32 @@ impl Lines {
         if self.is_live { self.out.flush() } else { Ok(()) }
     }
 
-    /// Prints what waits.
+    /// Flushes the buffered lines.
     pub(crate) fn finish(mut self) -> Result<()> {
         let written = self.written.and_then(|()| self.out.flush());
         if written.is_err() {
-            // As in `text`.
+            // Dropping the buffer would try to write the rest again.
             drop(self.out.into_parts());
         }
         printed(written)
     }
 }
 
-/// Writes a result as bytes, which no person can read and a terminal takes for commands.
+/// Writes a binary result. A terminal is rejected, since it would interpret the bytes as commands.
 pub(crate) fn bytes(write: impl FnOnce(&mut dyn Write) -> io::Result<()>) -> Result<()> {
     if io::stdout().is_terminal() {
-        let refused = Error::usage("this --format is binary, and standard output is a terminal");
-        return Err(
-            refused.hinted("send it to a file or another program: … > FILE, or … | PROGRAM")
-        );
+        let error = Error::usage("this --format is binary, and standard output is a terminal");
+        return Err(error.hinted("send it to a file or another program: … > FILE, or … | PROGRAM"));
     }
     widen(&io::stdout());
     text(write)
 }
 
-/// Has a pipe hold 1 MiB instead of 64 KiB: its two ends take turns less often, and ten million
-/// numbers arrive in half the time. What the system refuses stays as it is, and so does no pipe.
+/// Enlarges a pipe from 64 KiB to 1 MiB: its two ends switch less often, and ten million numbers
+/// arrive in half the time. Does nothing if `out` is not a pipe or the system refuses.
 #[cfg(target_os = "linux")]
 fn widen(out: &impl std::os::fd::AsFd) {
-    /// What Linux grants every user.
+    /// The default limit of Linux for unprivileged users.
     const PIPE_BYTES: usize = 1 << 20;
     let _ = rustix::pipe::fcntl_setpipe_size(out, PIPE_BYTES);
 }
@@ -111,18 +109,18 @@ fn widen(out: &impl std::os::fd::AsFd) {
 #[cfg(not(target_os = "linux"))]
 fn widen(_: &io::Stdout) {}
 
-/// Writes `value` as JSON to what `path` names.
+/// Writes `value` as JSON to the file, pipe or device at `path`.
 pub(crate) fn json_file(path: &Path, value: &impl Serialize) -> Result<()> {
     let text = serde_json::to_vec(value).map_err(io::Error::from)?;
     file(path, &text)
 }
 
-/// Writes `content` to what `path` names, whatever that is.
+/// Writes `content` to the file, pipe or device at `path`.
 ///
-/// A file is replaced in one piece, or made: of any number of programs that write it at once, one
-/// has its whole content there. It keeps its permissions and, where the system allows it, its owner
-/// and group. A link stays a link, and what it leads to is replaced. Pipes, devices and this
-/// program's own standard streams are written to, since they cannot be replaced.
+/// A file is created or replaced atomically: if several programs write it at once, it holds the
+/// whole content of one of them. It keeps its permissions and, where the system allows it, its owner
+/// and group. A link stays a link, and its target is replaced. Pipes, devices and this program's own
+/// standard streams are written in place, since they cannot be replaced.
 pub(crate) fn file(path: &Path, content: &[u8]) -> Result<()> {
     write(path, content).map_err(|source| Error::write(path, source))
 }
@@ -139,9 +137,10 @@ fn write(path: &Path, content: &[u8]) -> io::Result<()> {
     }
 }
 
-/// Standard output or standard error, if `known` describes it: where that is a file, as in
-/// `--out /dev/stdout > page.html`, replacing it would take it away from everybody else who writes
-/// there.
+/// Returns standard output or standard error if `known` describes it.
+///
+/// Such a stream may be a file, as in `--out /dev/stdout > page.html`. Replacing the file would
+/// disconnect all other writers of the stream.
 #[cfg(unix)]
 fn standard_stream(known: &Metadata) -> io::Result<Option<File>> {
     use std::os::{fd::AsFd, unix::fs::MetadataExt};
@@ -161,16 +160,14 @@ fn standard_stream(_: &Metadata) -> io::Result<Option<File>> {
     Ok(None)
 }
 
-/// A progress bar of `n_steps`, drawn if stderr is a terminal.
+/// Returns a progress bar of `n_steps`, drawn if stderr is a terminal.
 #[expect(clippy::expect_used, reason = "says why it cannot fail")]
 pub(crate) fn progress(n_steps: u64, template: &'static str) -> ProgressBar {
-    let style = ProgressStyle::with_template(template).expect("the templates of this program");
+    let style = ProgressStyle::with_template(template).expect("templates are literals");
     ProgressBar::new(n_steps).with_style(style)
 }
 
-/// The result of a command that wrote to stdout like this.
-///
-/// A reader that closes the pipe early, as `head` does, is not a failure.
+/// Converts the outcome of a write to stdout. A closed pipe, as with `head`, is not an error.
 pub(crate) fn printed(written: io::Result<()>) -> Result<()> {
     match written {
         Err(error) if error.kind() == io::ErrorKind::BrokenPipe => Ok(()),
@@ -178,7 +175,7 @@ pub(crate) fn printed(written: io::Result<()>) -> Result<()> {
     }
 }
 
-/// Prints what went wrong, and what to do about it.
+/// Prints an error and its hint.
 pub(crate) fn error(error: &Error) {
     labelled(Styles::styled().get_error(), "error", error.chain());
     if let Some(advice) = error.hint() {
@@ -186,30 +183,30 @@ pub(crate) fn error(error: &Error) {
     }
 }
 
-/// Prints what a user should know though nothing failed.
+/// Prints a warning about a problem that did not fail the command.
 pub(crate) fn warning(text: impl fmt::Display) {
     labelled(Styles::styled().get_invalid(), "warning", text);
 }
 
-/// Prints advice, which need not be about an error.
+/// Prints advice, about an error or not.
 pub(crate) fn hint(advice: impl fmt::Display) {
     labelled(Styles::styled().get_valid(), "hint", advice);
 }
 
-/// Prints a text behind the word that says what it is.
+/// Prints a text after its label.
 fn labelled(style: &Style, label: &str, text: impl fmt::Display) {
     let text = printable(&text.to_string());
     message(|out| writeln!(out, "{style}{label}:{style:#} {text}"));
 }
 
-/// The lines of a message. Whatever it quotes from a file, it cannot act on the terminal.
+/// Escapes terminal control characters in a message, line by line.
 pub(crate) fn printable(text: &str) -> String {
     let lines: Vec<_> = text.lines().map(|line| Printable(line).to_string()).collect();
     lines.join("\n")
 }
 
-/// Writes to stderr, in colors where they are shown. A failure is ignored: there is no other place
-/// to report it.
+/// Writes to stderr, in colors on terminals. Errors are ignored, since there is no other place to
+/// report them.
 pub(crate) fn message(write: impl FnOnce(&mut dyn Write) -> io::Result<()>) {
     let _ = write(&mut anstream::stderr());
 }

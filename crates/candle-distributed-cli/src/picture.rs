@@ -1,5 +1,5 @@
-//! What all pictures have in common: headings, legends, fonts, colors in light and dark mode,
-//! numbers on axes.
+//! Shared parts of all pictures: headings, legends, fonts, colors in light and dark mode, and axis
+//! labels.
 
 use std::{fmt::Write, io, ops::Range, sync::LazyLock};
 
@@ -17,17 +17,17 @@ pub(crate) type Drawn<T = ()> = Result<T, DrawingAreaErrorKind<io::Error>>;
 pub(crate) type Area<'a> = DrawingArea<SVGBackend<'a>, Shift>;
 
 pub(crate) const FONT: &str = "sans-serif";
-/// The font size of names and numbers; plotters turns it into 13.7 pixels.
+/// The font size of names and numbers. plotters renders it at 13.7 pixels.
 pub(crate) const TEXT: f64 = 17.0;
 
-/// Where headings and the names of axes begin.
+/// The left edge of headings and axis names.
 pub(crate) const LEFT: i32 = 14;
 /// The height of a heading.
 pub(crate) const HEADING: u32 = 66;
-/// The height of a line of a legend.
+/// The height of a legend line.
 pub(crate) const LEGEND: u32 = 26;
 
-/// A text beside its point: behind it, in the middle of the line.
+/// The anchor of a text to the right of its point, vertically centered.
 const AFTER: Pos = Pos { h_pos: HPos::Left, v_pos: VPos::Center };
 
 pub(crate) const INK: RGBColor = RGBColor(45, 49, 58);
@@ -36,21 +36,20 @@ pub(crate) const GRID: RGBColor = RGBColor(226, 229, 234);
 pub(crate) const FITS: RGBColor = RGBColor(23, 120, 75);
 pub(crate) const LIMIT: RGBColor = RGBColor(192, 38, 45);
 
-// Okabe and Ito's colors: readers who confuse red and green can tell them apart, and so can a gray
-// print.
+// Okabe and Ito's palette, which stays distinguishable for color-blind readers and in grayscale.
 pub(crate) const BLUE: RGBColor = RGBColor(0, 114, 178);
 pub(crate) const ORANGE: RGBColor = RGBColor(230, 159, 0);
 pub(crate) const GREEN: RGBColor = RGBColor(0, 158, 115);
 pub(crate) const PURPLE: RGBColor = RGBColor(204, 121, 167);
 
-// What a rank holds beside its parameters. These are dark and cool; what comes on top of them is
-// light, and mostly warm.
+// The memory of a rank besides its parameters. Parameters are dark and cool, so the parts drawn on
+// top of them are light and mostly warm.
 pub(crate) const GRADIENTS: RGBColor = RGBColor(252, 221, 143);
 pub(crate) const OPTIMIZER: RGBColor = RGBColor(247, 190, 150);
 pub(crate) const GATHERED: RGBColor = RGBColor(160, 140, 196);
 pub(crate) const ACTIVATIONS: RGBColor = RGBColor(204, 226, 203);
 
-/// Colors that change in dark mode. The others are those of blocks, and stay.
+/// Colors that change in dark mode. Block colors stay the same.
 const IN_THE_DARK: [(RGBColor, RGBColor); 6] = [
     (INK, RGBColor(225, 228, 234)),
     (FAINT, RGBColor(158, 165, 178)),
@@ -63,10 +62,10 @@ const IN_THE_DARK: [(RGBColor, RGBColor); 6] = [
 /// The background in dark mode.
 const DARK_PAPER: RGBColor = RGBColor(24, 27, 33);
 
-/// The rules that make a picture dark where the reader's system is.
+/// CSS rules for dark mode.
 ///
-/// They pick elements by their colors and are the same for all pictures, so several pictures on one
-/// page do not interfere.
+/// They select elements by color and are the same for all pictures, so several pictures on one page
+/// do not interfere.
 pub(crate) static STYLE: LazyLock<String> = LazyLock::new(|| {
     let mut style = format!(
         "@media screen and (prefers-color-scheme: dark) {{\nsvg rect[fill=\"{}\"] {{ fill: {} }}\n",
@@ -82,7 +81,7 @@ pub(crate) static STYLE: LazyLock<String> = LazyLock::new(|| {
     style + "}\n"
 });
 
-/// An SVG document of this size in pixels.
+/// Draws an SVG document of this size in pixels.
 pub(crate) fn document(size: (u32, u32), draw: impl FnOnce(Area<'_>) -> Drawn) -> Result<String> {
     let mut document = String::new();
     let area = SVGBackend::with_string(&mut document, size).into_drawing_area();
@@ -92,7 +91,7 @@ pub(crate) fn document(size: (u32, u32), draw: impl FnOnce(Area<'_>) -> Drawn) -
     Ok(document.replacen(">\n", &format!(">\n{}", style_element()), 1).trim_end().to_owned() + "\n")
 }
 
-/// The document as part of a page that includes the [`STYLE`] itself.
+/// Strips a document for inclusion in an HTML page, which has the [`STYLE`] itself.
 pub(crate) fn inline(document: &str) -> String {
     document.replacen(&style_element(), "", 1).replacen(
         " xmlns=\"http://www.w3.org/2000/svg\"",
@@ -109,10 +108,10 @@ fn hex(RGBColor(red, green, blue): RGBColor) -> String {
     format!("#{red:02X}{green:02X}{blue:02X}")
 }
 
-/// Writes at the top of a picture what it shows, and below that its figures.
+/// Draws the title of a picture, with its figures below.
 pub(crate) fn heading(area: &Area<'_>, title: &str, figures: &str, color: RGBColor) -> Drawn {
     let (width, _) = area.dim_in_pixel();
-    // Smaller letters if the title is long, so that it stays on the line.
+    // A long title gets smaller letters, to fit on one line.
     let size = (1.9 * f64::from(width) / title.chars().count().max(1) as f64).min(21.0);
     let style = TextStyle::from((FONT, size, FontStyle::Bold)).color(&INK);
     area.draw(&Text::new(title, (LEFT, 14), style))?;
@@ -120,7 +119,7 @@ pub(crate) fn heading(area: &Area<'_>, title: &str, figures: &str, color: RGBCol
     area.draw(&Text::new(figures, (LEFT, 50), style))
 }
 
-/// How something is drawn that a legend names.
+/// The symbol of a legend entry.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum Mark {
     Block,
@@ -128,7 +127,7 @@ pub(crate) enum Mark {
     Line,
 }
 
-/// Names marks in one line that begins at a point.
+/// Draws a legend line that begins at a point.
 pub(crate) fn legend(
     area: &Area<'_>,
     (mut x, y): (i32, i32),
@@ -143,7 +142,7 @@ pub(crate) fn legend(
     Ok(())
 }
 
-/// A mark of a legend, before its name.
+/// Draws the symbol of a legend entry.
 fn sample(area: &Area<'_>, mark: Mark, color: RGBColor, (x, y): (i32, i32)) -> Drawn {
     match mark {
         Mark::Block => {
@@ -154,7 +153,7 @@ fn sample(area: &Area<'_>, mark: Mark, color: RGBColor, (x, y): (i32, i32)) -> D
     }
 }
 
-/// A dashed line.
+/// Draws a dashed horizontal line.
 pub(crate) fn dashes(area: &Area<'_>, columns: Range<i32>, y: i32, color: RGBColor) -> Drawn {
     for x in columns.clone().step_by(12) {
         let dash = [(x, y), ((x + 7).min(columns.end), y)];
@@ -163,19 +162,22 @@ pub(crate) fn dashes(area: &Area<'_>, columns: Range<i32>, y: i32, color: RGBCol
     Ok(())
 }
 
-/// About the width of a text of the size [`TEXT`], in pixels: that of wide fonts.
+/// Estimates the width in pixels of a text of size [`TEXT`], as rendered in a wide font.
 fn text_width(text: &str) -> i32 {
-    let width = |char| match char {
+    text.chars().map(char_width).sum()
+}
+
+fn char_width(char: char) -> i32 {
+    match char {
         'i' | 'j' | 'l' | '.' | ',' | ':' | '|' | '\'' | ' ' => 5,
         'f' | 'r' | 't' | '(' | ')' | '[' | ']' | '-' | '/' => 6,
         'A'..='L' | 'N'..='V' | 'X'..='Z' => 10,
         'm' | 'w' | 'M' | 'W' | '%' | '…' => 14,
         _ => 8,
-    };
-    text.chars().map(width).sum()
+    }
 }
 
-/// How the axes of all pictures look: lines across for the numbers on the left, nothing else.
+/// Styles the axes of a picture: horizontal grid lines at the numbers on the left, nothing else.
 pub(crate) fn plain<X: Ranged, Y: Ranged, B: DrawingBackend>(
     axes: &mut MeshStyle<'_, '_, X, Y, B>,
 ) {
@@ -183,7 +185,7 @@ pub(crate) fn plain<X: Ranged, Y: Ranged, B: DrawingBackend>(
     axes.label_style((FONT, TEXT, &INK));
 }
 
-/// How the numbers of an axis are written: all in one unit.
+/// The number format of an axis: one unit for all labels.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Ticks {
     unit: f64,
@@ -192,7 +194,7 @@ pub(crate) struct Ticks {
 }
 
 impl Ticks {
-    /// Those of an axis up to this number.
+    /// Returns the format for an axis from 0 up to this number.
     #[expect(
         clippy::cast_possible_truncation,
         clippy::cast_sign_loss,
@@ -202,9 +204,9 @@ impl Ticks {
         const UNITS: [(f64, &str); 6] =
             [(1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e4, "k")];
 
-        let is_reached = |(from, _): &&(f64, &str)| highest >= *from;
-        let (unit, name) = UNITS.iter().find(is_reached).map_or((1.0, ""), |&(from, name)| {
-            // Thousands begin at ten of them: four digits are read at a glance.
+        let reached = UNITS.into_iter().find(|(from, _)| highest >= *from);
+        let (unit, name) = reached.map_or((1.0, ""), |(from, name)| {
+            // `k` starts at 10,000: four digits are easy to read without it.
             (if name == "k" { 1e3 } else { from }, name)
         });
         // Ticks are a tenth of the axis apart, or a fifth.
@@ -228,7 +230,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn ticks_of_an_axis_have_one_unit() {
+    fn axis_labels_share_one_unit() {
         for (highest, values, labels) in [
             (0.35, [0.0, 0.1 + 0.2, 0.35], ["0", "0.3", "0.35"]),
             (4e-4, [0.0, 1e-4, 2.5e-4], ["0", "0.0001", "0.00025"]),
@@ -240,18 +242,16 @@ mod tests {
             let ticks = Ticks::up_to(highest);
             assert_eq!(values.map(|value| ticks.label(value)), labels, "{highest}");
         }
-        // An axis of no extent, and one of nothing known.
+        // Axes without an extent.
         assert_eq!([0.0, f64::NAN].map(|highest| Ticks::up_to(highest).label(0.0)), ["0", "0"]);
     }
 
     #[test]
-    fn a_picture_on_a_page_has_no_style_and_no_address_of_its_own() {
+    fn inline_removes_style_and_namespace() {
         let picture = document((100, 100), |area| area.present()).unwrap();
         assert!(picture.contains("<style>") && picture.ends_with("</svg>\n"), "{picture}");
-        let part = inline(&picture);
-        assert!(
-            part.starts_with("<svg ") && !part.contains("style") && !part.contains("http"),
-            "{part}"
-        );
+        let inlined = inline(&picture);
+        assert!(inlined.starts_with("<svg "), "{inlined}");
+        assert!(!inlined.contains("style") && !inlined.contains("http"), "{inlined}");
     }
 }

@@ -1,5 +1,4 @@
-//! What goes where: the options by which `plan` and `train` decide which rank owns what, and the
-//! planner's types that they stand for.
+//! Sharding options of `plan` and `train`, and their conversion to types of the planner.
 
 use std::{
     io::{self, Write},
@@ -18,74 +17,84 @@ use crate::{
     hint, input,
 };
 
-/// The options.
+/// The sharding options.
 #[derive(Clone, Debug, clap::Args)]
 pub(crate) struct StrategyArgs {
-    /// How parameters are distributed over ranks [default: `plan` takes full, or hybrid with
-    /// --rules; `train` keeps all of them on every device]
-    #[arg(long, value_enum, help_heading = "What goes where")]
+    /// Strategy that distributes parameters over ranks [default: `plan` uses full, or hybrid with
+    /// --rules; `train` keeps the whole model on every device]
+    #[arg(long, value_enum, help_heading = "Sharding")]
     strategy: Option<StrategyArg>,
-    /// How `full` cuts parameters [default: dim0]
-    #[arg(long, value_enum, help_heading = "What goes where")]
+    /// Layout of the shards of `full` [default: dim0]
+    #[arg(long, value_enum, help_heading = "Sharding")]
     layout: Option<LayoutArg>,
-    /// Number of rows that `row-ragged` keeps together [default: 1], or of elements that
-    /// `block-ragged` does [default: 128]
-    #[arg(long, value_name = "N", help_heading = "What goes where")]
+    /// Number of rows that `row-ragged` keeps together [default: 1], or number of elements for
+    /// `block-ragged` [default: 128]
+    #[arg(long, value_name = "N", help_heading = "Sharding")]
     block_size: Option<u64>,
-    /// Which layers may share a rank under `layer-wise` [default: any]
-    #[arg(long, value_enum, help_heading = "What goes where")]
+    /// Layers that may share a rank under `layer-wise` [default: any]
+    #[arg(long, value_enum, help_heading = "Sharding")]
     layer_order: Option<OrderArg>,
     /// JSON file with the rules of `hybrid`: {"rules": [{"pattern", "choice"}], "default"}
-    #[arg(long, value_name = "FILE", help_heading = "What goes where")]
+    #[arg(long, value_name = "FILE", help_heading = "Sharding")]
     rules: Option<PathBuf>,
-    /// Number of copies of the model, each sharded over its own part of the ranks (HSDP)
+    /// Number of copies of the model, each sharded over a group of ranks (HSDP)
     /// [default: 1]
-    #[arg(long, value_name = "G", help_heading = "What goes where")]
+    #[arg(long, value_name = "G", help_heading = "Sharding")]
     pub(crate) replicas: Option<u64>,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 enum StrategyArg {
-    /// Every parameter over all ranks
+    /// Shard every parameter over all ranks
     Full,
-    /// Whole layers
+    /// Assign whole layers
     LayerWise,
-    /// Whole tensors, as few of them cut as exact balance allows
+    /// Assign whole tensors, and split only as many as exact balance needs
     WholeTensor,
-    /// By rules; without --rules, classifier and head whole, the rest over all ranks
+    /// Follow rules; without --rules, classifier and head stay whole, the rest is sharded over all
+    /// ranks
     Hybrid,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 enum LayoutArg {
-    /// Rows of each parameter, as FSDP2 does
+    /// Split the rows of each parameter, like FSDP2
     Dim0,
-    /// Elements of each unit end to end, as FSDP1 does
+    /// Split the concatenated elements of each unit, like FSDP1
     Flat,
-    /// The same with aligned parameters, as FSDP1 does with `use_orig_params`
+    /// Like `flat`, with aligned parameters, like FSDP1 with `use_orig_params`
     FlatAligned,
-    /// Each unit in equal parts, cut between rows
+    /// Split each unit into equal parts at row boundaries
     RowRagged,
-    /// Each unit in equal parts, cut between blocks of elements
+    /// Split each unit into equal parts at block boundaries
     BlockRagged,
 }
 
 #[derive(Clone, Copy, Debug, ValueEnum)]
 enum OrderArg {
-    /// Any
+    /// Any layers
     Any,
-    /// Neighbors only, like the stages of a pipeline
+    /// Consecutive layers only, like the stages of a pipeline
     Contiguous,
 }
 
 impl StrategyArgs {
-    /// The strategy that is asked for.
+    /// Returns the strategy of `--strategy`, or `None` without this option.
+    ///
+    /// # Errors
+    ///
+    /// Options that contradict each other, and invalid rules.
     pub(crate) fn asked(&self) -> Result<Option<Strategy>> {
         self.check(self.strategy)?;
         self.strategy.map(|strategy| self.strategy(strategy)).transpose()
     }
 
-    /// The strategy that is asked for, or that the other options mean.
+    /// Returns the strategy of `--strategy`. Without this option it is hybrid with `--rules`, and
+    /// full otherwise.
+    ///
+    /// # Errors
+    ///
+    /// Options that contradict each other, and invalid rules.
     pub(crate) fn or_default(&self) -> Result<Strategy> {
         let default = if self.rules.is_some() { StrategyArg::Hybrid } else { StrategyArg::Full };
         let strategy = self.strategy.unwrap_or(default);
@@ -93,12 +102,12 @@ impl StrategyArgs {
         self.strategy(strategy)
     }
 
-    /// The number of copies of the model.
+    /// Returns the number of copies of the model.
     pub(crate) fn replicas(&self) -> u64 {
         self.replicas.unwrap_or(1)
     }
 
-    /// The options as they would be typed again, each with a space before it.
+    /// Returns the options as the user types them, each after a space.
     pub(crate) fn typed(&self) -> String {
         let options = [
             ("strategy", self.strategy.map(typed)),
@@ -114,15 +123,15 @@ impl StrategyArgs {
             .collect()
     }
 
-    /// Refuses the options that the strategy would leave without effect.
+    /// Rejects options that have no effect under this strategy.
     fn check(&self, strategy: Option<StrategyArg>) -> Result<()> {
-        let of_one_strategy = [
+        let strategy_options = [
             ("--layout", self.layout.is_some(), StrategyArg::Full),
             ("--block-size", self.block_size.is_some(), StrategyArg::Full),
             ("--layer-order", self.layer_order.is_some(), StrategyArg::LayerWise),
             ("--rules", self.rules.is_some(), StrategyArg::Hybrid),
         ];
-        for (option, is_given, needed) in of_one_strategy {
+        for (option, is_given, needed) in strategy_options {
             if is_given && strategy != Some(needed) {
                 return Err(Error::usage(format!("{option} needs --strategy {}", typed(needed))));
             }
@@ -142,7 +151,7 @@ impl StrategyArgs {
         })
     }
 
-    /// The rules of the file, or the default ones.
+    /// Returns the rules of the file, or the default rules.
     fn rules(&self) -> Result<Hybrid> {
         match &self.rules {
             Some(path) => input::read_json(path, "rules").with_hint(hint::RULES),
@@ -166,10 +175,11 @@ impl StrategyArgs {
     }
 }
 
-/// The number of names that are listed at most.
+/// Number of names after which a list is cut off.
 const MAX_NAMES: usize = 8;
 
-/// Says which rules decide how many parameters, and which decide none.
+/// Writes the number of parameters that each rule decides, and the names of parameters that match
+/// no rule or several.
 pub(crate) fn write_matches(rules: &Matches<'_>, out: &mut dyn Write) -> io::Result<()> {
     let decided: Vec<_> =
         rules.decided.iter().enumerate().map(|(rule, n)| format!("{n} by rule {rule}")).collect();
@@ -189,7 +199,7 @@ pub(crate) fn write_matches(rules: &Matches<'_>, out: &mut dyn Write) -> io::Res
     Ok(())
 }
 
-/// The first names of a list.
+/// Joins names, up to [`MAX_NAMES`].
 fn listed(names: &[&str]) -> String {
     let more = if names.len() > MAX_NAMES { ", …" } else { "" };
     names[..names.len().min(MAX_NAMES)].join(", ") + more
@@ -203,13 +213,13 @@ mod tests {
 
     #[derive(Parser)]
     #[command(no_binary_name = true)]
-    struct Line {
+    struct StrategyLine {
         #[command(flatten)]
-        what: StrategyArgs,
+        sharding: StrategyArgs,
     }
 
     #[test]
-    fn options_are_typed_again_as_they_were() {
+    fn typed_repeats_the_given_options() {
         for line in [
             "",
             " --strategy full --layout row-ragged --block-size 4",
@@ -217,7 +227,7 @@ mod tests {
             " --strategy hybrid --rules rules.json --replicas 2",
             " --strategy hybrid --rules 'my rules.json'",
         ] {
-            let args = Line::parse_from(shlex::split(line).unwrap()).what;
+            let args = StrategyLine::parse_from(shlex::split(line).unwrap()).sharding;
             assert_eq!(args.typed(), line);
         }
     }

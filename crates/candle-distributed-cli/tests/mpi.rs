@@ -81,7 +81,7 @@ fn losses(run: &str) -> Vec<f64> {
 }
 
 #[test]
-fn processes_say_what_they_do_not_have_in_common() {
+fn processes_report_different_settings() {
     let (home, data) = home();
     let at = |name: &str| home.path().join(name).to_str().unwrap().to_owned();
     let (run, other) = (at("run"), at("other"));
@@ -119,7 +119,7 @@ fn processes_say_what_they_do_not_have_in_common() {
 }
 
 #[test]
-fn a_run_is_complete_if_all_processes_find_it_so() {
+fn run_is_complete_for_all_processes() {
     let (home, data) = home();
     let at = |name: &str| home.path().join(name).to_str().unwrap().to_owned();
     let (run, other) = (at("run"), at("other"));
@@ -137,7 +137,7 @@ fn a_run_is_complete_if_all_processes_find_it_so() {
 
 /// Two copies of a model, each in parts on two processes.
 #[test]
-fn copies_of_a_sharded_model_learn_over_processes() {
+fn replicas_learn_over_processes() {
     let (home, data) = home();
     let at = |name: &str| home.path().join(name).to_str().unwrap().to_owned();
     let train = |more: &[&str]| {
@@ -169,7 +169,7 @@ fn copies_of_a_sharded_model_learn_over_processes() {
 }
 
 #[test]
-fn losses_of_processes_are_those_of_the_file() {
+fn process_losses_match_pinned_runs() {
     let (home, data) = home();
     let out = home.path().join("run").to_str().unwrap().to_owned();
     let small = ["--n-layers", "2", "--hidden", "32", "--n-heads", "4", "--context", "32"];
@@ -194,13 +194,13 @@ fn train_large(data: &Path, out: &str, more: &[&str]) -> Output {
 }
 
 #[test]
-fn a_model_that_fits_no_process_trains_in_parts() {
+fn sharding_trains_model_above_process_limit() {
     let (home, data) = home();
     let at = |name: &str| home.path().join(name).to_str().unwrap().to_owned();
     let refused = train_large(&data, &at("whole"), &[]);
     let said = String::from_utf8(refused.stderr).unwrap();
     assert_eq!(refused.status.code(), Some(2), "{said}");
-    for words in ["would take about", "because of its address space", "--strategy full"] {
+    for words in ["would take about", "but its address space", "--strategy full"] {
         assert!(said.contains(words), "no {words:?} in {said}");
     }
     // With that check off the processes die.

@@ -77,7 +77,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn files_are_listed_in_order_without_hidden_ones() {
+    fn listing_is_sorted_without_hidden_files() {
         let dir = tempfile::tempdir().unwrap();
         fs::create_dir(dir.path().join("b")).unwrap();
         for name in ["c.txt", "b/a", "a", ".x"] {

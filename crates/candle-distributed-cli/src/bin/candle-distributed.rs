@@ -1,4 +1,4 @@
-//! The command line of candle-distributed: see the library of this package.
+//! The `candle-distributed` program. The library of this package does all the work.
 
 use std::process::ExitCode;
 
@@ -7,16 +7,17 @@ use libmimalloc_sys::{mi_option_set_default, mi_option_t};
 #[global_allocator]
 static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
 
-/// `mi_option_purge_delay` of mimalloc.h, which the crate gives no name.
+/// `mi_option_purge_delay` of mimalloc.h, for which the crate has no constant.
 const PURGE_DELAY: mi_option_t = 15;
 
-/// Keeps freed memory for what is allocated next, unless `MIMALLOC_PURGE_DELAY` says otherwise.
+/// Keeps freed memory for later allocations, unless `MIMALLOC_PURGE_DELAY` is set.
 ///
-/// What a step of training frees, the next one allocates: with mimalloc's delay of a second, a
-/// twentieth of a step goes to pages that are returned to the system, asked for again and cleared.
-#[expect(unsafe_code, reason = "mimalloc has its options in C alone")]
+/// Each training step allocates the memory that the step before it freed. With mimalloc's default
+/// delay of a second, a twentieth of a step is spent on returning pages to the system, requesting
+/// them again and clearing them.
+#[expect(unsafe_code, reason = "mimalloc exposes its options only through its C API")]
 fn keep_freed_memory() {
-    // SAFETY: the number is that of an option, and no other thread has been started.
+    // SAFETY: `PURGE_DELAY` is a valid option, and no other thread is running yet.
     unsafe { mi_option_set_default(PURGE_DELAY, -1) }
 }
 

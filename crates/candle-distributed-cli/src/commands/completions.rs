@@ -1,4 +1,4 @@
-//! `completions`: a script that lets a shell complete commands and options.
+//! `completions`: prints a script for shell completion.
 
 use clap::CommandFactory;
 use clap_complete::Shell;
@@ -8,22 +8,22 @@ use crate::{Cli, error::Result, help::examples, output};
 /// Print a script that completes commands and options in a shell.
 #[derive(Debug, clap::Args)]
 #[command(after_help = examples![
-    "# For this session of bash; in ~/.bashrc it is for every session"
+    "# For this bash session; put it into ~/.bashrc for every session"
     "source <(candle-distributed completions bash)"
-    "# For every session of fish, and of zsh if this folder is in its $fpath"
+    "# For every fish session, and for every zsh session if this folder is in its $fpath"
     "candle-distributed completions fish > ~/.config/fish/completions/candle-distributed.fish"
     "candle-distributed completions zsh > ~/.zfunc/_candle-distributed"
 ])]
-pub(crate) struct Args {
-    /// The shell
+pub(crate) struct CompletionsArgs {
+    /// Shell to write the script for
     #[arg(value_enum)]
     shell: Shell,
 }
 
-pub(crate) fn run(args: &Args) -> Result<()> {
+pub(crate) fn run(args: &CompletionsArgs) -> Result<()> {
     let mut cli = Cli::command();
     let name = cli.get_name().to_owned();
-    // Into memory first, where writing cannot fail: clap panics if it fails.
+    // clap panics if a write fails, so the script goes to memory first.
     let mut script = Vec::new();
     clap_complete::generate(args.shell, &mut cli, name, &mut script);
     output::text(|out| out.write_all(&script))

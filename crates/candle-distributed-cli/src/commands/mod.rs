@@ -1,4 +1,4 @@
-//! The subcommands, one file each.
+//! The subcommands, one module each.
 
 pub(crate) mod batch;
 pub(crate) mod completions;
@@ -14,8 +14,8 @@ pub(crate) mod train;
 
 use crate::error::{Error, Result};
 
-/// How many results to print out of `len`, from `start` on and at most `count`; an error calls them
-/// `what`.
+/// Returns the number of results to print out of `len`: from `start` on, at most `count`. An error
+/// calls the results `what`.
 pub(crate) fn count(start: u64, count: Option<u64>, len: u64, what: &str) -> Result<u64> {
     let left = len
         .checked_sub(start)
@@ -23,8 +23,8 @@ pub(crate) fn count(start: u64, count: Option<u64>, len: u64, what: &str) -> Res
     Ok(count.map_or(left, |count| count.min(left)))
 }
 
-/// A number of results that an iterator has.
+/// Converts a number of results, at most the length of an iterator, to `usize`.
 #[expect(clippy::expect_used, reason = "says why it cannot fail")]
-pub(crate) fn of_iterator(n: u64) -> usize {
-    usize::try_from(n).expect("no more than the results, whose number is a usize")
+pub(crate) fn iterator_count(n: u64) -> usize {
+    usize::try_from(n).expect("at most the length of an iterator, which is a usize")
 }

@@ -1,4 +1,4 @@
-//! Numbers in JSON: a list, what `sample` prints, or a field of each line.
+//! Numbers in JSON: a list, the output of `sample`, or a field of each line.
 
 use std::{
     fmt,
@@ -11,41 +11,43 @@ use serde::{
 };
 
 use super::{
-    List,
-    number::{Number, Value},
+    NumberList,
+    number::{Number, NumberValue},
 };
 use crate::{
     error::{Error, Result},
     input,
 };
 
-/// The numbers of a list, or the indices that `sample` has printed. All of them are held.
-pub(super) fn whole<T: Number>(list: &List, source: impl Read) -> Result<Vec<T>> {
+/// Reads the numbers of a list, or the indices in the output of `sample`, into memory.
+pub(super) fn whole<T: Number>(list: &NumberList, source: impl Read) -> Result<Vec<T>> {
     let bytes = input::read_bytes(source, &list.path)?;
     let numbers = if bytes.first() == Some(&b'[') {
         serde_json::from_slice(&bytes)
     } else {
-        serde_json::from_slice(&bytes).and_then(|answer: Answer<T>| match answer.format_version {
-            1 => Ok(answer.indices),
-            other => Err(de::Error::custom(format!("format_version is {other}, and must be 1"))),
+        serde_json::from_slice(&bytes).and_then(|answer: SampleOutput<T>| {
+            match answer.format_version {
+                1 => Ok(answer.indices),
+                other => Err(de::Error::custom(format!("format_version is {other}, must be 1"))),
+            }
         })
     };
     numbers.map_err(|fault| Error::json(&list.path, "a list of numbers", fault).hinted(list.hint))
 }
 
-/// What `sample --format json` prints.
+/// The output of `sample --format json`.
 #[derive(Deserialize)]
-struct Answer<T> {
+struct SampleOutput<T> {
     format_version: u32,
     indices: Vec<T>,
 }
 
-/// The longest line that is read: one of ten million token ids is shorter.
+/// The length limit of a line. A line of ten million token ids is shorter.
 const MAX_LINE_BYTES: u64 = 1 << 26;
 
-/// The numbers in a field of each line that is not blank. A list there counts as its length.
+/// Reads the number in a field of each line, or the length of a list. Blank lines are skipped.
 pub(super) fn field_of_lines<T: Number>(
-    list: List,
+    list: NumberList,
     mut source: impl BufRead + 'static,
     name: String,
 ) -> impl Iterator<Item = Result<T>> {
@@ -66,26 +68,28 @@ pub(super) fn field_of_lines<T: Number>(
     })
 }
 
-/// The number in a field of line `n`.
-fn in_line<T: Number>(list: &List, n: u64, line: &[u8], name: &str) -> Result<T> {
+/// Reads the number in a field of line `n`.
+fn in_line<T: Number>(list: &NumberList, n: u64, line: &[u8], name: &str) -> Result<T> {
     let place = format!("line {n} of {}", list.name());
     if line.len() as u64 > MAX_LINE_BYTES {
         return Err(list.error(format!("{place} is longer than {MAX_LINE_BYTES} bytes")));
     }
     let mut json = serde_json::Deserializer::from_slice(line);
-    let found = Field(name).deserialize(&mut json).and_then(|found| json.end().map(|()| found));
-    let number =
-        found.map_err(|fault| fault.to_string()).and_then(|count| T::of(Value::Unsigned(count)));
+    let found =
+        FieldReader(name).deserialize(&mut json).and_then(|found| json.end().map(|()| found));
+    let number = found
+        .map_err(|fault| fault.to_string())
+        .and_then(|count| T::from_value(NumberValue::Unsigned(count)));
     number.map_err(|fault| {
         let shown = input::excerpt(String::from_utf8_lossy(line).trim_end());
         list.error(format!("{place} has no {} in {name:?}: {fault}: {shown}", list.what))
     })
 }
 
-/// The field of this name of an object, and no other.
-struct Field<'a>(&'a str);
+/// Reads the field with this name from an object, and skips all others.
+struct FieldReader<'a>(&'a str);
 
-impl<'de> DeserializeSeed<'de> for Field<'_> {
+impl<'de> DeserializeSeed<'de> for FieldReader<'_> {
     type Value = u64;
 
     fn deserialize<D: de::Deserializer<'de>>(self, json: D) -> Result<u64, D::Error> {
@@ -93,7 +97,7 @@ impl<'de> DeserializeSeed<'de> for Field<'_> {
     }
 }
 
-impl<'de> Visitor<'de> for Field<'_> {
+impl<'de> Visitor<'de> for FieldReader<'_> {
     type Value = u64;
 
     fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -105,8 +109,8 @@ impl<'de> Visitor<'de> for Field<'_> {
         while let Some(key) = object.next_key::<String>()? {
             if key != self.0 {
                 object.next_value::<IgnoredAny>()?;
-            } else if found.replace(object.next_value::<Count>()?.0).is_some() {
-                return Err(de::Error::custom("the field is there twice"));
+            } else if found.replace(object.next_value::<FieldCount>()?.0).is_some() {
+                return Err(de::Error::custom("the field appears twice"));
             }
         }
         found.ok_or_else(|| de::Error::custom("there is no such field"))
@@ -114,9 +118,9 @@ impl<'de> Visitor<'de> for Field<'_> {
 }
 
 /// A whole number, or the length of a list.
-struct Count(u64);
+struct FieldCount(u64);
 
-impl<'de> Deserialize<'de> for Count {
+impl<'de> Deserialize<'de> for FieldCount {
     fn deserialize<D: de::Deserializer<'de>>(json: D) -> Result<Self, D::Error> {
         json.deserialize_any(CountVisitor).map(Self)
     }
@@ -128,7 +132,7 @@ impl<'de> Visitor<'de> for CountVisitor {
     type Value = u64;
 
     fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("a whole number, or a list whose length counts")
+        f.write_str("a whole number, or a list to be counted")
     }
 
     fn visit_u64<E: de::Error>(self, number: u64) -> Result<u64, E> {

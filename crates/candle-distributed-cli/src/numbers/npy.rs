@@ -1,8 +1,8 @@
-//! Numbers as NumPy writes them: a header, and their bytes.
+//! NumPy arrays: a header, then the bytes of the numbers.
 //!
-//! The header is a dictionary of Python with three keys, one of whose values may be any type of
-//! NumPy. What is read here are lists of numbers, so a parser of Python's literals would understand
-//! more only to refuse it, and bring four crates.
+//! The header is a Python dictionary with three keys, and its dtype may be any type of NumPy. Only
+//! lists of numbers are supported here. A parser for Python literals would accept more, only to
+//! reject it later, and add four dependencies.
 //!
 //! The format: <https://numpy.org/doc/stable/reference/generated/numpy.lib.format.html>.
 
@@ -12,28 +12,29 @@ use std::{
 };
 
 use super::{
-    List,
-    number::{Number, Value},
+    NumberList,
+    number::{Number, NumberValue},
 };
 use crate::error::Result;
 
-/// No text begins with it.
+/// The first byte of an array. No UTF-8 text begins with it.
 pub(super) const FIRST_BYTE: u8 = MAGIC[0];
 
 const MAGIC: [u8; 6] = *b"\x93NUMPY";
 
-/// Whether a file that begins with these bytes, six or more, is an array. As a number they would be
-/// above 2^48.
+/// Returns true if a file with these first bytes, at least six, is an array.
+///
+/// As a raw number, these bytes would be above 2^48.
 pub(super) fn is_array(first: &[u8]) -> bool {
     first.starts_with(&MAGIC)
 }
 
-/// NumPy's own limit for headers that are read without trust.
+/// NumPy's own limit for headers of untrusted files.
 const MAX_HEADER_BYTES: u64 = 10_000;
 
-/// The header of an array of 64-bit integers of this shape, whose bytes follow it.
+/// Returns the header of an array of 64-bit integers of this shape. The numbers must follow it.
 pub(crate) fn header(shape: &[u64]) -> Vec<u8> {
-    /// The bytes of an array begin at a multiple of it, so that they can be mapped into memory.
+    /// Alignment of the numbers, so that they can be mapped into memory.
     const ALIGNMENT: usize = 64;
     const BEFORE_TEXT: usize = MAGIC.len() + 4;
 
@@ -42,36 +43,36 @@ pub(crate) fn header(shape: &[u64]) -> Vec<u8> {
     let n_bytes = (BEFORE_TEXT + text.len() + 1).next_multiple_of(ALIGNMENT) - BEFORE_TEXT;
     text.extend(std::iter::repeat_n(' ', n_bytes - 1 - text.len()));
     text.push('\n');
-    // The version, and in 16 bits the length of the text, which has a number of 20 digits for each
-    // dimension at most.
+    // The version, then the length of the text. 16 bits suffice, since each dimension has at most 20
+    // digits.
     let [low, high, ..] = n_bytes.to_le_bytes();
     [&MAGIC[..], &[1, 0, low, high], text.as_bytes()].concat()
 }
 
-/// The numbers of an array of one dimension.
+/// Reads the numbers of a one-dimensional array.
 pub(super) fn read<T: Number>(
-    list: List,
+    list: NumberList,
     mut source: impl BufRead + 'static,
 ) -> Result<impl Iterator<Item = Result<T>>> {
     let fault = |fault: String| list.error(format!("{} {fault}", list.name()));
     let text = header_text(&mut source).map_err(|source| list.unreadable(source))?;
-    let header = text.as_deref().and_then(Header::parse).ok_or_else(|| {
-        fault("begins like an array of NumPy, and has no header of one in version 1, 2 or 3".into())
+    let header = text.as_deref().and_then(ArrayHeader::parse).ok_or_else(|| {
+        fault("begins like a NumPy array, but has no header of version 1, 2 or 3".into())
     })?;
-    let (dtype, len) = header.of_list(T::IS_REAL).map_err(fault)?;
-    Ok(Items { list, source, dtype, len: Some(len), n_read: 0, number: PhantomData })
+    let (dtype, len) = header.list_type(T::IS_REAL).map_err(fault)?;
+    Ok(ArrayItems { list, source, dtype, len: Some(len), n_read: 0, number: PhantomData })
 }
 
-/// Numbers of 64 bits with nothing before and after them.
+/// Reads raw 64-bit numbers without a header.
 pub(super) fn read_raw<T: Number>(
-    list: List,
+    list: NumberList,
     source: impl BufRead + 'static,
 ) -> impl Iterator<Item = Result<T>> {
-    let dtype = Dtype { kind: Kind::Unsigned, n_bytes: 8 };
-    Items { list, source, dtype, len: None, n_read: 0, number: PhantomData }
+    let dtype = ArrayDtype { kind: NumberKind::Unsigned, n_bytes: 8 };
+    ArrayItems { list, source, dtype, len: None, n_read: 0, number: PhantomData }
 }
 
-/// The text of a header; `None` if there is none.
+/// Reads the text of a header, or returns `None` if it is invalid.
 fn header_text(source: &mut impl Read) -> io::Result<Option<String>> {
     let mut start = [0; 8];
     let is_there = read_up_to(source, &mut start)? == start.len() && start[..6] == MAGIC;
@@ -92,7 +93,7 @@ fn header_text(source: &mut impl Read) -> io::Result<Option<String>> {
     Ok(String::from_utf8(text).ok().filter(|_| is_whole))
 }
 
-/// Reads until `bytes` are full or the source ends, and returns how many are read.
+/// Reads until `bytes` is full or the source ends, and returns the number of bytes read.
 fn read_up_to(source: &mut impl Read, bytes: &mut [u8]) -> io::Result<usize> {
     let mut n_read = 0;
     while n_read < bytes.len() {
@@ -106,109 +107,110 @@ fn read_up_to(source: &mut impl Read, bytes: &mut [u8]) -> io::Result<usize> {
     Ok(n_read)
 }
 
-/// The values of a header as they stand there.
+/// The unparsed values of a header.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-struct Header<'a> {
+struct ArrayHeader<'a> {
     descr: &'a str,
     fortran_order: &'a str,
     shape: &'a str,
 }
 
-impl<'a> Header<'a> {
+impl<'a> ArrayHeader<'a> {
     fn parse(text: &'a str) -> Option<Self> {
         let value =
             |key: &str| Some(text.split_once(key)?.1.trim_start().strip_prefix(':')?.trim_start());
-        let until = |end: &[char], value: &'a str| Some(value.split_once(end)?.0.trim_end());
+        let cut_at = |end: &[char], value: &'a str| Some(value.split_once(end)?.0.trim_end());
         let shape = value("'shape'")?.strip_prefix('(')?;
         Some(Self {
-            descr: until(&[',', '}'], value("'descr'")?)?,
-            fortran_order: until(&[',', '}'], value("'fortran_order'")?)?,
-            shape: until(&[')'], shape)?,
+            descr: cut_at(&[',', '}'], value("'descr'")?)?,
+            fortran_order: cut_at(&[',', '}'], value("'fortran_order'")?)?,
+            shape: cut_at(&[')'], shape)?,
         })
     }
 
-    /// The type and the number of numbers, or what is wrong with them.
-    fn of_list(self, is_real: bool) -> Result<(Dtype, u64), String> {
+    /// Returns the dtype and the length of a list, or describes the fault for a message.
+    fn list_type(self, is_real: bool) -> Result<(ArrayDtype, u64), String> {
         let Self { descr, fortran_order, shape } = self;
-        let dtype = Dtype::parse(descr).filter(|dtype| is_real || dtype.kind != Kind::Real);
+        let dtype =
+            ArrayDtype::parse(descr).filter(|dtype| is_real || dtype.kind != NumberKind::Real);
         let dtype = dtype.ok_or_else(|| {
             let numbers = if is_real { "numbers" } else { "integers" };
-            format!("has dtype {descr}, which is not one of little-endian {numbers}")
+            format!("has dtype {descr}, which is not a dtype of little-endian {numbers}")
         })?;
         if fortran_order != "False" {
             return Err(format!("has fortran_order {fortran_order}, which must be False"));
         }
         let len = shape.trim().strip_suffix(',').and_then(|len| len.trim().parse().ok());
         let len =
-            len.ok_or_else(|| format!("has shape ({shape}), which must be of one dimension"))?;
+            len.ok_or_else(|| format!("has shape ({shape}), which must have one dimension"))?;
         Ok((dtype, len))
     }
 }
 
 /// The type of the numbers of an array.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-struct Dtype {
-    kind: Kind,
+struct ArrayDtype {
+    kind: NumberKind,
     n_bytes: usize,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Kind {
+enum NumberKind {
     Signed,
     Unsigned,
     Real,
 }
 
-impl Dtype {
-    /// The type that a header calls by this name, in the quotes of Python.
+impl ArrayDtype {
+    /// Parses the quoted name of a dtype in a header.
     fn parse(name: &str) -> Option<Self> {
         let (kind, n_bytes) = match name.trim_matches('\'') {
-            "|i1" => (Kind::Signed, 1),
-            "<i2" => (Kind::Signed, 2),
-            "<i4" => (Kind::Signed, 4),
-            "<i8" => (Kind::Signed, 8),
-            "|u1" => (Kind::Unsigned, 1),
-            "<u2" => (Kind::Unsigned, 2),
-            "<u4" => (Kind::Unsigned, 4),
-            "<u8" => (Kind::Unsigned, 8),
-            "<f4" => (Kind::Real, 4),
-            "<f8" => (Kind::Real, 8),
+            "|i1" => (NumberKind::Signed, 1),
+            "<i2" => (NumberKind::Signed, 2),
+            "<i4" => (NumberKind::Signed, 4),
+            "<i8" => (NumberKind::Signed, 8),
+            "|u1" => (NumberKind::Unsigned, 1),
+            "<u2" => (NumberKind::Unsigned, 2),
+            "<u4" => (NumberKind::Unsigned, 4),
+            "<u8" => (NumberKind::Unsigned, 8),
+            "<f4" => (NumberKind::Real, 4),
+            "<f8" => (NumberKind::Real, 8),
             _ => return None,
         };
         Some(Self { kind, n_bytes })
     }
 
-    /// The number in the first bytes; those behind it are zeros.
-    fn value(self, bytes: [u8; 8]) -> Value {
+    /// Decodes the number in the first bytes. The remaining bytes must be zero.
+    fn value(self, bytes: [u8; 8]) -> NumberValue {
         let number = u64::from_le_bytes(bytes);
         match self.kind {
-            Kind::Unsigned => Value::Unsigned(number),
-            Kind::Signed => {
+            NumberKind::Unsigned => NumberValue::Unsigned(number),
+            NumberKind::Signed => {
                 let unused_bits = 8 * (bytes.len() - self.n_bytes);
-                Value::Signed((number << unused_bits).cast_signed() >> unused_bits)
+                NumberValue::Signed((number << unused_bits).cast_signed() >> unused_bits)
             }
-            Kind::Real if self.n_bytes == 4 => {
+            NumberKind::Real if self.n_bytes == 4 => {
                 let [a, b, c, d, ..] = bytes;
-                Value::Real(f32::from_le_bytes([a, b, c, d]).into())
+                NumberValue::Real(f32::from_le_bytes([a, b, c, d]).into())
             }
-            Kind::Real => Value::Real(f64::from_bits(number)),
+            NumberKind::Real => NumberValue::Real(f64::from_bits(number)),
         }
     }
 }
 
-/// The numbers behind a header.
-struct Items<T, R> {
-    list: List,
+/// An iterator over the numbers after a header.
+struct ArrayItems<T, R> {
+    list: NumberList,
     source: R,
-    dtype: Dtype,
-    /// How many there must be, if that is known.
+    dtype: ArrayDtype,
+    /// Expected number of items, if known.
     len: Option<u64>,
     n_read: u64,
     number: PhantomData<T>,
 }
 
-impl<T: Number, R: BufRead> Items<T, R> {
-    /// The next number, or `None` if all are read.
+impl<T: Number, R: BufRead> ArrayItems<T, R> {
+    /// Reads the next number, or returns `None` after the last.
     fn read(&mut self) -> Result<Option<T>> {
         let name = self.list.name();
         if self.len == Some(self.n_read) {
@@ -216,7 +218,7 @@ impl<T: Number, R: BufRead> Items<T, R> {
             if rest.is_empty() {
                 return Ok(None);
             }
-            let end = format!("{name} has more bytes than its {} numbers take", self.n_read);
+            let end = format!("{name} has bytes after its {} numbers", self.n_read);
             return Err(self.list.error(end));
         }
         let mut bytes = [0; 8];
@@ -226,19 +228,21 @@ impl<T: Number, R: BufRead> Items<T, R> {
             0 if self.len.is_none() => return Ok(None),
             n if n == n_bytes => {}
             _ => {
-                let of_all = self.len.map_or_else(String::new, |len| format!(" of {len}"));
-                let end = format!("{name} ends after {}{of_all} numbers", self.n_read);
+                let total = self.len.map_or_else(String::new, |len| format!(" of {len}"));
+                let end = format!("{name} ends after {}{total} numbers", self.n_read);
                 return Err(self.list.error(end));
             }
         }
         self.n_read += 1;
         let value = self.dtype.value(bytes);
-        let fault = |fault: String| self.list.fault(self.n_read, &fault, &value.to_string());
-        T::of(value).map(Some).map_err(fault)
+        match T::from_value(value) {
+            Ok(number) => Ok(Some(number)),
+            Err(fault) => Err(self.list.fault(self.n_read, &fault, &value.to_string())),
+        }
     }
 }
 
-impl<T: Number, R: BufRead> Iterator for Items<T, R> {
+impl<T: Number, R: BufRead> Iterator for ArrayItems<T, R> {
     type Item = Result<T>;
 
     fn next(&mut self) -> Option<Self::Item> {

@@ -1,18 +1,18 @@
-//! A number in a list, as a word or as bytes.
+//! Conversion of list entries, as text or bytes, to numbers.
 
 use std::fmt;
 
 use serde::de::DeserializeOwned;
 
-/// A number as bytes have it.
+/// A number decoded from bytes.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub(super) enum Value {
+pub(super) enum NumberValue {
     Unsigned(u64),
     Signed(i64),
     Real(f64),
 }
 
-impl fmt::Display for Value {
+impl fmt::Display for NumberValue {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Unsigned(number) => number.fmt(f),
@@ -22,16 +22,16 @@ impl fmt::Display for Value {
     }
 }
 
-/// A number in a list.
+/// A number type that lists may have.
 pub(super) trait Number: DeserializeOwned + 'static {
-    /// Whether it may have a fraction.
+    /// Whether numbers may have a fraction.
     const IS_REAL: bool;
 
-    /// The number that `word` is, or what is wrong with it.
+    /// Parses `word`, or describes its fault for a message.
     fn parse(word: &str) -> Result<Self, String>;
 
-    /// The number that a value is, or what is wrong with it.
-    fn of(value: Value) -> Result<Self, String>;
+    /// Converts a value, or describes its fault for a message.
+    fn from_value(value: NumberValue) -> Result<Self, String>;
 }
 
 const NOT_A_NUMBER: &str = "not a number";
@@ -52,11 +52,11 @@ macro_rules! whole_numbers {
                 })
             }
 
-            fn of(value: Value) -> Result<Self, String> {
+            fn from_value(value: NumberValue) -> Result<Self, String> {
                 let number = match value {
-                    Value::Unsigned(number) => i128::from(number),
-                    Value::Signed(number) => i128::from(number),
-                    Value::Real(_) => return Err("not a whole number".into()),
+                    NumberValue::Unsigned(number) => i128::from(number),
+                    NumberValue::Signed(number) => i128::from(number),
+                    NumberValue::Real(_) => return Err("not a whole number".into()),
                 };
                 if number < 0 {
                     return Err("negative".into());
@@ -76,11 +76,11 @@ impl Number for f64 {
         word.parse().map_err(|_| String::from(NOT_A_NUMBER))
     }
 
-    fn of(value: Value) -> Result<Self, String> {
+    fn from_value(value: NumberValue) -> Result<Self, String> {
         Ok(match value {
-            Value::Unsigned(number) => number as Self,
-            Value::Signed(number) => number as Self,
-            Value::Real(number) => number,
+            NumberValue::Unsigned(number) => number as Self,
+            NumberValue::Signed(number) => number as Self,
+            NumberValue::Real(number) => number,
         })
     }
 }

@@ -1,19 +1,19 @@
-//! Numbers as a text, separated by white space.
+//! Numbers in text, separated by white space.
 
 use std::io::{self, BufRead, ErrorKind};
 
-use super::{List, number::Number};
+use super::{NumberList, number::Number};
 use crate::error::Result;
 
-/// The longest word that may be a number. Words that never end are none.
+/// The length limit of a word. Longer input, such as an endless word, is not a number.
 const MAX_WORD_BYTES: usize = 4096;
 
-/// The numbers of a text.
+/// Reads the numbers of a text.
 pub(super) fn read<T: Number>(
-    list: List,
+    list: NumberList,
     source: impl BufRead + 'static,
 ) -> impl Iterator<Item = Result<T>> {
-    let mut words = Words { source, bytes: Vec::new(), text: String::new(), end: 0 };
+    let mut words = WordReader { source, bytes: Vec::new(), text: String::new(), end: 0 };
     (1_u64..).map_while(move |n| match words.next() {
         Ok(Some(word)) => Some(T::parse(word).map_err(|fault| list.fault(n, &fault, word))),
         Ok(None) => None,
@@ -21,17 +21,17 @@ pub(super) fn read<T: Number>(
     })
 }
 
-/// The words of a source, of which no more than one is held.
-struct Words<R> {
+/// Splits a source into words, with one piece in memory at a time.
+struct WordReader<R> {
     source: R,
     bytes: Vec<u8>,
-    /// What stands between two white spaces of ASCII: beside them there are those of Unicode.
+    /// Text between two ASCII white spaces. It may contain Unicode white space.
     text: String,
-    /// Where in there the last word ends.
+    /// End of the last word in `text`.
     end: usize,
 }
 
-impl<R: BufRead> Words<R> {
+impl<R: BufRead> WordReader<R> {
     fn next(&mut self) -> io::Result<Option<&str>> {
         while self.text[self.end..].trim_start().is_empty() {
             if !self.read()? {
@@ -47,8 +47,8 @@ impl<R: BufRead> Words<R> {
         Ok(Some(&self.text[start..self.end]))
     }
 
-    /// Reads up to the next white space of ASCII, and returns whether there is anything before it.
-    /// What is longer than any number is read in pieces.
+    /// Reads up to the next ASCII white space, and returns true unless the source has ended. Text
+    /// that is longer than any number is read in pieces.
     fn read(&mut self) -> io::Result<bool> {
         self.bytes.clear();
         loop {

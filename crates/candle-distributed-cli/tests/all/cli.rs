@@ -12,7 +12,7 @@ use serde_json::{Value, json};
 use crate::support::{command, file, json, refuses, run::Home, text, words};
 
 #[test]
-fn sample_prints_one_index_a_line() {
+fn sample_prints_one_index_per_line() {
     assert_eq!(
         text(&["sample", "--len", "11", "--world-size", "4", "--rank", "3", "--preset", "spdl"]),
         "3\n7\n"
@@ -25,7 +25,7 @@ fn sample_prints_one_index_a_line() {
 }
 
 #[test]
-fn sample_in_json_has_the_agreed_fields() {
+fn sample_json_has_documented_fields() {
     let report =
         json(&words("sample --len 10 --world-size 4 --rank 3 --order sequential --count 2"));
     let expected = json!({"format_version": 1, "len": 10, "world_size": 4, "rank": 3, "per_rank_len": 4, "indices": [6, 7]});
@@ -33,7 +33,7 @@ fn sample_in_json_has_the_agreed_fields() {
 }
 
 #[test]
-fn sample_repeats_what_torch_reads_and_marks_its_padding() {
+fn sample_matches_torch_and_marks_padding() {
     // torch.utils.data.DistributedSampler(range(10), num_replicas=1, rank=0, seed=45)
     let torch = ["sample", "--preset", "torch", "--len", "10", "--seed", "45"];
     assert_eq!(json(&torch)["indices"], json!([7, 6, 5, 3, 4, 9, 0, 8, 2, 1]));
@@ -48,7 +48,7 @@ fn sample_repeats_what_torch_reads_and_marks_its_padding() {
 }
 
 #[test]
-fn sample_resumes_in_another_world_where_it_was_stopped() {
+fn sample_resumes_with_another_world_size() {
     let dir = tempfile::tempdir().unwrap();
     let state = dir.path().join("state.json");
     let state = state.to_str().unwrap();
@@ -83,7 +83,7 @@ fn sample_resumes_in_another_world_where_it_was_stopped() {
 }
 
 #[test]
-fn sample_shares_a_rank_among_workers_and_the_data_by_weight() {
+fn sample_splits_by_worker_and_rank_weight() {
     let sequential = ["sample", "--len", "10", "--order", "sequential"];
     let with = |more: &[&'static str]| text(&[&sequential[..], more].concat());
     assert_eq!(with(&["--workers", "3", "--worker", "1"]), "1\n4\n7\n");
@@ -113,7 +113,7 @@ fn sample_draws_by_weight() {
 }
 
 #[test]
-fn sample_gives_every_rank_its_share_of_each_class() {
+fn sample_balances_classes_over_ranks() {
     let (_dir, path) = file("classes.txt", "0 0 0 1 ".repeat(10));
     for rank in ["0", "1"] {
         let read = text(&["sample", "--classes", &path, "--world-size", "2", "--rank", rank]);
@@ -148,7 +148,7 @@ fn sample_mixes_data_sets_by_weight() {
 }
 
 #[test]
-fn sample_says_when_and_where_a_sample_is_read() {
+fn sample_locates_a_sample() {
     let world = ["sample", "--len", "1000000000000", "--world-size", "8", "--partition", "strided"];
     let with = |more: &[&'static str]| json(&[&world[..], more].concat());
     let place = with(&["--locate", "7"]);
@@ -166,7 +166,7 @@ fn sample_says_when_and_where_a_sample_is_read() {
 }
 
 #[test]
-fn sample_starts_anywhere_in_a_trillion_samples() {
+fn sample_starts_anywhere_in_a_trillion() {
     let args = words("--len 1000000000000 --world-size 8 --rank 3 --start 70000000000 --count 3");
     let indices = json(&[&["sample"], &args[..]].concat());
     assert_eq!(indices["per_rank_len"], 125_000_000_000_u64);
@@ -177,7 +177,7 @@ fn sample_starts_anywhere_in_a_trillion_samples() {
 }
 
 #[test]
-fn sample_refuses_bad_input() {
+fn sample_rejects_bad_input() {
     refuses(&["sample", "--len", "0"], &["length 0"]);
     refuses(
         &["sample", "--len", "9223372036854775809"],
@@ -197,7 +197,7 @@ fn sample_refuses_bad_input() {
 }
 
 #[test]
-fn sample_ends_quietly_when_its_reader_has_seen_enough() {
+fn sample_ignores_a_closed_pipe() {
     let args = ["sample", "--len", "9223372036854775808", "--order", "sequential"];
     let mut child = command(&args).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
     let mut first = [0; 2];
@@ -220,7 +220,7 @@ fn batch_reads_files_and_standard_input() {
 }
 
 #[test]
-fn batch_in_json_has_the_agreed_fields() {
+fn batch_json_has_documented_fields() {
     let (_dir, path) = file("lengths.txt", "3 6 4");
     let report =
         json(&["batch", "--lengths", &path, "--strategy", "pad-to-max", "--max-batch-size", "2"]);
@@ -274,7 +274,7 @@ fn batch_cuts_sorted_sequences() {
 }
 
 #[test]
-fn batch_sorts_a_window_at_a_time() {
+fn batch_sorts_within_windows() {
     let sorted = ["sorted", "--max-batch-size", "2"];
     batches_are("1 9 1 9 5 1", &sorted, &[(&[0, 2], 1), (&[5, 4], 5), (&[1, 3], 9)], (26, 30));
     // One batch from each window of four: first from the long end, then from the short one.
@@ -283,7 +283,7 @@ fn batch_sorts_a_window_at_a_time() {
 }
 
 #[test]
-fn batch_finds_the_boundaries_of_buckets() {
+fn batch_optimizes_bucket_boundaries() {
     let bucket = ["bucket", "--max-batch-size", "2", "--buckets", "2"];
     batches_are("10 80 15 70 9", &bucket, &[(&[0, 2], 15), (&[1, 3], 80), (&[4], 9)], (184, 199));
     let fixed = [&bucket[..], &["--fixed-shapes"]].concat();
@@ -302,7 +302,7 @@ fn batch_finds_the_boundaries_of_buckets() {
 }
 
 #[test]
-fn batch_packs_rows_and_counts_them() {
+fn batch_packs_and_counts_rows() {
     let answer = batches("12 80 15 70 9", &["pack", "--capacity", "100"]);
     let rows = json!([
         {"indices": [1, 2], "padded_length": 100, "padded_tokens": 100, "real_tokens": 95},
@@ -317,7 +317,7 @@ fn batch_packs_rows_and_counts_them() {
 }
 
 #[test]
-fn batch_knows_every_packing() {
+fn batch_supports_every_packing() {
     let bins = |lengths, more: &[&'static str]| {
         batches(lengths, &[&["pack", "--capacity", "10", "--packing"], more].concat())["report"]["bins"].clone()
     };
@@ -329,7 +329,7 @@ fn batch_knows_every_packing() {
 }
 
 #[test]
-fn batch_keeps_multiples() {
+fn batch_respects_multiples() {
     let with = |more: &[&'static str]| [&["pad-to-max", "--max-batch-size", "2"], more].concat();
     batches_are("3 6 4", &with(&["--length-multiple", "4"]), &[(&[0, 1], 8), (&[2], 4)], (13, 20));
     let dropped = with(&["--batch-size-multiple", "2"]);
@@ -340,7 +340,7 @@ fn batch_keeps_multiples() {
 }
 
 #[test]
-fn batch_keeps_a_cost() {
+fn batch_respects_max_cost() {
     let pad = ["pad-to-max", "--max-cost"];
     let cuts = [(&[0, 1][..], 6), (&[2], 4), (&[3], 10)];
     // 2 x 6 tokens and 2 x 6 x 6 pairs; a third sequence makes 3 x 6 and 3 x 6 x 6.
@@ -349,7 +349,7 @@ fn batch_keeps_a_cost() {
 }
 
 #[test]
-fn batch_of_a_rank_in_json_has_the_agreed_fields() {
+fn batch_json_with_ranks_has_documented_fields() {
     // Three batches for two ranks: the one with padding, of 1 and 3, becomes two.
     let args = ["pad-to-max", "--max-batch-size", "2", "--world-size", "2", "--rank"];
     let ranks = ["0", "1"].map(|rank| batches("5 5 1 3 5 5", &[&args[..], &[rank]].concat()));
@@ -367,7 +367,7 @@ fn batch_of_a_rank_in_json_has_the_agreed_fields() {
 }
 
 #[test]
-fn batch_refuses_options_that_do_not_go_together() {
+fn batch_rejects_conflicting_options() {
     let (_dir, path) = file("lengths.txt", "3 6 4");
     let refused = |args: &[&'static str], words: &[&str]| {
         refuses(
@@ -412,7 +412,7 @@ fn batch_refuses_options_that_do_not_go_together() {
 }
 
 #[test]
-fn batch_refuses_values_out_of_range() {
+fn batch_rejects_values_out_of_range() {
     let (_dir, path) = file("lengths.txt", "3 6 4");
     let refused = |args: &[&'static str], words: &[&str]| {
         refuses(&[&["batch", "--lengths", &path, "--strategy"], args].concat(), words);
@@ -433,7 +433,7 @@ fn batch_refuses_values_out_of_range() {
 }
 
 #[test]
-fn batch_refuses_bad_input() {
+fn batch_rejects_bad_input() {
     let (_dir, path) = file("lengths.txt", "3 600 4");
     let dynamic = ["batch", "--lengths", &path, "--strategy", "dynamic"];
     let with = |more: &[&'static str]| [&dynamic[..], more].concat();
@@ -498,7 +498,7 @@ fn safetensors(header: &str) -> Vec<u8> {
 }
 
 #[test]
-fn plan_in_json_has_the_agreed_fields() {
+fn plan_json_has_documented_fields() {
     let (_dir, path) = file("model.json", MANIFEST);
     let report = json(&["plan", &path, "--world-size", "4", "--rank", "3"]);
     assert_eq!((&report["format_version"], &report["world_size"]), (&json!(1), &json!(4)));
@@ -518,7 +518,7 @@ fn plan_in_json_has_the_agreed_fields() {
 }
 
 #[test]
-fn plan_reads_every_kind_of_model() {
+fn plan_reads_every_model_format() {
     let header = r#"{"w": {"dtype": "F32", "shape": [2, 2], "data_offsets": [0, 16]}}"#;
     let (dir, path) = file("model.safetensors", safetensors(header));
     let of_file = json(&["plan", &path, "--world-size", "2"]);
@@ -537,7 +537,7 @@ fn plan_reads_every_kind_of_model() {
 }
 
 #[test]
-fn plan_knows_strategies_layouts_and_optimizers() {
+fn plan_supports_strategies_layouts_and_optimizers() {
     let (_dir, path) = file("model.json", MANIFEST);
     let plan =
         |more: &[&'static str]| json(&[&["plan", &path, "--world-size", "2"][..], more].concat());
@@ -553,7 +553,7 @@ fn plan_knows_strategies_layouts_and_optimizers() {
 }
 
 #[test]
-fn plan_knows_replicas_ragged_layouts_and_whole_tensors() {
+fn plan_supports_replicas_and_ragged_layouts() {
     let (_dir, path) = file("model.json", MANIFEST);
     let plan =
         |more: &[&'static str]| json(&[&["plan", &path, "--world-size", "4"][..], more].concat());
@@ -609,7 +609,7 @@ fn plan_follows_rules_and_patterns() {
 }
 
 #[test]
-fn plan_tells_what_the_runtime_on_candle_takes_term_by_term() {
+fn plan_itemizes_memory_of_candle_runtime() {
     let (_dir, model) = file("model.json", MANIFEST);
     let plan = ["plan", &model, "--world-size", "4", "--runtime", "candle"];
     let told = [&plan[..], &["--tokens", "10", "--width", "8", "--slots", "2"]].concat();
@@ -646,7 +646,7 @@ fn plan_tells_what_the_runtime_on_candle_takes_term_by_term() {
 }
 
 #[test]
-fn plan_tells_whether_a_model_fits_and_finds_a_plan_that_does() {
+fn plan_checks_budget_and_searches() {
     let (_dir, path) = file("model.json", MANIFEST);
     let plan =
         |more: &[&'static str]| json(&[&["plan", &path, "--world-size", "8"][..], more].concat());
@@ -697,7 +697,7 @@ fn plan_explains_and_compares() {
 }
 
 #[test]
-fn plan_refuses_bad_input() {
+fn plan_rejects_bad_input() {
     let refuses_model = |name: &str, content: &[u8], words: &[&str]| {
         let (_dir, path) = file(name, content);
         refuses(&["plan", &path, "--world-size", "2"], words);
@@ -758,7 +758,7 @@ fn plan_refuses_bad_input() {
 }
 
 #[test]
-fn train_resumes_with_its_own_steps_and_text_alone() {
+fn train_resumes_only_with_same_settings() {
     let home = Home::new();
     home.complete("run");
     let (model, losses) = (home.model("run"), home.losses("run"));
@@ -783,7 +783,7 @@ fn folders(path: &Path) -> usize {
 }
 
 #[test]
-fn train_checks_gradients_first_and_trains_as_if_it_had_not() {
+fn train_check_does_not_change_training() {
     let dir = tempfile::tempdir().unwrap();
     let (_data, data) =
         file("text.txt", "to be or not to be, that is the question.\n\n".repeat(20));
@@ -850,7 +850,7 @@ fn interrupted(mut train: Command, signals: &[&str], out: &Path) -> Output {
 
 #[test]
 #[cfg(unix)]
-fn train_that_is_interrupted_saves_itself_and_says_how_to_resume() {
+fn interrupted_train_saves_and_prints_hint() {
     for signal in ["-INT", "-TERM", "-HUP"] {
         let dir = tempfile::tempdir().unwrap();
         let out = dir.path().join("my run");
@@ -886,7 +886,7 @@ fn train_that_is_interrupted_saves_itself_and_says_how_to_resume() {
 
 #[test]
 #[cfg(unix)]
-fn an_interrupt_that_comes_by_two_ways_does_not_cost_the_checkpoint() {
+fn repeated_interrupts_still_save_a_checkpoint() {
     let dir = tempfile::tempdir().unwrap();
     let out = dir.path().join("run");
     let train = command(&["train", "--steps", "100000", "--out", out.to_str().unwrap()]);
@@ -899,7 +899,7 @@ fn an_interrupt_that_comes_by_two_ways_does_not_cost_the_checkpoint() {
 
 #[test]
 #[cfg(target_os = "linux")]
-fn train_that_was_told_to_survive_its_terminal_does() {
+fn train_keeps_ignored_signals_ignored() {
     let dir = tempfile::tempdir().unwrap();
     let out = dir.path().join("run");
     let mut train = Command::new("sh");
@@ -918,7 +918,7 @@ fn n_steps(out: &Path) -> usize {
 }
 
 #[test]
-fn train_prints_its_batches_first_and_its_text_last() {
+fn train_prints_batches_first_text_last() {
     let dir = tempfile::tempdir().unwrap();
     let out = dir.path().join("run");
     let args = ["train", "--steps", "1", "--context", "32", "--out", out.to_str().unwrap()];
@@ -930,7 +930,7 @@ fn train_prints_its_batches_first_and_its_text_last() {
 }
 
 #[test]
-fn train_saves_its_model_though_nobody_reads_what_it_prints() {
+fn train_survives_a_closed_stdout() {
     let dir = tempfile::tempdir().unwrap();
     let out = dir.path().join("run");
     let mut child = command(&["train", "--steps", "1", "--out", out.to_str().unwrap()]);
@@ -941,7 +941,7 @@ fn train_saves_its_model_though_nobody_reads_what_it_prints() {
 }
 
 #[test]
-fn train_refuses_bad_input_and_never_overwrites_a_run() {
+fn train_rejects_bad_input_and_existing_runs() {
     refuses(&["train", "--steps", "0"], &["--steps is 0", "at least 1"]);
     refuses(&["train", "--world-size", "0"], &["world size 0"]);
     refuses(&["train", "--world-size", "1025"], &["1025", "1024"]);

@@ -106,7 +106,7 @@ const TO_A_COMPLETE_RUN: [(&str, Damage); 6] = [
 ];
 
 #[test]
-fn damage_is_noticed_or_the_run_ends_as_without_it() {
+fn damaged_runs_are_rejected_or_recovered() {
     let home = Home::new();
     home.complete("whole");
     let model = home.model("whole");

@@ -49,7 +49,7 @@ fn lines_of(answer: &[u8]) -> Vec<Value> {
 }
 
 #[test]
-fn sample_writes_the_same_indices_in_every_form() {
+fn sample_formats_hold_equal_indices() {
     for more in [
         &["--len", "20000"][..],
         &["--len", "11", "--preset", "torch", "--world-size", "4", "--rank", "3"],
@@ -70,7 +70,7 @@ fn sample_writes_the_same_indices_in_every_form() {
 }
 
 #[test]
-fn arrays_hold_signed_indices_and_nothing_else() {
+fn arrays_hold_only_signed_indices() {
     let with = |more: &[&str], words: &[&str]| {
         refuses(&[&["sample", "--len", "9", "--format", "npy"], more].concat(), words);
     };
@@ -96,7 +96,7 @@ fn terminal() -> (std::os::fd::OwnedFd, fs::File) {
 
 #[cfg(unix)]
 #[test]
-fn terminals_get_no_bytes() {
+fn binary_output_rejects_terminals() {
     let (_dir, lengths) = file("lengths.txt", "12 80 15");
     let batch = ["batch", "--lengths", &lengths, "--strategy", "dynamic", "--max-tokens", "90"];
     for (args, format, code) in [
@@ -125,7 +125,7 @@ fn two_hundred() -> String {
 
 #[cfg(target_os = "linux")]
 #[test]
-fn a_pipe_of_numbers_holds_more() {
+fn binary_output_enlarges_pipes() {
     use rustix::pipe::{fcntl_getpipe_size, fcntl_setpipe_size};
 
     const PIPE_BYTES: usize = 1 << 20;
@@ -149,7 +149,7 @@ fn threes(more: &[&str]) -> Value {
 }
 
 #[test]
-fn lengths_are_read_in_every_form() {
+fn lengths_are_read_in_every_format() {
     let dir = tempfile::tempdir().unwrap();
     let write = |name: &str, bytes: &[u8]| {
         let path = dir.path().join(name);
@@ -198,7 +198,7 @@ fn header_of(shape: &str) -> Vec<u8> {
 }
 
 #[test]
-fn batches_are_read_in_the_order_that_sample_prints() {
+fn batch_follows_orders_of_sample() {
     let (dir, lengths) = file("lengths.txt", words(1..=50));
     let weights = dir.path().join("weights.txt");
     fs::write(&weights, words((0..50).map(|n| n % 3))).unwrap();
@@ -239,7 +239,7 @@ fn batches_are_read_in_the_order_that_sample_prints() {
 }
 
 #[test]
-fn positions_that_are_none_are_named_with_their_place() {
+fn invalid_positions_are_named() {
     let (dir, lengths) = file("lengths.txt", "12 80 15 70 9");
     let order = dir.path().join("order.txt");
     let order = order.to_str().unwrap();
@@ -263,7 +263,7 @@ fn positions_that_are_none_are_named_with_their_place() {
 }
 
 #[test]
-fn every_form_of_batches_has_the_same_ones() {
+fn batch_formats_hold_equal_batches() {
     let (_dir, lengths) = file("lengths.txt", two_hundred());
     for more in [
         &["dynamic", "--max-tokens", "100"][..],
@@ -287,7 +287,7 @@ fn every_form_of_batches_has_the_same_ones() {
 }
 
 #[test]
-fn what_lines_and_arrays_have_no_place_for_is_a_warning() {
+fn jsonl_warns_about_skipped_sequences() {
     let (_dir, lengths) = file("lengths.txt", "12 80 15 70 9");
     let batch = ["batch", "--lengths", &lengths, "--strategy", "dynamic", "--max-tokens", "90"];
     let skips = ["--max-sequence-length", "20", "--overlong", "skip"];
@@ -297,13 +297,13 @@ fn what_lines_and_arrays_have_no_place_for_is_a_warning() {
         let output = run(&[&batch[..], more, &["--format", format]].concat());
         let message = String::from_utf8(output.stderr).unwrap();
         assert!(output.status.success());
-        let expected = "warning: of the sequences 2 are skipped, 0 truncated, 0 dropped\n";
+        let expected = "warning: 2 sequences are skipped, 0 truncated, 0 dropped\n";
         assert_eq!(message, if is_warned { expected } else { "" }, "{format}");
     }
 }
 
 #[test]
-fn a_line_does_not_wait_for_the_lengths_of_the_next() {
+fn jsonl_lines_appear_without_delay() {
     for (more, order) in [
         (&["dynamic", "--max-tokens", "100"][..], false),
         (&["pack", "--packing", "in-order", "--open-rows", "1", "--capacity", "100"], false),
@@ -333,7 +333,7 @@ fn a_line_does_not_wait_for_the_lengths_of_the_next() {
 
 #[cfg(unix)]
 #[test]
-fn lengths_may_never_end() {
+fn endless_lengths_are_batched() {
     let mut endless = Command::new("yes").arg("60").stdout(Stdio::piped()).spawn().unwrap();
     let args = ["batch", "--lengths", "-", "--strategy", "dynamic", "--max-tokens", "130"];
     let some = ["--format", "jsonl", "--start", "100000", "--count", "2"];
@@ -352,7 +352,7 @@ fn of_rank(lengths: &str, rank: &str, more: &[&str]) -> Value {
 }
 
 #[test]
-fn parts_of_the_batches_make_up_all_of_them() {
+fn start_and_count_select_batches() {
     let (_dir, path) = file("lengths.txt", two_hundred());
     let all = |more: &[&str]| {
         let args = ["batch", "--lengths", &path, "--strategy", "bucket", "--max-tokens", "400"];
@@ -415,7 +415,7 @@ fn batches_resume_where_they_stopped() {
 }
 
 #[test]
-fn the_example_for_python_does_what_it_says() {
+fn python_example_passes_its_tests() {
     let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../examples/python");
     let python = ["python3", "python"].into_iter().find(|name| {
         let known = Command::new(name).arg("--version").stdout(Stdio::null()).status();

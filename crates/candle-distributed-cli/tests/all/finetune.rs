@@ -14,7 +14,7 @@ use crate::support::{
 };
 
 #[test]
-fn a_model_of_a_folder_becomes_another_folder() {
+fn fine_tuning_writes_a_model_folder() {
     let model = Model::new();
     let learns = ["--steps", "24", "--lr", "0.01"];
     model.train("first", &[&learns[..], &["--init", "7"]].concat());
@@ -70,7 +70,7 @@ fn the_library_writes_the_same_weights() {
 }
 
 #[test]
-fn halves_are_written_as_halves() {
+fn bf16_models_are_saved_as_bf16() {
     let model = Model::new();
     for (out, more) in [("whole", &[][..]), ("parts", &["--strategy", "full"])] {
         let options = ["--steps", "4", "--init", "1", "--dtype", "bf16"];
@@ -84,7 +84,7 @@ fn halves_are_written_as_halves() {
 }
 
 #[test]
-fn a_run_is_resumed_to_the_bit() {
+fn resumed_run_is_bit_identical() {
     let model = Model::new();
     let packed = ["--rows", "packed", "--strategy", "full"];
     let adapted = ["--lora", "2", "--merge"];
@@ -115,7 +115,7 @@ fn a_run_is_resumed_to_the_bit() {
 }
 
 #[test]
-fn a_sharded_model_has_the_losses_of_data_parallel() {
+fn sharded_losses_equal_data_parallel() {
     let model = Model::new();
     // A norm that clips is added up from other parts, in another order.
     let options = ["--steps", "5", "--init", "3", "--max-grad-norm", "1000000"];
@@ -130,7 +130,7 @@ fn a_sharded_model_has_the_losses_of_data_parallel() {
 }
 
 #[test]
-fn packed_rows_have_the_losses_of_padded_ones() {
+fn packed_losses_equal_padded_losses() {
     let model = Model::new();
     // All texts are in one step.
     let padded = ["--steps", "3", "--init", "3", "--batch-size", "16"];
@@ -165,7 +165,7 @@ fn packed_rows_have_the_losses_of_padded_ones() {
 }
 
 #[test]
-fn answers_alone_are_predicted_where_there_are_prompts() {
+fn prompts_are_masked_in_the_loss() {
     let model = Model::new();
     let prompts = model.path("texts/0.jsonl");
     model.train("run", &["--steps", "1", "--init", "3", "--batch-size", "8", "--data", &prompts]);
@@ -175,7 +175,7 @@ fn answers_alone_are_predicted_where_there_are_prompts() {
 }
 
 #[test]
-fn what_is_held_out_is_not_learnt() {
+fn held_out_examples_are_not_trained() {
     let model = Model::new();
     let options = ["--steps", "8", "--init", "3", "--lr", "0.01", "--batch-size", "4"];
     model.train("run", &[&options[..], &["--validation", "0.25"]].concat());
@@ -192,7 +192,7 @@ fn what_is_held_out_is_not_learnt() {
     assert_eq!(files(&model.at("run/best")), files(&model.at("run/model")));
     text(&["report", &model.path("run")]);
     let page = fs::read_to_string(model.at("run/report.html")).unwrap();
-    for words in ["examples that were held out", "it was least after step 8"] {
+    for words in ["loss of held-out examples", "lowest after step 8"] {
         assert!(page.contains(words), "{words}");
     }
     // A validation more changes nothing.
@@ -209,7 +209,7 @@ fn what_is_held_out_is_not_learnt() {
 }
 
 #[test]
-fn a_loss_that_is_no_number_is_never_the_best() {
+fn nan_loss_is_never_best() {
     let model = Model::new();
     let options = ["--steps", "4", "--init", "3", "--lr", "1e39", "--allow-non-finite"];
     model.train("run", &[&options[..], &["--validation", "0.5", "--no-sample"]].concat());
@@ -220,7 +220,7 @@ fn a_loss_that_is_no_number_is_never_the_best() {
 }
 
 #[test]
-fn adapters_are_written_as_peft_does() {
+fn adapters_have_peft_format() {
     let model = Model::new();
     model.train("base", &["--steps", "4", "--init", "3"]);
     let base = model.path("base/model");
@@ -263,7 +263,7 @@ fn adapters_are_written_as_peft_does() {
 }
 
 #[test]
-fn adapters_are_resumed_and_sharded() {
+fn adapters_resume_and_shard() {
     let model = Model::new();
     model.train("base", &["--steps", "4", "--init", "3"]);
     let base = model.path("base");
@@ -292,13 +292,13 @@ fn adapters_are_resumed_and_sharded() {
     }
     text(&["report", &out]);
     let page = fs::read_to_string(model.at("whole/report.html")).unwrap();
-    assert!(page.contains("lora") && page.contains("began with"), "{page}");
+    assert!(page.contains("lora") && page.contains("started from"), "{page}");
     // A run that has trained adapters alone has no model.
     is_refused(&model, &["--model", &out], &["holds adapters, and not their model"]);
 }
 
 #[test]
-fn adapters_of_nothing_are_refused() {
+fn adapters_without_model_are_rejected() {
     refuses(&["train", "--lora", "2"], &["adapters of rank 2 need a model", "hint: --model"]);
     refuses(&["train", "--lora-alpha", "2"], &["--lora"]);
     let model = Model::new();
@@ -321,7 +321,7 @@ fn is_refused(model: &Model, options: &[&str], words: &[&str]) {
 }
 
 #[test]
-fn what_cannot_be_trained_is_refused_by_name() {
+fn untrainable_models_are_rejected_by_name() {
     let model = Model::new();
     is_refused(&model, &[], &["has no model.safetensors", "hint: --init SEED of train"]);
     let init = ["--init", "3"];
@@ -363,7 +363,7 @@ fn what_cannot_be_trained_is_refused_by_name() {
 }
 
 #[test]
-fn a_head_that_is_the_embedding_may_be_among_the_weights() {
+fn tied_head_may_be_stored() {
     let model = Model::new();
     let mut tied = config();
     tied["tie_word_embeddings"] = json!(true);
@@ -383,7 +383,7 @@ fn a_head_that_is_the_embedding_may_be_among_the_weights() {
 }
 
 #[test]
-fn a_run_is_complete_whatever_becomes_of_its_text() {
+fn failed_sample_does_not_fail_run() {
     let model = Model::new();
     let run = |out: &str, more: &[&str]| {
         let more = [&["--steps", "1", "--init", "3"][..], more].concat();
@@ -404,7 +404,7 @@ fn a_run_is_complete_whatever_becomes_of_its_text() {
 }
 
 #[test]
-fn tensors_that_are_missing_or_left_over_are_named() {
+fn missing_and_extra_tensors_are_named() {
     let model = Model::new();
     model.train("base", &["--steps", "1", "--init", "3"]);
     let base = model.path("base/model");
@@ -416,7 +416,7 @@ fn tensors_that_are_missing_or_left_over_are_named() {
 }
 
 #[test]
-fn a_run_is_resumed_with_the_same_model_and_options() {
+fn resume_requires_same_model_and_options() {
     let model = Model::new();
     model.train("run", &["--steps", "8", "--init", "3"]);
     fs::remove_dir_all(model.at("run/model")).unwrap();
@@ -449,7 +449,7 @@ fn a_run_is_resumed_with_the_same_model_and_options() {
 }
 
 #[test]
-fn a_step_has_room_for_the_texts_and_not_for_all_positions() {
+fn default_context_fits_the_texts() {
     let model = Model::new();
     let config = model.at("new/config.json");
     replace(config, "\"max_position_embeddings\":48", "\"max_position_embeddings\":32768");
@@ -468,7 +468,7 @@ fn a_step_has_room_for_the_texts_and_not_for_all_positions() {
 }
 
 #[test]
-fn a_model_may_be_described_where_a_run_wrote_it() {
+fn extra_files_in_model_folder_are_allowed() {
     let model = Model::new();
     model.train("run", &["--steps", "1", "--init", "3"]);
     let at = |name: &str| model.at(&format!("run/model/{name}"));
@@ -483,7 +483,7 @@ fn a_model_may_be_described_where_a_run_wrote_it() {
 }
 
 #[test]
-fn a_run_that_starts_anew_keeps_what_it_had() {
+fn restarted_run_backs_up_old_results() {
     let model = Model::new();
     let options = ["--steps", "8", "--init", "3", "--validation", "0.5", "--lora", "2", "--merge"];
     model.train("run", &options);
@@ -506,7 +506,7 @@ fn resume<'a>(out: &'a str, more: &[&'a str]) -> Vec<&'a str> {
 }
 
 #[test]
-fn a_dry_run_predicts_memory_and_traffic() {
+fn dry_run_predicts_memory_and_traffic() {
     let model = Model::new();
     let (new, texts) = (model.path("new"), model.path("texts"));
     let dry = ["train", "--model", &new, "--data", &texts, "--init", "3", "--dry-run"];
@@ -517,7 +517,7 @@ fn a_dry_run_predicts_memory_and_traffic() {
 }
 
 #[test]
-fn files_that_may_be_no_examples_are_warned_of() {
+fn files_without_examples_cause_warnings() {
     let model = Model::new();
     fs::write(model.at("texts/README.md"), "About it.").unwrap();
     fs::write(model.at("texts/picture"), b"\xff").unwrap();

@@ -63,7 +63,7 @@ impl Copy {
 }
 
 #[test]
-fn the_likeliest_tokens_are_those_of_transformers() {
+fn greedy_tokens_match_transformers() {
     for model in ["llama", "llama3", "qwen2", "mistral"] {
         let length = ["--max-tokens", "16", "--ignore-eos"];
         let found = generate(&golden(model), &[&PROMPT[..], &length].concat());
@@ -77,7 +77,7 @@ fn the_likeliest_tokens_are_those_of_transformers() {
 }
 
 #[test]
-fn logits_are_written_of_all_tokens() {
+fn logits_cover_all_tokens() {
     let home = tempfile::tempdir().unwrap();
     let file = home.path().join("logits.safetensors");
     let more = ["--max-tokens", "16", "--ignore-eos", "--logits", file.to_str().unwrap()];
@@ -97,7 +97,7 @@ fn logits_are_written_of_all_tokens() {
 
 #[test]
 #[cfg(unix)]
-fn logits_never_replace_a_file_of_the_model() {
+fn logits_never_replace_model_files() {
     let copy = Copy::of("llama");
     let weights = copy.0.path().join("model.safetensors");
     let before = fs::read(&weights).unwrap();
@@ -123,7 +123,7 @@ fn logits_never_replace_a_file_of_the_model() {
 }
 
 #[test]
-fn a_temperature_draws_by_its_seed() {
+fn sampling_is_reproducible_by_seed() {
     let drawn = |seed: &str| {
         let more = ["--temperature", "1.5", "--seed", seed, "--max-tokens", "12", "--ignore-eos"];
         generate(&golden("llama"), &[&PROMPT[..], &more].concat())["ids"].clone()
@@ -139,7 +139,7 @@ fn a_temperature_draws_by_its_seed() {
 }
 
 #[test]
-fn a_conversation_is_answered_by_the_chat_template() {
+fn chat_uses_the_chat_template() {
     let copy = Copy::of("qwen2");
     let template = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n\
                     {% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}";
@@ -162,7 +162,7 @@ fn a_conversation_is_answered_by_the_chat_template() {
 }
 
 #[test]
-fn models_that_would_compute_something_else_are_refused() {
+fn unsupported_models_are_rejected() {
     for (field, value, words) in [
         ("architectures", json!(["GemmaForCausalLM"]), "architectures is [\"GemmaForCausalLM\"]"),
         ("rope_scaling", json!({"type": "yarn", "factor": 2.0}), "rope_scaling.type is yarn"),
@@ -186,7 +186,7 @@ fn models_that_would_compute_something_else_are_refused() {
 }
 
 #[test]
-fn folders_that_lack_something_are_refused() {
+fn incomplete_folders_are_rejected() {
     refuses(
         &["generate", "meta/llama", "--prompt", "a"],
         &["meta/llama is not a folder", "\nhint: ", "hf download"],
@@ -216,7 +216,7 @@ fn folders_that_lack_something_are_refused() {
 }
 
 #[test]
-fn tokenizers_that_do_not_fit_are_refused() {
+fn mismatched_tokenizers_are_rejected() {
     let copy = Copy::of("llama");
     copy.set("config.json", "vocab_size", json!(319));
     copy.is_refused(&["has number 319, and the model has 319 tokens"]);
@@ -233,7 +233,7 @@ fn tokenizers_that_do_not_fit_are_refused() {
 }
 
 #[test]
-fn prompts_that_do_not_fit_are_refused() {
+fn unusable_prompts_are_rejected() {
     let long = "fog ".repeat(200);
     refuses(
         &["generate", &golden("llama"), "--prompt", &long],
@@ -250,7 +250,7 @@ fn prompts_that_do_not_fit_are_refused() {
 }
 
 #[test]
-fn a_run_of_bytes_writes_what_it_has_learnt() {
+fn byte_model_repeats_its_training_text() {
     let home = Home::new();
     home.train("run", &["--steps", "60", "--world-size", "1", "--context", "384"]);
     let run = home.path("run");
@@ -266,7 +266,7 @@ fn a_run_of_bytes_writes_what_it_has_learnt() {
 }
 
 #[test]
-fn a_run_on_a_folder_writes_with_its_model_and_with_its_adapters() {
+fn generate_accepts_runs_models_and_adapters() {
     let model = Model::new();
     let learns = ["--steps", "4", "--lr", "0.01"];
     model.train("base", &[&learns[..], &["--init", "7"]].concat());
@@ -305,7 +305,7 @@ fn a_run_on_a_folder_writes_with_its_model_and_with_its_adapters() {
 }
 
 #[test]
-fn a_run_ends_with_a_line_that_generate_writes_too() {
+fn train_sample_equals_generate_output() {
     let home = Home::new();
     let (data, run) = (home.path("text.txt"), home.path("run"));
     let train = |more: &[&str]| {
@@ -333,7 +333,7 @@ fn a_run_ends_with_a_line_that_generate_writes_too() {
 }
 
 #[test]
-fn a_line_that_could_not_be_written_is_refused_before_the_first_step() {
+fn train_rejects_unusable_prompts_early() {
     let home = Home::new();
     let (data, run) = (home.path("text.txt"), home.path("run"));
     let train = ["train", "--data", &data, "--steps", "2", "--context", "384", "--out", &run];

@@ -61,7 +61,7 @@ fn home() -> tempfile::TempDir {
 
 #[cfg(unix)]
 #[test]
-fn every_example_works_as_it_stands() {
+fn every_help_example_works() {
     use std::{env, iter, process::Command};
 
     let home = home();
@@ -97,7 +97,7 @@ fn every_example_works_as_it_stands() {
 }
 
 #[test]
-fn completions_know_every_subcommand_in_every_shell() {
+fn completions_cover_subcommands_in_every_shell() {
     for shell in ["bash", "elvish", "fish", "powershell", "zsh"] {
         let script = text(&["completions", shell]);
         for name in SUBCOMMANDS {
@@ -109,7 +109,7 @@ fn completions_know_every_subcommand_in_every_shell() {
 }
 
 #[test]
-fn manual_pages_are_those_of_all_subcommands() {
+fn manual_pages_cover_all_subcommands() {
     let main = text(&["man"]);
     let dir = tempfile::tempdir().unwrap();
     let folder = dir.path().join("man/man1");
@@ -128,7 +128,7 @@ fn manual_pages_are_those_of_all_subcommands() {
 }
 
 #[test]
-fn colors_are_for_terminals() {
+fn colors_need_a_terminal() {
     let is_colored = |args: &[&str], force: bool| {
         let mut command = command(args);
         command.env_remove("NO_COLOR").env_remove("CLICOLOR_FORCE");

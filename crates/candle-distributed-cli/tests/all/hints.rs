@@ -10,7 +10,7 @@ fn advises(args: &[&str], words: &[&str]) {
 }
 
 #[test]
-fn files_are_described_that_cannot_be_read() {
+fn unreadable_files_get_format_hints() {
     let (_dir, model) = file("m.json", MANIFEST);
     advises(
         &["plan", "/no/such/model", "--world-size", "2"],
@@ -31,7 +31,7 @@ fn files_are_described_that_cannot_be_read() {
 }
 
 #[test]
-fn models_are_described_that_are_none() {
+fn invalid_models_get_hints() {
     let (_dir, pickle) = file("model.bin", b"\x80\x02\x8a");
     advises(&["plan", &pickle, "--world-size", "2"], &["model.bin", ".safetensors"]);
     let (_dir, list) = file("m.json", "[]");
@@ -48,7 +48,7 @@ fn models_are_described_that_are_none() {
 }
 
 #[test]
-fn ranks_and_devices_are_explained() {
+fn rank_and_device_errors_get_hints() {
     advises(
         &["sample", "--len", "9", "--world-size", "0"],
         &["world size 0", "--world-size is the number of ranks"],
@@ -68,7 +68,7 @@ fn ranks_and_devices_are_explained() {
 }
 
 #[test]
-fn numbers_are_written_out() {
+fn number_errors_show_plain_digits() {
     for (args, words) in [
         (&["sample", "--len", "1e7"][..], "--len 10000000\n"),
         (&["sample", "--len", "1_000"], "--len 1000\n"),
@@ -88,7 +88,7 @@ fn numbers_are_written_out() {
 }
 
 #[test]
-fn limits_are_named_as_on_the_command_line() {
+fn limit_errors_name_options() {
     let (_dir, lengths) = file("lengths.txt", "3 600 4");
     let batch = |strategy, more: &[&'static str], words: &[&str]| {
         advises(&[&["batch", "--lengths", &lengths, "--strategy", strategy], more].concat(), words);
@@ -109,7 +109,7 @@ fn limits_are_named_as_on_the_command_line() {
 }
 
 #[test]
-fn a_step_that_cannot_be_filled_comes_with_the_ways_out() {
+fn unfillable_step_lists_remainder_options() {
     let (_dir, lengths) = file("lengths.txt", "1000 ".repeat(300));
     let batch = ["batch", "--lengths", &lengths, "--strategy", "dynamic", "--max-tokens", "1000"];
     let of_rank = [&batch[..], &["--world-size", "7", "--rank", "6"]].concat();
@@ -122,7 +122,7 @@ fn a_step_that_cannot_be_filled_comes_with_the_ways_out() {
 }
 
 #[test]
-fn names_from_files_cannot_act_on_a_terminal() {
+fn names_from_files_are_escaped() {
     let refused = |args: &[&str], escaped: &str| {
         let output = run(args);
         let message = String::from_utf8(output.stderr).unwrap();
@@ -148,7 +148,7 @@ fn names_from_files_cannot_act_on_a_terminal() {
 }
 
 #[test]
-fn hostile_patterns_are_refused_wherever_they_come_from() {
+fn hostile_patterns_are_rejected_everywhere() {
     let (_dir, model) = file("m.json", MANIFEST);
     let nested = format!("{}a{}", "{".repeat(250), "}".repeat(250));
     let long = format!("*{}", "a".repeat(100_000));
@@ -176,7 +176,7 @@ fn hostile_patterns_are_refused_wherever_they_come_from() {
 }
 
 #[test]
-fn a_pipe_in_the_place_of_a_file_of_the_model_is_not_waited_for() {
+fn plan_rejects_pipes_as_models() {
     let dir = tempfile::tempdir().unwrap();
     let path = |name: &str| dir.path().join(name).to_str().unwrap().to_owned();
     let pipe = |name: &str| {
@@ -196,7 +196,7 @@ fn a_pipe_in_the_place_of_a_file_of_the_model_is_not_waited_for() {
 
 #[cfg(target_os = "linux")]
 #[test]
-fn an_order_that_does_not_fit_into_memory_is_an_error_with_advice_that_works() {
+fn oversized_order_gets_matching_hint() {
     use crate::support::command;
 
     let (_dir, classes) = file("classes.txt", "0 1 2 3 4");
@@ -213,7 +213,7 @@ fn an_order_that_does_not_fit_into_memory_is_an_error_with_advice_that_works() {
 }
 
 #[test]
-fn a_missed_budget_is_no_error_but_comes_with_advice() {
+fn missed_budget_succeeds_with_hint() {
     let (_dir, model) = file("m.json", MANIFEST);
     let plan = ["plan", &model, "--world-size", "2", "--budget"];
     for (more, advice) in [(&["9"][..], "--search"), (&["9", "--search"], "more ranks")] {

@@ -80,7 +80,7 @@ impl Running {
 }
 
 #[test]
-fn every_process_is_told_its_rank() {
+fn every_process_gets_its_rank() {
     let script = "echo $RANK $WORLD_SIZE $LOCAL_RANK $LOCAL_WORLD_SIZE $MASTER_ADDR";
     let Output { status, stdout, stderr } = output(3, script);
     assert!(status.success());
@@ -90,7 +90,7 @@ fn every_process_is_told_its_rank() {
 }
 
 #[test]
-fn all_processes_have_one_port_and_one_store_that_nobody_has_used() {
+fn processes_share_port_and_fresh_store() {
     let script = r#"test ! -e "$CANDLE_DISTRIBUTED_STORE" && touch "$CANDLE_DISTRIBUTED_STORE.$RANK"
         echo $MASTER_PORT $CANDLE_DISTRIBUTED_STORE"#;
     let Output { status, stdout, .. } = output(2, script);
@@ -104,7 +104,7 @@ fn all_processes_have_one_port_and_one_store_that_nobody_has_used() {
 }
 
 #[test]
-fn arguments_are_passed_on_as_they_are() {
+fn arguments_are_forwarded_unchanged() {
     let mut command = command(&["launch", "--processes", "1", "--", "printf", "%s|", "a b", "--x"]);
     for name in LAUNCHED {
         command.env_remove(name);
@@ -114,7 +114,7 @@ fn arguments_are_passed_on_as_they_are() {
 }
 
 #[test]
-fn outputs_are_kept_apart_and_lines_stay_whole() {
+fn output_lines_stay_whole() {
     let script = r#"i=0
         while [ $i -lt 200 ]; do echo "out $RANK $i end"; echo "err $RANK $i end" >&2; i=$((i+1)); done
         printf 'no end'"#;
@@ -137,7 +137,7 @@ fn outputs_are_kept_apart_and_lines_stay_whole() {
 }
 
 #[test]
-fn bytes_that_are_no_text_and_long_lines_pass() {
+fn binary_output_and_long_lines_pass() {
     let script = r"printf '\377\000\n'; head -c 300000 /dev/zero | tr '\0' x; echo";
     let Output { status, stdout, .. } = output(1, script);
     assert!(status.success());
@@ -146,12 +146,12 @@ fn bytes_that_are_no_text_and_long_lines_pass() {
 }
 
 #[test]
-fn a_process_reads_nothing() {
+fn standard_input_is_empty() {
     assert_eq!(lines(&output(2, "cat; echo done").stdout), ["[0] done", "[1] done"]);
 }
 
 #[test]
-fn the_others_are_ended_when_one_fails() {
+fn failure_ends_the_other_processes() {
     // The others would wait forever, and what they have started as well.
     let script = "if [ $RANK = 1 ]; then exit 7; fi; tail -f /dev/null & tail -f /dev/null";
     let Output { status, stderr, .. } = output(3, script);
@@ -161,7 +161,7 @@ fn the_others_are_ended_when_one_fails() {
 }
 
 #[test]
-fn a_signal_that_ends_a_process_is_named() {
+fn fatal_signal_is_named() {
     let Output { status, stderr, .. } =
         output(2, "[ $RANK = 0 ] || kill -KILL $$; exec tail -f /dev/null");
     let message = String::from_utf8(stderr).unwrap();
@@ -170,7 +170,7 @@ fn a_signal_that_ends_a_process_is_named() {
 }
 
 #[test]
-fn what_ignores_its_end_is_killed_after_the_grace_period() {
+fn stubborn_process_is_killed_after_grace() {
     let (_dir, pipe) = pipe();
     // Rank 0 fails as soon as rank 1 cannot be asked to end any more.
     let script = format!(
@@ -185,7 +185,7 @@ fn what_ignores_its_end_is_killed_after_the_grace_period() {
 }
 
 #[test]
-fn what_hangs_after_a_signal_is_killed() {
+fn hanging_process_is_killed_after_signal() {
     let script = "trap '' TERM; echo ready; while :; do tail -f /dev/null; done";
     // Not one of them ends before, which would start the other period.
     let options = ["--stop-grace", "0", "--grace", "600"];
@@ -198,7 +198,7 @@ fn what_hangs_after_a_signal_is_killed() {
 }
 
 #[test]
-fn what_a_process_leaves_behind_ends_with_it() {
+fn child_processes_end_with_their_parent() {
     // It would keep the output open.
     let Output { status, stdout, .. } = output(2, "tail -f /dev/null & echo started");
     assert!(status.success());
@@ -207,7 +207,7 @@ fn what_a_process_leaves_behind_ends_with_it() {
 
 #[cfg(target_os = "linux")]
 #[test]
-fn output_that_a_stray_process_keeps_open_is_waited_for_until_a_signal() {
+fn open_output_is_awaited_until_signal() {
     let (_dir, pipe) = pipe();
     // A process in a session of its own, which ends when the pipe is opened for the second time.
     let script = format!(
@@ -226,7 +226,7 @@ fn output_that_a_stray_process_keeps_open_is_waited_for_until_a_signal() {
 }
 
 #[test]
-fn signals_are_passed_on_to_all() {
+fn signals_are_forwarded_to_all() {
     for (signal, name) in [("-TERM", "TERM"), ("-INT", "INT"), ("-HUP", "HUP")] {
         let (_dir, pipe) = pipe();
         // A shell runs its trap when what it waits for has ended: here a child in its own group.
@@ -246,7 +246,7 @@ fn signals_are_passed_on_to_all() {
 
 #[cfg(target_os = "linux")]
 #[test]
-fn a_signal_that_was_to_be_ignored_stays_ignored() {
+fn ignored_signals_stay_ignored() {
     let (_dir, pipe) = pipe();
     // As `nohup` does, whose programs inherit it.
     let script = format!(
@@ -267,7 +267,7 @@ fn a_signal_that_was_to_be_ignored_stays_ignored() {
 }
 
 #[test]
-fn a_program_that_ends_well_after_a_signal_is_a_success() {
+fn clean_exit_after_signal_is_success() {
     let (_dir, pipe) = pipe();
     let script = format!(
         "trap 'exit 0' TERM; echo ready; while :; do read line < {}; done 2> /dev/null",
@@ -282,7 +282,7 @@ fn a_program_that_ends_well_after_a_signal_is_a_success() {
 
 #[cfg(target_os = "linux")]
 #[test]
-fn no_process_outlives_a_launcher_that_is_killed() {
+fn processes_end_with_a_killed_launcher() {
     let (_dir, pipe) = pipe();
     // The pipe ends when the last process has ended that holds it.
     let script = format!("exec 3> {}; echo ready >&3; exec tail -f /dev/null", pipe.display());
@@ -300,7 +300,7 @@ fn no_process_outlives_a_launcher_that_is_killed() {
 
 #[cfg(target_os = "linux")]
 #[test]
-fn an_output_that_is_full_ends_the_program() {
+fn full_output_ends_the_program() {
     let full = File::options().write(true).open("/dev/full").unwrap();
     let mut command = launch(2, &[], "echo text; exec tail -f /dev/null");
     let output = command.stdout(full).output().unwrap();
@@ -310,7 +310,7 @@ fn an_output_that_is_full_ends_the_program() {
 }
 
 #[test]
-fn a_rank_starts_no_ranks() {
+fn nested_launch_is_rejected() {
     let refuses = |variables: &[(&str, &str)], words: &[&str]| {
         let output = launch(2, &[], "true").envs(variables.iter().copied()).output().unwrap();
         let message = String::from_utf8(output.stderr).unwrap();
@@ -330,7 +330,7 @@ fn a_rank_starts_no_ranks() {
 }
 
 #[test]
-fn what_cannot_be_started_is_named_once() {
+fn missing_program_is_reported_once() {
     let message_of = |args: &[&str]| {
         let output = command(args).output().unwrap();
         assert_eq!(output.status.code(), Some(2), "{args:?}");

@@ -7,7 +7,7 @@ use crate::support::{command, json, refuses, text};
 const SMALL: [&str; 5] = ["mesh", "--bytes", "4KiB,100", "--repetitions", "2"];
 
 #[test]
-fn mesh_in_json_has_the_agreed_fields() {
+fn mesh_json_has_documented_fields() {
     let report = json(&[&SMALL[..], &["--world-size", "3"]].concat());
     assert_eq!((&report["format_version"], &report["world_size"]), (&json!(1), &json!(3)));
     assert_eq!(report["axes"], json!([{"name": "devices", "size": 3}]));
@@ -38,7 +38,7 @@ fn mesh_in_json_has_the_agreed_fields() {
 }
 
 #[test]
-fn mesh_shows_the_grid_and_measures_along_each_axis_and_all() {
+fn mesh_measures_along_every_axis() {
     let grid = [&SMALL[..], &["--axis", "data=2", "--axis", "model=2"]].concat();
     let printed = text(&grid);
     assert!(
@@ -61,7 +61,7 @@ fn mesh_shows_the_grid_and_measures_along_each_axis_and_all() {
 }
 
 #[test]
-fn mesh_says_how_many_threads_kernels_take() {
+fn mesh_prints_thread_counts() {
     let threads = |variable: Option<&str>| {
         let mut command = command(&[&SMALL[..], &["--world-size", "64"]].concat());
         command.env_remove("CANDLE_NUM_THREADS").env_remove("RAYON_NUM_THREADS");
@@ -76,7 +76,7 @@ fn mesh_says_how_many_threads_kernels_take() {
 }
 
 #[test]
-fn mesh_refuses_bad_input() {
+fn mesh_rejects_bad_input() {
     refuses(&["mesh", "--axis", "data"], &["data", "data=2"]);
     for axis in ["=2", "data=", "data=0", "data=-1", "data=2x"] {
         refuses(&["mesh", "--axis", axis], &[axis, "at least 1"]);

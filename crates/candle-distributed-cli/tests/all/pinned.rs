@@ -45,7 +45,7 @@ fn finetuned(home: &Model, name: &str, more: &[&str]) -> Vec<f64> {
 }
 
 #[test]
-fn losses_are_those_of_the_file() {
+fn losses_match_pinned_runs() {
     let home = Model::of_lines();
     let full = ["--strategy", "full"];
     let mut found = Losses::new();

@@ -30,7 +30,7 @@ fn has_text(svg: &str, text: &str) -> bool {
 }
 
 #[test]
-fn parts_of_each_rank_are_drawn_and_named() {
+fn drawing_names_all_memory_parts() {
     let svg = picture(MODEL, "--world-size 3 --budget 2GiB");
     for text in
         ["at the peak (MiB)", "rank", "parameters", "padding", "gradients", "optimizer state"]
@@ -45,18 +45,18 @@ fn parts_of_each_rank_are_drawn_and_named() {
 }
 
 #[test]
-fn ranks_above_the_limit_are_counted() {
+fn drawing_counts_ranks_above_limit() {
     let svg = picture(MODEL, "--world-size 4 --strategy layer-wise --budget 5MiB");
     assert!(svg.contains(": 1 of 4 ranks above the limit of 5.00 MiB, by up to "), "{svg}");
     assert!(svg.matches(LIMIT).count() > 10, "a dashed line: {svg}");
 }
 
 #[test]
-fn ranks_of_a_large_world_share_columns() {
+fn large_worlds_share_columns() {
     for (world_size, n_columns, text) in [
         (1, 1, "rank"),
-        (65, 64, "rank: of every 1 or 2 neighbors, the one with the highest peak"),
-        (256, 64, "rank: of every 4 neighbors, the one with the highest peak"),
+        (65, 64, "rank with the highest peak of every 1 or 2 neighbors"),
+        (256, 64, "rank with the highest peak of every 4 neighbors"),
     ] {
         let svg = picture(MODEL, &format!("--world-size {world_size}"));
         assert_eq!(svg.matches(OPTIMIZER).count(), n_columns + 1, "{world_size}");
@@ -65,7 +65,7 @@ fn ranks_of_a_large_world_share_columns() {
 }
 
 #[test]
-fn a_model_without_bytes_is_drawn() {
+fn empty_model_is_drawn() {
     let svg = picture(
         r#"{"a": {"dtype": "F32", "shape": [0, 3]}}"#,
         "--world-size 2 --optimizer none --budget 0",

@@ -9,7 +9,7 @@ use crate::support::{
 };
 
 #[test]
-fn halves_learn_the_same_whole_and_in_parts() {
+fn bf16_learns_whole_and_sharded() {
     let home = Home::new();
     let long = ["--steps", "40"];
     home.train("single", &long);
@@ -37,7 +37,7 @@ fn halves_learn_the_same_whole_and_in_parts() {
 }
 
 #[test]
-fn a_run_is_resumed_in_its_precision() {
+fn resume_keeps_the_precision() {
     let home = Home::new();
     let halves = ["--steps", STEPS, "--dtype", "bf16"];
     home.train("whole", &halves);
@@ -58,7 +58,7 @@ fn a_run_is_resumed_in_its_precision() {
 }
 
 #[test]
-fn half_as_much_is_gathered() {
+fn bf16_halves_gathered_bytes() {
     let home = Home::new();
     let data = home.path("text.txt");
     let dry = ["train", "--data", &data, "--strategy", "full", "--dry-run", "--dtype"];

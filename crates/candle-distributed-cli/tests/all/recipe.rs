@@ -11,7 +11,7 @@ const COSINE: [&str; 6] =
     ["--lr-schedule", "cosine", "--warmup-steps", "2", "--min-lr-rate", "0.1"];
 
 #[test]
-fn a_run_is_resumed_as_it_began() {
+fn resume_keeps_the_schedule() {
     let home = Home::new();
     let options = [&COSINE[..], &["--max-grad-norm", "0.3"]].concat();
     home.train("run", &[&["--steps", STEPS], &options[..]].concat());
@@ -45,7 +45,7 @@ fn a_run_is_resumed_as_it_began() {
 }
 
 #[test]
-fn a_run_begins_with_the_model_of_another() {
+fn run_starts_from_model_of_another() {
     let home = Home::new();
     let short = ["--steps", "4"];
     home.train("first", &short);
@@ -88,7 +88,7 @@ fn large_gradients_are_clipped() {
 }
 
 #[test]
-fn what_cannot_be_followed_is_refused() {
+fn invalid_schedules_are_rejected() {
     for (args, words) in [
         (&["--warmup-steps", "3"][..], &["--lr-schedule"][..]),
         (&["--min-lr-rate", "0.1"], &["--lr-schedule"]),

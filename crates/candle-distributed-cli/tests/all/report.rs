@@ -56,7 +56,7 @@ fn n_pictures(body: &str) -> usize {
 }
 
 #[test]
-fn a_page_tells_all_of_a_run() {
+fn page_covers_the_whole_run() {
     let (_dir, run) = run_on(&TEXT.repeat(200));
     let page = page(&run);
     let body = checked(&page);
@@ -79,7 +79,7 @@ fn a_page_tells_all_of_a_run() {
 }
 
 #[test]
-fn what_cannot_be_known_is_said_and_left_out() {
+fn missing_data_is_noted() {
     let (dir, run) = run_on(&TEXT.repeat(200));
     let data = dir.path().join("text <&>.txt");
     fs::write(&data, "another text").unwrap();
@@ -100,7 +100,7 @@ fn what_cannot_be_known_is_said_and_left_out() {
 }
 
 #[test]
-fn a_page_can_lie_elsewhere_and_a_folder_without_a_run_has_none() {
+fn out_option_moves_the_page() {
     let (dir, run) = run_on(&TEXT.repeat(100));
     let out = dir.path().join("page.html");
     text(&["report", run.to_str().unwrap(), "--out", out.to_str().unwrap()]);
@@ -111,7 +111,7 @@ fn a_page_can_lie_elsewhere_and_a_folder_without_a_run_has_none() {
 }
 
 #[test]
-fn runs_are_compared_on_one_page() {
+fn several_runs_are_compared() {
     let (dir, run) = run_on(&TEXT.repeat(200));
     let data = dir.path().join("text <&>.txt");
     let other = dir.path().join("other");
@@ -131,12 +131,12 @@ fn runs_are_compared_on_one_page() {
 
     // A page about one run shows what its model wrote.
     let alone = self::page(&other);
-    assert!(checked(&alone).contains("What the model wrote"));
+    assert!(checked(&alone).contains("Generated text"));
     refuses(&["report", "a", "b", "c", "d", "e"], &["RUN_DIR"]);
 }
 
 #[test]
-fn a_curve_shows_all_steps_of_a_resumed_run() {
+fn curve_covers_resumed_steps() {
     let (_dir, run) = run_on(&TEXT.repeat(200));
     let whole = fs::read_to_string(run.join("loss.svg")).unwrap();
     fs::remove_dir_all(run.join("model")).unwrap();
@@ -193,7 +193,7 @@ fn screenshot(chromium: &str, page: &Path, (width, scheme): (u32, &str)) -> Vec<
 }
 
 #[test]
-fn a_browser_shows_the_page_in_light_and_dark() {
+fn browser_renders_light_and_dark() {
     let Some(chromium) = chromium() else {
         println!("SKIPPED: there is no Chromium; the variable CHROMIUM may name one");
         return;

@@ -303,7 +303,7 @@ fn run_of(dir: &Path) -> [Form; 5] {
 }
 
 #[test]
-fn what_the_program_writes_is_as_its_schema_says() {
+fn outputs_match_their_schemas() {
     for Form { name, documents, .. } in forms() {
         let (open, closed) = (validator(&schema(name)), validator(&closed(schema(name))));
         assert!(!documents.is_empty(), "{name}");
@@ -318,7 +318,7 @@ fn what_the_program_writes_is_as_its_schema_says() {
 }
 
 #[test]
-fn no_field_of_a_schema_is_without_an_example() {
+fn every_schema_field_has_an_example() {
     for Form { name, documents, .. } in forms() {
         let mut written = BTreeSet::new();
         for mut document in documents {
@@ -338,7 +338,7 @@ fn no_field_of_a_schema_is_without_an_example() {
 }
 
 #[test]
-fn what_is_damaged_is_not() {
+fn damaged_outputs_fail_validation() {
     for Form { name, documents, free } in forms() {
         let (schema, closed) = (schema(name), closed(schema(name)));
         let (open, closed) = (validator(&schema), validator(&closed));
@@ -426,7 +426,7 @@ fn places(document: &Value) -> Vec<String> {
 }
 
 #[test]
-fn what_a_schema_refuses_the_program_refuses_too() {
+fn program_rejects_schema_violations() {
     let dir = tempfile::tempdir().unwrap();
     let at = |name: &str| dir.path().join(name).to_str().unwrap().to_owned();
     let (model, rules) = (at("model.json"), at("rules.json"));
@@ -476,7 +476,7 @@ fn what_a_schema_refuses_the_program_refuses_too() {
 }
 
 #[test]
-fn every_schema_is_one_and_says_what_it_describes() {
+fn schemas_are_valid_and_documented() {
     let written: BTreeSet<_> =
         forms().iter().map(|form| format!("{}.schema.json", form.name)).collect();
     let page = fs::read_to_string(folder().join("guide/formats.md")).unwrap();

@@ -16,7 +16,7 @@ fn run_json(home: &Home, name: &str) -> Value {
 }
 
 #[test]
-fn losses_and_model_do_not_depend_on_what_goes_where() {
+fn sharding_does_not_change_results() {
     let home = Home::new();
     let rules = r#"{"rules": [{"pattern": "**.norm.*", "choice": "replicate"}]}"#;
     fs::write(home.at("rules.json"), rules).unwrap();
@@ -54,7 +54,7 @@ fn losses_and_model_do_not_depend_on_what_goes_where() {
 
 /// Gradients of two copies are added in another order than those of four devices.
 #[test]
-fn copies_of_a_sharded_model_learn_the_same() {
+fn replicas_learn_the_same() {
     let home = Home::new();
     let four = ["--steps", STEPS, "--world-size", "4"];
     home.train("whole", &four);
@@ -85,7 +85,7 @@ fn copies_of_a_sharded_model_learn_the_same() {
 }
 
 #[test]
-fn an_optimizer_in_the_backward_pass_keeps_no_gradients() {
+fn optimizer_in_backward_keeps_no_gradients() {
     let home = Home::new();
     let data = home.path("text.txt");
     let train = ["train", "--data", &data, "--strategy", "full", "--dry-run"];
@@ -105,7 +105,7 @@ fn an_optimizer_in_the_backward_pass_keeps_no_gradients() {
 }
 
 #[test]
-fn a_run_is_resumed_whole_or_in_parts() {
+fn runs_resume_with_other_sharding() {
     let home = Home::new();
     home.complete("whole");
     home.train("parts", &["--steps", STEPS, "--strategy", "full", "--keep", "gathered"]);
@@ -138,7 +138,7 @@ fn a_run_is_resumed_whole_or_in_parts() {
 }
 
 #[test]
-fn a_report_says_how_a_run_was_sharded() {
+fn report_describes_sharding() {
     let home = Home::new();
     let data = home.path("text.txt");
     let out = home.path("run");
@@ -161,7 +161,7 @@ fn a_report_says_how_a_run_was_sharded() {
 }
 
 #[test]
-fn a_model_has_the_sizes_that_are_asked_for() {
+fn size_options_set_model_sizes() {
     let home = Home::new();
     let sizes = ["--n-layers", "3", "--hidden", "24", "--n-heads", "2", "--context", "16"];
     home.train("small", &[&["--steps", STEPS][..], &sizes].concat());
@@ -184,7 +184,7 @@ fn a_model_has_the_sizes_that_are_asked_for() {
 }
 
 #[test]
-fn options_that_make_no_sense_together_are_refused() {
+fn conflicting_options_are_rejected() {
     for (args, words) in [
         (&["--keep", "inputs"][..], &["--keep needs a --strategy"][..]),
         (&["--replicas", "1"], &["--replicas needs a --strategy"]),
@@ -221,7 +221,7 @@ fn row<'a>(table: &'a str, name: &str) -> Vec<&'a str> {
 }
 
 #[test]
-fn a_dry_run_writes_nothing_and_compares() {
+fn dry_run_compares_and_writes_nothing() {
     let home = Home::new();
     let data = home.path("text.txt");
     let train = ["train", "--data", &data, "--world-size", "3", "--dry-run"];
@@ -270,12 +270,12 @@ fn train_limited(home: &Home, name: &str, more: &[&str]) -> std::process::Output
 
 #[cfg(target_os = "linux")]
 #[test]
-fn a_model_that_does_not_fit_trains_in_parts() {
+fn sharding_trains_oversized_model() {
     let home = Home::new();
     // It is refused before the first step, with both numbers and what to do.
     let refused = train_limited(&home, "whole", &[]);
     assert_eq!(refused.status.code(), Some(2), "{}", said(&refused));
-    for words in ["would take about", "iB because of its address space", "hint: --strategy full"] {
+    for words in ["would take about", "iB, but its address space", "hint: --strategy full"] {
         assert!(said(&refused).contains(words), "{}", said(&refused));
     }
     assert!(!home.at("whole").exists());

@@ -14,7 +14,7 @@ const SEEDS: &str = "STORY_SEEDS";
 const LEAST: f64 = 0.8;
 
 #[test]
-fn a_model_writes_sentences_of_the_grammar() {
+fn model_generates_grammatical_sentences() {
     let Some(n_seeds) = env::var(SEEDS).ok().and_then(|seeds| seeds.parse::<u64>().ok()) else {
         println!("SKIPPED: {SEEDS}=5 trains with five seeds");
         return;

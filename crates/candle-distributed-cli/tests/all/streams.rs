@@ -50,7 +50,7 @@ fn run_into(stdout: impl Into<Stdio>, args: &[&str]) -> (Option<i32>, String) {
 }
 
 #[test]
-fn a_reader_that_has_gone_is_no_failure() {
+fn closed_pipe_is_no_failure() {
     every_result(|args| {
         let (reader, writer) = io::pipe().unwrap();
         drop(reader);
@@ -60,7 +60,7 @@ fn a_reader_that_has_gone_is_no_failure() {
 
 #[cfg(target_os = "linux")]
 #[test]
-fn a_full_device_is_a_failure_that_is_named() {
+fn full_device_is_a_named_failure() {
     every_result(|args| {
         let (code, message) =
             run_into(File::options().write(true).open("/dev/full").unwrap(), args);
@@ -74,7 +74,7 @@ fn a_full_device_is_a_failure_that_is_named() {
 
 #[cfg(target_os = "linux")]
 #[test]
-fn messages_that_nobody_can_read_change_no_exit_code() {
+fn unwritable_messages_keep_exit_code() {
     for (args, code) in
         [(&["sample", "--len", "0"][..], 2), (&["sample"], 2), (&["sample", "--len", "1"], 0)]
     {
@@ -104,7 +104,7 @@ fn names_in(folder: &Path) -> BTreeSet<String> {
 }
 
 #[test]
-fn a_state_appears_in_one_piece_or_not_at_all() {
+fn state_files_appear_atomically() {
     let (dir, state) = file("state.json", "old");
     assert_eq!(save(&state).0, Some(0));
     assert!(is_state(&state));
@@ -119,7 +119,7 @@ fn a_state_appears_in_one_piece_or_not_at_all() {
 
 #[cfg(unix)]
 #[test]
-fn a_link_stays_and_what_it_leads_to_is_written() {
+fn links_are_followed_and_kept() {
     let (dir, target) = file("target.json", "old");
     let at = |name: &str| dir.path().join(name);
     fs::create_dir(at("folder")).unwrap();
@@ -145,7 +145,7 @@ fn a_link_stays_and_what_it_leads_to_is_written() {
 
 #[cfg(unix)]
 #[test]
-fn links_that_somebody_planted_beside_a_file_lead_nowhere() {
+fn planted_links_are_not_followed() {
     let (dir, victim) = file("victim", "kept");
     let state = dir.path().join("state.json");
     let planted = dir.path().join("state.json.partial");
@@ -158,7 +158,7 @@ fn links_that_somebody_planted_beside_a_file_lead_nowhere() {
 
 #[cfg(unix)]
 #[test]
-fn a_file_keeps_its_permissions_and_a_new_one_gets_the_usual_ones() {
+fn files_keep_their_permissions() {
     let (dir, state) = file("state.json", "old");
     let mode = |path: &Path| fs::metadata(path).unwrap().permissions().mode() & 0o7777;
     let usual = mode(Path::new(&state));
@@ -174,7 +174,7 @@ fn a_file_keeps_its_permissions_and_a_new_one_gets_the_usual_ones() {
 
 #[cfg(unix)]
 #[test]
-fn a_file_keeps_its_owner_where_the_system_allows_it() {
+fn files_keep_their_owner() {
     let (_dir, state) = file("state.json", "old");
     let owner = || {
         let known = fs::metadata(&state).unwrap();
@@ -191,7 +191,7 @@ fn a_file_keeps_its_owner_where_the_system_allows_it() {
 }
 
 #[test]
-fn any_number_of_programs_may_write_one_file_at_once() {
+fn concurrent_writers_leave_one_result() {
     let (dir, state) = file("state.json", "old");
     for _ in 0..4 {
         let ranks: Vec<_> = (0..8)
@@ -234,7 +234,7 @@ fn devices_and_pipes_are_written_to() {
 
 #[cfg(target_os = "linux")]
 #[test]
-fn what_is_written_to_the_standard_streams_joins_what_they_hold() {
+fn standard_streams_are_appended_to() {
     let dir = tempfile::tempdir().unwrap();
     let printed = dir.path().join("printed");
     for stream in ["/dev/stdout", "/proc/self/fd/1", printed.to_str().unwrap()] {
@@ -252,7 +252,7 @@ fn what_is_written_to_the_standard_streams_joins_what_they_hold() {
 }
 
 #[test]
-fn the_log_is_asked_for_by_an_option_or_a_variable() {
+fn log_follows_option_and_variable() {
     let said = |args: &[&str], asked: &str| {
         let output = command(args).env("RUST_LOG", asked).output().unwrap();
         assert!(output.status.success());

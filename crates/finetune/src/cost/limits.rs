@@ -115,7 +115,7 @@ mod tests {
     }
 
     #[test]
-    fn every_kind_of_limit_is_found() {
+    fn limits_of_all_kinds_are_found() {
         assert!(found(&[]).is_empty());
         let limits = "Limit                     Soft Limit           Hard Limit           Units     \n\
                       Max data size             unlimited            unlimited            bytes     \n\
@@ -128,7 +128,7 @@ mod tests {
     }
 
     #[test]
-    fn a_cgroup_is_limited_by_those_around_it() {
+    fn parent_cgroups_limit_their_children() {
         let second = [
             ("proc/self/cgroup", "0::/job.slice/step\n"),
             ("sys/fs/cgroup/job.slice/step/memory.max", "max\n"),

@@ -294,7 +294,7 @@ mod tests {
     }
 
     #[test]
-    fn devices_of_a_process_share_a_whole_model_and_divide_one_in_parts() {
+    fn devices_share_or_shard_the_model() {
         let all = model(SMALL).parameters().unwrap().iter().map(ParameterInfo::bytes).sum::<u64>();
         let largest = 352 * 128 * 4;
         let whole = predicted(SMALL, None);
@@ -316,7 +316,7 @@ mod tests {
     }
 
     #[test]
-    fn the_largest_process_need_not_be_the_first() {
+    fn largest_process_may_be_any() {
         let whole_tensors = Sharding { strategy: Strategy::WholeTensor, ..Sharding::default() };
         let parameters = &model(SMALL).parameters().unwrap();
         let of_ranks = |ranks| Workload {
@@ -342,7 +342,7 @@ mod tests {
     }
 
     #[test]
-    fn a_model_in_parts_may_be_too_large_to_generate_in_one_process() {
+    fn sharded_model_may_not_fit_whole() {
         let model = model((12, 1024));
         let parameters = &model.parameters().unwrap();
         let all: u64 = parameters.iter().map(ParameterInfo::numel).sum();
@@ -370,7 +370,7 @@ mod tests {
     }
 
     #[test]
-    fn what_a_token_takes_grows_with_layers() {
+    fn token_memory_grows_with_layers() {
         let parameters = &[];
         let work = Workload {
             check: false,

@@ -224,7 +224,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_as_usual_is_not_recorded() {
+    fn defaults_are_not_recorded() {
         let full = Sharding::default();
         assert_eq!(full.words(), r#"{"strategy":{"full":"dim0"},"keep":"inputs"}"#);
         let other =
@@ -235,7 +235,7 @@ mod tests {
     }
 
     #[test]
-    fn strategies_are_read_as_they_were_written() {
+    fn strategies_round_trip() {
         for strategy in [
             Strategy::Full(Layout::RowRagged { rows: 3 }),
             Strategy::LayerWise { contiguous: true },

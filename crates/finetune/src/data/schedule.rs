@@ -187,7 +187,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_schedule_resumes_where_it_was() {
+    fn schedules_resume_at_any_step() {
         let schedule = |lengths, batching| {
             Arc::new(BatchSchedule::new(lengths, Seed::new(0), batching).unwrap())
         };

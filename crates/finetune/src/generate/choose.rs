@@ -81,13 +81,13 @@ mod tests {
     }
 
     #[test]
-    fn the_first_of_the_likeliest_is_taken() {
+    fn ties_pick_the_first_token() {
         assert_eq!(choices(&[0., 2., f32::NEG_INFINITY, 2., -1.], None, 0, 2), [1, 1]);
         assert_eq!(choices(&[f32::NEG_INFINITY, -5.], None, 0, 1), [1]);
     }
 
     #[test]
-    fn tokens_are_drawn_as_often_as_their_logits_say() {
+    fn draws_follow_the_distribution() {
         let logits = [0.5_f32.ln(), 0.25_f32.ln(), f32::NEG_INFINITY, 0.25_f32.ln()];
         let drawn = choices(&logits, Some(1.), 7, 4000);
         let n_of = |id: u32| drawn.iter().filter(|&&found| found == id).count();
@@ -102,7 +102,7 @@ mod tests {
     }
 
     #[test]
-    fn a_seed_draws_the_same_and_another_draws_others() {
+    fn draws_depend_on_the_seed() {
         let logits = [0.; 16];
         assert_eq!(choices(&logits, Some(1.), 1, 20), choices(&logits, Some(1.), 1, 20));
         assert_ne!(choices(&logits, Some(1.), 1, 20), choices(&logits, Some(1.), 2, 20));
@@ -110,7 +110,7 @@ mod tests {
     }
 
     #[test]
-    fn the_ends_of_the_fractions_are_tokens() {
+    fn extreme_fractions_draw_valid_tokens() {
         assert_eq!(drawn(&[0., 0.], 1., 0.), Some(0));
         assert_eq!(drawn(&[0., 0.], 1., 1.), Some(1));
         assert_eq!(drawn(&[0., f32::NEG_INFINITY], 1., 1.), Some(0));
@@ -118,7 +118,7 @@ mod tests {
     }
 
     #[test]
-    fn logits_that_are_no_numbers_are_refused() {
+    fn invalid_logits_are_rejected() {
         for temperature in [None, Some(1.)] {
             let mut chooser = Chooser { temperature, seed: Seed::new(0), n_chosen: 0 };
             for (logits, words) in [

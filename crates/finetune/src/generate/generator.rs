@@ -174,7 +174,7 @@ mod tests {
     }
 
     #[test]
-    fn the_likeliest_tokens_are_those_of_transformers() {
+    fn greedy_tokens_match_transformers() {
         for model in golden::MODELS {
             let generator = open(&golden::path(model)).unwrap();
             let texts = golden::json(model, "tokens.json")["generation"].clone();
@@ -191,7 +191,7 @@ mod tests {
     }
 
     #[test]
-    fn a_text_ends_at_its_end_and_at_the_context() {
+    fn generation_stops_at_end_or_context() {
         let new = golden::ids(&golden::json("qwen2", "expected.json")["generation"]["new"]);
         let n_before = new.iter().position(|&id| id != new[0]).unwrap();
         let copy = golden::changed("qwen2", "config.json", |config| {
@@ -221,7 +221,7 @@ mod tests {
     }
 
     #[test]
-    fn weights_of_another_model_are_refused() {
+    fn foreign_weights_are_rejected() {
         let copy = golden::changed("llama", "config.json", |_| {});
         let file = copy.path().join("model.safetensors");
         let tensors = safetensors::load(&file, &Device::Cpu).unwrap();

@@ -59,7 +59,7 @@ mod tests {
     }
 
     #[test]
-    fn frequencies_are_those_of_transformers() {
+    fn frequencies_match_transformers() {
         let scaling = RopeScaling::Llama3 {
             factor: 8.,
             low_freq_factor: 1.,

@@ -516,7 +516,7 @@ pub(crate) mod tests {
     }
 
     #[test]
-    fn a_folder_that_holds_a_run_is_never_written_again() {
+    fn existing_run_is_never_overwritten() {
         let parent = tempfile::tempdir().unwrap();
         let run = parent.path().join("run");
         assert!(!is_refused(&run));
@@ -562,7 +562,7 @@ pub(crate) mod tests {
     }
 
     #[test]
-    fn damaged_metrics_are_kept_beside_and_the_others_stay() {
+    fn damaged_metrics_are_backed_up() {
         let parent = tempfile::tempdir().unwrap();
         let run = parent.path().join("run");
         RunFolder::create(&run, &spec()).unwrap();
@@ -578,7 +578,7 @@ pub(crate) mod tests {
 
     #[cfg(unix)]
     #[test]
-    fn a_folder_that_was_removed_is_noticed() {
+    fn removed_folder_is_detected() {
         let parent = tempfile::tempdir().unwrap();
         let run = parent.path().join("run");
         let open = RunFolder::create(&run, &spec()).unwrap();

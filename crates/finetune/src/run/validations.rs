@@ -100,7 +100,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_line_that_was_cut_off_is_dropped_and_damage_is_kept_beside() {
+    fn truncated_lines_drop_damage_is_backed_up() {
         let run = tempfile::tempdir().unwrap();
         let at = |name: &str| run.path().join(name);
         let line = |step| format!("{{\"step\":{step},\"loss\":1.5,\"predictions\":2.0}}\n");
@@ -119,7 +119,7 @@ mod tests {
     }
 
     #[test]
-    fn a_loss_that_is_not_finite_is_read_back_and_is_not_the_best() {
+    fn non_finite_loss_is_not_best() {
         let found = |step, loss| ValidationPoint { step, loss, predictions: 2. };
         let text: Vec<String> =
             [found(2, f64::NAN), found(4, f64::INFINITY), found(6, 3.), found(8, 4.)]

@@ -305,7 +305,7 @@ pub(crate) mod tests {
     }
 
     #[test]
-    fn sessions_whose_steps_are_lost_are_dropped() {
+    fn sessions_of_lost_steps_are_dropped() {
         let steps = [8, 12, 8];
         let resumed =
             steps.into_iter().fold(spec(), |known, step| known.with_session(session(step)));
@@ -313,7 +313,7 @@ pub(crate) mod tests {
     }
 
     #[test]
-    fn an_identity_tells_runs_apart() {
+    fn identity_differs_between_runs() {
         let run = spec();
         let other = RunInputs { init: Some(8), ..inputs() };
         let clipped = serde_json::from_str(r#"{"max_grad_norm": 1}"#).unwrap();
@@ -334,7 +334,7 @@ pub(crate) mod tests {
     }
 
     #[test]
-    fn settings_that_have_changed_on_disk_are_refused() {
+    fn changed_settings_are_rejected() {
         let parent = tempfile::tempdir().unwrap();
         let run = spec();
         run.write(parent.path()).unwrap();

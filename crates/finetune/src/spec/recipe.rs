@@ -303,7 +303,7 @@ mod tests {
     }
 
     #[test]
-    fn the_default_rises_and_falls() {
+    fn default_schedule_rises_and_falls() {
         let found = rates(&Recipe::default(), 42);
         assert_near(&found[..3], &[0.5, 1., 1.]);
         assert_near(&found[22..23], &[0.5]);
@@ -311,7 +311,7 @@ mod tests {
     }
 
     #[test]
-    fn the_learning_rate_follows_its_schedule() {
+    fn learning_rate_follows_its_schedule() {
         let recipe = |curve, warmup_steps, min_lr_rate| Recipe {
             lr_schedule: Some(curve),
             warmup_steps,
@@ -330,7 +330,7 @@ mod tests {
     }
 
     #[test]
-    fn recipes_are_read_as_they_were_written() {
+    fn recipes_round_trip() {
         let recipe = Recipe {
             lr: Some(2e-5),
             lr_schedule: Some(LrCurve::InverseSqrt),

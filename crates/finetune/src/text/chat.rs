@@ -267,7 +267,7 @@ mod tests {
     }
 
     #[test]
-    fn texts_are_those_of_transformers() {
+    fn chat_texts_match_transformers() {
         let chat = golden::chat();
         for case in chat["rendered"].as_array().unwrap() {
             let name = case["template"].as_str().unwrap();
@@ -283,7 +283,7 @@ mod tests {
     }
 
     #[test]
-    fn answers_are_what_the_turns_of_the_assistant_add() {
+    fn answers_are_assistant_turns() {
         let template = template(
             "{% for m in messages %}{{ m.role[0] }}:{{ m.content }};{% endfor %}\
              {% if add_generation_prompt %}a:{% endif %}",
@@ -297,7 +297,7 @@ mod tests {
     }
 
     #[test]
-    fn a_template_that_does_not_append_is_refused() {
+    fn rewriting_templates_are_rejected() {
         let turns = [("user", "1"), ("assistant", "2"), ("user", "3"), ("assistant", "4")];
         for source in [
             // The number of messages comes first.
@@ -317,7 +317,7 @@ mod tests {
     }
 
     #[test]
-    fn a_template_that_fails_or_does_not_end_is_refused() {
+    fn failing_or_endless_templates_are_rejected() {
         let broken = ChatTemplate::new("a/template".into(), "{% if %}".into(), BTreeMap::new());
         let fault = broken.unwrap_err().to_string();
         assert!(fault.starts_with("a/template: the chat template fails"), "{fault}");

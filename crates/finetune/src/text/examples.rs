@@ -335,7 +335,7 @@ mod tests {
     }
 
     #[test]
-    fn answers_are_those_of_transformers() {
+    fn answer_masks_match_transformers() {
         let home = tempfile::tempdir().unwrap();
         for model in golden::MODELS {
             let path = home.path().join("pairs.jsonl");
@@ -362,7 +362,7 @@ mod tests {
     }
 
     #[test]
-    fn texts_are_lines_or_paragraphs_and_end() {
+    fn texts_are_lines_or_paragraphs() {
         let examples = lines("\"first\"\n\n{\"id\": 3, \"text\": \"a\\n\\nb\"}\r\n").unwrap();
         let tokenizer = golden::folder("qwen2");
         let decoded = |examples: &Examples| -> Vec<String> {
@@ -383,7 +383,7 @@ mod tests {
     }
 
     #[test]
-    fn lines_that_are_no_examples_are_named() {
+    fn invalid_lines_are_named() {
         for (line, words) in [
             ("{\"text\": \"a", "is no JSON"),
             ("3", "is neither a string nor an object"),
@@ -425,7 +425,7 @@ mod tests {
     }
 
     #[test]
-    fn files_of_a_folder_are_examples_or_counted_or_refused() {
+    fn folder_files_are_read_or_counted() {
         let home = tempfile::tempdir().unwrap();
         let write =
             |name: &str, content: &[u8]| fs::write(home.path().join(name), content).unwrap();
@@ -452,7 +452,7 @@ mod tests {
     }
 
     #[test]
-    fn what_the_tokenizer_refuses_is_named_by_its_line() {
+    fn tokenizer_errors_name_the_line() {
         let line = r#"{"messages": [{"role": "assistant", "content": "a"}]}"#;
         let fault = lines(line).unwrap_err();
         assert!(fault.to_string().contains("line 1 of "), "{fault}");
@@ -460,7 +460,7 @@ mod tests {
     }
 
     #[test]
-    fn longer_texts_are_refused_cut_or_left_out() {
+    fn overlong_option_is_followed() {
         let content = "\"abc\"\n\"abcdefghijkl\"\n";
         let fault = read("a.jsonl", content, 8, Overlong::Error).unwrap_err();
         assert!(fault.to_string().starts_with("line 2 of "), "{fault}");
@@ -478,7 +478,7 @@ mod tests {
     }
 
     #[test]
-    fn a_text_of_its_end_alone_is_refused() {
+    fn empty_texts_are_rejected() {
         let fault = lines("\"a\"\n\"\"").unwrap_err();
         let message = fault.to_string();
         assert!(message.starts_with("line 2 of "), "{message}");
@@ -487,7 +487,7 @@ mod tests {
     }
 
     #[test]
-    fn an_answer_that_is_cut_off_is_refused() {
+    fn truncated_answers_are_rejected() {
         let line = r#"{"prompt": "zqxjzqxj", "completion": "yes"}"#;
         let prompt = golden::folder("qwen2").tokenizer().begin("zqxjzqxj").unwrap().len();
         let fault = read("a.jsonl", line, prompt, Overlong::Truncate).unwrap_err().to_string();
@@ -503,7 +503,7 @@ mod tests {
     }
 
     #[test]
-    fn a_fingerprint_tells_tokens_and_labels_apart() {
+    fn fingerprint_covers_tokens_and_labels() {
         let texts = ["\"ab\"", "\"ab\"\n\"ab\"", "\"cd\"", r#"{"prompt": "a", "completion": "b"}"#];
         let all: BTreeSet<String> =
             texts.iter().map(|text| lines(text).unwrap().fingerprint()).collect();
@@ -511,7 +511,7 @@ mod tests {
     }
 
     #[test]
-    fn a_split_holds_out_a_fraction_by_its_seed() {
+    fn split_follows_fraction_and_seed() {
         let content: Vec<String> = (0..40).map(|n| format!("\"number {n}\"")).collect();
         let all = lines(&content.join("\n")).unwrap();
         let of = |examples: &Examples| -> Vec<Vec<u32>> {

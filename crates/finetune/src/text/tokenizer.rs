@@ -474,7 +474,7 @@ mod tests {
     }
 
     #[test]
-    fn tokens_and_texts_are_those_of_transformers() {
+    fn tokens_match_transformers() {
         for model in golden::MODELS {
             let tokenizer = open(&golden::path(model)).unwrap();
             let cases = golden::json(model, "tokens.json")["tokenizer"].clone();
@@ -492,7 +492,7 @@ mod tests {
     }
 
     #[test]
-    fn answers_in_a_conversation_are_those_of_transformers() {
+    fn conversation_answers_match_transformers() {
         let chat = golden::chat();
         for case in chat["tokens"].as_array().unwrap() {
             let model = case["model"].as_str().unwrap();
@@ -514,7 +514,7 @@ mod tests {
     }
 
     #[test]
-    fn a_prompt_is_not_ended_but_keeps_its_own_end() {
+    fn prompts_get_no_end_token() {
         let plain = open(&golden::path("llama")).unwrap();
         let copy = golden::changed("llama", FILE, |file| {
             let processor = &mut file["post_processor"];
@@ -536,7 +536,7 @@ mod tests {
     }
 
     #[test]
-    fn a_template_in_its_own_file_comes_first_and_the_default_of_several_is_taken() {
+    fn template_file_and_default_take_precedence() {
         let named = json!([
             {"name": "tools", "template": "tools"},
             {"name": "default", "template": "{{ messages[0].content }}"},
@@ -561,7 +561,7 @@ mod tests {
     }
 
     #[test]
-    fn the_tokenizer_names_the_end_and_other_files_name_more() {
+    fn end_tokens_come_from_all_files() {
         let tokenizer = open(&golden::path("qwen2")).unwrap();
         assert_eq!((tokenizer.end, tokenizer.is_end(317)), (319, false));
         let copy = golden::changed("qwen2", "config.json", |config| {
@@ -583,7 +583,7 @@ mod tests {
     }
 
     #[test]
-    fn a_tokenizer_without_an_end_is_refused() {
+    fn missing_end_token_is_rejected() {
         let copy = golden::changed("llama", "tokenizer_config.json", |config| {
             config["eos_token"] = Value::Null;
         });
@@ -599,7 +599,7 @@ mod tests {
     }
 
     #[test]
-    fn tokens_that_the_model_does_not_know_are_refused() {
+    fn tokens_beyond_vocabulary_are_rejected() {
         assert!(open_sized(&golden::path("llama3"), 320).is_ok());
         let fault = open_sized(&golden::path("llama3"), 319).unwrap_err().to_string();
         assert!(fault.contains("<|eot_id|>"), "{fault}");
@@ -607,7 +607,7 @@ mod tests {
     }
 
     #[test]
-    fn dropout_is_refused_and_padding_and_truncation_are_passed_over() {
+    fn dropout_is_rejected_padding_is_ignored() {
         let fault = refusal("llama", FILE, |file| file["model"]["dropout"] = json!(0.1));
         assert!(fault.contains("its dropout 0.1 gives other tokens each time"), "{fault}");
         let copy = golden::changed("llama", FILE, |file| {
@@ -625,7 +625,7 @@ mod tests {
     }
 
     #[test]
-    fn bytes_are_tokens_where_there_is_no_tokenizer() {
+    fn missing_tokenizer_means_byte_tokens() {
         let home = tempfile::tempdir().unwrap();
         let config = |end: &str| {
             fs::write(home.path().join("config.json"), format!("{{\"eos_token_id\": {end}}}"))
@@ -687,7 +687,7 @@ mod tests {
     }
 
     #[test]
-    fn no_tokenizer_panics() {
+    fn damaged_tokenizers_never_panic() {
         let home = tempfile::tempdir().unwrap();
         fs::write(home.path().join("config.json"), r#"{"eos_token_id": 2}"#).unwrap();
         let (mut n_read, mut n_refused) = (0, 0);

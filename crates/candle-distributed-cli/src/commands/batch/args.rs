@@ -1,4 +1,4 @@
-//! The options of `batch`, and which of them go together.
+//! Options of `batch`, and checks of their combinations.
 
 use std::path::PathBuf;
 
@@ -12,82 +12,83 @@ use candle_distributed::{
 };
 use clap::ValueEnum;
 
-use super::order::Order;
+use super::order::ReadingOrder;
 use crate::{
     error::{Error, Result},
     help::{examples, typed},
-    numbers::{self, Lengths, Numbers},
+    numbers::{self, Numbers, SequenceLengthList},
 };
 
 /// Put sequences of the given lengths into batches, and report the padding.
 #[derive(Debug, clap::Args)]
 #[command(after_help = examples![
-    "# As many neighbors as 160 tokens allow, padding included"
+    "# As many consecutive sequences as fit into 160 tokens, padding included"
     "echo 12 80 15 70 9 | candle-distributed batch --lengths - --strategy dynamic --max-tokens 160"
-    "# The batches of rank 3: each rank gets the same number, and those of a step cost about the same"
+    "# The batches of rank 3: all ranks get the same number, and the batches of a step cost about the same"
     "candle-distributed batch --lengths lengths.txt --strategy sorted --max-tokens 16384 --world-size 8 --rank 3"
     "# Packed rows of 2048 tokens"
     "candle-distributed batch --lengths lengths.txt --strategy pack --capacity 2048 --format json > packed.json"
-    "# The order of PyTorch's sampler, batched; a batch per line, each as soon as it is full"
+    "# Batches in the order of PyTorch's sampler, one per line, each printed as soon as it is full"
     "candle-distributed sample --len 2000 --preset torch --format npy | candle-distributed batch --lengths lengths.txt --order - --strategy dynamic --max-tokens 16384 --format jsonl"
 ])]
-pub(crate) struct Args {
-    /// File of sequence lengths: text with white space between them, an .npy array of integers, or a
-    /// JSON list; - for standard input. Given several times, one data set comes after the other
+pub(crate) struct BatchArgs {
+    /// File of sequence lengths: text separated by white space, an .npy array of integers, or a JSON
+    /// list; - for standard input. Several files are read as one data set
     #[arg(long, value_name = "FILE", required = true)]
     lengths: Vec<PathBuf>,
-    /// The lengths are in this field of each line of the files, which are .jsonl: as a number, or as
-    /// a list, such as one of tokens, whose length counts
+    /// Read each length from this field of a line of .jsonl files: a number, or a list, such as
+    /// tokens, to be counted
     #[arg(long, value_name = "NAME")]
     field: Option<String>,
-    /// Read the sequences in this order: a file of positions, which `sample` prints in any --format;
-    /// - for standard input. With ranks it must be the order of all of them
+    /// Read the sequences in this order: a file of positions, as printed by `sample` in any
+    /// --format; - for standard input. With ranks, give the order of all ranks together
     #[arg(long, value_name = "FILE")]
     order: Option<PathBuf>,
-    /// Which sequences share a batch
+    /// Strategy that selects the sequences of a batch
     #[arg(long, value_enum)]
     strategy: StrategyArg,
-    /// Maximum number of sequences per batch; `dynamic` without --max-tokens counts those of
-    /// --max-sequence-length tokens, so that batches of shorter ones hold more
+    /// Maximum number of sequences per batch; for `dynamic` without --max-tokens, the number of
+    /// sequences of --max-sequence-length tokens, so batches of shorter sequences hold more
     #[arg(long, value_name = "B")]
     max_batch_size: Option<u64>,
     /// Maximum number of tokens per batch, padding included
     #[arg(long, value_name = "T")]
     max_tokens: Option<u64>,
-    /// Maximum cost per batch, which is its size times the --cost of a sequence of its padded length
+    /// Maximum cost per batch: its size times the --cost of a sequence of its padded length
     #[arg(long, value_name = "C")]
     max_cost: Option<u64>,
-    /// What a sequence costs [default: tokens]
+    /// Cost of a sequence [default: tokens]
     #[arg(long, value_enum, requires = "max_cost")]
     cost: Option<CostArg>,
     /// Maximum length of a sequence
     #[arg(long, value_name = "L")]
     max_sequence_length: Option<u64>,
-    /// What to do with longer sequences
+    /// Treatment of longer sequences
     #[arg(long, value_enum, default_value_t)]
     overlong: OverlongArg,
     /// Number of lengths that share a bucket, for `bucket` [default: 64]
     #[arg(long, value_name = "K", conflicts_with = "buckets")]
     bucket_width: Option<u64>,
-    /// Maximum number of buckets, with the boundaries that pad these lengths least, for `bucket`
+    /// Maximum number of buckets, for `bucket`; their boundaries minimize the padding of these
+    /// lengths
     #[arg(long, value_name = "K")]
     buckets: Option<u64>,
-    /// Pad every batch to the longest sequence that its bucket may hold, for `bucket`
+    /// Pad every batch to the upper bound of its bucket, for `bucket`
     #[arg(long)]
     fixed_shapes: bool,
     /// Sort the sequences of this many batches at a time, for `sorted` [default: all]
     #[arg(long, value_name = "M")]
     window: Option<u64>,
-    /// How the sorted sequences are cut into batches, for `sorted` [default: optimal]
+    /// Method that cuts the sorted sequences into batches, for `sorted` [default: optimal]
     #[arg(long, value_enum)]
     cut: Option<CutArg>,
     /// Number of tokens per row, for `pack`
     #[arg(long, value_name = "C", conflicts_with = "max_tokens")]
     capacity: Option<u64>,
-    /// How rows are filled, for `pack` [default: best-fit]
+    /// Method that fills rows, for `pack` [default: best-fit]
     #[arg(long, value_enum)]
     packing: Option<PackingArg>,
-    /// Number of rows kept open at a time, for `in-order` [default: 64]
+    /// Number of rows open at a time, for `in-order` [default: 64]
     #[arg(long, value_name = "N")]
     open_rows: Option<usize>,
     /// Pad each length to a multiple of this number [default: 1]
@@ -96,26 +97,26 @@ pub(crate) struct Args {
     /// Give every batch a multiple of this many sequences [default: 1]
     #[arg(long, value_name = "M")]
     batch_size_multiple: Option<u64>,
-    /// What to do with the last sequences when they are too few for this multiple [default: drop]
+    /// Treatment of the last sequences if they are too few for this multiple [default: drop]
     #[arg(long, value_enum, requires = "batch_size_multiple")]
     last_batch: Option<LastBatchArg>,
     /// Number of ranks that share the batches
     #[arg(long, value_name = "W", requires = "rank")]
     world_size: Option<u64>,
-    /// The rank whose batches are printed
+    /// Rank to print the batches of
     #[arg(long, value_name = "R", requires = "world_size")]
     rank: Option<u64>,
-    /// How the batches of a step are made [default: grouped]
+    /// Method that makes the batches of a step [default: grouped]
     #[arg(long, value_enum, requires = "world_size")]
     steps: Option<StepsArg>,
-    /// What to balance across ranks within a step [default: tokens]
+    /// Cost to balance across ranks within a step [default: tokens]
     #[arg(long, value_enum, requires = "world_size")]
     step_cost: Option<StepCostArg>,
-    /// What to do with the batches that do not fill a step of all ranks [default: split]
+    /// Treatment of the last batches if they do not fill a step of all ranks [default: split]
     #[arg(long, value_enum, requires = "world_size")]
     remainder: Option<RemainderArg>,
-    /// Read the sequences in random order, if there is no --order, and shuffle batches that are ready
-    /// together
+    /// Read the sequences in random order unless --order is given, and shuffle batches that are
+    /// ready together
     #[arg(long)]
     shuffle: bool,
     /// Seed of the shuffle
@@ -124,19 +125,19 @@ pub(crate) struct Args {
     /// Epoch of the shuffle, counted from 0
     #[arg(long, default_value_t = 0, requires = "shuffle")]
     epoch: u64,
-    /// First of the batches to print, counted from 0
+    /// First batch to print, counted from 0
     #[arg(long, value_name = "N", default_value_t = 0)]
     pub(super) start: u64,
-    /// Maximum number of batches to print, which the report is then about [default: all]
+    /// Maximum number of batches to print and report [default: all]
     #[arg(long, value_name = "N")]
     pub(super) count: Option<u64>,
     /// Resume from a file written by --save-state, with the same options but --rank
     #[arg(long, value_name = "FILE", requires = "world_size", conflicts_with = "epoch")]
     pub(super) resume: Option<PathBuf>,
-    /// Write how far the rank is after the printed batches to this file
+    /// Write the state of the rank after the printed batches to this file
     #[arg(long, value_name = "FILE", requires = "world_size")]
     pub(super) save_state: Option<PathBuf>,
-    /// How the batches are written
+    /// Output format
     #[arg(long, value_enum, default_value_t)]
     pub(super) format: FormatArg,
 }
@@ -144,25 +145,25 @@ pub(crate) struct Args {
 /// The form of the result.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
 pub(super) enum FormatArg {
-    /// Text with a batch per line
+    /// Text with one batch per line
     #[default]
     Text,
     /// One JSON object with a `format_version`
     Json,
-    /// A JSON object per batch, each as soon as its batch is full: without --order, --shuffle,
+    /// One JSON object per batch, printed as soon as the batch is full: without --order, --shuffle,
     /// --buckets and ranks, only the sequences of unfinished batches are in memory
     Jsonl,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 enum StrategyArg {
-    /// Neighbors, each batch padded to its longest sequence
+    /// Consecutive sequences, each batch padded to its longest
     PadToMax,
     /// Sequences of similar length
     Bucket,
-    /// Neighbors, as many as the token budget allows
+    /// Consecutive sequences, as many as the token budget allows
     Dynamic,
-    /// Neighbors by length: the least padding
+    /// Sequences sorted by length: the least padding
     Sorted,
     /// Several sequences per row; each row is a batch
     Pack,
@@ -170,10 +171,10 @@ enum StrategyArg {
 
 #[derive(Clone, Copy, Debug, Default, ValueEnum)]
 enum OverlongArg {
-    /// Refuse them
+    /// Reject them
     #[default]
     Error,
-    /// Count them as cut to the limit
+    /// Cut them to the limit
     Truncate,
     /// Leave them out
     Skip,
@@ -189,7 +190,7 @@ enum CutArg {
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 enum PackingArg {
-    /// The longest first, each into the fullest row that has room
+    /// The longest first, each into the fullest row with enough room
     BestFit,
     /// Row by row, each as full as a bounded search can make it
     MinimumSlack,
@@ -199,9 +200,9 @@ enum PackingArg {
 
 #[derive(Clone, Copy, Debug, ValueEnum)]
 enum CostArg {
-    /// Its tokens, padding included
+    /// Number of tokens, padding included
     Tokens,
-    /// The pairs of its tokens, as attention computes them
+    /// Number of token pairs, as in attention
     Quadratic,
 }
 
@@ -215,11 +216,11 @@ enum LastBatchArg {
 
 #[derive(Clone, Copy, Debug, ValueEnum)]
 enum RemainderArg {
-    /// Split the batches with the most padding in two: each sequence comes exactly once
+    /// Split the batches with the most padding in two: each sequence is read exactly once
     Split,
     /// Leave the last batches out
     Drop,
-    /// Take the first batches once more
+    /// Read the first batches again
     Repeat,
 }
 
@@ -227,7 +228,7 @@ enum RemainderArg {
 enum StepsArg {
     /// One batch per rank, of similar cost
     Grouped,
-    /// One batch for all ranks, dealt out to them
+    /// One batch for all ranks, dealt out among them
     Dealt,
 }
 
@@ -239,37 +240,38 @@ enum StepCostArg {
     Attention,
 }
 
-impl Args {
-    /// The lengths, read as they are asked for.
+impl BatchArgs {
+    /// Returns the lengths, read lazily.
     pub(super) fn lengths(&self) -> Numbers<u64> {
         numbers::lengths(&self.lengths, self.field.as_deref())
     }
 
-    pub(super) fn hold_lengths(&self) -> Result<Lengths> {
+    /// Reads all lengths into memory.
+    pub(super) fn load_lengths(&self) -> Result<SequenceLengthList> {
         let names: Vec<String> =
             self.lengths.iter().map(|path| path.display().to_string()).collect();
-        Lengths::hold(self.lengths(), names.join(", "))
+        SequenceLengthList::load(self.lengths(), names.join(", "))
     }
 
-    /// Whether batches can be made while lengths are still read, and printed before the last is.
+    /// Returns true if batches can be printed before all lengths are read.
     pub(super) fn is_stream(&self) -> bool {
-        let is_own_order = self.order.is_none() && !self.shuffle;
-        let knows_all = match self.strategy {
+        let is_input_order = self.order.is_none() && !self.shuffle;
+        let needs_all_lengths = match self.strategy {
             StrategyArg::PadToMax | StrategyArg::Dynamic => false,
             StrategyArg::Bucket => self.buckets.is_some(),
             StrategyArg::Sorted => self.window.is_none(),
             StrategyArg::Pack => self.packing != Some(PackingArg::InOrder),
         };
-        self.format == FormatArg::Jsonl && is_own_order && !knows_all
+        self.format == FormatArg::Jsonl && is_input_order && !needs_all_lengths
     }
 
-    /// Whether the batches may depend on what another program has still to write.
+    /// Returns true if another program may still be writing the input of the batches.
     pub(super) fn is_live(&self) -> bool {
         let lengths = self.lengths.iter().filter(|_| self.is_stream());
         lengths.chain(&self.order).any(|path| numbers::is_live(path))
     }
 
-    /// Refuses the options that the others would leave without effect.
+    /// Rejects options that have no effect in combination with the others.
     pub(super) fn check(&self) -> Result<()> {
         use StrategyArg::{Bucket, Pack, Sorted};
 
@@ -277,7 +279,7 @@ impl Args {
         if inputs.filter(|path| numbers::is_stdin(path)).count() > 1 {
             return Err(Error::usage("standard input, -, cannot be read twice"));
         }
-        let of_one_strategy = [
+        let strategy_options = [
             ("--bucket-width", self.bucket_width.is_some(), Bucket),
             ("--buckets", self.buckets.is_some(), Bucket),
             ("--fixed-shapes", self.fixed_shapes, Bucket),
@@ -287,7 +289,7 @@ impl Args {
             ("--packing", self.packing.is_some(), Pack),
             ("--open-rows", self.open_rows.is_some(), Pack),
         ];
-        for (option, is_given, needed) in of_one_strategy {
+        for (option, is_given, needed) in strategy_options {
             if is_given && self.strategy != needed {
                 return Err(Error::usage(format!(
                     "{option} needs --strategy {}, not {}",
@@ -302,16 +304,17 @@ impl Args {
         self.check_rows_and_steps()
     }
 
-    /// Refuses what packed rows do not have, and strategies whose batches cannot be dealt out.
+    /// Rejects options that do not apply to packed rows, and `--steps dealt` for strategies that do
+    /// not support it.
     fn check_rows_and_steps(&self) -> Result<()> {
         let is_pack = self.strategy == StrategyArg::Pack;
         let is_dealt = self.steps == Some(StepsArg::Dealt);
-        let refused = [
+        let unsupported = [
             ("--length-multiple", is_pack && self.length_multiple.is_some()),
             ("--batch-size-multiple", is_pack && self.batch_size_multiple.is_some()),
             ("--steps dealt", is_dealt && (is_pack || self.strategy == StrategyArg::Bucket)),
         ];
-        if let Some((option, _)) = refused.into_iter().find(|(_, is_refused)| *is_refused) {
+        if let Some((option, _)) = unsupported.into_iter().find(|(_, is_given)| *is_given) {
             return Err(Error::usage(format!(
                 "{option} does not work with --strategy {}",
                 typed(self.strategy)
@@ -327,8 +330,8 @@ impl Args {
         self.strategy == StrategyArg::Pack
     }
 
-    /// The configuration; `lengths` are those of all sequences, if they are held.
-    pub(super) fn config(&self, lengths: Option<&Lengths>) -> Result<BatchConfig> {
+    /// Returns the configuration. `lengths` are the lengths of all sequences, if they are in memory.
+    pub(super) fn config(&self, lengths: Option<&SequenceLengthList>) -> Result<BatchConfig> {
         let overlong = match self.overlong {
             OverlongArg::Error => Overlong::Error,
             OverlongArg::Truncate => Overlong::Truncate,
@@ -356,7 +359,7 @@ impl Args {
         Ok(config)
     }
 
-    fn strategy(&self, lengths: Option<&Lengths>) -> Result<DynamicBatchStrategy> {
+    fn strategy(&self, lengths: Option<&SequenceLengthList>) -> Result<DynamicBatchStrategy> {
         Ok(match self.strategy {
             StrategyArg::PadToMax => DynamicBatchStrategy::PadToMax,
             StrategyArg::Bucket => DynamicBatchStrategy::Bucket(self.buckets(lengths)?),
@@ -369,14 +372,14 @@ impl Args {
     }
 
     #[expect(clippy::expect_used, reason = "says why it cannot fail")]
-    fn buckets(&self, lengths: Option<&Lengths>) -> Result<Buckets> {
+    fn buckets(&self, lengths: Option<&SequenceLengthList>) -> Result<Buckets> {
         let Some(n_buckets) = self.buckets else {
             return Ok(Buckets::Width(self.bucket_width.unwrap_or(Buckets::DEFAULT_WIDTH)));
         };
         let lengths =
             lengths.expect("with --buckets nothing is printed before all lengths are read");
-        // The lengths that end up in batches: boundaries for sequences that are in none would only
-        // pad the others more.
+        // Only lengths that end up in batches count: boundaries for skipped sequences would pad the
+        // other sequences more.
         let max = self.max_sequence_length.unwrap_or(u64::MAX);
         let skips = matches!(self.overlong, OverlongArg::Skip);
         let kept = lengths.iter().filter(|&length| !skips || length <= max);
@@ -401,7 +404,7 @@ impl Args {
         }
     }
 
-    /// The rank whose batches are printed; `None` if no ranks share them.
+    /// Returns the rank to print the batches of, or `None` without ranks.
     pub(super) fn placement(&self) -> Result<Option<Placement>> {
         Ok(self
             .world_size
@@ -410,7 +413,7 @@ impl Args {
             .transpose()?)
     }
 
-    /// How the ranks share the batches.
+    /// Returns the configuration that shares the batches among ranks.
     pub(super) fn distributed(&self) -> DistributedConfig {
         let layout = match self.steps {
             None | Some(StepsArg::Grouped) => StepLayout::Grouped,
@@ -432,24 +435,25 @@ impl Args {
         self.shuffle_seed().map_or(config, |seed| config.with_shuffle(seed))
     }
 
-    /// The order in which `len` sequences are read in an epoch.
-    pub(super) fn order(&self, len: u64, epoch: Epoch) -> Result<Order> {
+    /// Returns the reading order of `len` sequences in an epoch.
+    pub(super) fn order(&self, len: u64, epoch: Epoch) -> Result<ReadingOrder> {
         if let Some(path) = &self.order {
-            return Ok(Order::Listed { positions: numbers::positions(path), path: path.clone() });
+            let positions = numbers::positions(path);
+            return Ok(ReadingOrder::Listed { positions, path: path.clone() });
         }
         let order =
             if self.shuffle { sampler::Order::Shuffled } else { sampler::Order::Sequential };
         let config = SamplerConfig::default().with_order(order);
         let config = config.with_seed(Seed::new(self.seed)).with_epoch(epoch);
         let sampler = DistributedSampler::new(len, Placement::SINGLE, config)?;
-        Ok(Order::Drawn(Box::new(sampler)))
+        Ok(ReadingOrder::Sampled(Box::new(sampler)))
     }
 
     pub(super) fn epoch(&self) -> Epoch {
         Epoch::new(self.epoch)
     }
 
-    /// What shuffles batches, the same in every epoch.
+    /// Returns the seed that shuffles batches, the same in every epoch.
     pub(super) fn shuffle_seed(&self) -> Option<Seed> {
         self.shuffle.then(|| Seed::new(self.seed))
     }

@@ -1,4 +1,4 @@
-//! `batch`: sequences of given lengths, put into batches.
+//! `batch`: groups sequences of given lengths into batches.
 
 mod args;
 mod order;
@@ -14,89 +14,93 @@ use candle_distributed::{
     types::Placement,
 };
 
-pub(crate) use self::args::Args;
+pub(crate) use self::args::BatchArgs;
 use self::{
     args::FormatArg,
-    print::{Entry, Line, Made, Share},
+    print::{BatchEntry, BatchTotals, JsonLine, RankShare},
 };
 use crate::{
     commands,
     error::{Error, Result, WithHint},
     hint, input,
-    numbers::Lengths,
-    output::{self, Lines},
+    numbers::SequenceLengthList,
+    output::{self, JsonLines},
 };
 
 #[expect(clippy::expect_used, reason = "says why it cannot fail")]
-pub(crate) fn run(args: &Args) -> Result<()> {
+pub(crate) fn run(args: &BatchArgs) -> Result<()> {
     args.check()?;
     let is_lines = args.format == FormatArg::Jsonl;
     let state = if is_lines { print_each(args) } else { print_all(args) }?;
     if let Some(path) = &args.save_state {
-        output::json_file(path, &state.expect("clap insists on ranks, which have a state"))?;
+        output::json_file(path, &state.expect("clap requires ranks, which have a state"))?;
     }
     Ok(())
 }
 
-/// Prints each batch as soon as it is made.
-fn print_each(args: &Args) -> Result<Option<BatchState>> {
-    let mut lines = Lines::new(args.is_live());
-    let made = make(args, &mut |entry| lines.print(&Line::new(entry)))?;
+/// Prints each batch as soon as it is complete.
+fn print_each(args: &BatchArgs) -> Result<Option<BatchState>> {
+    let mut lines = JsonLines::new(args.is_live());
+    let totals = make(args, &mut |entry| lines.print(&JsonLine::new(entry)))?;
     lines.finish()?;
-    print::warn(&made.left_out);
-    Ok(made.state)
+    print::warn(&totals.left_out);
+    Ok(totals.state)
 }
 
-/// Prints all batches when the last one is made.
-fn print_all(args: &Args) -> Result<Option<BatchState>> {
+/// Prints all batches after the last is complete.
+fn print_all(args: &BatchArgs) -> Result<Option<BatchState>> {
     let mut entries = Vec::new();
-    let mut made = make(args, &mut |entry| {
+    let mut totals = make(args, &mut |entry| {
         entries.push(entry);
         ControlFlow::Continue(())
     })?;
-    let state = made.state.take();
-    print::print(args, entries, made)?;
+    let state = totals.state.take();
+    print::print(args, entries, totals)?;
     Ok(state)
 }
 
-/// What is done with a batch: it may be the last that anybody wants.
-type Each<'a> = &'a mut dyn FnMut(Entry) -> ControlFlow<()>;
+/// A callback for each batch. Returns `Break` if no further batch is needed.
+type BatchCallback<'a> = &'a mut dyn FnMut(BatchEntry) -> ControlFlow<()>;
 
-fn make(args: &Args, each: Each<'_>) -> Result<Made> {
+fn make(args: &BatchArgs, each: BatchCallback<'_>) -> Result<BatchTotals> {
     match args.placement()? {
-        Some(placement) => of_rank(args, placement, each),
-        None if args.is_stream() => of_stream(args, each),
-        None => of_all(args, each),
+        Some(placement) => make_for_rank(args, placement, each),
+        None if args.is_stream() => make_from_stream(args, each),
+        None => make_all(args, each),
     }
 }
 
-/// All batches, of lengths that are read as they are needed.
-fn of_stream(args: &Args, each: Each<'_>) -> Result<Made> {
+/// Makes all batches, reading lengths lazily.
+fn make_from_stream(args: &BatchArgs, each: BatchCallback<'_>) -> Result<BatchTotals> {
     let config = args.config(None)?;
     let lengths = (0..).zip(args.lengths());
     let sequences = lengths.map(|(index, length)| Ok(Sequence { index, length: length? }));
     let mut batches = Batches::new(sequences, config)?;
-    give(args, &mut batches, each)?;
-    Ok(Made { left_out: *batches.report(), share: None, state: None })
+    pass_selected(args, &mut batches, each)?;
+    Ok(BatchTotals { left_out: *batches.report(), share: None, state: None })
 }
 
-/// All batches, of lengths that are held.
-fn of_all(args: &Args, each: Each<'_>) -> Result<Made> {
-    let lengths = args.hold_lengths()?;
+/// Makes all batches after loading all lengths.
+fn make_all(args: &BatchArgs, each: BatchCallback<'_>) -> Result<BatchTotals> {
+    let lengths = args.load_lengths()?;
     let config = args.config(Some(&lengths))?;
     let mut order = args.order(lengths.count(), args.epoch())?;
     let mut batches = Batches::new(order.sequences(&lengths), config)?;
     if let Some(seed) = args.shuffle_seed() {
         batches = batches.shuffled(seed.derive(args.epoch().as_u64()));
     }
-    give(args, &mut batches, each)?;
+    pass_selected(args, &mut batches, each)?;
     let left_out = *batches.report();
     drop(batches);
-    Ok(Made { left_out, share: None, state: None })
+    Ok(BatchTotals { left_out, share: None, state: None })
 }
 
-/// Gives those batches that are to be printed.
-fn give<I>(args: &Args, batches: &mut Batches<I>, each: Each<'_>) -> Result<()>
+/// Passes the batches selected by `--start` and `--count` to `each`.
+fn pass_selected<I>(
+    args: &BatchArgs,
+    batches: &mut Batches<I>,
+    each: BatchCallback<'_>,
+) -> Result<()>
 where
     I: Iterator<Item = Result<Sequence>>,
 {
@@ -107,46 +111,50 @@ where
     }
     for _ in 0..args.count.unwrap_or(u64::MAX) {
         let Some(batch) = batches.next().transpose()? else { break };
-        if each(Entry { batch, step_real_tokens: None }).is_break() {
+        if each(BatchEntry { batch, step_real_tokens: None }).is_break() {
             break;
         }
     }
     Ok(())
 }
 
-/// The batches of one rank.
-fn of_rank(args: &Args, placement: Placement, each: Each<'_>) -> Result<Made> {
-    let lengths = args.hold_lengths()?;
+/// Makes the batches of one rank.
+fn make_for_rank(
+    args: &BatchArgs,
+    placement: Placement,
+    each: BatchCallback<'_>,
+) -> Result<BatchTotals> {
+    let lengths = args.load_lengths()?;
     let batches = DynamicBatchSampler::new(&lengths, args.config(Some(&lengths))?)?;
     let sampler = DistributedBatchSampler::new(batches, placement, args.distributed())?;
     let mut steps = steps(args, &sampler, &lengths)?;
     let left_out = steps.report();
     let mut state = steps.state();
     let n_batches = commands::count(args.start, args.count, steps.len() as u64, "batches")?;
-    let share = Share {
+    let share = RankShare {
         world_size: placement.world_size().as_u64(),
         rank: placement.rank().as_u64(),
         n_steps: state.n_steps,
     };
     state.step += args.start + n_batches;
-    let from_start = steps.by_ref().skip(commands::of_iterator(args.start));
-    for step in from_start.take(commands::of_iterator(n_batches)) {
-        let entry = Entry { batch: step.batch, step_real_tokens: Some(step.real_tokens) };
+    let from_start = steps.by_ref().skip(commands::iterator_count(args.start));
+    for step in from_start.take(commands::iterator_count(n_batches)) {
+        let entry = BatchEntry { batch: step.batch, step_real_tokens: Some(step.real_tokens) };
         if each(entry).is_break() {
             break;
         }
     }
     drop(steps);
     drop(sampler);
-    Ok(Made { left_out, share: Some(share), state: Some(state) })
+    Ok(BatchTotals { left_out, share: Some(share), state: Some(state) })
 }
 
-/// The steps of the epoch that are left where an earlier run stopped, or all of them.
+/// Returns the steps of the epoch: the steps after a saved state, or all of them.
 fn steps<'a>(
-    args: &Args,
-    sampler: &'a DistributedBatchSampler<&'a Lengths>,
-    lengths: &Lengths,
-) -> Result<Steps<'a, &'a Lengths>> {
+    args: &BatchArgs,
+    sampler: &'a DistributedBatchSampler<&'a SequenceLengthList>,
+    lengths: &SequenceLengthList,
+) -> Result<Steps<'a, &'a SequenceLengthList>> {
     let state: Option<BatchState> = match &args.resume {
         Some(path) => {
             Some(input::read_json(path, "the state of batches").with_hint(hint::BATCH_STATE)?)
@@ -156,7 +164,7 @@ fn steps<'a>(
     let epoch = state.as_ref().map_or(args.epoch(), |state| state.epoch);
     let mut order = args.order(lengths.count(), epoch)?;
     let mut fault: Option<Error> = None;
-    // An order ends at the first position that cannot be read, which is then the error.
+    // The iterator ends at the first unreadable position, and its error is returned below.
     let indices = order.sequences(lengths).map_while(|sequence| match sequence {
         Ok(sequence) => Some(sequence.index),
         Err(error) => {

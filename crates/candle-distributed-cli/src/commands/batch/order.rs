@@ -1,4 +1,4 @@
-//! The order in which `batch` reads sequences.
+//! The reading order of `batch`.
 
 use std::path::PathBuf;
 
@@ -11,27 +11,27 @@ use candle_distributed::{
 use crate::{
     error::{Error, Result},
     hint,
-    numbers::{Lengths, Numbers},
+    numbers::{Numbers, SequenceLengthList},
 };
 
-/// Which sequences come in which order.
-pub(super) enum Order {
-    /// All of them, once each.
-    Drawn(Box<DistributedSampler>),
-    /// Those at the positions in a file, which may repeat some and leave others out.
+/// The order of sequences in an epoch.
+pub(super) enum ReadingOrder {
+    /// All sequences, once each.
+    Sampled(Box<DistributedSampler>),
+    /// Sequences at the positions in a file, which may repeat some and leave others out.
     Listed { positions: Numbers<u64>, path: PathBuf },
 }
 
-impl Order {
-    /// The sequences in order. Listed positions are read as they are needed.
+impl ReadingOrder {
+    /// Returns the sequences in order. Listed positions are read lazily.
     #[expect(clippy::expect_used, reason = "says why it cannot fail")]
     pub(super) fn sequences<'a>(
         &'a mut self,
-        lengths: &'a Lengths,
+        lengths: &'a SequenceLengthList,
     ) -> Box<dyn Iterator<Item = Result<Sequence>> + 'a> {
         match self {
-            Self::Drawn(sampler) => Box::new(sampler.iter().map(|index| {
-                let length = lengths.length(index).expect("as many samples as lengths");
+            Self::Sampled(sampler) => Box::new(sampler.iter().map(|index| {
+                let length = lengths.length(index).expect("the sampler has one sample per length");
                 Ok(Sequence { index, length })
             })),
             Self::Listed { positions, path } => {
@@ -42,10 +42,10 @@ impl Order {
                     let length = length.ok_or_else(|| {
                         let name = Printable(path.display());
                         let count = lengths.count();
-                        let refused = format!(
+                        let message = format!(
                             "position {n} in {name} is {index}, out of range for {count} sequences"
                         );
-                        Error::usage(refused).hinted(hint::ORDER)
+                        Error::usage(message).hinted(hint::ORDER)
                     })?;
                     Ok(Sequence { index, length })
                 }))

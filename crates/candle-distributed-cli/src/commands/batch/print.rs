@@ -1,115 +1,115 @@
-//! What `batch` prints, in each of its forms.
+//! The output of `batch` in each format.
 
 use std::io::{self, Write};
 
 use candle_distributed::batch::{Batch, BatchState, PaddingReport};
 use serde::Serialize;
 
-use super::args::{Args, FormatArg};
+use super::args::{BatchArgs, FormatArg};
 use crate::{error::Result, output};
 
-/// The JSON result; text shows parts of it.
+/// The JSON result. Text shows parts of it.
 #[derive(Serialize)]
-struct Answer {
+struct BatchOutput {
     format_version: u32,
     #[serde(flatten)]
-    share: Option<Share>,
-    batches: Vec<Entry>,
-    report: Report,
+    share: Option<RankShare>,
+    batches: Vec<BatchEntry>,
+    report: BatchReport,
 }
 
-/// The rank that these batches belong to, if ranks share them.
+/// The rank of these batches.
 #[derive(Serialize)]
-pub(super) struct Share {
+pub(super) struct RankShare {
     pub(super) world_size: u64,
     pub(super) rank: u64,
     pub(super) n_steps: u64,
 }
 
-/// A batch, with what it takes to weight its loss.
+/// A batch, with the number of tokens needed to weight its loss.
 #[derive(Serialize)]
-pub(super) struct Entry {
+pub(super) struct BatchEntry {
     #[serde(flatten)]
     pub(super) batch: Batch,
-    /// The real tokens of all ranks in its step.
+    /// Real tokens of all ranks in the step of this batch.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(super) step_real_tokens: Option<u64>,
 }
 
 /// A line of `--format jsonl`.
 #[derive(Serialize)]
-pub(super) struct Line {
+pub(super) struct JsonLine {
     format_version: u32,
     #[serde(flatten)]
-    entry: Entry,
+    entry: BatchEntry,
 }
 
-impl Line {
-    pub(super) fn new(entry: Entry) -> Self {
+impl JsonLine {
+    pub(super) fn new(entry: BatchEntry) -> Self {
         Self { format_version: 1, entry }
     }
 }
 
 #[derive(Serialize)]
-struct Report {
+struct BatchReport {
     #[serde(flatten)]
     padding: PaddingReport,
     #[serde(flatten)]
-    rows: Option<Rows>,
+    rows: Option<PackedRows>,
 }
 
-/// Packed rows in the words of bin packing.
+/// Packed rows in terms of bin packing.
 #[derive(Serialize)]
-struct Rows {
+struct PackedRows {
     bins: u64,
-    /// The fraction of the tokens of full rows that are real: the efficiency, because each batch is
-    /// a row of the full length.
+    /// Fraction of real tokens in the rows. It equals the efficiency, since each batch is a row of
+    /// the full length.
     density: f64,
 }
 
-/// What is known when the last batch is made.
-pub(super) struct Made {
-    /// How many sequences are in no batch, or cut.
+/// Totals that are known after the last batch.
+pub(super) struct BatchTotals {
+    /// Counts of skipped, truncated and dropped sequences.
     pub(super) left_out: PaddingReport,
-    pub(super) share: Option<Share>,
-    /// Where the rank stands after these batches.
+    pub(super) share: Option<RankShare>,
+    /// State of the rank after these batches.
     pub(super) state: Option<BatchState>,
 }
 
-/// Says on standard error what the form of the result has no place for.
+/// Warns about left-out sequences, which `--format jsonl` does not include.
 pub(super) fn warn(left_out: &PaddingReport) {
     let PaddingReport { skipped, truncated, dropped, .. } = left_out;
     if skipped + truncated + dropped > 0 {
         output::warning(format!(
-            "of the sequences {skipped} are skipped, {truncated} truncated, {dropped} dropped"
+            "{skipped} sequences are skipped, {truncated} truncated, {dropped} dropped"
         ));
     }
 }
 
-/// Prints batches that are all known.
-pub(super) fn print(args: &Args, batches: Vec<Entry>, made: Made) -> Result<()> {
+/// Prints all batches in text or JSON format.
+pub(super) fn print(args: &BatchArgs, batches: Vec<BatchEntry>, totals: BatchTotals) -> Result<()> {
     let mut padding: PaddingReport = batches.iter().map(|entry| &entry.batch).collect();
-    // Sequences are left out or cut before the batches are shared, so these counts belong to no
-    // rank.
-    padding.skipped = made.left_out.skipped;
-    padding.truncated = made.left_out.truncated;
-    padding.dropped = made.left_out.dropped;
+    // Sequences are left out or cut before ranks share the batches, so these counts are the same for
+    // all ranks.
+    padding.skipped = totals.left_out.skipped;
+    padding.truncated = totals.left_out.truncated;
+    padding.dropped = totals.left_out.dropped;
     let is_pack = args.is_pack();
-    let rows = is_pack.then(|| Rows { bins: padding.batches, density: padding.efficiency() });
-    let report = Report { padding, rows };
-    let answer = Answer { format_version: 1, share: made.share, batches, report };
+    let rows = is_pack.then(|| PackedRows { bins: padding.batches, density: padding.efficiency() });
+    let report = BatchReport { padding, rows };
+    let answer = BatchOutput { format_version: 1, share: totals.share, batches, report };
     match args.format {
         FormatArg::Text => output::text(|out| write_text(&answer, out)),
         FormatArg::Json | FormatArg::Jsonl => output::json(&answer),
     }
 }
 
-fn write_text(answer: &Answer, out: &mut dyn Write) -> io::Result<()> {
-    for Entry { batch, .. } in &answer.batches {
+fn write_text(answer: &BatchOutput, out: &mut dyn Write) -> io::Result<()> {
+    for BatchEntry { batch, .. } in &answer.batches {
         let indices: Vec<String> = batch.indices.iter().map(u64::to_string).collect();
         writeln!(out, "{} x {}: {}", batch.rows, batch.padded_length, indices.join(" "))?;
     }
-    if let Some(Share { world_size, rank, .. }) = answer.share {
+    if let Some(RankShare { world_size, rank, .. }) = answer.share {
         write!(out, "rank {rank} of {world_size}: ")?;
     }
     writeln!(out, "{}", answer.report.padding)

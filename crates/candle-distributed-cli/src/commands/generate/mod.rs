@@ -1,4 +1,4 @@
-//! `generate`: what a model writes after a prompt.
+//! `generate`: generates text after a prompt.
 
 use std::{
     collections::BTreeMap,
@@ -22,61 +22,63 @@ use crate::{
     sampling::SamplingArgs,
 };
 
-/// Let a model write: from a Hugging Face folder (Llama, Qwen 2, Mistral), or one that `train` wrote.
+/// Generate text with a model: a Hugging Face folder (Llama, Qwen 2, Mistral), or a folder written by
+/// `train`.
 ///
-/// It computes in single precision on this processor, and for each token all tokens before it again:
-/// this is to see what a model has learnt, and not to serve it.
+/// The model runs in single precision on the CPU, without a cache of earlier tokens. This is enough
+/// to try a model out, but not to serve it.
 #[derive(Debug, clap::Args)]
 #[command(after_help = examples![
-    "# The likeliest text, and another one"
+    "# The likeliest text, and a random one"
     "candle-distributed generate llama --prompt 'When the fog came in' --max-tokens 16"
     "candle-distributed generate llama --prompt 'When the fog came in' --temperature 0.8 --seed 7"
 ])]
-pub(crate) struct Args {
-    /// Folder with config.json, tokenizer.json and safetensors, or of a run that has ended
+pub(crate) struct GenerateArgs {
+    /// Folder with config.json, tokenizer.json and safetensors, or folder of a run that has ended
     #[arg(value_name = "FOLDER")]
     folder: PathBuf,
-    /// The text that the model continues
+    /// Text to continue
     #[arg(long, value_name = "TEXT")]
     prompt: String,
-    /// Have the prompt answered as a user's message, by the tokenizer's chat template
+    /// Treat the prompt as a user's message, and generate the answer, with the tokenizer's chat
+    /// template
     #[arg(long)]
     chat: bool,
-    /// The message of the system before it
+    /// System message before the prompt
     #[arg(long, value_name = "TEXT", requires = "chat")]
     system: Option<String>,
-    /// Folder of a low-rank adapter that PEFT or `train` wrote, to compute with
+    /// Folder of a low-rank adapter, written by PEFT or `train`, to apply to the model
     #[arg(long, value_name = "DIR")]
     adapter: Option<PathBuf>,
-    /// Most tokens to write
+    /// Maximum number of tokens to generate
     #[arg(long, value_name = "N", value_parser = value_parser!(u32).range(1..), default_value_t = 64)]
     max_tokens: u32,
-    /// Write on after the token that ends a text
+    /// Continue after the token that ends a text
     #[arg(long)]
     ignore_eos: bool,
-    /// Write the logits of all tokens of the prompt and the text into this file, for other programs:
-    /// safetensors with `logits` [tokens, vocabulary], each row for the token after
+    /// Write the logits of all tokens of the prompt and the text into this safetensors file: one
+    /// tensor `logits` [tokens, vocabulary], each row for the next token
     #[arg(long, value_name = "FILE")]
     logits: Option<PathBuf>,
     #[command(flatten)]
     sampling: SamplingArgs,
-    /// Seed of the choices of --temperature
+    /// Seed of the random draws of --temperature
     #[arg(long, value_name = "SEED", requires = "temperature", default_value_t = 0)]
     seed: u64,
-    /// Text for people, or JSON
+    /// Output format
     #[arg(long, value_enum, default_value_t)]
     format: Format,
 }
 
-/// What a program reads.
+/// The JSON result.
 #[derive(Serialize)]
-struct Answer {
+struct GenerateOutput {
     format_version: u32,
     #[serde(flatten)]
     generated: Generated,
 }
 
-pub(crate) fn run(args: &Args) -> Result<()> {
+pub(crate) fn run(args: &GenerateArgs) -> Result<()> {
     let mut options = args.sampling.generation(args.seed).with_max_tokens(args.max_tokens as usize);
     options.ignore_end = args.ignore_eos;
     options.check().map_err(finetune::Error::from)?;
@@ -90,11 +92,11 @@ pub(crate) fn run(args: &Args) -> Result<()> {
     }
     match args.format {
         Format::Text => output::text(|out| writeln!(out, "{}", generated.text)),
-        Format::Json => output::json(&Answer { format_version: 1, generated }),
+        Format::Json => output::json(&GenerateOutput { format_version: 1, generated }),
     }
 }
 
-/// Writes logits, which need not be finite, as a safetensors file.
+/// Writes logits as a safetensors file. They may be infinite or NaN.
 fn write_logits(path: &Path, logits: &Tensor) -> Result<()> {
     let tensors = [TensorInfo::new("logits", logits)];
     let content = Cursor::new(Vec::new());
@@ -104,36 +106,39 @@ fn write_logits(path: &Path, logits: &Tensor) -> Result<()> {
     output::file(path, file.finish()?.get_ref())
 }
 
-impl Args {
-    /// Refuses logits in a folder that the model is read from: they would replace a file of it, or be
-    /// taken for its weights.
+impl GenerateArgs {
+    /// Rejects a `--logits` file in a folder of the model, where it could replace a file or be read
+    /// as weights later.
     fn check_logits(&self) -> Result<()> {
         let Some(file) = &self.logits else { return Ok(()) };
         for folder in iter::once(&self.folder).chain(&self.adapter) {
             if leads_into(file, folder)? {
-                let (file, folder) = (file.display(), folder.display());
-                let fault = format!("--logits {file} is in {folder}, which the model is read from");
+                let fault = format!(
+                    "--logits {} is in {}, which the model is read from",
+                    file.display(),
+                    folder.display()
+                );
                 return Err(Error::usage(fault).hinted("name a file in another folder"));
             }
         }
         Ok(())
     }
 
-    /// The conversation that is to be answered.
+    /// Returns the conversation to answer.
     fn messages(&self) -> Vec<Message> {
         let system = self.system.iter().map(|content| Message::new("system", content));
         system.chain([Message::new("user", &self.prompt)]).collect()
     }
 }
 
-/// Whether a file, which need not be there, is in a folder, or a link to what is.
+/// Returns true if a file, existing or not, is in a folder or links to a file in it.
 fn leads_into(file: &Path, folder: &Path) -> Result<bool> {
     let folder = folder.canonicalize().map_err(|source| Error::read(folder, source))?;
-    let beside = match file.parent() {
+    let parent = match file.parent() {
         Some(parent) if !parent.as_os_str().is_empty() => parent,
         _ => Path::new("."),
     };
-    let beside = beside.canonicalize().map_err(|source| Error::write(file, source))?;
-    let is_link_there = file.canonicalize().is_ok_and(|target| target.starts_with(&folder));
-    Ok(is_link_there || beside.starts_with(&folder))
+    let parent = parent.canonicalize().map_err(|source| Error::write(file, source))?;
+    let is_link_into = file.canonicalize().is_ok_and(|target| target.starts_with(&folder));
+    Ok(is_link_into || parent.starts_with(&folder))
 }

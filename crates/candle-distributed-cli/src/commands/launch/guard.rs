@@ -1,4 +1,4 @@
-//! How a process ends with its launcher, however that ends.
+//! Ends a process when its launcher ends, even if the launcher is killed.
 
 use std::{
     ffi::{OsStr, OsString},
@@ -10,14 +10,14 @@ use candle_distributed::types::human::Printable;
 
 use crate::error::{Error, Result};
 
-/// A command that becomes `program` with `arguments`, and ends when this process does.
+/// Returns a command that runs `program` with `arguments` and ends with this process.
 ///
-/// On Linux it is this program once more, which calls [`become_program`]: what a process asks of its
-/// own end it can ask only by itself.
+/// On Linux the command is this program again, which calls [`become_program`]: a process can set a
+/// parent-death signal only for itself.
 pub(super) fn command(program: &OsStr, arguments: &[OsString]) -> Command {
     let mut command;
     if cfg!(target_os = "linux") {
-        // Not `current_exe`, which may have been replaced since.
+        // The file at `current_exe` may have been replaced since this program started.
         command = Command::new("/proc/self/exe");
         command
             .args(["launch", "--guarded-by", &std::process::id().to_string(), "--"])
@@ -29,18 +29,19 @@ pub(super) fn command(program: &OsStr, arguments: &[OsString]) -> Command {
     command
 }
 
-/// Replaces this process by `program`, which is killed when `launcher`, its parent, ends. Its own
-/// children do not inherit that, and outlive a launcher that can no longer end them: the help says
-/// so.
+/// Replaces this process by `program`, which is killed when its parent `launcher` ends.
+///
+/// Children of `program` do not inherit this, so they survive if the launcher is killed. The help
+/// says so.
 pub(super) fn become_program(launcher: u32, program: &OsStr, arguments: &[OsString]) -> Result<()> {
     let failed =
         |source| Error::usage(format!("cannot start {}: {source}", Printable(program.display())));
     #[cfg(target_os = "linux")]
     rustix::process::set_parent_process_death_signal(Some(rustix::process::Signal::KILL))
         .map_err(|error| failed(error.into()))?;
-    // If the launcher has ended before this was asked for, nobody sends the signal.
+    // If the launcher ended before the call above, no signal is sent.
     if parent_id() != launcher {
-        return Err(Error::usage(format!("process {launcher} has not started this one")));
+        return Err(Error::usage(format!("process {launcher} is not the parent of this process")));
     }
     Err(failed(Command::new(program).args(arguments).exec()))
 }

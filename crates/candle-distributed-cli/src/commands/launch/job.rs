@@ -1,4 +1,4 @@
-//! All processes of a program, from their start to their end.
+//! Starts, watches and ends the processes of a program.
 
 use std::{
     io,
@@ -20,61 +20,64 @@ use crate::{
     train::stop,
 };
 
-/// How long to wait without a word for output when all processes have ended.
-const OUTPUT_PATIENCE: Duration = Duration::from_secs(2);
+/// Time to wait for output after all processes have ended, before a warning.
+const OUTPUT_TIMEOUT: Duration = Duration::from_secs(2);
 
-/// What happens while the processes run. Threads wait for each kind, and send it to the main one.
-enum Event {
+/// An event while the processes run. A thread per source waits for it, and sends it to the main
+/// thread.
+enum JobEvent {
     /// The process of this rank has ended.
     Ended(usize),
-    /// All that came from one output of a process is written.
+    /// One output of a process is closed, and all of it is written.
     Closed,
-    /// What a process printed cannot be written.
+    /// The output of a process cannot be written.
     Unwritten(io::Error),
-    /// The launcher was sent a signal.
+    /// The launcher received a signal.
     Signaled(Signal),
 }
 
-/// How long processes may take to end before they are killed.
+/// Times that processes may take to end before they are killed.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Patience {
-    /// After one of them has ended: the others may wait for it in vain.
+pub(super) struct GracePeriods {
+    /// After one process has ended, since the others may wait for it in vain.
     pub(super) grace: Duration,
-    /// After a signal that is passed on: all of them may be busy with what they save.
+    /// After a forwarded signal, since all processes may be saving their state.
     pub(super) stop_grace: Duration,
 }
 
 /// The processes of a program.
-pub(super) struct Job {
-    /// By rank.
+pub(super) struct ProcessGroup {
+    /// The processes, by rank.
     processes: Vec<Process>,
-    events: Receiver<Event>,
-    /// Threads get a copy each. This one keeps the receiver from running dry.
-    sender: Sender<Event>,
-    /// How many of their outputs are not closed yet.
+    events: Receiver<JobEvent>,
+    /// The original sender, cloned for each thread. It keeps the channel open.
+    sender: Sender<JobEvent>,
+    /// Number of outputs that are not closed yet.
     n_open: usize,
-    patience: Patience,
-    /// When to kill what has not ended by then; when nothing runs, when to say what is waited for.
+    periods: GracePeriods,
+    /// Time to kill running processes, or to warn about open outputs if none are running.
     deadline: Option<Instant>,
-    /// Whether the processes have been sent a signal and should end by themselves.
+    /// Whether the processes have received a signal and should exit.
     is_ending: bool,
-    /// Why the program has failed; the first of several reasons.
+    /// The first failure.
     fault: Option<ErrorKind>,
 }
 
-impl Job {
-    /// Starts the processes. Call it from the main thread: the system ends them when the thread ends
-    /// that has started them.
-    pub(super) fn start(program: &Program<'_>, patience: Patience) -> Result<Self> {
+impl ProcessGroup {
+    /// Starts the processes.
+    ///
+    /// Call it from the main thread: the system kills the processes when the thread that started
+    /// them ends.
+    pub(super) fn start(program: &Program<'_>, periods: GracePeriods) -> Result<Self> {
         let (sender, events) = mpsc::channel();
-        // Before the first process, which a signal must not leave behind.
+        // Handlers come first: a signal must not end this program and leave processes running.
         watch_signals(&sender).map_err(ErrorKind::Launcher)?;
         let mut job = Self {
             processes: Vec::new(),
             events,
             sender,
             n_open: 0,
-            patience,
+            periods,
             deadline: None,
             is_ending: false,
             fault: None,
@@ -87,7 +90,7 @@ impl Job {
         Ok(job)
     }
 
-    /// Starts the threads that wait for the process started last.
+    /// Starts the threads that watch the last process.
     #[expect(clippy::expect_used, reason = "says why it cannot fail")]
     fn watch_last(&mut self) -> io::Result<()> {
         let rank = self.processes.len() - 1;
@@ -96,18 +99,18 @@ impl Job {
         let pid = process.pid();
         self.n_open += 2;
         watch(&self.sender, move |sender| {
-            send(sender, closed(lines::pass_on(rank, stdout, io::stdout())));
+            send(sender, output_event(lines::forward(rank, stdout, io::stdout())));
         })?;
         watch(&self.sender, move |sender| {
-            send(sender, closed(lines::pass_on(rank, stderr, io::stderr())));
+            send(sender, output_event(lines::forward(rank, stderr, io::stderr())));
         })?;
         watch(&self.sender, move |sender| {
             process::wait(pid);
-            send(sender, Event::Ended(rank));
+            send(sender, JobEvent::Ended(rank));
         })
     }
 
-    /// Waits until all processes have ended and all they printed is written.
+    /// Waits until all processes have ended and all their output is written.
     pub(super) fn watch(mut self) -> Result<()> {
         while self.is_running() || self.n_open > 0 {
             match self.next_event() {
@@ -123,9 +126,9 @@ impl Job {
         self.processes.iter().any(Process::is_running)
     }
 
-    /// The next event, or `None` if the deadline comes first.
-    fn next_event(&self) -> Option<Event> {
-        // Neither of the two fails for want of a sender, since there is one here.
+    /// Waits for the next event. Returns `None` at the deadline.
+    fn next_event(&self) -> Option<JobEvent> {
+        // The channel is never disconnected, since `self.sender` keeps it open.
         match self.deadline {
             None => self.events.recv().ok(),
             Some(deadline) => {
@@ -135,67 +138,69 @@ impl Job {
         }
     }
 
-    fn handle(&mut self, event: Event) -> Result<()> {
+    fn handle(&mut self, event: JobEvent) -> Result<()> {
         match event {
-            Event::Closed => self.n_open -= 1,
-            Event::Unwritten(error) => {
+            JobEvent::Closed => self.n_open -= 1,
+            JobEvent::Unwritten(error) => {
                 self.n_open -= 1;
                 self.end_because(ErrorKind::Output(error));
             }
-            // There is only output left to wait for.
-            Event::Signaled(_) if !self.is_running() => self.n_open = 0,
-            Event::Signaled(signal) => {
+            // Only output is left, and a signal ends the wait for it.
+            JobEvent::Signaled(_) if !self.is_running() => self.n_open = 0,
+            JobEvent::Signaled(signal) => {
                 self.is_ending = true;
                 self.signal(signal);
-                self.expect_end(self.patience.stop_grace);
+                self.expect_end(self.periods.stop_grace);
             }
-            Event::Ended(rank) => {
+            JobEvent::Ended(rank) => {
                 let status = self.processes[rank].reap().map_err(ErrorKind::Launcher)?;
                 if let Some(fault) = process::failure(rank, status) {
                     self.end_because(fault);
                 }
                 if !self.is_running() {
-                    self.deadline = Some(Instant::now() + OUTPUT_PATIENCE);
+                    self.deadline = Some(Instant::now() + OUTPUT_TIMEOUT);
                 } else if self.is_ending {
-                    self.expect_end(self.patience.grace);
+                    self.expect_end(self.periods.grace);
                 }
             }
         }
         Ok(())
     }
 
-    /// Asks all processes to end, unless they are about to.
+    /// Asks all processes to end because of `fault`, unless they are already ending.
     fn end_because(&mut self, fault: ErrorKind) {
         if !self.is_ending && self.is_running() {
-            let seconds = self.patience.grace.as_secs();
+            let seconds = self.periods.grace.as_secs();
             output::warning(format_args!(
-                "{fault}; the others get SIGTERM, and SIGKILL after {seconds} s"
+                "{fault}; the other ranks get SIGTERM, and SIGKILL after {seconds} s"
             ));
             self.is_ending = true;
             self.signal(Signal::TERM);
-            self.expect_end(self.patience.grace);
+            self.expect_end(self.periods.grace);
         }
         self.fault.get_or_insert(fault);
     }
 
-    /// From now on the processes have this long at most: what comes later does not give them more.
-    fn expect_end(&mut self, within: Duration) {
-        let deadline = Instant::now() + within;
+    /// Moves the deadline forward to at most `period` from now. It is never postponed.
+    fn expect_end(&mut self, period: Duration) {
+        let deadline = Instant::now() + period;
         self.deadline = Some(self.deadline.map_or(deadline, |known| known.min(deadline)));
     }
 
-    /// Kills what runs.
+    /// Kills all running processes.
     fn kill(&mut self) {
         self.signal(Signal::KILL);
         self.deadline = None;
     }
 
-    /// Says why this takes so long: either the output is read slowly, and none of it must be lost,
-    /// or a process that has left its group has not closed it.
+    /// Warns that outputs are still open after all processes have ended.
+    ///
+    /// Either the reader of the output is slow, and no output may be lost, or a process that has
+    /// left its process group keeps it open.
     fn warn_of_outputs(&mut self) {
         output::warning(
-            "all ranks have ended, but not all that they have started: their output is still open, \
-             and is waited for until Ctrl-C",
+            "all ranks have ended, but their output is still open: waiting until it closes, or until \
+             Ctrl-C",
         );
         self.deadline = None;
     }
@@ -205,34 +210,34 @@ impl Job {
     }
 }
 
-/// The end of an output.
-fn closed(written: io::Result<()>) -> Event {
+/// Returns the event for the end of an output.
+fn output_event(written: io::Result<()>) -> JobEvent {
     match written {
-        Ok(()) => Event::Closed,
-        Err(error) => Event::Unwritten(error),
+        Ok(()) => JobEvent::Closed,
+        Err(error) => JobEvent::Unwritten(error),
     }
 }
 
-fn send(sender: &Sender<Event>, event: Event) {
-    // There is no receiver any more if the launcher ends on an error of its own.
+fn send(sender: &Sender<JobEvent>, event: JobEvent) {
+    // The receiver is gone if the launcher ends because of an error.
     let _ = sender.send(event);
 }
 
-/// Lets a thread wait for something.
+/// Starts a thread that runs `wait` with a clone of `sender`.
 fn watch(
-    sender: &Sender<Event>,
-    wait: impl FnOnce(&Sender<Event>) + Send + 'static,
+    sender: &Sender<JobEvent>,
+    wait: impl FnOnce(&Sender<JobEvent>) + Send + 'static,
 ) -> io::Result<()> {
     let sender = sender.clone();
     thread::Builder::new().spawn(move || wait(&sender)).map(drop)
 }
 
-/// Sends the signals that ask this program to end, instead of ending it.
-fn watch_signals(sender: &Sender<Event>) -> io::Result<()> {
+/// Converts signals that would end this program to events.
+fn watch_signals(sender: &Sender<JobEvent>) -> io::Result<()> {
     let mut signals = Signals::new(stop::signals())?;
     watch(sender, move |sender| {
         for signal in signals.forever().filter_map(Signal::from_named_raw) {
-            send(sender, Event::Signaled(signal));
+            send(sender, JobEvent::Signaled(signal));
         }
     })
 }

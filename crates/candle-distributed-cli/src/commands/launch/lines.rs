@@ -1,17 +1,17 @@
-//! What the processes print, line by line, each with the rank it is from.
+//! Forwards the output of processes line by line, with the rank before each line.
 
 use std::io::{self, BufRead, BufReader, ErrorKind, Read, Write};
 
-/// The longest line that is passed on in one piece. Longer ones become several lines, so that a
-/// process that never ends one does not fill the memory.
+/// The length limit of a forwarded line. Longer lines are split, so that an endless line does not
+/// fill the memory.
 const MAX_LINE_BYTES: u64 = 1 << 20;
 
-/// Writes the lines of `source` to `out` as they come, with the rank before each.
+/// Writes each line of `source` to `out` as soon as it is complete, with the rank before it.
 ///
-/// A line is written in one call, so lines of several ranks do not mix. Bytes are passed on as they
-/// are, whatever text they are. If the reader of `out` goes away, `source` is closed, so that the
-/// process notices as it would without a launcher.
-pub(super) fn pass_on(rank: usize, source: impl Read, mut out: impl Write) -> io::Result<()> {
+/// A line is written in one call, so lines of several ranks do not mix. Bytes are not interpreted,
+/// and need not be UTF-8. If the reader of `out` closes it, `source` is closed, so that the process
+/// gets the same error as without a launcher.
+pub(super) fn forward(rank: usize, source: impl Read, mut out: impl Write) -> io::Result<()> {
     let mut source = BufReader::new(source);
     let mut line = Vec::new();
     loop {
@@ -34,32 +34,32 @@ pub(super) fn pass_on(rank: usize, source: impl Read, mut out: impl Write) -> io
 mod tests {
     use super::*;
 
-    fn passed_on(source: &[u8]) -> Vec<u8> {
+    fn forwarded(source: &[u8]) -> Vec<u8> {
         let mut out = Vec::new();
-        pass_on(7, source, &mut out).unwrap();
+        forward(7, source, &mut out).unwrap();
         out
     }
 
     #[test]
     fn every_line_begins_with_its_rank() {
-        assert_eq!(passed_on(b""), b"");
-        assert_eq!(passed_on(b"a\n\nb"), b"[7] a\n[7] \n[7] b\n");
-        assert_eq!(passed_on(b"\xff\x00\r\n"), b"[7] \xff\x00\r\n");
+        assert_eq!(forwarded(b""), b"");
+        assert_eq!(forwarded(b"a\n\nb"), b"[7] a\n[7] \n[7] b\n");
+        assert_eq!(forwarded(b"\xff\x00\r\n"), b"[7] \xff\x00\r\n");
     }
 
     #[test]
-    fn lines_without_an_end_come_in_pieces() {
+    fn endless_lines_are_split() {
         let n_bytes = 1 << 20;
         let line = [vec![b'x'; n_bytes], b"yz\n".to_vec()].concat();
         let first = [b"[7] ".to_vec(), vec![b'x'; n_bytes], b"\n".to_vec()].concat();
-        assert_eq!(passed_on(&line), [first, b"[7] yz\n".to_vec()].concat());
+        assert_eq!(forwarded(&line), [first, b"[7] yz\n".to_vec()].concat());
     }
 
     #[test]
-    fn a_place_that_is_full_is_a_failure_and_a_reader_that_has_gone_is_none() {
-        struct Broken(ErrorKind);
+    fn only_a_closed_pipe_is_ignored() {
+        struct FailingWriter(ErrorKind);
 
-        impl Write for Broken {
+        impl Write for FailingWriter {
             fn write(&mut self, _: &[u8]) -> io::Result<usize> {
                 Err(self.0.into())
             }
@@ -69,7 +69,8 @@ mod tests {
             }
         }
 
-        let written = |kind| pass_on(0, &b"a\nb\n"[..], Broken(kind)).map_err(|error| error.kind());
+        let written =
+            |kind| forward(0, &b"a\nb\n"[..], FailingWriter(kind)).map_err(|error| error.kind());
         assert_eq!(written(ErrorKind::BrokenPipe), Ok(()));
         assert_eq!(written(ErrorKind::StorageFull), Err(ErrorKind::StorageFull));
     }

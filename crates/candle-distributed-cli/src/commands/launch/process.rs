@@ -18,7 +18,7 @@ use signal_hook::low_level::signal_name;
 use super::guard;
 use crate::{devices::STORE_VARIABLE, error::ErrorKind};
 
-/// What is started, and what all its processes are told.
+/// The program to start, and the settings that all its processes share.
 pub(super) struct Program<'a> {
     pub(super) name: &'a OsStr,
     pub(super) arguments: &'a [OsString],
@@ -28,10 +28,10 @@ pub(super) struct Program<'a> {
 }
 
 impl Program<'_> {
-    /// Starts the process of `rank`, which is a number below that of the processes.
+    /// Starts the process of `rank`, which must be less than the number of processes.
     ///
-    /// It leads a process group, so that what it starts is reached with it. Standard input is empty:
-    /// there is one, and several processes would read parts of it.
+    /// The process leads a process group, so that signals reach its children too. Standard input is
+    /// empty, since several processes would each read a part of it.
     pub(super) fn start(&self, rank: u16) -> io::Result<Process> {
         let n_processes = self.n_processes.to_string();
         let rank = rank.to_string();
@@ -50,18 +50,18 @@ impl Program<'_> {
     }
 }
 
-/// A process that was started. When this is dropped, the process is killed if it still runs.
+/// A started process. Dropping it kills the process if it still runs.
 pub(super) struct Process {
     child: Child,
     is_running: bool,
 }
 
 impl Process {
-    /// What it prints.
+    /// Takes standard output and standard error. Call it once.
     #[expect(clippy::expect_used, reason = "says why it cannot fail")]
     pub(super) fn take_outputs(&mut self) -> (ChildStdout, ChildStderr) {
-        let stdout = self.child.stdout.take().expect("started with a pipe, and taken once");
-        let stderr = self.child.stderr.take().expect("started with a pipe, and taken once");
+        let stdout = self.child.stdout.take().expect("piped at start, and taken only once");
+        let stderr = self.child.stderr.take().expect("piped at start, and taken only once");
         (stdout, stderr)
     }
 
@@ -69,21 +69,21 @@ impl Process {
         Pid::from_child(&self.child)
     }
 
-    /// Whether it runs, as far as [`reap`](Self::reap) has been told.
+    /// Returns true until [`reap`](Self::reap) is called.
     pub(super) fn is_running(&self) -> bool {
         self.is_running
     }
 
-    /// Sends `signal` to the process and to all that it has started, if it runs.
+    /// Sends `signal` to the process and its children, if it runs.
     pub(super) fn signal(&self, signal: Signal) {
         if self.is_running {
-            // Its group exists until it is reaped. The system refuses only what the process has
-            // asked for itself, by running as another user.
+            // The group exists until the process is reaped. The call fails only if the process has
+            // switched to another user.
             let _ = kill_process_group(self.pid(), signal);
         }
     }
 
-    /// How the process has ended, after what it left running is killed.
+    /// Kills the remaining processes of the group, and returns the exit status.
     pub(super) fn reap(&mut self) -> io::Result<ExitStatus> {
         self.signal(Signal::KILL);
         self.is_running = false;
@@ -94,21 +94,21 @@ impl Process {
 impl Drop for Process {
     fn drop(&mut self) {
         if self.is_running {
-            // What is to be told has been told; this leaves nothing behind.
+            // An error has already been reported. This only cleans up.
             let _ = self.reap();
         }
     }
 }
 
-/// Waits until the process has ended, and leaves it to be reaped: until then nothing else can get
-/// its number.
+/// Waits until the process has ended, without reaping it: until then, the system does not reuse its
+/// process id.
 pub(super) fn wait(pid: Pid) {
     let options = WaitIdOptions::EXITED | WaitIdOptions::NOWAIT;
-    // A failure would mean that there is no such process, and reaping it then waits itself.
+    // A failure means that the process does not exist. `reap` then waits instead.
     let _ = retry_on_intr(|| waitid(WaitId::Pid(pid), options));
 }
 
-/// The error that this end of `rank` is, or `None` if it is a success.
+/// Returns the error for an exit status of `rank`, or `None` for success.
 pub(super) fn failure(rank: usize, status: ExitStatus) -> Option<ErrorKind> {
     if status.success() {
         return None;
@@ -129,16 +129,16 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_failure_is_named_with_its_code_or_signal() {
-        let of = |status| failure(3, ExitStatus::from_raw(status));
-        assert!(of(0).is_none());
+    fn failure_names_code_or_signal() {
+        let failed = |status| failure(3, ExitStatus::from_raw(status));
+        assert!(failed(0).is_none());
         for (raw, message, expected) in [
             (7 << 8, "rank 3 ended with exit code 7", 7),
             (255 << 8, "rank 3 ended with exit code 255", 255),
             (9, "rank 3 was ended by signal 9 (SIGKILL)", 137),
             (15, "rank 3 was ended by signal 15 (SIGTERM)", 143),
         ] {
-            let error = of(raw).unwrap();
+            let error = failed(raw).unwrap();
             assert_eq!(error.to_string(), message);
             assert!(matches!(error, ErrorKind::Rank { code, .. } if code == expected));
         }

@@ -1,4 +1,4 @@
-//! Collectives on one mesh: how long they take, and whether each device gets the right result.
+//! Times collectives on a mesh, and checks the result on each device.
 
 use std::{
     fmt,
@@ -11,7 +11,7 @@ use serde::Serialize;
 
 use crate::error;
 
-/// The collectives that are measured, in this order.
+/// The measured collectives, in order.
 pub(super) const COLLECTIVES: [Collective; 5] = [
     Collective::Psum,
     Collective::AllGather,
@@ -26,7 +26,7 @@ pub(super) enum Collective {
     AllGather,
     PsumScatter,
     AllToAll,
-    /// Every device sends to the next one, and the last one to the first.
+    /// Every device sends to the next, and the last to the first.
     Ppermute,
 }
 
@@ -57,29 +57,30 @@ impl Collective {
         }
     }
 
-    /// The length of the input of each of `size` devices, where the larger tensor has `n` elements.
+    /// Returns the length of the input of each of `size` devices if the larger tensor has `n`
+    /// elements.
     fn input_len(self, n: usize, size: usize) -> usize {
         if self == Self::AllGather { n / size } else { n }
     }
 
-    /// The values of a result, in equal parts from the first to the last, where the input of each
-    /// device is full of its position.
+    /// Returns the values of a result if the input of each device is filled with its position. The
+    /// result consists of equal parts, each filled with one of these values.
     fn expected(self, position: usize, size: usize) -> Vec<f32> {
-        let of = |position: usize| position as f32;
         match self {
-            Self::Psum | Self::PsumScatter => vec![of(size * (size - 1) / 2)],
-            Self::AllGather | Self::AllToAll => (0..size).map(of).collect(),
-            Self::Ppermute => vec![of((position + size - 1) % size)],
+            Self::Psum | Self::PsumScatter => vec![(size * (size - 1) / 2) as f32],
+            Self::AllGather | Self::AllToAll => (0..size).map(|position| position as f32).collect(),
+            Self::Ppermute => vec![((position + size - 1) % size) as f32],
         }
     }
 
-    /// The length of the output of each of `size` devices, where the larger tensor has `n`
+    /// Returns the length of the output of each of `size` devices if the larger tensor has `n`
     /// elements.
     fn output_len(self, n: usize, size: usize) -> usize {
         if self == Self::PsumScatter { n / size } else { n }
     }
 
-    /// How many times its size a device must at least send, as nccl-tests count it.
+    /// Returns the minimum number of bytes that a device sends per byte of the larger tensor, as
+    /// defined by nccl-tests.
     pub(super) fn bus_factor(self, size: usize) -> f64 {
         let others = (size - 1) as f64 / size as f64;
         match self {
@@ -98,53 +99,55 @@ pub(super) struct Axis {
 }
 
 impl Axis {
-    /// The axes of `mesh`.
+    /// Returns the axes of `mesh`.
     pub(super) fn all(mesh: &DeviceMesh) -> Vec<Self> {
         mesh.axes().map(|(name, size)| Self { name: name.into(), size }).collect()
     }
 }
 
-/// One collective with tensors of one size, several times.
+/// A repeated measurement of one collective at one size.
 #[derive(Clone, Debug)]
-pub(super) struct Trial {
+pub(super) struct CollectiveTrial {
     pub(super) collective: Collective,
-    pub(super) along: Vec<Axis>,
-    /// The requested size of the larger of two tensors, the input and the output of a device.
+    pub(super) axes: Vec<Axis>,
+    /// Requested size of the input or the output of a device, whichever is larger.
     pub(super) bytes: usize,
     pub(super) repetitions: u16,
 }
 
-impl Trial {
-    /// The number of devices in a group.
+impl CollectiveTrial {
+    /// Returns the number of devices in a group.
     pub(super) fn group_size(&self) -> usize {
-        self.along.iter().map(|axis| axis.size).product()
+        self.axes.iter().map(|axis| axis.size).product()
     }
 
-    /// The number of elements: at least the requested size, rounded up to equal parts for all.
+    /// Returns the number of elements: the requested size, rounded up to equal parts for all devices.
     fn n_elems(&self) -> usize {
         self.bytes.div_ceil(size_of::<f32>()).next_multiple_of(self.group_size())
     }
 
-    /// The size in bytes.
+    /// Returns the rounded size in bytes.
     pub(super) fn n_bytes(&self) -> usize {
         self.n_elems() * size_of::<f32>()
     }
 
-    /// The median time of the slowest device, in seconds.
+    /// Returns the median time of the slowest device in seconds.
     pub(super) fn run(&self, mesh: &DeviceMesh) -> error::Result<f64> {
         let trial = self.clone();
         let times = mesh.pmap(move |ctx, ()| trial.replica(ctx)).call(())?.to_vec2::<i64>()?;
-        // At least a nanosecond, as bandwidths are divided by it: a clock may be too coarse to see
-        // any.
-        let slowest = |n: usize| times.iter().map(|of_device| of_device[n]).fold(1, i64::max);
-        let mut slowest: Vec<i64> = (0..self.repetitions.into()).map(slowest).collect();
+        let mut slowest = Vec::new();
+        for n in 0..usize::from(self.repetitions) {
+            // At least a nanosecond, since bandwidths are divided by it and a coarse clock may
+            // measure 0.
+            slowest.push(times.iter().map(|device_times| device_times[n]).fold(1, i64::max));
+        }
         slowest.sort_unstable();
         Ok(slowest[slowest.len() / 2] as f64 / 1e9)
     }
 
-    /// The times of this device in nanoseconds, [1, repetitions].
+    /// Measures the times of this device in nanoseconds, [1, repetitions].
     fn replica(&self, ctx: &Replica) -> Result<Tensor> {
-        let axes: MeshAxes = self.along.iter().map(|axis| axis.name.clone()).collect();
+        let axes: MeshAxes = self.axes.iter().map(|axis| axis.name.clone()).collect();
         let position = ctx.axis_index(&axes)?;
         let input_len = self.collective.input_len(self.n_elems(), self.group_size());
         let x = Tensor::full(position as f32, input_len, ctx.device())?;
@@ -163,19 +166,19 @@ impl Trial {
         Tensor::from_vec(times, (1, ()), ctx.device())
     }
 
-    /// Fails if this is not the result for the device at this position.
+    /// Checks the result of the device at this position.
     fn check(&self, result: &Tensor, position: usize) -> Result<()> {
         let size = self.group_size();
         let found = result.to_vec1::<f32>()?;
         let expected = self.collective.expected(position, size);
         let n_elems = self.collective.output_len(self.n_elems(), size);
         if found.len() != n_elems {
-            bail!("{} returns {} numbers instead of {n_elems}", self.collective, found.len());
+            bail!("{} returns {} numbers, expected {n_elems}", self.collective, found.len());
         }
         let part = n_elems / expected.len();
         for (part, expected) in found.chunks(part).zip(expected) {
             if let Some(wrong) = part.iter().find(|value| value.to_bits() != expected.to_bits()) {
-                bail!("{} returns {wrong} where {expected} is correct", self.collective);
+                bail!("{} returns {wrong}, expected {expected}", self.collective);
             }
         }
         Ok(())
@@ -193,13 +196,13 @@ mod tests {
 
     use super::*;
 
-    fn trial(collective: Collective, size: usize, bytes: usize) -> Trial {
-        let along = vec![Axis { name: DeviceMesh::AXIS.into(), size }];
-        Trial { collective, along, bytes, repetitions: 3 }
+    fn trial(collective: Collective, size: usize, bytes: usize) -> CollectiveTrial {
+        let axes = vec![Axis { name: DeviceMesh::AXIS.into(), size }];
+        CollectiveTrial { collective, axes, bytes, repetitions: 3 }
     }
 
     #[test]
-    fn every_collective_is_right_on_any_number_of_devices() {
+    fn collectives_work_on_any_device_count() {
         for size in 1..=4 {
             let mesh = DeviceMesh::cpu(size).unwrap();
             for collective in COLLECTIVES {
@@ -214,7 +217,7 @@ mod tests {
     }
 
     #[test]
-    fn wrong_results_are_found() {
+    fn check_finds_wrong_results() {
         for (collective, right) in [
             (Collective::Psum, [3_f32; 6].to_vec()),
             (Collective::AllGather, vec![0., 0., 1., 1., 2., 2.]),
@@ -229,13 +232,13 @@ mod tests {
             check(&right).unwrap();
             let mut wrong = right.clone();
             wrong[right.len() - 1] = 7.0;
-            assert!(check(&wrong).unwrap_err().contains("returns 7 where"), "{collective}");
-            assert!(check(&right[1..]).unwrap_err().contains("numbers instead of"), "{collective}");
+            assert!(check(&wrong).unwrap_err().contains("returns 7, expected"), "{collective}");
+            assert!(check(&right[1..]).unwrap_err().contains("numbers, expected"), "{collective}");
         }
     }
 
     #[test]
-    fn bus_factors_are_those_of_nccl_tests() {
+    fn bus_factors_match_nccl_tests() {
         let parts = |size: usize| {
             COLLECTIVES
                 .map(|collective| collective.bus_factor(size) * size as f64)

@@ -1,4 +1,4 @@
-//! `mesh`: devices, collectives on them, and how long those take.
+//! `mesh`: shows the devices, and checks and times collectives on them.
 
 mod collective;
 mod report;
@@ -10,8 +10,8 @@ use candle_distributed::{
 use clap::value_parser;
 
 use self::{
-    collective::{Axis, COLLECTIVES, Trial},
-    report::{Answer, Figures},
+    collective::{Axis, COLLECTIVES, CollectiveTrial},
+    report::{CollectiveFigures, MeshOutput},
 };
 use crate::{
     bytes,
@@ -21,29 +21,29 @@ use crate::{
     output::{self, Format},
 };
 
-/// Show the devices, run collectives on them, check the results, and print how long they take.
+/// Show the devices, run collectives on them, check the results, and print the times.
 ///
-/// The time of a collective is that of the slowest device, and the median over all repetitions.
-/// Bandwidths are defined as in nccl-tests: GB/s is the size over the time, bus GB/s is what each
-/// device must at least send over the time.
+/// The time of a collective is the time of the slowest device, as the median over all repetitions.
+/// Bandwidths are defined as in nccl-tests: GB/s is the size over the time, bus GB/s is the minimum
+/// traffic of each device over the time.
 #[derive(Debug, clap::Args)]
 #[command(after_help = examples![
-    "# How long do collectives take on two virtual devices of this processor?"
+    "# How fast are collectives on two virtual CPU devices?"
     "candle-distributed mesh"
-    "# And those of six in a grid: along each axis, and along both at once?"
+    "# And on a grid of six devices, along each axis and along both?"
     "candle-distributed mesh --axis data=3 --axis model=2 --bytes 64KiB"
-    "# For a program"
+    "# JSON for a program"
     "candle-distributed mesh --bytes 64KiB,256KiB --repetitions 25 --format json"
 ])]
-pub(crate) struct Args {
+pub(crate) struct MeshArgs {
     #[command(flatten)]
     devices: DeviceArgs,
-    /// An axis of the grid and its size; may be repeated, and the last axis varies fastest
-    /// [default: one axis]
+    /// Axis of the grid with its size; may be repeated, and the last axis varies fastest [default:
+    /// one axis]
     #[arg(long = "axis", value_name = "NAME=SIZE", value_parser = parse_axis)]
     axes: Vec<Axis>,
-    /// Sizes of the input or the output of a device, whichever is larger; a device holds at most
-    /// three tensors of this size
+    /// Sizes of the input or the output of a device, whichever is larger; a device has up to three
+    /// tensors of this size in memory
     #[arg(
         long,
         value_name = "BYTES,...",
@@ -52,10 +52,10 @@ pub(crate) struct Args {
         default_value = "4KiB,1MiB,16MiB"
     )]
     bytes: Vec<usize>,
-    /// Number of times that each collective is timed at each size
+    /// Number of measurements per collective and size
     #[arg(long, value_name = "N", value_parser = value_parser!(u16).range(1..), default_value_t = 9)]
     repetitions: u16,
-    /// Text for people, or JSON
+    /// Output format
     #[arg(long, value_enum, default_value_t)]
     format: Format,
 }
@@ -70,22 +70,22 @@ fn parse_axis(text: &str) -> Result<Axis, String> {
     Err("expected a name, an equals sign and a size of at least 1, such as data=2".into())
 }
 
-/// A mesh may have many devices, and each holds three tensors of this size.
+/// The limit of a size. A mesh may have many devices, each with three tensors of this size.
 const MAX_BYTES: usize = 1 << 30;
 
 fn parse_bytes(text: &str) -> Result<usize, String> {
     match usize::try_from(bytes::parse(text)?) {
         Ok(bytes) if (1..=MAX_BYTES).contains(&bytes) => Ok(bytes),
-        _ => Err(format!("expected 1 byte to {}", HumanBytes(MAX_BYTES as u128))),
+        _ => Err(format!("expected from 1 byte to {}", HumanBytes(MAX_BYTES as u128))),
     }
 }
 
-pub(crate) fn run(args: &Args) -> Result<()> {
+pub(crate) fn run(args: &MeshArgs) -> Result<()> {
     let place = args.devices.place(args.n_slots().unwrap_or(DEFAULT_WORLD_SIZE))?;
     let n_devices = place.placement.world_size();
     if let Some(n_slots) = args.n_slots().filter(|&n_slots| n_slots != n_devices.as_u64()) {
         return Err(Error::usage(format!(
-            "the axes make a grid of {n_slots}, but there are {n_devices} devices"
+            "the axes make a grid of {n_slots} devices, but there are {n_devices} devices"
         )));
     }
     place.share_cores()?;
@@ -98,12 +98,13 @@ pub(crate) fn run(args: &Args) -> Result<()> {
     }
 }
 
-impl Args {
-    /// The number of devices in the grid of the axes, if any are given.
+impl MeshArgs {
+    /// Returns the number of devices in the grid, or `None` without `--axis`.
     fn n_slots(&self) -> Option<u64> {
-        let product =
-            || self.axes.iter().fold(1, |slots: u64, axis| slots.saturating_mul(axis.size as u64));
-        (!self.axes.is_empty()).then(product)
+        if self.axes.is_empty() {
+            return None;
+        }
+        Some(self.axes.iter().fold(1, |slots: u64, axis| slots.saturating_mul(axis.size as u64)))
     }
 
     fn grid(&self, n_devices: usize) -> DeviceMeshBuilder {
@@ -114,30 +115,34 @@ impl Args {
         self.axes.iter().fold(grid, |grid, axis| grid.axis(&axis.name, axis.size))
     }
 
-    /// Runs every collective along every axis and, if there are several, along all of them at once.
-    fn measure(&self, mesh: &DeviceMesh) -> Result<Answer> {
+    /// Times every collective along each axis and, if there are several axes, along all together.
+    fn measure(&self, mesh: &DeviceMesh) -> Result<MeshOutput> {
         let trials = self.trials(mesh);
         let bar = output::progress(trials.len() as u64, "{bar:30} {pos}/{len}, {msg}");
         let mut figures = Vec::new();
         for trial in bar.wrap_iter(trials.iter()) {
             let size = HumanBytes(trial.n_bytes() as u128);
             bar.set_message(format!("{} of {size}", trial.collective));
-            figures.push(Figures::new(trial, trial.run(mesh)?));
+            figures.push(CollectiveFigures::new(trial, trial.run(mesh)?));
         }
         bar.finish_and_clear();
-        Ok(Answer::new(mesh, self.repetitions, figures))
+        Ok(MeshOutput::new(mesh, self.repetitions, figures))
     }
 
-    fn trials(&self, mesh: &DeviceMesh) -> Vec<Trial> {
+    fn trials(&self, mesh: &DeviceMesh) -> Vec<CollectiveTrial> {
         let axes = Axis::all(mesh);
         let mut groups: Vec<Vec<Axis>> = axes.iter().map(|axis| vec![axis.clone()]).collect();
         groups.extend((axes.len() > 1).then_some(axes));
         let mut trials = Vec::new();
-        for along in &groups {
+        for group in &groups {
             for collective in COLLECTIVES {
                 for &bytes in &self.bytes {
-                    let along = along.clone();
-                    trials.push(Trial { collective, along, bytes, repetitions: self.repetitions });
+                    trials.push(CollectiveTrial {
+                        collective,
+                        axes: group.clone(),
+                        bytes,
+                        repetitions: self.repetitions,
+                    });
                 }
             }
         }

@@ -1,4 +1,4 @@
-//! What is printed about a mesh and the collectives on it.
+//! The output of `mesh`.
 
 use std::{collections::BTreeMap, env, fmt, thread};
 
@@ -9,28 +9,28 @@ use candle_distributed::{
 use comfy_table::{CellAlignment, Table, TableComponent, presets};
 use serde::Serialize;
 
-use super::collective::{Axis, Trial};
+use super::collective::{Axis, CollectiveTrial};
 
-/// The JSON result; the text shows a part of it.
+/// The JSON result. Text shows parts of it.
 #[derive(Debug, Serialize)]
-pub(super) struct Answer {
+pub(super) struct MeshOutput {
     format_version: u32,
     world_size: usize,
     axes: Vec<Axis>,
-    /// The devices of this process.
+    /// Devices of this process.
     devices: Vec<String>,
     cores: usize,
-    /// The environment variables that set the number of threads of candle.
+    /// Environment variables that set the number of threads of candle.
     threads: BTreeMap<&'static str, Option<String>>,
     repetitions: u16,
-    collectives: Vec<Figures>,
+    collectives: Vec<CollectiveFigures>,
     #[serde(skip)]
     mesh: DeviceMesh,
 }
 
-/// How long one collective takes.
+/// The time and bandwidth of one collective.
 #[derive(Debug, Serialize)]
-pub(super) struct Figures {
+pub(super) struct CollectiveFigures {
     collective: String,
     axes: Vec<String>,
     group_size: usize,
@@ -40,15 +40,15 @@ pub(super) struct Figures {
     bus_bytes_per_second: f64,
 }
 
-impl Figures {
-    /// The figures of a trial that took this many seconds.
-    pub(super) fn new(trial: &Trial, seconds: f64) -> Self {
+impl CollectiveFigures {
+    /// Computes the figures of a trial from its time.
+    pub(super) fn new(trial: &CollectiveTrial, seconds: f64) -> Self {
         let group_size = trial.group_size();
         let bytes = trial.n_bytes();
         let speed = bytes as f64 / seconds;
         Self {
             collective: trial.collective.to_string(),
-            axes: trial.along.iter().map(|axis| axis.name.clone()).collect(),
+            axes: trial.axes.iter().map(|axis| axis.name.clone()).collect(),
             group_size,
             bytes,
             seconds,
@@ -69,8 +69,12 @@ impl Figures {
     }
 }
 
-impl Answer {
-    pub(super) fn new(mesh: &DeviceMesh, repetitions: u16, collectives: Vec<Figures>) -> Self {
+impl MeshOutput {
+    pub(super) fn new(
+        mesh: &DeviceMesh,
+        repetitions: u16,
+        collectives: Vec<CollectiveFigures>,
+    ) -> Self {
         Self {
             format_version: 1,
             world_size: mesh.len(),
@@ -80,7 +84,7 @@ impl Answer {
                 .iter()
                 .map(|device| format!("{:?}", device.location()))
                 .collect(),
-            // One, if the system does not say.
+            // 1 if the number is unknown.
             cores: thread::available_parallelism().map_or(1, usize::from),
             threads: THREAD_VARIABLES.map(|name| (name, env::var(name).ok())).into(),
             repetitions,
@@ -90,7 +94,7 @@ impl Answer {
     }
 }
 
-impl fmt::Display for Answer {
+impl fmt::Display for MeshOutput {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let variables = self
             .threads
@@ -107,14 +111,14 @@ impl fmt::Display for Answer {
     }
 }
 
-fn table(collectives: &[Figures]) -> String {
+fn table(collectives: &[CollectiveFigures]) -> String {
     let mut table = Table::new();
     let header = ["collective", "along", "size", "time (µs)", "GB/s", "bus GB/s"];
     table
         .load_preset(presets::NOTHING)
         .set_style(TableComponent::HeaderLines, '─')
         .set_header(header);
-    table.add_rows(collectives.iter().map(Figures::row));
+    table.add_rows(collectives.iter().map(CollectiveFigures::row));
     for column in table.column_iter_mut().skip(2) {
         column.set_cell_alignment(CellAlignment::Right);
     }

@@ -1,4 +1,4 @@
-//! The arguments of `plan`, and the planner's types that they stand for.
+//! Arguments of `plan`, and their conversion to types of the planner.
 
 use std::{num::NonZeroUsize, path::PathBuf};
 
@@ -13,21 +13,21 @@ use clap::ValueEnum;
 
 use crate::{bytes, error::Result, help::examples, strategy::StrategyArgs};
 
-/// Plan which rank owns which part of a model, and print what each rank holds and sends.
+/// Shard a model over ranks, and print the memory and traffic of each rank.
 ///
 /// Only the names, shapes and types of the tensors are read, never their values.
 #[derive(Debug, clap::Args)]
 #[command(after_help = examples![
-    "# Which rank owns what, and what does a step send, on 8 ranks?"
+    "# How much memory and traffic does each of 8 ranks need?"
     "candle-distributed plan model.safetensors --world-size 8"
-    "# Does it fit in 24 GiB per device, trained in F32 and communicated in BF16? If not, what does?"
+    "# Does it fit in 24 GiB per device, trained in F32 and communicated in BF16? If not, which plan does?"
     "candle-distributed plan model.safetensors --world-size 8 --mixed-precision BF16,F32 --budget 24GiB"
     "candle-distributed plan model.safetensors --world-size 8 --mixed-precision BF16,F32 --budget 24GiB --search"
-    "# What moves if two ranks are lost?"
+    "# How much data moves if two ranks are lost?"
     "candle-distributed plan model.safetensors --world-size 8 --format json > plan.json"
     "candle-distributed plan model.safetensors --world-size 6 --against plan.json"
 ])]
-pub(crate) struct Args {
+pub(crate) struct PlanArgs {
     /// A safetensors file, a model.safetensors.index.json, a folder with either, or a manifest
     /// {name: {"dtype", "shape"}}
     pub(super) model: PathBuf,
@@ -36,51 +36,50 @@ pub(crate) struct Args {
     pub(super) world_size: u64,
 
     #[command(flatten)]
-    pub(super) what: StrategyArgs,
+    pub(super) sharding: StrategyArgs,
     /// Pattern that layers match, such as model.layers.*.mlp.experts.* [default: names up to their
     /// first number]
-    #[arg(long, value_name = "PATTERN", help_heading = "What goes where")]
+    #[arg(long, value_name = "PATTERN", help_heading = "Sharding")]
     pub(super) layer_pattern: Option<Pattern>,
-    /// Units that stay gathered between forward and backward pass; may be repeated
-    #[arg(long, value_name = "PATTERN", help_heading = "What goes where")]
+    /// Units that stay gathered between the forward and the backward pass; may be repeated
+    #[arg(long, value_name = "PATTERN", help_heading = "Sharding")]
     pub(super) stay_gathered: Vec<Pattern>,
 
-    /// Optimizer whose state is counted
-    #[arg(long, value_enum, default_value_t, help_heading = "What it costs")]
+    /// Optimizer to count the state of
+    #[arg(long, value_enum, default_value_t, help_heading = "Cost model")]
     optimizer: OptimizerArg,
-    /// Update each unit as soon as its gradients are reduced, so that those of one unit are there at
+    /// Update each unit as soon as its gradients are reduced, so that only one unit has gradients at
     /// a time
-    #[arg(long, help_heading = "What it costs")]
+    #[arg(long, help_heading = "Cost model")]
     optimizer_in_backward: bool,
-    /// Dtype of trained parameters [default: that of the file]
-    #[arg(long, value_name = "DTYPE", value_parser = dtype, help_heading = "What it costs")]
+    /// Dtype of trained parameters [default: as in the file]
+    #[arg(long, value_name = "DTYPE", value_parser = dtype, help_heading = "Cost model")]
     param_dtype: Option<ElemType>,
-    /// Dtypes in which parameters are gathered and gradients reduced, such as BF16,F32 [default:
-    /// those in which they are held]
-    #[arg(long, value_name = "DTYPE,DTYPE", value_parser = dtypes, help_heading = "What it costs")]
+    /// Dtypes to gather parameters and reduce gradients in, such as BF16,F32 [default: as stored]
+    #[arg(long, value_name = "DTYPE,DTYPE", value_parser = dtypes, help_heading = "Cost model")]
     mixed_precision: Option<(ElemType, ElemType)>,
-    /// What carries out the plan, and so decides what is held and sent
-    #[arg(long, value_enum, default_value_t, help_heading = "What it costs")]
+    /// Runtime to predict memory and traffic for
+    #[arg(long, value_enum, default_value_t, help_heading = "Cost model")]
     runtime: RuntimeArg,
-    /// Number of units gathered ahead of the one in use [default: 1 for torch, 0 for candle]
-    #[arg(long, value_name = "UNITS", help_heading = "What it costs")]
+    /// Number of units gathered ahead [default: 1 for torch, 0 for candle]
+    #[arg(long, value_name = "UNITS", help_heading = "Cost model")]
     prefetch: Option<u64>,
-    /// Number of tokens in a rank's part of a batch, to estimate what activations take
-    #[arg(long, value_name = "N", requires = "width", help_heading = "What it costs")]
+    /// Number of tokens of a batch on each rank, to estimate the memory of activations
+    #[arg(long, value_name = "N", requires = "width", help_heading = "Cost model")]
     tokens: Option<u64>,
-    /// Width of the values between the blocks of the model
-    #[arg(long, value_name = "N", requires = "tokens", help_heading = "What it costs")]
+    /// Hidden size of the model, to estimate the memory of activations
+    #[arg(long, value_name = "N", requires = "tokens", help_heading = "Cost model")]
     width: Option<u64>,
-    /// Number of ranks in a process that share what they gather, as those on one processor do: also
-    /// say what the process needs
-    #[arg(long, value_name = "RANKS", help_heading = "What it costs")]
+    /// Number of ranks per process that share gathered parameters, such as virtual CPU devices: also
+    /// print the memory of a process
+    #[arg(long, value_name = "RANKS", help_heading = "Cost model")]
     pub(super) slots: Option<NonZeroUsize>,
-    /// Links, to estimate communication time: h100, or ranks per node and GB/s within and between
-    /// nodes, such as 8:450:50
-    #[arg(long, value_parser = links, help_heading = "What it costs")]
+    /// Link speeds, to estimate communication time: h100, or ranks per node and GB/s within and
+    /// between nodes, such as 8:450:50
+    #[arg(long, value_parser = links, help_heading = "Cost model")]
     links: Option<Links>,
     /// Memory per device, such as 24GiB
-    #[arg(long, value_name = "BYTES", value_parser = bytes::parse, help_heading = "What it costs")]
+    #[arg(long, value_name = "BYTES", value_parser = bytes::parse, help_heading = "Cost model")]
     pub(super) budget: Option<u64>,
 
     /// Search the `full` layouts for the plan with the least communication time that fits the
@@ -92,28 +91,28 @@ pub(crate) struct Args {
             "strategy", "layout", "block_size", "layer_order", "rules", "replicas",
             "stay_gathered"
         ],
-        help_heading = "What to print"
+        help_heading = "Output"
     )]
     pub(super) search: bool,
     /// Also list the shards of this rank
-    #[arg(long, help_heading = "What to print")]
+    #[arg(long, help_heading = "Output")]
     rank: Option<u64>,
-    /// Explain how this parameter is sharded, instead of the report
-    #[arg(long, value_name = "NAME", help_heading = "What to print")]
+    /// Explain the sharding of this parameter, instead of the report
+    #[arg(long, value_name = "NAME", help_heading = "Output")]
     pub(super) explain: Option<String>,
-    /// Explain what this rank holds, instead of the report
-    #[arg(long, value_name = "RANK", conflicts_with = "explain", help_heading = "What to print")]
+    /// Explain the memory of this rank, instead of the report
+    #[arg(long, value_name = "RANK", conflicts_with = "explain", help_heading = "Output")]
     explain_rank: Option<u64>,
-    /// Compare with a stored JSON plan: what differs and what must move
+    /// Compare with a stored JSON plan: differences, and data to move
     #[arg(
         long,
         value_name = "PLAN",
         conflicts_with_all = ["explain", "explain_rank"],
-        help_heading = "What to print"
+        help_heading = "Output"
     )]
     pub(super) against: Option<PathBuf>,
-    /// A table, JSON, or a drawing
-    #[arg(long, value_enum, default_value_t, help_heading = "What to print")]
+    /// Output format
+    #[arg(long, value_enum, default_value_t, help_heading = "Output")]
     pub(super) format: FormatArg,
 }
 
@@ -138,7 +137,7 @@ enum RuntimeArg {
     /// PyTorch's FSDP
     #[default]
     Torch,
-    /// This project's `FullyShard` on candle, which pads nothing and computes units again
+    /// This project's `FullyShard` on candle, which does not pad and recomputes units
     Candle,
 }
 
@@ -154,17 +153,17 @@ pub(super) enum FormatArg {
     Svg,
 }
 
-impl Args {
+impl PlanArgs {
     pub(super) fn world_size(&self) -> Result<WorldSize> {
         Ok(WorldSize::new(self.world_size)?)
     }
 
-    /// The rank whose shards are listed.
+    /// Returns the rank to list the shards of.
     pub(super) fn rank(&self) -> Result<Option<Rank>> {
         self.checked(self.rank)
     }
 
-    /// The rank that is explained.
+    /// Returns the rank to explain.
     pub(super) fn explain_rank(&self) -> Result<Option<Rank>> {
         self.checked(self.explain_rank)
     }
@@ -186,12 +185,22 @@ impl Args {
         if self.optimizer_in_backward {
             model = model.with_optimizer_in_backward();
         }
-        let model = self.prefetch.into_iter().fold(model, CostModel::with_prefetch);
-        let model = self.param_dtype.into_iter().fold(model, CostModel::with_param_dtype);
-        let model = self.links.into_iter().fold(model, CostModel::with_links);
-        let model = self.activations()?.into_iter().fold(model, CostModel::with_activations);
-        let dtypes = self.mixed_precision.into_iter();
-        Ok(dtypes.fold(model, |model, (param, reduce)| model.with_mixed_precision(param, reduce)))
+        if let Some(n_units) = self.prefetch {
+            model = model.with_prefetch(n_units);
+        }
+        if let Some(dtype) = self.param_dtype {
+            model = model.with_param_dtype(dtype);
+        }
+        if let Some(links) = self.links {
+            model = model.with_links(links);
+        }
+        if let Some(activations) = self.activations()? {
+            model = model.with_activations(activations);
+        }
+        if let Some((param, reduce)) = self.mixed_precision {
+            model = model.with_mixed_precision(param, reduce);
+        }
+        Ok(model)
     }
 
     fn activations(&self) -> Result<Option<Activations>> {

@@ -1,4 +1,4 @@
-//! `plan`: which rank owns which part of every parameter of a model, and what that costs.
+//! `plan`: shards a model over ranks, and predicts memory and traffic.
 
 mod args;
 pub(crate) mod model;
@@ -19,40 +19,40 @@ use candle_distributed::{
 };
 use serde::Serialize;
 
-pub(crate) use self::args::Args;
 use self::args::FormatArg;
+pub(crate) use self::args::PlanArgs;
 use crate::{
     error::{Error, Result},
     output, strategy,
 };
 
-/// The JSON result; text and drawing show parts of it.
+/// The JSON result. Text and drawing show parts of it.
 #[derive(Serialize)]
-struct Answer<'a> {
+struct PlanOutput<'a> {
     #[serde(flatten)]
     report: PlanReport<'a>,
     #[serde(skip_serializing_if = "Option::is_none")]
     rules: Option<Matches<'a>>,
 }
 
-/// How a stored plan and this one differ.
+/// The differences between a stored plan and this plan.
 #[derive(Serialize)]
-struct Comparison<'a> {
+struct PlanComparison<'a> {
     format_version: u32,
     diff: PlanDiff<'a>,
-    /// What moves if the ranks keep their numbers, and if they are renumbered to move less; `None`
-    /// if the models differ.
+    /// Data to move if the ranks keep their numbers; `None` if the models differ.
     reshard: Option<MoveVolume>,
+    /// Data to move if the ranks are renumbered to move less; `None` if the models differ.
     reshard_renumbered: Option<MoveVolume>,
 }
 
 const MAY_FIT: &str =
     "--search looks for the `full` plan with the least communication time that fits";
 const NOTHING_FITS: &str =
-    "more ranks, --param-dtype BF16 or --optimizer adam-8bit make each rank hold less";
+    "more ranks, --param-dtype BF16 or --optimizer adam-8bit need less memory per rank";
 
-pub(crate) fn run(args: &Args) -> Result<()> {
-    let strategy = args.what.or_default()?;
+pub(crate) fn run(args: &PlanArgs) -> Result<()> {
+    let strategy = args.sharding.or_default()?;
     let parameters = read_model(args)?;
     let plan = make_plan(args, &parameters, &strategy)?;
     if let Some(path) = &args.against {
@@ -64,8 +64,8 @@ pub(crate) fn run(args: &Args) -> Result<()> {
     }
 }
 
-/// The explanation to print instead of a report, if the user asks for one.
-fn explain(args: &Args, plan: &ShardingPlan) -> Result<Option<String>> {
+/// Returns the explanation to print instead of a report, if requested.
+fn explain(args: &PlanArgs, plan: &ShardingPlan) -> Result<Option<String>> {
     let explanation = match (&args.explain, args.explain_rank()?) {
         (None, None) => return Ok(None),
         (Some(name), _) => plan.explain_parameter(name)?,
@@ -74,16 +74,16 @@ fn explain(args: &Args, plan: &ShardingPlan) -> Result<Option<String>> {
     match args.format {
         FormatArg::Text => Ok(Some(explanation)),
         FormatArg::Json | FormatArg::Svg => {
-            Err(Error::usage("explanations are text and have no other --format"))
+            Err(Error::usage("explanations support only --format text"))
         }
     }
 }
 
-fn report(args: &Args, plan: &ShardingPlan, rules: Option<Matches<'_>>) -> Result<()> {
+fn report(args: &PlanArgs, plan: &ShardingPlan, rules: Option<Matches<'_>>) -> Result<()> {
     let report = PlanReport::new(plan, &args.cost_model()?, args.rank()?)?;
     let report = args.budget.into_iter().fold(report, PlanReport::with_budget);
     let report = args.slots.into_iter().fold(report, PlanReport::with_process);
-    let answer = Answer { report, rules };
+    let answer = PlanOutput { report, rules };
     match args.format {
         FormatArg::Text => {
             output::text(|out| write_text(&answer, out)).map(|()| advise(args, &answer.report))
@@ -96,14 +96,14 @@ fn report(args: &Args, plan: &ShardingPlan, rules: Option<Matches<'_>>) -> Resul
     }
 }
 
-/// Says what to do about a plan that does not fit.
-fn advise(args: &Args, report: &PlanReport<'_>) {
+/// Prints a hint if the plan does not fit into the budget.
+fn advise(args: &PlanArgs, report: &PlanReport<'_>) {
     if args.budget.is_some_and(|budget| report.cost().peak_bytes() > budget.into()) {
         output::hint(if args.search { NOTHING_FITS } else { MAY_FIT });
     }
 }
 
-fn read_model(args: &Args) -> Result<Vec<ParameterInfo>> {
+fn read_model(args: &PlanArgs) -> Result<Vec<ParameterInfo>> {
     let parameters = model::read(&args.model)?;
     Ok(match &args.layer_pattern {
         Some(pattern) => {
@@ -114,7 +114,7 @@ fn read_model(args: &Args) -> Result<Vec<ParameterInfo>> {
 }
 
 fn make_plan(
-    args: &Args,
+    args: &PlanArgs,
     parameters: &[ParameterInfo],
     strategy: &Strategy,
 ) -> Result<ShardingPlan> {
@@ -122,7 +122,7 @@ fn make_plan(
         let search = Search::new(args.world_size()?, budget).with_model(args.cost_model()?);
         return Ok(model::in_file(&args.model, search.run(parameters))?.into_candidate().plan);
     }
-    let strategy = Hsdp::new(strategy.planner(), args.what.replicas());
+    let strategy = Hsdp::new(strategy.planner(), args.sharding.replicas());
     let planned = strategy.plan(parameters, args.world_size()?);
     let plan = model::in_file(&args.model, planned)?;
     let kept = plan
@@ -133,7 +133,7 @@ fn make_plan(
     Ok(plan.with_kept_units(kept)?)
 }
 
-fn write_text(answer: &Answer<'_>, out: &mut dyn Write) -> io::Result<()> {
+fn write_text(answer: &PlanOutput<'_>, out: &mut dyn Write) -> io::Result<()> {
     writeln!(out, "{}", answer.report)?;
     if let Some(rules) = &answer.rules {
         strategy::write_matches(rules, out)?;
@@ -147,7 +147,7 @@ fn compare(old: &ShardingPlan, new: &ShardingPlan, format: FormatArg) -> Result<
         Err(plan::Error::ParameterMismatch { .. }) => None,
         Err(error) => return Err(error.into()),
     };
-    let comparison = Comparison {
+    let comparison = PlanComparison {
         format_version: 1,
         diff: PlanDiff::new(old, new),
         reshard: reshard.as_ref().map(Reshard::volume),
@@ -156,11 +156,11 @@ fn compare(old: &ShardingPlan, new: &ShardingPlan, format: FormatArg) -> Result<
     match format {
         FormatArg::Json => output::json(&comparison),
         FormatArg::Text => output::text(|out| write_comparison(&comparison, out)),
-        FormatArg::Svg => Err(Error::usage("--against has no drawing")),
+        FormatArg::Svg => Err(Error::usage("--against does not support --format svg")),
     }
 }
 
-fn write_comparison(comparison: &Comparison<'_>, out: &mut dyn Write) -> io::Result<()> {
+fn write_comparison(comparison: &PlanComparison<'_>, out: &mut dyn Write) -> io::Result<()> {
     if comparison.diff.is_empty() {
         writeln!(out, "the plans are the same")?;
     } else {
@@ -171,16 +171,16 @@ fn write_comparison(comparison: &Comparison<'_>, out: &mut dyn Write) -> io::Res
             writeln!(
                 out,
                 "resharding: {}\nwith ranks renumbered: {}",
-                described(plain),
-                described(renumbered)
+                describe(plain),
+                describe(renumbered)
             )
         }
         _ => writeln!(out, "the models differ, so nothing can be resharded"),
     }
 }
 
-fn described(MoveVolume { stay_bytes, move_bytes, moves, .. }: MoveVolume) -> String {
+fn describe(MoveVolume { stay_bytes, move_bytes, moves, .. }: MoveVolume) -> String {
     let moving = HumanCount(move_bytes);
     let staying = HumanCount(stay_bytes);
-    format!("{moving} bytes move in {moves} parts, {staying} stay")
+    format!("{moving} bytes move in {moves} transfers, {staying} stay")
 }

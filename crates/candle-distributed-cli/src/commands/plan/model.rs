@@ -1,4 +1,4 @@
-//! Reading the parameters of a model from the kinds of file that describe one.
+//! Readers of model descriptions: safetensors headers, indices and manifests.
 
 use std::{
     fs::{self, File},
@@ -20,11 +20,11 @@ use crate::{
 const SINGLE_FILE: &str = "model.safetensors";
 const INDEX: &str = "model.safetensors.index.json";
 
-/// The parameters of the model at `path`, a file or a folder.
+/// Reads the parameters of the model at `path`, a file or a folder.
 pub(crate) fn read(path: &Path) -> Result<Vec<ParameterInfo>> {
     read_by_name(path).map_err(|error| match *error.kind {
         ErrorKind::Read { .. } => error.hinted(hint::MODEL),
-        // Any other fault is inside a file of the right kind.
+        // Other errors are about the content of a file of the right kind.
         _ => error,
     })
 }
@@ -46,7 +46,7 @@ fn read_by_name(path: &Path) -> Result<Vec<ParameterInfo>> {
     }
 }
 
-/// The plan that `plan --format json` wrote to `path`.
+/// Reads a plan written by `plan --format json`.
 pub(super) fn read_plan(path: &Path) -> Result<ShardingPlan> {
     input::read_json(path, "a plan").with_hint(hint::PLAN)
 }
@@ -54,7 +54,7 @@ pub(super) fn read_plan(path: &Path) -> Result<ShardingPlan> {
 fn read_index(path: &Path) -> Result<Vec<ParameterInfo>> {
     let text = input::read_text(open(path)?, path)?;
     let parameters = source::from_index(&text, |file| read_safetensors(&path.with_file_name(file)));
-    // Faults of the files it lists already name those files.
+    // Errors in the listed files already name those files.
     parameters.map_err(|error: Error| error.in_model(path))
 }
 
@@ -62,7 +62,7 @@ fn read_safetensors(path: &Path) -> Result<Vec<ParameterInfo>> {
     let mut file = open(path)?;
     let mut bytes = Vec::new();
     read_up_to(support::PREFIX_LEN, &mut file, path, &mut bytes)?;
-    // A shorter file is refused below, by the reader of headers.
+    // `from_safetensors` rejects a shorter file below.
     if let Ok(prefix) = <[u8; 8]>::try_from(&bytes[..]) {
         let header_len = in_file(path, support::header_len(prefix))?;
         read_up_to(header_len, &mut file, path, &mut bytes)?;
@@ -70,7 +70,7 @@ fn read_safetensors(path: &Path) -> Result<Vec<ParameterInfo>> {
     in_file(path, source::from_safetensors(&bytes))
 }
 
-/// The file at `path`, which must be one: a pipe in its place would be waited for.
+/// Opens the file at `path`. Rejects pipes, which could block forever.
 fn open(path: &Path) -> Result<File> {
     let known = fs::metadata(path).map_err(|source| Error::read(path, source))?;
     if !known.is_file() {
@@ -79,13 +79,13 @@ fn open(path: &Path) -> Result<File> {
     input::open(path)
 }
 
-/// Adds the next `n_bytes` of the file at `path` to `bytes`, or as many as there are.
+/// Appends up to `n_bytes` from the file at `path` to `bytes`.
 fn read_up_to(n_bytes: u64, file: &mut File, path: &Path, bytes: &mut Vec<u8>) -> Result<()> {
     file.take(n_bytes).read_to_end(bytes).map_err(|source| Error::read(path, source))?;
     Ok(())
 }
 
-/// Names the file whose model the planner refuses.
+/// Adds the path of the model to an error of the planner.
 pub(super) fn in_file<T>(path: &Path, result: Result<T, plan::Error>) -> Result<T> {
     result.map_err(|error| Error::from(error).in_model(path))
 }

@@ -1,4 +1,4 @@
-//! A picture of a plan: the memory of each rank at its peak as a column, and the memory of a device as a line.
+//! The drawing of a plan: a column for the peak memory of each rank, and a line for the budget.
 
 use std::cmp::Reverse;
 
@@ -21,11 +21,12 @@ use crate::{
 
 const SIZE: (u32, u32) = (1000, 560);
 
-/// The most columns that can be told apart.
+/// The maximum number of readable columns.
 const MAX_COLUMNS: usize = 64;
 
-/// A limit of more than so many times the highest peak is named but not drawn: all else would be too low to read.
-const FAR: u128 = 3;
+/// The maximum ratio of a drawn limit to the highest peak. A higher limit is only named, since it
+/// would leave too little height for the columns.
+const MAX_LIMIT_RATIO: u128 = 3;
 
 const PADDING: RGBColor = RGBColor(165, 165, 165);
 
@@ -39,7 +40,7 @@ const PARTS: [(&str, RGBColor); 6] = [
     ("activations", ACTIVATIONS),
 ];
 
-/// Draws the memory of each rank of `plan` at its peak, with the limit `budget` if there is one.
+/// Draws the peak memory of each rank of `plan`, and the limit `budget` if there is one.
 pub(crate) fn draw(plan: &ShardingPlan, cost: &PlanCost, budget: Option<u64>) -> Result<String> {
     let ranks = drawn_ranks(&cost.ranks);
     let color = match budget {
@@ -50,27 +51,31 @@ pub(crate) fn draw(plan: &ShardingPlan, cost: &PlanCost, budget: Option<u64>) ->
     picture::document(SIZE, |area| {
         picture::heading(&area, &plan.summary(), &verdict(cost, budget), color)?;
         legend(&area, &ranks, budget)?;
-        let below = area.margin(HEADING + LEGEND, 8, LEFT, LEFT);
-        chart(&below, &ranks, cost.ranks.len(), budget.map(u128::from))?;
+        let chart_area = area.margin(HEADING + LEGEND, 8, LEFT, LEFT);
+        chart(&chart_area, &ranks, cost.ranks.len(), budget.map(u128::from))?;
         area.present()
     })
 }
 
-/// Returns every rank of a small world, and of a larger one, of neighbors that share a column, the one with the highest
-/// peak.
+/// Selects one rank per column. Neighbors share a column in a large world, and the rank with the
+/// highest peak stands for all of them.
 fn drawn_ranks(ranks: &[RankCost]) -> Vec<RankCost> {
     let n_columns = ranks.len().min(MAX_COLUMNS);
-    let start = |column| column * ranks.len() / n_columns;
-    let neighbors = (0..n_columns).map(|column| &ranks[start(column)..start(column + 1)]);
-    neighbors.filter_map(highest).collect()
+    let mut drawn = Vec::new();
+    for column in 0..n_columns {
+        let start = column * ranks.len() / n_columns;
+        let end = (column + 1) * ranks.len() / n_columns;
+        drawn.extend(highest(&ranks[start..end]));
+    }
+    drawn
 }
 
-/// Returns the rank with the highest peak, the first of several.
+/// Returns the first rank with the highest peak.
 fn highest(ranks: &[RankCost]) -> Option<RankCost> {
     ranks.iter().min_by_key(|rank| Reverse(rank.peak_bytes())).copied()
 }
 
-/// Returns the bytes of each of the [`PARTS`].
+/// Returns the bytes of each part, in the order of [`PARTS`].
 fn parts(rank: &RankCost) -> [u128; PARTS.len()] {
     let padding = rank.storage_bytes.saturating_sub(rank.param_bytes);
     let within_step = rank.peak_bytes() - rank.total_bytes();
@@ -84,7 +89,7 @@ fn parts(rank: &RankCost) -> [u128; PARTS.len()] {
     ]
 }
 
-/// Says how much the fullest rank needs, and whether every rank fits in `budget`.
+/// Describes the highest peak, and the number of ranks that do not fit in `budget`.
 fn verdict(cost: &PlanCost, budget: Option<u64>) -> String {
     let has_activations = cost.ranks.iter().any(|rank| rank.activation_bytes > 0);
     let but = if has_activations { "" } else { ", activations not counted" };
@@ -99,7 +104,7 @@ fn verdict(cost: &PlanCost, budget: Option<u64>) -> String {
     format!("{most}: {n_over} of {n_ranks} ranks above the limit of {limit}, by up to {missing}")
 }
 
-/// Names the parts that some rank has, and the limit.
+/// Draws the legend: the parts that occur, and the limit.
 fn legend(area: &Area<'_>, ranks: &[RankCost], budget: Option<u64>) -> Drawn {
     let mut entries = Vec::new();
     for (part, (name, color)) in PARTS.into_iter().enumerate() {
@@ -117,10 +122,10 @@ fn legend(area: &Area<'_>, ranks: &[RankCost], budget: Option<u64>) -> Drawn {
 /// Draws the columns over an axis in binary units.
 fn chart(area: &Area<'_>, ranks: &[RankCost], n_ranks: usize, limit: Option<u128>) -> Drawn {
     let peak = ranks.iter().map(RankCost::peak_bytes).fold(0, u128::max);
-    let limit = limit.filter(|limit| limit / FAR <= peak);
+    let limit = limit.filter(|limit| limit / MAX_LIMIT_RATIO <= peak);
     let highest = peak.max(limit.unwrap_or(0));
     let unit = BinaryUnit::for_bytes(highest);
-    // An axis of no extent cannot be drawn.
+    // plotters cannot draw an axis without an extent.
     let top = if highest == 0 { 1.0 } else { 1.1 * in_unit(highest, unit) };
     let mut chart = ChartBuilder::on(area)
         .x_label_area_size(44)
@@ -148,7 +153,7 @@ fn chart(area: &Area<'_>, ranks: &[RankCost], n_ranks: usize, limit: Option<u128
 
 type Chart<'a, 'b> = ChartContext<'a, SVGBackend<'b>, Cartesian2d<RangedCoordf64, RangedCoordf64>>;
 
-/// Draws the parts of a rank on each other.
+/// Draws the parts of a rank, stacked.
 fn column(chart: &mut Chart<'_, '_>, position: f64, rank: &RankCost, unit: BinaryUnit) -> Drawn {
     let mut bottom = 0;
     for ((_, color), bytes) in PARTS.into_iter().zip(parts(rank)) {
@@ -169,26 +174,25 @@ fn in_unit(bytes: u128, unit: BinaryUnit) -> f64 {
     bytes as f64 / unit.bytes() as f64
 }
 
-/// Names the rank whose column begins at a place of the axis.
+/// Returns the rank number at an axis position.
 #[expect(
     clippy::cast_possible_truncation,
     clippy::cast_sign_loss,
-    reason = "places are small and not negative"
+    reason = "positions are small and not negative"
 )]
 fn rank_at(ranks: &[RankCost], position: f64) -> String {
     ranks.get(position as usize).map_or_else(String::new, |rank| rank.rank.to_string())
 }
 
-/// Names the axis of the ranks, and which of them are drawn.
+/// Returns the name of the rank axis, with the selection of drawn ranks.
 fn rank_axis(n_ranks: usize, n_columns: usize) -> String {
     match (n_ranks / n_columns, n_ranks % n_columns) {
         (1, 0) => String::from("rank"),
-        (n, 0) => format!(
-            "rank: of every {} neighbors, the one with the highest peak",
-            HumanCount(n as u128)
-        ),
+        (n, 0) => {
+            format!("rank with the highest peak of every {} neighbors", HumanCount(n as u128))
+        }
         (n, _) => {
-            format!("rank: of every {n} or {} neighbors, the one with the highest peak", n + 1)
+            format!("rank with the highest peak of every {n} or {} neighbors", n + 1)
         }
     }
 }

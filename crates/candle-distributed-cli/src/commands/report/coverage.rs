@@ -1,13 +1,13 @@
-//! How often each sequence is read in an epoch, and by which rank.
+//! Counts how often each sequence is read in an epoch, and the share of each rank.
 
 use candle_distributed::{
     batch::Batch,
     types::{WorldSize, split},
 };
 
-use super::facts::Reading;
+use super::facts::EpochBatches;
 
-/// How often the sequences are read in the first epoch.
+/// Numbers of sequences by how often they are read in the first epoch.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct Coverage {
     pub(super) never: u64,
@@ -16,9 +16,10 @@ pub(super) struct Coverage {
 }
 
 impl Coverage {
-    pub(super) fn of(reading: &Reading) -> Self {
-        let mut counts = vec![0_u64; reading.lengths.len()];
-        for &index in reading.batches.iter().flat_map(|batch| &batch.indices) {
+    /// Counts over the batches of an epoch.
+    pub(super) fn count(epoch: &EpochBatches) -> Self {
+        let mut counts = vec![0_u64; epoch.lengths.len()];
+        for &index in epoch.batches.iter().flat_map(|batch| &batch.indices) {
             counts[in_memory(index)] += 1;
         }
         let how_many =
@@ -31,34 +32,34 @@ impl Coverage {
     }
 }
 
-/// What one rank reads in the first epoch.
+/// The sequences and tokens that one rank reads in the first epoch.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(super) struct Share {
+pub(super) struct RankShare {
     pub(super) sequences: u64,
     pub(super) tokens: u64,
 }
 
-/// The shares of all ranks.
-pub(super) fn shares(reading: &Reading, world_size: WorldSize) -> Vec<Share> {
-    let mut shares = vec![Share::default(); world_size.as_usize()];
-    for batch in &reading.batches {
+/// Returns the shares of all ranks.
+pub(super) fn shares(epoch: &EpochBatches, world_size: WorldSize) -> Vec<RankShare> {
+    let mut shares = vec![RankShare::default(); world_size.as_usize()];
+    for batch in &epoch.batches {
         for (share, indices) in shares.iter_mut().zip(rows(batch, world_size)) {
             share.sequences += indices.len() as u64;
             share.tokens +=
-                indices.iter().map(|&index| reading.lengths[in_memory(index)]).sum::<u64>();
+                indices.iter().map(|&index| epoch.lengths[in_memory(index)]).sum::<u64>();
         }
     }
     shares
 }
 
-/// The index of something that is in memory.
+/// Converts the index of an item in memory to `usize`.
 #[expect(clippy::expect_used, reason = "says why it cannot fail")]
 fn in_memory(index: u64) -> usize {
-    usize::try_from(index).expect("what is in memory is counted by a usize")
+    usize::try_from(index).expect("items in memory have indices of type usize")
 }
 
-/// The sequences of a batch that each rank reads, split as the mesh splits them: the last ranks may
-/// get padding instead.
+/// Returns the sequences of a batch that each rank reads, split like the mesh splits them. The last
+/// ranks may get none, and read padding instead.
 fn rows(batch: &Batch, world_size: WorldSize) -> impl Iterator<Item = &[u64]> {
     world_size.placements().map(|place| {
         let rows = split::chunk(batch.indices.len() as u64, place);
@@ -75,47 +76,47 @@ mod tests {
 
     use super::*;
 
-    fn reading(n_sequences: u64) -> Reading {
+    fn epoch(n_sequences: u64) -> EpochBatches {
         let lengths: Vec<u64> = (1..=n_sequences).collect();
         let sampler =
             DynamicBatchSampler::new(&lengths, BatchConfig::default().with_max_batch_size(5))
                 .unwrap();
         let batches: Vec<Batch> = sampler.iter().map(Result::unwrap).collect();
         let report = PaddingReport::from_iter(&batches);
-        Reading { lengths, steps: vec![batches.clone()], batches, report }
+        EpochBatches { lengths, steps: vec![batches.clone()], batches, report }
     }
 
     #[test]
-    fn ranks_share_all_that_is_read() {
+    fn ranks_share_all_sequences() {
         for (n_sequences, world_size) in [(0, 1), (1, 2), (12, 1), (12, 2), (12, 4), (13, 9)] {
-            let reading = reading(n_sequences);
-            let shares = shares(&reading, WorldSize::new(world_size).unwrap());
+            let epoch = epoch(n_sequences);
+            let shares = shares(&epoch, WorldSize::new(world_size).unwrap());
             assert_eq!(shares.iter().map(|share| share.sequences).sum::<u64>(), n_sequences);
             assert_eq!(
                 shares.iter().map(|share| share.tokens).sum::<u64>(),
                 n_sequences * (n_sequences + 1) / 2
             );
             assert_eq!(
-                Coverage::of(&reading),
+                Coverage::count(&epoch),
                 Coverage { never: 0, once: n_sequences, more_often: 0 }
             );
         }
     }
 
     #[test]
-    fn coverage_counts_what_is_missing_and_what_comes_again() {
-        let mut reading = reading(10);
-        reading.batches.remove(1);
-        let again = reading.batches[0].clone();
-        reading.batches.push(again);
-        assert_eq!(Coverage::of(&reading), Coverage { never: 5, once: 0, more_often: 5 });
+    fn coverage_counts_missing_and_repeated_sequences() {
+        let mut epoch = epoch(10);
+        epoch.batches.remove(1);
+        let repeated = epoch.batches[0].clone();
+        epoch.batches.push(repeated);
+        assert_eq!(Coverage::count(&epoch), Coverage { never: 5, once: 0, more_often: 5 });
     }
 
     #[test]
-    fn a_batch_is_dealt_as_the_mesh_deals_it() {
-        let reading = reading(5);
+    fn batches_are_split_like_the_mesh() {
+        let epoch = epoch(5);
         let parts: Vec<usize> =
-            rows(&reading.batches[0], WorldSize::new(4).unwrap()).map(<[u64]>::len).collect();
+            rows(&epoch.batches[0], WorldSize::new(4).unwrap()).map(<[u64]>::len).collect();
         assert_eq!(parts, [2, 2, 1, 0]);
         assert_eq!(split::chunk(5, Placement::new(2, 4).unwrap()), 4..5);
     }

@@ -1,4 +1,4 @@
-//! What pages are made of.
+//! HTML building blocks of pages.
 
 use candle_distributed::types::human::HumanCount;
 use maud::{DOCTYPE, Markup, PreEscaped, html};
@@ -7,7 +7,7 @@ use crate::picture;
 
 const STYLE: &str = include_str!("style.css");
 
-/// A whole page.
+/// Returns a complete HTML page.
 pub(super) fn page(title: &str, lead: &str, sections: &Markup) -> String {
     let page = html! {
         (DOCTYPE)
@@ -31,12 +31,12 @@ pub(super) fn page(title: &str, lead: &str, sections: &Markup) -> String {
     page.into_string()
 }
 
-/// A number in digits that are grouped.
+/// Formats a number with grouped digits.
 pub(super) fn count(number: impl Into<u128>) -> String {
     HumanCount(number.into()).to_string()
 }
 
-/// A section with its heading.
+/// Returns a section with its heading.
 pub(super) fn section(id: &str, heading: &str, content: &Markup) -> Markup {
     html! {
         section id=(id) {
@@ -55,12 +55,12 @@ pub(super) fn figure(picture: &str, caption: &str) -> Markup {
     }
 }
 
-/// What is not known, and why.
+/// Returns a note about missing information.
 pub(super) fn missing(why: &str) -> Markup {
     html! { p.missing { (why) } }
 }
 
-/// A table of names and values.
+/// Returns a table of names and values.
 pub(super) fn listed(rows: &[(&str, String)]) -> Markup {
     html! {
         table.facts {
@@ -73,7 +73,7 @@ pub(super) fn listed(rows: &[(&str, String)]) -> Markup {
     }
 }
 
-/// A table of numbers whose first column holds names.
+/// Returns a table of numbers, with names in the first column.
 pub(super) fn numbers(heads: &[&str], rows: &[Vec<String>]) -> Markup {
     html! {
         div.scroll {
@@ -85,7 +85,7 @@ pub(super) fn numbers(heads: &[&str], rows: &[Vec<String>]) -> Markup {
     }
 }
 
-/// The words with a capital at the start and a full stop at the end.
+/// Capitalizes the first letter, and adds a full stop.
 pub(super) fn sentence(words: &str) -> String {
     let mut letters = words.chars();
     letters

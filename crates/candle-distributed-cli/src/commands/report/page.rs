@@ -1,4 +1,4 @@
-//! The page: a section for each question that a reader may have about a run.
+//! The page about a run, with one section per topic.
 
 use candle_distributed::{
     batch::DynamicBatchStrategy,
@@ -19,7 +19,7 @@ use maud::{Markup, html};
 
 use super::{
     coverage::{self, Coverage},
-    facts::{Facts, Reading, Sharding},
+    facts::{EpochBatches, ModelSharding, RunFacts},
     markup::{self, count, figure, listed, missing, numbers, section, sentence},
 };
 use crate::{
@@ -31,32 +31,32 @@ use crate::{
     },
 };
 
-/// About the number of rows that a table has at most.
+/// Maximum number of rows of most tables.
 const MAX_ROWS: usize = 16;
 
-/// The whole page about one run.
-pub(super) fn page(facts: &Facts) -> Result<String> {
+/// Returns the page about one run.
+pub(super) fn page(facts: &RunFacts) -> Result<String> {
     let sections = html! {
         (summary(facts))
         (settings(facts))
-        @if let Some(text) = &facts.sample { (written(text)) }
+        @if let Some(text) = &facts.sample { (generated(text)) }
         (training(facts)?)
         (plan(facts)?)
         (batches(facts))
-        (read_by(facts)?)
+        (coverage_section(facts)?)
     };
     Ok(markup::page(&format!("run {}", facts.path.display()), &state(facts), &sections))
 }
 
-/// The progress of the run, in a sentence.
-fn state(facts: &Facts) -> String {
+/// Describes the progress of the run.
+fn state(facts: &RunFacts) -> String {
     let done = count(facts.done());
     let steps = count(facts.settings.steps);
     let devices = devices(facts.session());
     if facts.is_complete {
         format!("Complete: {steps} steps on {devices}.")
     } else {
-        format!("{done} of {steps} steps are done on {devices}.")
+        format!("{done} of {steps} steps done on {devices}.")
     }
 }
 
@@ -64,37 +64,38 @@ fn devices(session: &Session) -> String {
     HumanCount(session.world_size.into()).with_noun("device")
 }
 
-/// The figures that readers look for first.
-fn summary(facts: &Facts) -> Markup {
+/// Returns the summary of the main figures.
+fn summary(facts: &RunFacts) -> Markup {
     let Some(figures) = figures(facts) else {
         return section("summary", "Summary", &missing("No step is done yet."));
     };
     html! {
         dl.figures id="summary" {
-            @for Figure { name, value, more } in figures {
+            @for SummaryFigure { name, value, more } in figures {
                 div { dt { (name) } dd { (value) } dd.more { (more) } }
             }
         }
     }
 }
 
-/// A figure of a run, and what it means.
-pub(super) struct Figure {
+/// A figure of a run, with an explanation.
+pub(super) struct SummaryFigure {
     pub(super) name: &'static str,
     pub(super) value: String,
     pub(super) more: String,
 }
 
-/// The figures of a run of which some step is done.
-pub(super) fn figures(facts: &Facts) -> Option<[Figure; 6]> {
+/// Returns the figures of a run, or `None` before its first step.
+pub(super) fn figures(facts: &RunFacts) -> Option<[SummaryFigure; 6]> {
     let steps = facts.metrics.steps();
-    let (first, last_step) = (steps.first()?, steps.last()?);
+    let first = steps.first()?;
+    let last_step = steps.last()?;
     let seconds = facts.metrics.seconds();
     let n_last = (steps.len() / 10).max(1);
     let real = facts.metrics.sum(|step| step.real_tokens);
     let padded = facts.metrics.sum(|step| step.padded_tokens);
     let last = HumanCount(n_last as u128).with_noun("step");
-    let figure = |name, value, more: String| Figure { name, value, more };
+    let figure = |name, value, more: String| SummaryFigure { name, value, more };
     Some([
         figure("first loss", format!("{:.3}", first.loss), "nats per token".into()),
         figure(
@@ -117,7 +118,7 @@ fn epochs(last: &StepMetrics) -> String {
     format!("read, {} started", HumanCount(u128::from(last.epoch) + 1).with_noun("epoch"))
 }
 
-/// Seconds in the unit that reads best.
+/// Formats seconds in a readable unit.
 fn duration(seconds: f64) -> String {
     match seconds {
         ..120.0 => format!("{seconds:.1} s"),
@@ -126,17 +127,17 @@ fn duration(seconds: f64) -> String {
     }
 }
 
-fn settings(facts: &Facts) -> Markup {
-    section("settings", "Settings", &listed(&settings_of(facts)))
+fn settings(facts: &RunFacts) -> Markup {
+    section("settings", "Settings", &listed(&setting_rows(facts)))
 }
 
-/// A row for each setting.
-pub(super) fn settings_of(facts: &Facts) -> Vec<(&'static str, String)> {
+/// Returns one row per setting.
+pub(super) fn setting_rows(facts: &RunFacts) -> Vec<(&'static str, String)> {
     let settings = &facts.settings;
-    let data = settings.data.as_ref().map_or_else(
-        || String::from("short stories of the program"),
-        |data| data.display().to_string(),
-    );
+    let data = settings
+        .data
+        .as_ref()
+        .map_or_else(|| String::from("built-in short stories"), |data| data.display().to_string());
     let mut rows = vec![
         ("folder", facts.path.display().to_string()),
         ("steps", count(settings.steps)),
@@ -152,10 +153,10 @@ pub(super) fn settings_of(facts: &Facts) -> Vec<(&'static str, String)> {
         ),
     ];
     let folder = settings.finetune.folder.as_ref();
-    rows.extend(folder.map(|folder| ("began with", folder.display().to_string())));
+    rows.extend(folder.map(|folder| ("started from", folder.display().to_string())));
     let recipe = settings.recipe.options().into_iter();
     rows.extend(recipe.filter_map(|(name, value)| Some((name, value?))));
-    rows.extend(settings.sessions.iter().map(|session| ("ran on", of_session(session))));
+    rows.extend(settings.sessions.iter().map(|session| ("ran on", session_text(session))));
     let checkpoints: Vec<String> = facts.checkpoints.iter().map(|&step| count(step)).collect();
     let checkpoints = if checkpoints.is_empty() {
         String::from("none")
@@ -167,33 +168,33 @@ pub(super) fn settings_of(facts: &Facts) -> Vec<(&'static str, String)> {
     rows
 }
 
-/// A text by the model.
-fn written(text: &str) -> Markup {
-    section("sample", "What the model wrote", &html! { pre.sample { (text) } })
+/// Returns the section with the generated text.
+fn generated(text: &str) -> Markup {
+    section("sample", "Generated text", &html! { pre.sample { (text) } })
 }
 
-fn of_session(session: &Session) -> String {
+fn session_text(session: &Session) -> String {
     let peak = session.peak_bytes.map_or_else(String::new, |bytes| {
         format!(", peak memory of the process {}", HumanBytes(bytes.into()))
     });
-    let sharded = session.sharding.as_ref().map_or_else(String::new, how_sharded);
+    let sharded = session.sharding.as_ref().map_or_else(String::new, sharding_text);
     let first = count(u128::from(session.first_step) + 1);
     format!("{}{sharded} from step {first} on{peak}", devices(session))
 }
 
-/// How a session was sharded, after its devices.
-fn how_sharded(sharding: &cost::Sharding) -> String {
+/// Describes the sharding of a session, to follow its devices.
+fn sharding_text(sharding: &cost::Sharding) -> String {
     let keep = match sharding.keep {
         Keep::Inputs => "inputs",
         Keep::Graph => "graphs",
         Keep::Gathered => "parameters",
     };
     let strategy = sharding.strategy.name();
-    let of_copies = match sharding.replicas {
+    let copies = match sharding.replicas {
         1 => String::new(),
         replicas => format!(", in {replicas} copies"),
     };
-    let ahead = match sharding.prefetch {
+    let prefetch = match sharding.prefetch {
         0 => String::new(),
         units => format!(", with {units} units gathered ahead"),
     };
@@ -203,16 +204,16 @@ fn how_sharded(sharding: &cost::Sharding) -> String {
         ""
     };
     format!(
-        ", sharded by {strategy}, where units keep their {keep}{of_copies}{ahead}{in_backward},"
+        ", sharded by {strategy}, where units keep their {keep}{copies}{prefetch}{in_backward},"
     )
 }
 
-fn training(facts: &Facts) -> Result<Markup> {
+fn training(facts: &RunFacts) -> Result<Markup> {
     let steps = facts.metrics.steps();
     let content = if steps.is_empty() {
         missing("No step is done yet.")
     } else {
-        let strange = steps.iter().find(|step| !step.loss.is_finite()).map(|step| step.step + 1);
+        let non_finite = steps.iter().find(|step| !step.loss.is_finite()).map(|step| step.step + 1);
         let means = "The numbers of every step, and their means over the steps around it.";
         let is_resumed = facts.metrics.timed().any(|step| step.is_resumed);
         let line =
@@ -220,33 +221,33 @@ fn training(facts: &Facts) -> Result<Markup> {
         html! {
             (figure(
                 &curve::draw(&facts.metrics, &facts.held_out)?,
-                &format!("{means}{line}{}", least_of_held_out(facts)),
+                &format!("{means}{line}{}", best_held_out(facts)),
             ))
-            @if let Some(step) = strange {
-                (missing(&format!("The loss is not a number at step {}.", count(step))))
+            @if let Some(step) = non_finite {
+                (missing(&format!("The loss of step {} is infinite or NaN.", count(step))))
             }
         }
     };
     Ok(section("training", "Training", &content))
 }
 
-/// Where the loss of the examples that were held out was least, if some were.
-fn least_of_held_out(facts: &Facts) -> String {
-    best_validation(&facts.held_out).map_or(String::new(), |least| {
-        let ValidationPoint { step, loss, .. } = least;
-        format!(" Of the examples that were held out it was least after step {step}: {loss:.3}.")
+/// Describes the lowest validation loss, if there was a validation.
+fn best_held_out(facts: &RunFacts) -> String {
+    best_validation(&facts.held_out).map_or(String::new(), |best| {
+        let ValidationPoint { step, loss, .. } = best;
+        format!(" The loss of held-out examples was lowest after step {step}: {loss:.3}.")
     })
 }
 
-fn plan(facts: &Facts) -> Result<Markup> {
+fn plan(facts: &RunFacts) -> Result<Markup> {
     Ok(section("plan", "Sharding plan", &sharded(facts)?))
 }
 
-fn sharded(facts: &Facts) -> Result<Markup> {
-    let Sharding { parameters, plan, cost, needs } = &facts.sharding;
+fn sharded(facts: &RunFacts) -> Result<Markup> {
+    let ModelSharding { parameters, plan, cost, needs } = &facts.sharding;
     let memory = PeakMemory::new(facts.session(), *needs);
     let heads = ["ranks", "owned", "stored", "gradients", "optimizer", "total", "peak"];
-    let of_parameters: Vec<Vec<String>> = parameters
+    let parameter_rows: Vec<Vec<String>> = parameters
         .iter()
         .take(4 * MAX_ROWS)
         .map(|info| {
@@ -261,10 +262,10 @@ fn sharded(facts: &Facts) -> Result<Markup> {
     Ok(html! {
         p.note {
             @if needs.is_sharded {
-                "Each rank holds its part of the model; activations are not counted."
+                "Each rank stores its shard of the model; activations are not counted."
             } @else {
-                "The run keeps the whole model on every device. The plan shows what each rank \
-                 would hold if the model were sharded over that many ranks; activations are not \
+                "The run keeps the whole model on every device. The plan shows the memory of each \
+                 rank if the model were sharded over the same number of ranks; activations are not \
                  counted."
             }
         }
@@ -272,16 +273,16 @@ fn sharded(facts: &Facts) -> Result<Markup> {
         @if let Some(memory) = memory { p { (sentence(&memory.to_string())) } }
         (figure(
             &svg::draw(plan, cost, None)?,
-            "What a rank holds under this plan: at its peak, and between two steps."
+            "Memory of each rank under this plan at its peak, and between two steps."
         ))
-        (numbers(&["parameter", "shape", "type", "elements"], &of_parameters))
+        (numbers(&["parameter", "shape", "type", "elements"], &parameter_rows))
         @if let Some(comparison) = &facts.comparison {
             (measured(comparison))
         }
     })
 }
 
-/// What was predicted, beside what was measured.
+/// Returns tables of predictions and measurements.
 fn measured(comparison: &Comparison) -> Markup {
     let [memory, traffic] = comparison.notes();
     html! {
@@ -292,10 +293,10 @@ fn measured(comparison: &Comparison) -> Markup {
     }
 }
 
-/// A row for each run of ranks that hold the same.
+/// Returns one row per range of consecutive ranks with equal figures.
 fn rank_rows(ranks: &[RankCost]) -> Vec<Vec<String>> {
-    let alike = ranks.chunk_by(|left, right| bytes_of(left) == bytes_of(right));
-    alike.take(MAX_ROWS).map(rank_row).collect()
+    let equal_ranks = ranks.chunk_by(|left, right| byte_figures(left) == byte_figures(right));
+    equal_ranks.take(MAX_ROWS).map(rank_row).collect()
 }
 
 fn rank_row(ranks: &[RankCost]) -> Vec<String> {
@@ -305,12 +306,12 @@ fn rank_row(ranks: &[RankCost]) -> Vec<String> {
         1 => first.rank.to_string(),
         _ => format!("{} – {}", first.rank, last.rank),
     };
-    let bytes = bytes_of(first).map(|bytes| HumanBytes(bytes).to_string());
+    let bytes = byte_figures(first).map(|bytes| HumanBytes(bytes).to_string());
     [name].into_iter().chain(bytes).collect()
 }
 
-/// The figures of a rank, in the order of the columns.
-fn bytes_of(rank: &RankCost) -> [u128; 6] {
+/// Returns the figures of a rank in the order of the columns.
+fn byte_figures(rank: &RankCost) -> [u128; 6] {
     [
         rank.param_bytes.into(),
         rank.storage_bytes.into(),
@@ -321,41 +322,41 @@ fn bytes_of(rank: &RankCost) -> [u128; 6] {
     ]
 }
 
-fn batches(facts: &Facts) -> Markup {
-    let content = match &facts.reading {
-        Err(why) => missing(&sentence(why)),
-        Ok(reading) => html! {
-            p { "In the first epoch: " (reading.report) "." }
-            p.note { (how_batched(&facts.settings.batching())) }
+fn batches(facts: &RunFacts) -> Markup {
+    let content = match &facts.epoch {
+        Err(reason) => missing(&sentence(reason)),
+        Ok(epoch) => html! {
+            p { "In the first epoch: " (epoch.report) "." }
+            p.note { (batching_text(&facts.settings.batching())) }
         },
     };
     section("batches", "Batches", &content)
 }
 
-/// Which sequences share a batch, in a sentence.
-fn how_batched(batching: &Batching) -> String {
-    let how = match batching.strategy {
+/// Describes the batching strategy.
+fn batching_text(batching: &Batching) -> String {
+    let grouping = match batching.strategy {
         DynamicBatchStrategy::Bucket(_) => "Sequences of similar length",
         DynamicBatchStrategy::Pack(_) => "Sequences packed into rows",
-        _ => "Sequences as they come",
+        _ => "Consecutive sequences",
     };
-    format!("{how}, at most {} tokens.", count(batching.max_tokens))
+    format!("{grouping}, at most {} tokens.", count(batching.max_tokens))
 }
 
-fn read_by(facts: &Facts) -> Result<Markup> {
-    let content = match &facts.reading {
-        Err(why) => missing(&sentence(why)),
-        Ok(reading) => html! {
-            (covered(reading))
-            (shared(reading, WorldSize::new(facts.session().world_size)?))
+fn coverage_section(facts: &RunFacts) -> Result<Markup> {
+    let content = match &facts.epoch {
+        Err(reason) => missing(&sentence(reason)),
+        Ok(epoch) => html! {
+            (read_counts(epoch))
+            (rank_shares(epoch, WorldSize::new(facts.session().world_size)?))
         },
     };
     Ok(section("coverage", "Coverage", &content))
 }
 
-/// How often the sequences are read.
-fn covered(reading: &Reading) -> Markup {
-    let Coverage { never, once, more_often } = Coverage::of(reading);
+/// Returns a table of how often sequences are read.
+fn read_counts(epoch: &EpochBatches) -> Markup {
+    let Coverage { never, once, more_often } = Coverage::count(epoch);
     let all = never + once + more_often;
     let verdict = if once == all {
         "Every sequence is read exactly once."
@@ -374,13 +375,13 @@ fn covered(reading: &Reading) -> Markup {
     }
 }
 
-/// Which rank reads what.
-fn shared(reading: &Reading, world_size: WorldSize) -> Markup {
-    let shares = coverage::shares(reading, world_size);
-    let row = |(rank, share): (usize, &coverage::Share)| {
-        vec![rank.to_string(), count(share.sequences), count(share.tokens)]
-    };
-    let rows: Vec<_> = shares.iter().enumerate().take(MAX_ROWS).map(row).collect();
+/// Returns a table of the sequences and tokens that each rank reads.
+fn rank_shares(epoch: &EpochBatches, world_size: WorldSize) -> Markup {
+    let shares = coverage::shares(epoch, world_size);
+    let mut rows = Vec::new();
+    for (rank, share) in shares.iter().enumerate().take(MAX_ROWS) {
+        rows.push(vec![rank.to_string(), count(share.sequences), count(share.tokens)]);
+    }
     html! {
         (numbers(&["rank", "sequences per epoch", "tokens per epoch"], &rows))
         @if shares.len() > MAX_ROWS {

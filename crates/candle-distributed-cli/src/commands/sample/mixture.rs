@@ -1,4 +1,4 @@
-//! `sample --mix`: several data sets, read in proportion.
+//! `sample --mix`: reads several data sets in proportion to their weights.
 
 use std::ops::Range;
 
@@ -9,78 +9,79 @@ use candle_distributed::{
 use serde::{Serialize, Serializer};
 
 use super::{
-    Args, FormatArg, print_rows,
-    rows::{self, Rows},
+    FormatArg, SampleArgs, print_rows,
+    rows::{self, RowWriter},
 };
 use crate::{
     error::{Error, Result},
     output,
 };
 
-/// One data set of a mixture.
+/// The length and the weight of a data set in a mixture.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Part {
+pub(super) struct DataSet {
     len: u64,
     weight: u64,
 }
 
-pub(super) fn parse_part(text: &str) -> Result<Part, String> {
+pub(super) fn parse_data_set(text: &str) -> Result<DataSet, String> {
     if let Some((len, weight)) = text.split_once(':')
         && let (Ok(len), Ok(weight)) = (len.parse(), weight.parse())
     {
-        return Ok(Part { len, weight });
+        return Ok(DataSet { len, weight });
     }
     Err("expected a length, a colon and a weight".into())
 }
 
-/// The JSON result, which looks like that of one data set.
+/// The JSON result, with the same fields as for a single data set.
 #[derive(Serialize)]
-struct Mixed<'a> {
+struct MixtureOutput<'a> {
     format_version: u32,
     len: u64,
     world_size: u64,
     rank: u64,
     per_rank_len: u64,
     #[serde(serialize_with = "indices")]
-    indices: Printed<'a>,
+    indices: MixtureIndices<'a>,
 }
 
-/// Some samples of a mixture. They are computed as they are written and never stored.
-struct Printed<'a> {
+/// The samples to print, computed while they are written.
+struct MixtureIndices<'a> {
     mixture: &'a Mixture,
-    /// Where each data set begins if they are one after the other.
+    /// First index of each data set in the concatenation.
     starts: &'a [u64],
     numbers: Range<u64>,
 }
 
-impl Printed<'_> {
-    /// Returns where each sample is if the data sets are one after the other.
+impl MixtureIndices<'_> {
+    /// Returns the index of each sample in the concatenation of the data sets.
     fn indices(&self) -> impl Iterator<Item = u64> {
         let entries = self.numbers.clone().map(|n| entry(self.mixture, n));
         entries.map(|(source, index)| self.starts[source] + index)
     }
 }
 
-fn indices<S: Serializer>(printed: &Printed<'_>, serializer: S) -> Result<S::Ok, S::Error> {
+fn indices<S: Serializer>(printed: &MixtureIndices<'_>, serializer: S) -> Result<S::Ok, S::Error> {
     serializer.collect_seq(printed.indices())
 }
 
-pub(super) fn print(args: &Args, parts: &[Part]) -> Result<()> {
+pub(super) fn print(args: &SampleArgs, data_sets: &[DataSet]) -> Result<()> {
     let placement = Placement::new(args.rank, args.world_size)?;
-    // Each data set has a seed of its own, so that equal lengths do not give equal orders.
-    let config = |label| args.config().with_seed(Seed::new(args.seed).derive(label));
-    let samplers = (0..)
-        .zip(parts)
-        .map(|(label, part)| DistributedSampler::new(part.len, placement, config(label)));
-    let weights: Vec<u64> = parts.iter().map(|part| part.weight).collect();
-    let mixture = Mixture::new(samplers.collect::<Result<_, _>>()?, &weights)?;
+    let mut samplers = Vec::new();
+    for (label, data_set) in (0..).zip(data_sets) {
+        // Data sets of equal length need different seeds, or they would have equal orders.
+        let config = args.config().with_seed(Seed::new(args.seed).derive(label));
+        samplers.push(DistributedSampler::new(data_set.len, placement, config)?);
+    }
+    let weights: Vec<u64> = data_sets.iter().map(|data_set| data_set.weight).collect();
+    let mixture = Mixture::new(samplers, &weights)?;
     let n_rows = args.count(mixture.len())?;
-    let starts = starts(parts)?;
-    let len = parts.iter().map(|part| part.len).sum();
+    let starts = starts(data_sets)?;
+    let len = data_sets.iter().map(|data_set| data_set.len).sum();
     let numbers = args.start..args.start + n_rows;
-    let printed = Printed { mixture: &mixture, starts: &starts, numbers };
+    let printed = MixtureIndices { mixture: &mixture, starts: &starts, numbers };
     match args.format {
-        FormatArg::Json => output::json(&Mixed {
+        FormatArg::Json => output::json(&MixtureOutput {
             format_version: 1,
             len,
             world_size: args.world_size,
@@ -90,18 +91,18 @@ pub(super) fn print(args: &Args, parts: &[Part]) -> Result<()> {
         }),
         FormatArg::Text | FormatArg::Npy => {
             let indices = printed.indices().map(|index| [index]);
-            print_rows(args, len, Rows { n_rows, fill: rows::from(indices) })
+            print_rows(args, len, RowWriter { n_rows, fill: rows::from(indices) })
         }
     }
 }
 
-/// Where each data set begins if they are one after the other.
-fn starts(parts: &[Part]) -> Result<Vec<u64>> {
+/// Returns the first index of each data set in the concatenation.
+fn starts(data_sets: &[DataSet]) -> Result<Vec<u64>> {
     let mut end = 0_u64;
     let mut starts = Vec::new();
-    for part in parts {
+    for data_set in data_sets {
         starts.push(end);
-        end = end.checked_add(part.len).ok_or_else(|| {
+        end = end.checked_add(data_set.len).ok_or_else(|| {
             Error::usage(format!("the data sets of --mix have more than {} samples", u64::MAX))
         })?;
     }
@@ -110,5 +111,5 @@ fn starts(parts: &[Part]) -> Result<Vec<u64>> {
 
 #[expect(clippy::expect_used, reason = "says why it cannot fail")]
 fn entry(mixture: &Mixture, n: u64) -> (usize, u64) {
-    mixture.get(n).expect("`count` ends the numbers at the length of the mixture")
+    mixture.get(n).expect("`SampleArgs::count` limits the numbers to the length of the mixture")
 }

@@ -1,4 +1,4 @@
-//! `sample`: the indices that one rank reads in one epoch.
+//! `sample`: prints the indices that one rank reads in one epoch.
 
 mod mixture;
 mod rows;
@@ -15,7 +15,7 @@ use candle_distributed::{
 use clap::ValueEnum;
 use serde::{Serialize, Serializer};
 
-use self::rows::Rows;
+use self::rows::RowWriter;
 use crate::{
     commands,
     error::{Error, Result, WithHint},
@@ -29,52 +29,52 @@ use crate::{
 /// length.
 #[derive(Debug, clap::Args)]
 #[command(after_help = examples![
-    "# What rank 0 of 4 reads of 11 samples, by the conventions of SPDL and of PyTorch"
+    "# Samples of rank 0 of 4 out of 11, with the conventions of SPDL and of PyTorch"
     "candle-distributed sample --len 11 --world-size 4 --rank 0 --preset spdl"
     "candle-distributed sample --len 11 --world-size 4 --rank 0 --preset torch --mark-padding"
-    "# Five indices from the middle of a trillion, and which rank reads sample 7"
+    "# Five indices from the middle of a trillion, and the rank of sample 7"
     "candle-distributed sample --len 1000000000000 --world-size 8 --rank 3 --start 70000000000 --count 5"
     "candle-distributed sample --len 1000000000000 --world-size 8 --locate 7"
     "# Ten million indices for numpy.load"
     "candle-distributed sample --len 10000000 --format npy > indices.npy"
 ])]
-pub(crate) struct Args {
+pub(crate) struct SampleArgs {
     /// Number of samples in the data set; with --weights, number of draws per epoch
     #[arg(long, required_unless_present_any = ["classes", "mix"])]
     len: Option<u64>,
     /// File with a weight per sample: draw with replacement, in proportion to the weights
     #[arg(long, value_name = "FILE", conflicts_with = "order")]
     weights: Option<PathBuf>,
-    /// File with a class number per sample: every rank and every stretch of an epoch sees the
-    /// classes in proportion
+    /// File with a class number per sample: every rank and every part of an epoch has all classes in
+    /// proportion
     #[arg(
         long,
         value_name = "FILE",
         conflicts_with_all = ["len", "weights", "order", "partition", "rank_weights"]
     )]
     classes: Option<PathBuf>,
-    /// At most this many samples of each class per epoch
+    /// Maximum number of samples of each class per epoch
     #[arg(long, value_name = "N", requires = "classes")]
     capped: Option<u64>,
-    /// Exactly this many samples of each class per epoch, repeating those of small classes
+    /// Exact number of samples of each class per epoch; samples of small classes are repeated
     #[arg(long, value_name = "N", requires = "classes", conflicts_with = "capped")]
     fixed: Option<u64>,
     /// Number of ranks that share the data set
     #[arg(long, default_value_t = 1)]
     world_size: u64,
-    /// The rank whose indices are printed
+    /// Rank to print the indices of
     #[arg(long, default_value_t = 0)]
     rank: u64,
-    /// Conventions to follow where no other option says otherwise
+    /// Defaults for --order, --partition and --tail
     #[arg(long, value_enum, default_value_t)]
     preset: Preset,
     /// Order of the samples
     #[arg(long, value_enum)]
     order: Option<OrderArg>,
-    /// Which positions of the order a rank reads
+    /// Positions of the order that a rank reads
     #[arg(long, value_enum)]
     partition: Option<PartitionArg>,
-    /// What to do with the samples left over when the world size does not divide the data set
+    /// Treatment of the remaining samples if the world size does not divide the data set
     #[arg(long, value_enum)]
     tail: Option<TailArg>,
     /// Contiguous shares in proportion to these weights, one per rank, instead of --partition and
@@ -86,19 +86,19 @@ pub(crate) struct Args {
         conflicts_with_all = ["partition", "tail"]
     )]
     rank_weights: Option<Vec<u64>>,
-    /// Several data sets, read in proportion to their weights. Their samples are counted as if the
-    /// data sets were one after the other, as PyTorch's `ConcatDataset` does
+    /// Several data sets, read in proportion to their weights. Indices count through all data sets,
+    /// as in PyTorch's `ConcatDataset`
     #[arg(
         long,
         value_delimiter = ',',
-        value_parser = mixture::parse_part,
+        value_parser = mixture::parse_data_set,
         value_name = "LEN:WEIGHT,...",
         conflicts_with_all = [
             "len", "weights", "classes", "rank_weights", "resume", "save_state", "workers",
             "mark_padding", "locate"
         ]
     )]
-    mix: Option<Vec<mixture::Part>>,
+    mix: Option<Vec<mixture::DataSet>>,
     /// Seed of the shuffle; a negative one is cast to 64 bits, as PyTorch does
     #[arg(long, default_value = "0", value_parser = parse_seed, allow_negative_numbers = true)]
     seed: u64,
@@ -114,38 +114,38 @@ pub(crate) struct Args {
     /// Number of loader workers that share the indices of the rank
     #[arg(long, default_value_t = 1)]
     workers: u64,
-    /// The worker whose indices are printed
+    /// Worker to print the indices of
     #[arg(long, default_value_t = 0)]
     worker: u64,
-    /// First of the indices to print, counted from 0
+    /// First index to print, counted from 0
     #[arg(long, default_value_t = 0)]
     start: u64,
     /// Maximum number of indices to print [default: all]
     #[arg(long)]
     count: Option<u64>,
-    /// Mark the indices that are padding, repetitions that metrics should leave out
+    /// Mark padding: repeated indices that metrics should leave out
     #[arg(long, conflicts_with = "workers")]
     mark_padding: bool,
-    /// Print at which position and on which rank this sample is read, instead of indices
+    /// Print the position and the rank of this sample, instead of indices
     #[arg(
         long,
         value_name = "INDEX",
         conflicts_with_all = ["save_state", "workers", "mark_padding", "start", "count"]
     )]
     locate: Option<u64>,
-    /// How the indices are written; whatever the form, they are never all in memory
+    /// Output format; in every format, indices are computed while they are written
     #[arg(long, value_enum, default_value_t)]
     format: FormatArg,
 }
 
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
 enum FormatArg {
-    /// An index per line
+    /// One index per line
     #[default]
     Text,
     /// One JSON object with a `format_version`
     Json,
-    /// An array of NumPy, of dtype `<i8`
+    /// A NumPy array of dtype `<i8`
     Npy,
 }
 
@@ -155,7 +155,7 @@ fn parse_seed(text: &str) -> Result<u64, std::num::ParseIntError> {
 
 #[derive(Clone, Copy, Debug, Default, ValueEnum)]
 enum Preset {
-    /// Shuffled, contiguous, the last rank takes the rest
+    /// Shuffled, contiguous, the last rank reads the rest
     #[default]
     Spec,
     /// PyTorch's sampler, bit for bit: its shuffle, strided, padded
@@ -170,9 +170,9 @@ enum OrderArg {
     Sequential,
     /// Exact for short data sets, streaming for long ones
     Shuffled,
-    /// A uniform shuffle, held in memory
+    /// A uniform shuffle, stored in memory
     Exact,
-    /// A pseudorandom permutation that takes no memory
+    /// A pseudorandom permutation, computed without memory
     Streaming,
     /// PyTorch's shuffle
     Torch,
@@ -192,7 +192,7 @@ enum TailArg {
     Pad,
 }
 
-impl Args {
+impl SampleArgs {
     fn config(&self) -> SamplerConfig {
         let preset = match self.preset {
             Preset::Spec => SamplerConfig::default(),
@@ -224,7 +224,7 @@ impl Args {
             .with_epoch(Epoch::new(self.epoch))
     }
 
-    /// The sampler, at its place in the epoch.
+    /// Makes the sampler, resumed from a state if one is given.
     fn sampler(&self) -> Result<DistributedSampler> {
         let mut sampler = self.fresh_sampler(Placement::new(self.rank, self.world_size)?)?;
         if let Some(weights) = &self.rank_weights {
@@ -238,7 +238,7 @@ impl Args {
         Ok(sampler)
     }
 
-    /// The sampler at the start of its epoch.
+    /// Makes the sampler at the start of its epoch.
     #[expect(clippy::expect_used, reason = "says why it cannot fail")]
     fn fresh_sampler(&self, placement: Placement) -> Result<DistributedSampler> {
         if let Some(path) = &self.classes {
@@ -247,7 +247,7 @@ impl Args {
             return DistributedSampler::stratified(&labels, quota, placement, self.config())
                 .map_err(|error| without_order(error, FEWER_SAMPLES));
         }
-        let len = self.len.expect("clap insists on --len unless there is --classes or --mix");
+        let len = self.len.expect("clap requires --len unless there is --classes or --mix");
         if let Some(path) = &self.weights {
             let weights = numbers::weights(path)?;
             return DistributedSampler::weighted(&weights, len, placement, self.config())
@@ -264,39 +264,43 @@ impl Args {
         }
     }
 
-    /// Refuses what has no place in an array of indices, and options without the one that they are
-    /// about: clap forgives those, as `--len` excludes it.
+    /// Rejects options that need `--classes`, and options that an array cannot represent.
+    ///
+    /// clap does not report a missing `--classes` if `--len` is given, since the two exclude each
+    /// other.
     fn check(&self) -> Result<()> {
-        let are_missing = [
-            ("--capped", self.capped.is_some() && self.classes.is_none(), "--classes"),
-            ("--fixed", self.fixed.is_some() && self.classes.is_none(), "--classes"),
-        ];
-        if let Some((option, _, needed)) = are_missing.into_iter().find(|(_, is_so, _)| *is_so) {
-            return Err(Error::usage(format!("{option} needs {needed}")));
+        let class_options =
+            [("--capped", self.capped.is_some()), ("--fixed", self.fixed.is_some())];
+        for (option, is_given) in class_options {
+            if is_given && self.classes.is_none() {
+                return Err(Error::usage(format!("{option} needs --classes")));
+            }
         }
-        let are_no_indices =
+        let other_outputs =
             [("--mark-padding", self.mark_padding), ("--locate", self.locate.is_some())];
-        match are_no_indices.into_iter().find(|(_, is_given)| *is_given) {
-            Some((option, _)) if self.format == FormatArg::Npy => Err(Error::usage(format!(
-                "{option} needs --format text or json, not {}",
-                typed(self.format)
-            ))),
-            _ => Ok(()),
+        for (option, is_given) in other_outputs {
+            if is_given && self.format == FormatArg::Npy {
+                return Err(Error::usage(format!(
+                    "{option} needs --format text or json, not {}",
+                    typed(self.format)
+                )));
+            }
         }
+        Ok(())
     }
 
-    /// The number of indices to print, out of `len`.
+    /// Returns the number of indices to print, out of `len`.
     fn count(&self, len: u64) -> Result<u64> {
         commands::count(self.start, self.count, len, "indices")
     }
 }
 
 const FEWER_SAMPLES: &str =
-    "--capped, or a smaller --fixed, leaves fewer samples in an epoch: each takes 20 bytes";
+    "--capped or a smaller --fixed makes an epoch of fewer samples: each takes 20 bytes of memory";
 const FEWER_WEIGHTS: &str = "each weight takes 16 bytes: split the data set, or use --mix";
 
-/// The error of an order that --order does not choose: where the advice would be another --order, it
-/// is `advice` instead.
+/// Converts an error of a sampler that has no `--order`: advice to use another order is replaced by
+/// `advice`.
 fn without_order(error: sampler::Error, advice: &'static str) -> Error {
     let is_too_large = matches!(
         error,
@@ -306,26 +310,26 @@ fn without_order(error: sampler::Error, advice: &'static str) -> Error {
     if is_too_large { error.hinted(advice) } else { error }
 }
 
-/// The JSON result. The indices are computed as they are written and never stored.
+/// The JSON result. Indices are computed while they are written.
 #[derive(Serialize)]
-struct Answer<'a> {
+struct SampleOutput<'a> {
     format_version: u32,
     len: u64,
     world_size: u64,
     rank: u64,
     per_rank_len: u64,
-    indices: Printed<'a>,
+    indices: PrintedIndices<'a>,
     #[serde(skip_serializing_if = "Option::is_none")]
-    padding: Option<Padding<'a>>,
+    padding: Option<PaddingFlags<'a>>,
 }
 
-/// Whether each of the indices to print is padding.
-struct Padding<'a> {
+/// A flag per printed index, true for padding.
+struct PaddingFlags<'a> {
     sampler: &'a DistributedSampler,
     numbers: Range<u64>,
 }
 
-impl Serialize for Padding<'_> {
+impl Serialize for PaddingFlags<'_> {
     fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
         serializer.collect_seq(self.numbers.clone().map(|n| is_padding(self.sampler, n)))
     }
@@ -333,25 +337,25 @@ impl Serialize for Padding<'_> {
 
 /// The indices to print.
 #[derive(Clone)]
-struct Printed<'a> {
+struct PrintedIndices<'a> {
     indices: Indices<'a>,
     start: usize,
     count: usize,
 }
 
-impl Printed<'_> {
+impl PrintedIndices<'_> {
     fn iter(&self) -> impl Iterator<Item = u64> {
         self.indices.clone().skip(self.start).take(self.count)
     }
 }
 
-impl Serialize for Printed<'_> {
+impl Serialize for PrintedIndices<'_> {
     fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
         serializer.collect_seq(self.iter())
     }
 }
 
-pub(crate) fn run(args: &Args) -> Result<()> {
+pub(crate) fn run(args: &SampleArgs) -> Result<()> {
     args.check()?;
     if let Some(parts) = &args.mix {
         return mixture::print(args, parts);
@@ -363,14 +367,14 @@ pub(crate) fn run(args: &Args) -> Result<()> {
     }
 }
 
-fn print_indices(args: &Args, sampler: &DistributedSampler) -> Result<()> {
+fn print_indices(args: &SampleArgs, sampler: &DistributedSampler) -> Result<()> {
     let indices = sampler.iter_worker(Placement::new(args.worker, args.workers)?);
     let count = args.count(indices.len() as u64)?;
     let numbers = args.start..args.start + count;
-    let printed = Printed {
+    let printed = PrintedIndices {
         indices,
-        start: commands::of_iterator(args.start),
-        count: commands::of_iterator(count),
+        start: commands::iterator_count(args.start),
+        count: commands::iterator_count(count),
     };
     match args.format {
         FormatArg::Text if args.mark_padding => output::text(|out| {
@@ -379,25 +383,25 @@ fn print_indices(args: &Args, sampler: &DistributedSampler) -> Result<()> {
                 writeln!(out, "{index}{mark}")
             })
         }),
-        FormatArg::Json => output::json(&Answer {
+        FormatArg::Json => output::json(&SampleOutput {
             format_version: 1,
             len: sampler.data_set_len(),
             world_size: args.world_size,
             rank: args.rank,
             per_rank_len: sampler.len(),
             indices: printed,
-            padding: args.mark_padding.then_some(Padding { sampler, numbers }),
+            padding: args.mark_padding.then_some(PaddingFlags { sampler, numbers }),
         }),
         FormatArg::Text | FormatArg::Npy if args.workers == 1 => {
             let mut start = args.start;
             let fill = |rows: &mut [[u64; 1]]| {
                 start += sampler.fill(start, rows.as_flattened_mut()) as u64;
             };
-            print_rows(args, sampler.data_set_len(), Rows { n_rows: count, fill })
+            print_rows(args, sampler.data_set_len(), RowWriter { n_rows: count, fill })
         }
         FormatArg::Text | FormatArg::Npy => {
             let fill = rows::from(printed.iter().map(|index| [index]));
-            print_rows(args, sampler.data_set_len(), Rows { n_rows: count, fill })
+            print_rows(args, sampler.data_set_len(), RowWriter { n_rows: count, fill })
         }
     }?;
     match &args.save_state {
@@ -406,14 +410,14 @@ fn print_indices(args: &Args, sampler: &DistributedSampler) -> Result<()> {
     }
 }
 
-/// Prints rows of indices below `n_samples` in a form that is nothing but them.
+/// Prints rows of indices below `n_samples` as text or as an array.
 fn print_rows<const WIDTH: usize>(
-    args: &Args,
+    args: &SampleArgs,
     n_samples: u64,
-    rows: Rows<WIDTH, impl FnMut(&mut [[u64; WIDTH]])>,
+    rows: RowWriter<WIDTH, impl FnMut(&mut [[u64; WIDTH]])>,
 ) -> Result<()> {
     match args.format {
-        // JSON has more than rows, and is printed elsewhere.
+        // JSON has other fields too, so callers print it themselves.
         FormatArg::Text | FormatArg::Json => output::text(|out| rows.write_text(out)),
         FormatArg::Npy => {
             rows::check_npy(n_samples)?;
@@ -422,23 +426,24 @@ fn print_rows<const WIDTH: usize>(
     }
 }
 
-/// Whether the index that the rank reads as its `n`th is padding.
+/// Returns true if entry `n` of the rank is padding.
 #[expect(clippy::expect_used, reason = "says why it cannot fail")]
 fn is_padding(sampler: &DistributedSampler, n: u64) -> bool {
-    let (_, is_padding) = sampler.entry(n).expect("`Args::count` ends the numbers at the length");
+    let (_, is_padding) =
+        sampler.entry(n).expect("`SampleArgs::count` limits the numbers to the length");
     is_padding
 }
 
 /// The JSON result of `--locate`.
 #[derive(Serialize)]
-struct Place {
+struct SamplePlace {
     format_version: u32,
     index: u64,
     position: Option<u64>,
     rank: Option<u64>,
 }
 
-fn print_place(args: &Args, sampler: &DistributedSampler, index: u64) -> Result<()> {
+fn print_place(args: &SampleArgs, sampler: &DistributedSampler, index: u64) -> Result<()> {
     let position = sampler.position_of(index);
     let rank = sampler.rank_of(index).map(Rank::as_u64);
     let text = match (position, rank) {
@@ -451,7 +456,7 @@ fn print_place(args: &Args, sampler: &DistributedSampler, index: u64) -> Result<
         (None, _) => return Err(Error::usage(format!("sample {index} is not in the order"))),
     };
     match args.format {
-        FormatArg::Json => output::json(&Place { format_version: 1, index, position, rank }),
+        FormatArg::Json => output::json(&SamplePlace { format_version: 1, index, position, rank }),
         FormatArg::Text | FormatArg::Npy => output::text(|out| writeln!(out, "{text}")),
     }
 }

@@ -1,5 +1,5 @@
-//! Numbers as text and as bytes, computed and written a block at a time: one by one, writing takes
-//! longer than computing.
+//! Writes numbers as text or as bytes, in blocks. Written one by one, the writes would take longer
+//! than the computation.
 
 use std::io::{self, Write};
 
@@ -8,18 +8,18 @@ use crate::{
     numbers::npy,
 };
 
-/// How many numbers are computed together: they and their text stay in a processor's cache.
+/// Numbers per block. The numbers and their text fit into a processor's cache.
 const BLOCK: usize = 4096;
 
-/// Rows of `WIDTH` numbers each.
-pub(super) struct Rows<const WIDTH: usize, F> {
+/// Writes rows of `WIDTH` numbers each.
+pub(super) struct RowWriter<const WIDTH: usize, F> {
     pub(super) n_rows: u64,
-    /// Writes the next rows to all of a slice.
+    /// Function that fills a slice with the next rows.
     pub(super) fill: F,
 }
 
-impl<const WIDTH: usize, F: FnMut(&mut [[u64; WIDTH]])> Rows<WIDTH, F> {
-    /// A line for each row, with spaces between its numbers.
+impl<const WIDTH: usize, F: FnMut(&mut [[u64; WIDTH]])> RowWriter<WIDTH, F> {
+    /// Writes one line per row, with spaces between the numbers.
     pub(super) fn write_text(self, out: &mut dyn Write) -> io::Result<()> {
         let mut digits = itoa::Buffer::new();
         let mut text = Vec::new();
@@ -30,7 +30,7 @@ impl<const WIDTH: usize, F: FnMut(&mut [[u64; WIDTH]])> Rows<WIDTH, F> {
                     text.extend_from_slice(digits.format(number).as_bytes());
                     text.push(b' ');
                 }
-                // The last space of a row ends its line.
+                // Replaces the last space.
                 if let Some(end) = text.last_mut() {
                     *end = b'\n';
                 }
@@ -39,7 +39,7 @@ impl<const WIDTH: usize, F: FnMut(&mut [[u64; WIDTH]])> Rows<WIDTH, F> {
         })
     }
 
-    /// An array of NumPy.
+    /// Writes a NumPy array.
     pub(super) fn write_npy(self, out: &mut dyn Write) -> io::Result<()> {
         let shape = [self.n_rows, WIDTH as u64];
         let n_dims = if WIDTH == 1 { 1 } else { shape.len() };
@@ -47,7 +47,7 @@ impl<const WIDTH: usize, F: FnMut(&mut [[u64; WIDTH]])> Rows<WIDTH, F> {
         self.write_raw(out)
     }
 
-    /// The numbers in 64 bits each, and nothing else.
+    /// Writes raw 64-bit numbers.
     fn write_raw(self, out: &mut dyn Write) -> io::Result<()> {
         let mut bytes = Vec::new();
         self.for_each_block(|rows| {
@@ -74,35 +74,35 @@ impl<const WIDTH: usize, F: FnMut(&mut [[u64; WIDTH]])> Rows<WIDTH, F> {
     }
 }
 
-/// Fills rows from an iterator, which has as many as are asked for.
+/// Returns a function that fills rows from an iterator, which must be long enough.
 pub(super) fn from<const WIDTH: usize>(
     mut rows: impl Iterator<Item = [u64; WIDTH]>,
 ) -> impl FnMut(&mut [[u64; WIDTH]]) {
     move |block| block.iter_mut().zip(&mut rows).for_each(|(slot, row)| *slot = row)
 }
 
-/// Refuses a number of samples whose indices do not all fit the integers of `--format npy`.
+/// Rejects a number of samples with indices above the signed integers of `--format npy`.
 pub(super) fn check_npy(n_samples: u64) -> Result<()> {
     const LIMIT: u64 = i64::MAX.cast_unsigned() + 1;
     if n_samples <= LIMIT {
         return Ok(());
     }
-    let refused =
-        format!("--format npy has signed integers, and {n_samples} samples are above {LIMIT}");
-    Err(Error::usage(refused).hinted("--format text has no limit"))
+    let message =
+        format!("{n_samples} samples are more than the limit of --format npy, {LIMIT} samples");
+    Err(Error::usage(message).hinted("--format text has no limit"))
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
-    fn rows<const WIDTH: usize>(n_rows: u64) -> Rows<WIDTH, impl FnMut(&mut [[u64; WIDTH]])> {
-        let row = |n| std::array::from_fn(|column| n * WIDTH as u64 + column as u64);
-        Rows { n_rows, fill: from((0..).map(row)) }
+    fn rows<const WIDTH: usize>(n_rows: u64) -> RowWriter<WIDTH, impl FnMut(&mut [[u64; WIDTH]])> {
+        let rows = (0..).map(|n| std::array::from_fn(|column| n * WIDTH as u64 + column as u64));
+        RowWriter { n_rows, fill: from(rows) }
     }
 
     #[test]
-    fn every_number_is_written_once_whatever_the_block() {
+    fn blocks_write_every_number_once() {
         for n_rows in [0, 1, 3, BLOCK as u64 - 1, BLOCK as u64, BLOCK as u64 + 1, 3 * BLOCK as u64]
         {
             let mut raw = Vec::new();
@@ -121,7 +121,7 @@ mod tests {
     }
 
     #[test]
-    fn signed_integers_end_at_63_bits() {
+    fn arrays_are_limited_to_signed_integers() {
         assert!(check_npy(1 << 63).is_ok());
         let error = check_npy((1 << 63) + 1).unwrap_err();
         assert!(error.to_string().contains("9223372036854775809"), "{error}");

@@ -61,7 +61,7 @@ fn run_blocks(page: &Page, shell: &Shell<'_>) {
 }
 
 #[test]
-fn every_command_prints_what_its_page_shows() {
+fn guide_transcripts_match_output() {
     for page in pages().iter().filter(|page| page.name != FIRST_PAGE) {
         let folder = tempfile::tempdir().unwrap();
         run_blocks(page, &Shell::new(folder.path()));
@@ -86,7 +86,7 @@ fn at_home() -> tempfile::TempDir {
 }
 
 #[test]
-fn every_command_of_the_readmes_runs() {
+fn readme_commands_run() {
     let root = docs().join("..");
     for name in ["README.md", "crates/candle-distributed-cli/README.md"] {
         let home = at_home();
@@ -98,7 +98,7 @@ fn every_command_of_the_readmes_runs() {
 }
 
 #[test]
-fn dependencies_in_the_readme_have_their_paths_and_features() {
+fn readme_dependencies_exist() {
     let root = docs().join("..");
     let readme = Page::parse("README.md", &fs::read_to_string(root.join("README.md")).unwrap());
     let lines = readme.blocks.iter().filter(|block| block.kind == "toml");
@@ -122,7 +122,7 @@ fn dependencies_in_the_readme_have_their_paths_and_features() {
 /// The first steps of a newcomer. The commands before them, `cargo run` and
 /// `cargo test` of the README, are run by CI itself.
 #[test]
-fn a_newcomer_gets_through_the_first_page() {
+fn first_page_works_from_start_to_end() {
     let folder = tempfile::tempdir().unwrap();
     let at = |name: &str| folder.path().join(name);
 
@@ -158,7 +158,7 @@ fn a_newcomer_gets_through_the_first_page() {
 }
 
 #[test]
-fn every_block_is_of_a_kind_that_is_checked() {
+fn every_block_has_a_checked_kind() {
     for page in pages() {
         for Block { line, kind, is_ignored, reason, text, .. } in &page.blocks {
             let place = format!("{}:{line}", page.name);
@@ -173,7 +173,7 @@ fn every_block_is_of_a_kind_that_is_checked() {
 }
 
 #[test]
-fn rust_on_a_page_is_a_doctest() {
+fn rust_blocks_are_doctests() {
     let doctests = fs::read_to_string(docs().join("../tests/support/guide.rs")).unwrap();
     for page in pages().iter().filter(|page| page.blocks.iter().any(|block| block.kind == "rust")) {
         assert!(
@@ -185,7 +185,7 @@ fn rust_on_a_page_is_a_doctest() {
 }
 
 #[test]
-fn every_page_stands_in_the_contents_and_has_no_link_out_of_the_book() {
+fn pages_are_listed_and_links_valid() {
     let contents = fs::read_to_string(docs().join("SUMMARY.md")).unwrap();
     let listed: BTreeSet<_> = page::links(&contents).map(str::to_owned).collect();
     let mut there: BTreeSet<String> =

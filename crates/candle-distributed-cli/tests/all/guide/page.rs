@@ -91,7 +91,7 @@ pub(crate) fn links(text: &str) -> impl Iterator<Item = &str> {
 }
 
 #[test]
-fn blocks_know_their_kind_and_why_they_are_not_run() {
+fn parse_reads_block_kinds_and_reasons() {
     let text = "a\n```console\n$ b\n```\n[c](d.md) `[e](f)`\n```console,ignore,why-takes-hours\n[g](h)\n```\n```json,needs-x\n```\n";
     let blocks = Page::parse("page.md", text).blocks;
     assert_eq!(blocks.iter().map(Block::is_run).collect::<Vec<_>>(), [true, false, false]);

@@ -187,7 +187,7 @@ fn without_figures(line: &str) -> String {
 }
 
 #[test]
-fn a_console_is_read_as_a_person_reads_it() {
+fn parse_splits_commands_and_output() {
     let entry = |command: &str, output: &[&str]| Entry {
         command: command.into(),
         output: output.iter().map(ToString::to_string).collect(),
@@ -198,7 +198,7 @@ fn a_console_is_read_as_a_person_reads_it() {
 }
 
 #[test]
-fn what_is_left_open_matches_anything_and_nothing_else_does() {
+fn ellipsis_matches_anything() {
     let lines = ["loss 5.499, 327 tokens/s", "", "done"].map(str::to_owned);
     let accepts = |patterns: &[&str]| {
         matches(&patterns.iter().map(ToString::to_string).collect::<Vec<_>>(), &lines)
@@ -212,7 +212,7 @@ fn what_is_left_open_matches_anything_and_nothing_else_does() {
 }
 
 #[test]
-fn figures_may_vary_and_counts_may_not() {
+fn only_decimal_figures_may_vary() {
     let same = |a: &str, b: &str| without_figures(a) == without_figures(b);
     assert!(
         same(" psum   9.5  0.01", " psum  10.25  0.02")
@@ -227,7 +227,7 @@ fn figures_may_vary_and_counts_may_not() {
 }
 
 #[test]
-fn another_output_or_another_end_is_a_failure() {
+fn wrong_output_or_status_fails() {
     let folder = tempfile::tempdir().unwrap();
     let holds = |console: &str| {
         let check = || {

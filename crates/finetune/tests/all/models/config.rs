@@ -26,7 +26,7 @@ fn refusal(fields: &[(&str, Value)]) -> String {
 }
 
 #[test]
-fn scalings_are_read() {
+fn rope_scalings_are_read() {
     let scalings = MODELS.map(|model| Golden::open(model).llama.config().rope_scaling);
     assert_eq!(
         scalings.map(|scaling| matches!(scaling, RopeScaling::Llama3 { .. })),
@@ -35,7 +35,7 @@ fn scalings_are_read() {
 }
 
 #[test]
-fn what_is_left_out_is_what_it_is_in_transformers() {
+fn defaults_match_transformers() {
     let config = LlamaConfig::from_json(&changed(&[])).unwrap();
     assert_eq!(config.head_dim, 4);
     assert_eq!((config.dtype, config.tie_word_embeddings), (DType::F32, false));
@@ -53,7 +53,7 @@ fn what_is_left_out_is_what_it_is_in_transformers() {
 }
 
 #[test]
-fn windows_are_those_of_the_architecture() {
+fn windows_depend_on_the_architecture() {
     let window = |architecture: &str, fields: &[(&str, Value)]| {
         let architecture = [("architectures", json!([architecture]))];
         let config = LlamaConfig::from_json(&changed(&[&architecture[..], fields].concat()));
@@ -74,7 +74,7 @@ fn windows_are_those_of_the_architecture() {
 }
 
 #[test]
-fn what_would_be_another_model_is_refused_by_name() {
+fn unsupported_settings_are_rejected_by_name() {
     for (field, value, expected) in [
         (
             "architectures",
@@ -145,7 +145,7 @@ fn what_would_be_another_model_is_refused_by_name() {
 }
 
 #[test]
-fn a_window_counts_for_the_positions_that_are_used() {
+fn window_limits_only_used_positions() {
     let text =
         changed(&[("architectures", json!(["MistralForCausalLM"])), ("sliding_window", json!(32))]);
     let mut config = LlamaConfig::from_json(&text).unwrap();

@@ -11,7 +11,7 @@ use serde_json::Value;
 use crate::models::golden::{Golden, MODELS, distance, ids, labels};
 
 #[test]
-fn logits_are_those_of_transformers() {
+fn logits_match_transformers() {
     for model in MODELS {
         let golden = Golden::open(model);
         let units = golden.units(&golden.variables());
@@ -30,7 +30,7 @@ fn logits_are_those_of_transformers() {
 }
 
 #[test]
-fn packed_sequences_have_the_logits_of_each_alone() {
+fn packed_logits_equal_separate_logits() {
     for model in MODELS {
         let golden = Golden::open(model);
         let units = golden.units(&golden.variables());
@@ -53,7 +53,7 @@ fn packed_sequences_have_the_logits_of_each_alone() {
 }
 
 #[test]
-fn rows_are_packed_each_for_itself() {
+fn packed_rows_are_independent() {
     let golden = Golden::open("qwen2");
     let units = golden.units(&golden.variables());
     let rows = [[3_i64, 14, 15, 92, 65, 35], [79, 32, 38, 46, 26, 43]];
@@ -72,7 +72,7 @@ fn rows_are_packed_each_for_itself() {
 }
 
 #[test]
-fn losses_and_gradients_are_those_of_transformers() {
+fn losses_and_gradients_match_transformers() {
     for model in MODELS {
         let golden = Golden::open(model);
         let gradients = &golden.expected["gradients"];
@@ -105,7 +105,7 @@ fn losses_and_gradients_are_those_of_transformers() {
 }
 
 #[test]
-fn a_loss_over_answers_alone_is_that_of_transformers() {
+fn masked_losses_match_transformers() {
     for model in MODELS {
         let golden = Golden::open(model);
         let answers = &golden.expected["answer_only"];
@@ -116,7 +116,7 @@ fn a_loss_over_answers_alone_is_that_of_transformers() {
 }
 
 #[test]
-fn the_likeliest_tokens_are_those_of_transformers() {
+fn greedy_tokens_match_transformers() {
     for model in MODELS {
         let golden = Golden::open(model);
         let units = golden.units(&golden.variables());
@@ -135,7 +135,7 @@ fn the_likeliest_tokens_are_those_of_transformers() {
 }
 
 #[test]
-fn sequences_beyond_the_positions_are_refused() {
+fn overlong_sequences_are_rejected() {
     let golden = Golden::open("llama");
     let units = golden.units(&golden.variables());
     let row = |len: i64| ids(&[(0..len).collect()]);

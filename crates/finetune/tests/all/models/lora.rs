@@ -15,7 +15,7 @@ use crate::models::{
 };
 
 #[test]
-fn adapters_learn_as_in_peft() {
+fn adapters_learn_like_peft() {
     for model in MODELS {
         let golden = Golden::open(model);
         for slots in [1, 2] {
@@ -28,7 +28,7 @@ fn adapters_learn_as_in_peft() {
 }
 
 #[test]
-fn layers_that_are_not_there_have_no_adapters() {
+fn unknown_layers_get_no_adapters() {
     let golden = Golden::open("llama");
     let mesh = DeviceMesh::cpu(1).unwrap();
     let lora = Lora::new(["q_proj", "query"], 4, 8.).unwrap();

@@ -16,7 +16,7 @@ use crate::models::golden::{Golden, MODELS, ids, labels};
 pub(crate) const STEPS: usize = 50;
 
 #[test]
-fn fine_tuning_has_the_losses_of_transformers() {
+fn fine_tuning_losses_match_transformers() {
     for model in MODELS {
         let golden = Golden::open(model);
         for slots in [1, 2] {
@@ -27,7 +27,7 @@ fn fine_tuning_has_the_losses_of_transformers() {
 }
 
 #[test]
-fn halves_learn_as_in_transformers() {
+fn bf16_losses_match_transformers() {
     let golden = Golden::open("llama");
     for slots in [1, 2] {
         let steps = data_parallel(&golden, slots, 20, 1., DType::BF16);
@@ -36,7 +36,7 @@ fn halves_learn_as_in_transformers() {
 }
 
 #[test]
-fn a_sharded_model_has_the_losses_of_data_parallel() {
+fn sharded_losses_equal_data_parallel() {
     for model in MODELS {
         let golden = Golden::open(model);
         for slots in [2, 3] {
@@ -56,7 +56,7 @@ fn a_sharded_model_has_the_losses_of_data_parallel() {
 }
 
 #[test]
-fn random_weights_are_spread_as_those_of_transformers() {
+fn random_weights_match_transformers_spread() {
     let mesh = DeviceMesh::cpu(1).unwrap();
     let llama = Golden::open("qwen2").llama;
     let model = DataParallel::builder(&mesh, |vb| llama.declare(&vb))
