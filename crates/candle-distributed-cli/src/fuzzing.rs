@@ -83,7 +83,7 @@ mod tests {
             step_traffic: None,
             peak_bytes: None,
         };
-        Spec { data: Some(TEXT.into()), ..run.spec.with_session(session) }
+        Spec { data: Some(TEXT.into()), sessions: vec![session], ..run.spec }
     }
 
     #[test]

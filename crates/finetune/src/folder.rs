@@ -88,7 +88,7 @@ impl Folder {
     /// # Errors
     ///
     /// As of [`open`](Self::open).
-    pub fn from_config(config: String) -> Result<Self> {
+    pub(crate) fn from_config(config: String) -> Result<Self> {
         let llama = parse(Path::new(CONFIG), &config)?;
         let path = PathBuf::new();
         let tokenizer = Tokenizer::bytes(&path, &config, llama.config().vocab_size)?;
@@ -102,7 +102,7 @@ impl Folder {
     }
 
     /// Returns the text of `config.json`.
-    pub fn config_json(&self) -> &str {
+    pub(crate) fn config_json(&self) -> &str {
         &self.config
     }
 
@@ -152,7 +152,7 @@ impl Folder {
     /// # Errors
     ///
     /// As of [`weights`](Self::weights), and [`Error::Io`] if a file cannot be read.
-    pub fn weights_fingerprint(&self) -> Result<String> {
+    pub(crate) fn weights_fingerprint(&self) -> Result<String> {
         let mut fingerprint = Fingerprint::new();
         for path in self.weights()?.files() {
             let of_file = Fingerprint::read(path).map_err(|cause| Error::io(path, cause))?;

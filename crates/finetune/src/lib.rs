@@ -18,7 +18,7 @@
 #![forbid(unsafe_code)]
 
 pub mod cost;
-pub mod data;
+mod data;
 mod error;
 mod files;
 mod folder;
@@ -34,6 +34,7 @@ mod text;
 mod train;
 
 pub use crate::{
+    data::dataset::Rows,
     error::{
         Error, Result,
         example::{ExampleError, SourceLocation},

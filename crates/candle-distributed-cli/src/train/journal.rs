@@ -52,7 +52,7 @@ impl Journal {
             .with_position(run.first_step());
         Ok(Self {
             path: trainer.path().to_owned(),
-            needs: run.model_bytes()?,
+            needs: run.plan()?.bytes,
             bar,
             steps,
             padding: PaddingReport::default(),

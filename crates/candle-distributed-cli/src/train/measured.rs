@@ -4,26 +4,12 @@ use std::fmt;
 
 use candle_distributed::{
     finetune::{
-        cost::{CollectiveCalls, MemoryPrediction, ModelBytes, StepTraffic, Workload, cost_model},
+        cost::{CollectiveCalls, MemoryPrediction, ModelBytes, StepTraffic},
         spec::Session,
     },
-    types::{
-        Rank, WorldSize,
-        human::{HumanBytes, HumanCount},
-    },
+    types::human::{HumanBytes, HumanCount},
 };
 use comfy_table::{CellAlignment, Table, TableComponent, presets};
-
-use crate::error::Result;
-
-/// What the plan of a sharded run has its first rank hand over in a step.
-pub(crate) fn planned(work: &Workload<'_>) -> Result<Option<StepTraffic>> {
-    let Some(sharding) = work.sharding else { return Ok(None) };
-    let plan = sharding.plan(work.parameters, WorldSize::new(work.world_size)?)?;
-    Ok(Some(
-        plan.schedule(&cost_model(Some(sharding), work.precision))?.handed_over(Rank::ZERO)?.into(),
-    ))
-}
 
 /// What was predicted, beside what was measured.
 #[derive(Clone, Debug)]

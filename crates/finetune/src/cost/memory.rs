@@ -2,7 +2,7 @@
 
 use std::collections::BTreeSet;
 
-use core_types::WorldSize;
+use core_types::{Rank, WorldSize};
 use dyn_batch::Batch;
 use fsdp_plan::{ParameterInfo, cost::RankCost};
 
@@ -10,6 +10,7 @@ use crate::{
     cost::{
         limits::MemoryLimit,
         sharding::{self, Keep, Sharding},
+        traffic::StepTraffic,
     },
     data::model::ModelSizes,
     error::Result,
@@ -35,28 +36,52 @@ impl MemoryPrediction {
 #[derive(Clone, Copy, Debug)]
 pub struct Workload<'a> {
     /// Sizes of the model.
-    pub sizes: ModelSizes,
+    pub(crate) sizes: ModelSizes,
     /// Type in which the model computes.
-    pub precision: Precision,
+    pub(crate) precision: Precision,
     /// Parameters of the model.
-    pub parameters: &'a [ParameterInfo],
+    pub(crate) parameters: &'a [ParameterInfo],
     /// The sharding, or `None` if every device has the whole model.
-    pub sharding: Option<&'a Sharding>,
+    pub(crate) sharding: Option<&'a Sharding>,
     /// Batches of the steps of an epoch and of a validation.
-    pub steps: &'a [Vec<Batch>],
+    pub(crate) steps: &'a [Vec<Batch>],
     /// Whether sequences share rows, for which attention needs masks.
-    pub is_packed: bool,
+    pub(crate) is_packed: bool,
     /// Whether gradients are checked first, for which a process has all of them.
-    pub check: bool,
+    pub(crate) check: bool,
     /// Number of devices of the run.
-    pub world_size: u64,
+    pub(crate) world_size: u64,
     /// First rank of the process, and the rank after its last.
-    pub ranks: (u64, u64),
+    pub(crate) ranks: (u64, u64),
     /// Bytes before training: the program, the text and its batches.
-    pub base_bytes: u64,
+    pub(crate) base_bytes: u64,
 }
 
 impl Workload<'_> {
+    /// Sets whether gradients are checked first, for which a process has all of them.
+    #[must_use]
+    pub fn with_check(self, check: bool) -> Self {
+        Self { check, ..self }
+    }
+
+    /// Sets the bytes before training.
+    #[must_use]
+    pub fn with_base_bytes(self, base_bytes: u64) -> Self {
+        Self { base_bytes, ..self }
+    }
+
+    /// Returns what the first rank sends in a step by the plan, or `None` if the run is not sharded.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Plan`](crate::Error::Plan) if the parameters cannot be sharded as requested.
+    pub fn planned_traffic(&self) -> Result<Option<StepTraffic>> {
+        let Some(sharding) = self.sharding else { return Ok(None) };
+        let plan = sharding.plan(self.parameters, WorldSize::new(self.world_size)?)?;
+        let schedule = plan.schedule(&sharding::cost_model(Some(sharding), self.precision))?;
+        Ok(Some(schedule.handed_over(Rank::ZERO)?.into()))
+    }
+
     /// Predicts the memory of the process. Activations follow from constants that were measured.
     ///
     /// # Errors

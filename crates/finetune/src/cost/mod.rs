@@ -8,6 +8,6 @@ pub(crate) mod traffic;
 pub use self::{
     limits::{MemoryLimit, machine_bytes, system_limits},
     memory::{MemoryPrediction, Workload},
-    sharding::{Keep, ModelBytes, Sharding, Strategy, cost_model, plan},
+    sharding::{Keep, ModelBytes, RunPlan, Sharding, Strategy},
     traffic::{CollectiveCalls, StepTraffic},
 };

@@ -141,11 +141,7 @@ impl Sharding {
     }
 
     /// Plans parameters that have their units.
-    ///
-    /// # Errors
-    ///
-    /// [`Error::Plan`](crate::Error::Plan) if they cannot be sharded over so many ranks.
-    pub fn plan(
+    pub(crate) fn plan(
         &self,
         parameters: &[ParameterInfo],
         world_size: WorldSize,
@@ -162,12 +158,40 @@ impl Sharding {
     }
 }
 
+/// The plan of a run, and its cost. If the run is not sharded, the plan says what each rank would own.
+#[derive(Debug)]
+#[non_exhaustive]
+pub struct RunPlan {
+    /// Parameters in the order of their names.
+    pub parameters: Vec<ParameterInfo>,
+    /// The plan.
+    pub plan: ShardingPlan,
+    /// Cost model of the runtime that carries out the plan.
+    pub cost_model: CostModel,
+    /// Cost of the plan.
+    pub cost: PlanCost,
+    /// Bytes of parameters, gradients and optimizer state.
+    pub bytes: ModelBytes,
+}
+
+impl RunPlan {
+    /// Plans a run over so many devices.
+    pub(crate) fn new(
+        parameters: Vec<ParameterInfo>,
+        sharding: Option<&Sharding>,
+        precision: Precision,
+        world_size: WorldSize,
+    ) -> Result<Self> {
+        let plan = plan(sharding, &parameters, world_size)?;
+        let cost_model = cost_model(sharding, precision);
+        let cost = plan.cost(&cost_model)?;
+        let bytes = ModelBytes::new(&parameters, &cost, sharding.is_some())?;
+        Ok(Self { parameters, plan, cost_model, cost, bytes })
+    }
+}
+
 /// Returns the plan of a run. If the run is not sharded, the plan says what each rank would own.
-///
-/// # Errors
-///
-/// [`Error::Plan`](crate::Error::Plan) if the parameters cannot be sharded over so many ranks.
-pub fn plan(
+fn plan(
     sharding: Option<&Sharding>,
     parameters: &[ParameterInfo],
     world_size: WorldSize,
@@ -179,7 +203,7 @@ pub fn plan(
 }
 
 /// Returns the cost model of the runtime that carries out the plan of a run.
-pub fn cost_model(sharding: Option<&Sharding>, precision: Precision) -> CostModel {
+pub(crate) fn cost_model(sharding: Option<&Sharding>, precision: Precision) -> CostModel {
     let model = CostModel::default().with_runtime(Runtime::Candle);
     let model = match precision {
         Precision::F32 => model,
@@ -203,11 +227,7 @@ pub struct ModelBytes {
 
 impl ModelBytes {
     /// Returns the bytes of a model whose plan costs `sharded`.
-    ///
-    /// # Errors
-    ///
-    /// [`Error::Plan`](crate::Error::Plan) if there is no parameter.
-    pub fn new(parameters: &[ParameterInfo], sharded: &PlanCost, is_sharded: bool) -> Result<Self> {
+    fn new(parameters: &[ParameterInfo], sharded: &PlanCost, is_sharded: bool) -> Result<Self> {
         let whole =
             plan(None, parameters, WorldSize::ONE)?.cost(&cost_model(None, Precision::F32))?;
         Ok(Self { whole_bytes: largest(&whole), sharded_bytes: largest(sharded), is_sharded })

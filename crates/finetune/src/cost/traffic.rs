@@ -33,13 +33,13 @@ pub struct StepTraffic {
 
 impl StepTraffic {
     /// Returns the totals of the first device of this process so far.
-    pub fn so_far(mesh: &DeviceMesh) -> Traffic {
+    pub(crate) fn so_far(mesh: &DeviceMesh) -> Traffic {
         // A process of a mesh has a device.
         mesh.traffic()[0]
     }
 
     /// Returns its calls since these totals.
-    pub fn since(mesh: &DeviceMesh, before: Traffic) -> Self {
+    pub(crate) fn since(mesh: &DeviceMesh, before: Traffic) -> Self {
         let step = Self::so_far(mesh) - before;
         let others = [step.reduce, step.all_to_all, step.ppermute, step.broadcast, step.barrier];
         let calls = |tally: Tally| CollectiveCalls { calls: tally.calls, bytes: tally.bytes };

@@ -24,7 +24,7 @@ pub enum Rows {
 
 /// Sequences of tokens and their layout in rows.
 #[derive(Debug)]
-pub struct DataSet {
+pub(crate) struct DataSet {
     examples: Examples,
     rows: Rows,
     devices: usize,
@@ -32,22 +32,22 @@ pub struct DataSet {
 
 /// The tensors of a step, all [rows, length].
 #[derive(Clone, Debug)]
-pub struct BatchTensors {
+pub(crate) struct BatchTensors {
     /// Token ids, `U32`, padded with 0 on the right.
-    pub ids: Tensor,
+    pub(crate) ids: Tensor,
     /// Labels of the tokens, `I64`.
-    pub targets: Tensor,
+    pub(crate) targets: Tensor,
     /// Places of the tokens in their sequences, if several share a row.
-    pub packing: Option<RowPacking>,
+    pub(crate) packing: Option<RowPacking>,
 }
 
 /// The places of tokens in rows that several sequences share, `U32`.
 #[derive(Clone, Debug)]
-pub struct RowPacking {
+pub(crate) struct RowPacking {
     /// Sequence of its row that a token belongs to.
-    pub segment_ids: Tensor,
+    pub(crate) segment_ids: Tensor,
     /// Position of a token in its sequence.
-    pub position_ids: Tensor,
+    pub(crate) position_ids: Tensor,
 }
 
 tensor_tree!(BatchTensors { data: [ids, targets, packing] });
@@ -55,12 +55,12 @@ tensor_tree!(RowPacking { data: [segment_ids, position_ids] });
 
 impl DataSet {
     /// Lays examples in rows, which so many devices share: empty rows fill a step up to a multiple.
-    pub fn new(examples: Examples, rows: Rows, devices: usize) -> Self {
+    pub(crate) fn new(examples: Examples, rows: Rows, devices: usize) -> Self {
         Self { examples, rows, devices }
     }
 
     /// Returns the length of every sequence, in tokens.
-    pub fn lengths(&self) -> Vec<u64> {
+    pub(crate) fn lengths(&self) -> Vec<u64> {
         self.examples.lengths()
     }
 
@@ -74,7 +74,7 @@ impl DataSet {
     /// # Errors
     ///
     /// If the device has no memory left.
-    pub fn collate(&self, batches: &[Batch], device: &Device) -> Result<BatchTensors> {
+    pub(crate) fn collate(&self, batches: &[Batch], device: &Device) -> Result<BatchTensors> {
         match self.rows {
             Rows::Padded => self.padded(&batches[0], device),
             Rows::Packed => self.packed(batches, device),

@@ -16,20 +16,19 @@ use crate::{
 /// One loop trains models with and without adapters, of folders and of bytes: a second loop would
 /// repeat locks, checkpoints, agreement of processes and recovery.
 #[derive(Clone, Debug)]
-pub struct Model(pub Llama);
+pub(crate) struct Model(pub(crate) Llama);
 
 /// Sizes of a model, which decide how much memory a token takes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-#[non_exhaustive]
-pub struct ModelSizes {
+pub(crate) struct ModelSizes {
     /// Number of blocks.
-    pub layers: usize,
+    pub(crate) layers: usize,
     /// Width of the residual stream.
-    pub hidden: usize,
+    pub(crate) hidden: usize,
     /// Numbers that a block computes for a token.
-    pub of_layer: usize,
+    pub(crate) of_layer: usize,
     /// Number of tokens.
-    pub vocabulary: usize,
+    pub(crate) vocabulary: usize,
 }
 
 impl Model {
@@ -38,12 +37,12 @@ impl Model {
     /// # Errors
     ///
     /// As of [`Llama::declare`].
-    pub fn declare(&self, vb: &VarBuilder<'_>) -> CandleResult<()> {
+    pub(crate) fn declare(&self, vb: &VarBuilder<'_>) -> CandleResult<()> {
         self.0.declare(vb)
     }
 
     /// Returns which parameters form which unit.
-    pub fn units(&self) -> UnitRules {
+    pub(crate) fn units(&self) -> UnitRules {
         self.0.units()
     }
 
@@ -52,7 +51,7 @@ impl Model {
     /// # Errors
     ///
     /// As of [`Llama::loss`].
-    pub fn loss(&self, units: &Units, batch: BatchTensors) -> CandleResult<Loss> {
+    pub(crate) fn loss(&self, units: &Units, batch: BatchTensors) -> CandleResult<Loss> {
         let BatchTensors { ids, targets: labels, packing } = batch;
         let tokens = match packing {
             None => Tokens::rows(ids),
@@ -63,18 +62,13 @@ impl Model {
         self.0.loss(units, &tokens, &labels)
     }
 
-    /// Returns the most tokens of a sequence.
-    pub fn context(&self) -> usize {
-        self.0.config().max_position_embeddings
-    }
-
     /// Returns the adapters that are trained, if the model itself is not.
-    pub fn lora(&self) -> Option<&Lora> {
+    pub(crate) fn lora(&self) -> Option<&Lora> {
         self.0.lora()
     }
 
     /// Returns the patterns of the parameters that are not decayed.
-    pub fn undecayed(&self) -> Vec<&'static str> {
+    pub(crate) fn undecayed(&self) -> Vec<&'static str> {
         // Adapters are matrices, and nothing else learns beside them.
         if self.lora().is_some() {
             return Vec::new();
@@ -84,7 +78,7 @@ impl Model {
     }
 
     /// Returns the patterns of tensors that weights may have beyond the model's.
-    pub fn passed_over(&self) -> Vec<&'static str> {
+    pub(crate) fn passed_over(&self) -> Vec<&'static str> {
         self.0.unexpected_weights()
     }
 
@@ -93,7 +87,7 @@ impl Model {
     /// # Errors
     ///
     /// [`SpecError::UnknownLayer`] if an adapter names a layer that the model does not have.
-    pub fn parameters(&self) -> Result<Vec<ParameterInfo>> {
+    pub(crate) fn parameters(&self) -> Result<Vec<ParameterInfo>> {
         // The layers of adapters alone can be missing: all others follow from the configuration.
         let mut declared = declare(|vb| self.declare(&vb), DType::F32, &Device::Cpu)
             .map_err(|cause| SpecError::UnknownLayer { cause })?;
@@ -109,7 +103,7 @@ impl Model {
     }
 
     /// Returns the sizes that decide how much memory a token takes.
-    pub fn sizes(&self) -> ModelSizes {
+    pub(crate) fn sizes(&self) -> ModelSizes {
         let config = self.0.config();
         let queries = config.num_attention_heads * config.head_dim;
         let keys = config.num_key_value_heads * config.head_dim;

@@ -15,7 +15,7 @@ use crate::error::{Error, Result, run::RunError};
 const MAX_TOKENS: u64 = 4096;
 
 /// The number of lengths that share a batch.
-pub const BUCKET_WIDTH: u64 = 16;
+pub(crate) const BUCKET_WIDTH: u64 = 16;
 
 /// The streams of random numbers of a run, one for each purpose.
 pub(crate) const INIT_STREAM: u64 = 0;
@@ -28,27 +28,26 @@ const BATCH_STREAM: u64 = 1;
 
 /// Returns the default of the most padded tokens in a step of so many devices: enough for one longest
 /// sequence each.
-pub fn default_max_tokens(world_size: WorldSize, longest: usize) -> u64 {
+pub(crate) fn default_max_tokens(world_size: WorldSize, longest: usize) -> u64 {
     MAX_TOKENS.max(world_size.as_u64() * longest as u64)
 }
 
 /// The batches of a step.
 #[derive(Clone, Debug)]
-#[non_exhaustive]
-pub struct Batching {
+pub(crate) struct Batching {
     /// Choice of the sequences that share a batch.
-    pub strategy: DynamicBatchStrategy,
+    pub(crate) strategy: DynamicBatchStrategy,
     /// Most padded tokens of a batch.
-    pub max_tokens: u64,
+    pub(crate) max_tokens: u64,
     /// Most sequences of a batch, if that is limited.
-    pub max_batch_size: Option<u64>,
+    pub(crate) max_batch_size: Option<u64>,
     /// Number of batches in a step: one, unless each is a packed row.
-    pub batches: u64,
+    pub(crate) batches: u64,
 }
 
 impl Batching {
     /// Puts sequences of similar length into batches, each of them a step.
-    pub fn bucketed(max_tokens: u64) -> Self {
+    pub(crate) fn bucketed(max_tokens: u64) -> Self {
         let strategy = DynamicBatchStrategy::Bucket(Buckets::Width(BUCKET_WIDTH));
         Self { strategy, max_tokens, max_batch_size: None, batches: 1 }
     }
@@ -59,21 +58,20 @@ impl Batching {
 /// Every process plans the steps of all devices and leaves it to the mesh to split them. So they do
 /// not depend on the number of devices, which may change when a run is resumed.
 #[derive(Debug)]
-pub struct BatchSchedule {
+pub(crate) struct BatchSchedule {
     order: DistributedSampler,
     batches: DistributedBatchSampler<Vec<u64>>,
 }
 
 /// One step of all devices.
 #[derive(Debug)]
-#[non_exhaustive]
-pub struct ScheduledStep {
+pub(crate) struct ScheduledStep {
     /// Epoch of the step.
-    pub epoch: u64,
+    pub(crate) epoch: u64,
     /// One batch of padded rows, or several packed rows.
-    pub batches: Vec<Batch>,
+    pub(crate) batches: Vec<Batch>,
     /// Position after the step.
-    pub state: BatchState,
+    pub(crate) state: BatchState,
 }
 
 impl BatchSchedule {
@@ -83,7 +81,7 @@ impl BatchSchedule {
     /// # Errors
     ///
     /// [`Error::Batch`] or [`Error::Sampler`] if there is no sequence, or if one is too long.
-    pub fn new(lengths: Vec<u64>, seed: Seed, batching: &Batching) -> Result<Self> {
+    pub(crate) fn new(lengths: Vec<u64>, seed: Seed, batching: &Batching) -> Result<Self> {
         let config = SamplerConfig::default().with_seed(seed.derive(SEQUENCE_STREAM));
         let order = DistributedSampler::new(lengths.len() as u64, Placement::SINGLE, config)?;
         let config = BatchConfig::default()
@@ -104,7 +102,7 @@ impl BatchSchedule {
     /// # Errors
     ///
     /// [`RunError::PackedRows`] if the sequences fill fewer rows than a step has.
-    pub fn first_epoch(&self) -> Result<(PaddingReport, Vec<Vec<Batch>>)> {
+    pub(crate) fn first_epoch(&self) -> Result<(PaddingReport, Vec<Vec<Batch>>)> {
         let steps = self.epoch(Epoch::ZERO)?;
         Ok((steps.report(), (0..steps.len()).map_while(|nth| steps.step(nth)).collect()))
     }

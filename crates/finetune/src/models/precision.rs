@@ -18,7 +18,7 @@ pub enum Precision {
 
 impl Precision {
     /// Returns candle's type.
-    pub fn dtype(self) -> DType {
+    pub(crate) fn dtype(self) -> DType {
         match self {
             Self::F32 => DType::F32,
             Self::Bf16 => DType::BF16,

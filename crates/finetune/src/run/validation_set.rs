@@ -5,7 +5,7 @@ use dist_train::Evaluation;
 use dyn_batch::Batch;
 
 use crate::{
-    data::{BatchTensors, DataSet},
+    data::dataset::{BatchTensors, DataSet},
     error::{Result, run::RunError},
     run::validations::ValidationPoint,
     spec::Spec,

@@ -68,7 +68,7 @@ impl RunInputs {
     /// # Errors
     ///
     /// [`SpecError::Model`] if there is no such model.
-    pub fn llama(&self) -> Result<Llama> {
+    pub(crate) fn llama(&self) -> Result<Llama> {
         let config = LlamaConfig::from_json(&self.config.to_string());
         Ok(config.and_then(Llama::from_config).map_err(SpecError::Model)?)
     }
@@ -78,7 +78,7 @@ impl RunInputs {
     /// # Errors
     ///
     /// As of [`Folder::open`].
-    pub fn open_folder(&self) -> Result<Folder> {
+    pub(crate) fn open_folder(&self) -> Result<Folder> {
         match &self.folder {
             Some(path) => Folder::open(path),
             None => Folder::from_config(self.config.to_string()),
@@ -91,7 +91,7 @@ impl RunInputs {
     /// # Errors
     ///
     /// As of [`Examples::read`] and [`Examples::split`].
-    pub fn examples(
+    pub(crate) fn examples(
         &self,
         folder: &Folder,
         path: Option<&Path>,
@@ -113,7 +113,7 @@ impl RunInputs {
     /// Lowers the context to the longest example: no step needs room for longer ones, however many
     /// positions the model has.
     #[must_use]
-    pub fn for_longest(self, longest: u64) -> Self {
+    pub(crate) fn for_longest(self, longest: u64) -> Self {
         /// As long as rows are that most examples can share.
         const ROW: usize = 2048;
         let longest = usize::try_from(longest).unwrap_or(usize::MAX);
@@ -129,7 +129,7 @@ impl RunInputs {
     /// # Errors
     ///
     /// [`RunError::ModelMismatch`] if it does not.
-    pub fn check_folder(&self, folder: &Folder) -> Result<()> {
+    pub(crate) fn check_folder(&self, folder: &Folder) -> Result<()> {
         let is_same = folder.config()? == self.config
             && folder.tokenizer().fingerprint() == self.tokenizer
             && (self.init.is_some() || Some(folder.weights_fingerprint()?) == self.weights);

@@ -10,10 +10,11 @@ use std::{
 };
 
 use core_types::{
-    Fingerprint, Seed,
+    Fingerprint, Seed, WorldSize,
     files::{self as atomic, AtomicFile},
 };
-use dyn_batch::{DynamicBatchStrategy, Packing};
+use dyn_batch::{Batch, DynamicBatchStrategy, Packing, PaddingReport};
+use fsdp_plan::ParameterInfo;
 use serde::{Deserialize, Serialize};
 
 pub use self::{
@@ -22,6 +23,10 @@ pub use self::{
     session::Session,
 };
 use crate::{
+    cost::{
+        memory::Workload,
+        sharding::{RunPlan, Sharding},
+    },
     data::{
         dataset::Rows,
         model::Model,
@@ -33,10 +38,10 @@ use crate::{
 };
 
 /// The file of the description.
-pub const FILE: &str = "run.json";
+pub(crate) const FILE: &str = "run.json";
 
 /// The version of the format of the file.
-pub const FORMAT_VERSION: u32 = 1;
+pub(crate) const FORMAT_VERSION: u32 = 1;
 
 /// All facts of a run: its model, its texts, how it learns, and where it ran.
 ///
@@ -76,6 +81,17 @@ pub struct Spec {
     pub model_fingerprint: Option<String>,
 }
 
+/// The first epoch of a run.
+#[derive(Debug)]
+pub struct FirstEpoch {
+    /// Lengths of the sequences.
+    pub lengths: Vec<u64>,
+    /// Batches of each step.
+    pub steps: Vec<Vec<Batch>>,
+    /// Padding of the batches.
+    pub report: PaddingReport,
+}
+
 impl Spec {
     /// Reads the description of the run in `path`, or returns `None` if there is no run.
     ///
@@ -112,7 +128,7 @@ impl Spec {
     /// # Errors
     ///
     /// [`SpecError::AdaptersAlone`] without the folder of a model.
-    pub fn check_adapters(&self) -> Result<()> {
+    pub(crate) fn check_adapters(&self) -> Result<()> {
         match (self.recipe.lora, &self.finetune.folder) {
             (Some(rank), None) => Err(SpecError::AdaptersAlone { rank }.into()),
             _ => Ok(()),
@@ -146,7 +162,7 @@ impl Spec {
     /// # Errors
     ///
     /// [`SpecError::Model`] if there is no such model, and those of [`Recipe::adapters`].
-    pub fn trained_model(&self) -> Result<Model> {
+    pub(crate) fn trained_model(&self) -> Result<Model> {
         let llama = self.finetune.llama()?;
         Ok(Model(match self.recipe.adapters(&ADAPTED)? {
             Some(lora) => llama.with_lora(lora),
@@ -155,7 +171,7 @@ impl Spec {
     }
 
     /// Returns the folder of the pretrained weights, or `None` if they are drawn at random.
-    pub fn pretrained(&self) -> Option<&Path> {
+    pub(crate) fn pretrained(&self) -> Option<&Path> {
         match self.finetune.init {
             Some(_) => None,
             None => self.finetune.folder.as_deref(),
@@ -163,17 +179,17 @@ impl Spec {
     }
 
     /// Returns the seed of random weights.
-    pub fn init_seed(&self) -> Seed {
+    pub(crate) fn init_seed(&self) -> Seed {
         Seed::new(self.finetune.init.unwrap_or(self.seed)).derive(INIT_STREAM)
     }
 
     /// Returns true if sequences share the rows of a batch.
-    pub fn is_packed(&self) -> bool {
+    pub(crate) fn is_packed(&self) -> bool {
         self.finetune.rows == Rows::Packed
     }
 
     /// Returns how sequences are put into batches.
-    pub fn batching(&self) -> Batching {
+    fn batching(&self) -> Batching {
         let bucketed = Batching::bucketed(self.max_tokens);
         let RunInputs { rows, batch_size, context, .. } = self.finetune;
         match (rows, batch_size) {
@@ -192,12 +208,64 @@ impl Spec {
         }
     }
 
-    /// Plans the steps of sequences of these lengths.
+    /// Plans the model of the run over so many devices.
     ///
     /// # Errors
     ///
-    /// As of [`BatchSchedule::new`].
-    pub fn schedule(&self, lengths: Vec<u64>) -> Result<BatchSchedule> {
+    /// [`SpecError::Model`] or [`SpecError::UnknownLayer`] if there is no such model, and
+    /// [`Error::Plan`] if it cannot be sharded so.
+    pub fn plan(&self, sharding: Option<&Sharding>, world_size: WorldSize) -> Result<RunPlan> {
+        let parameters = self.trained_model()?.parameters()?;
+        RunPlan::new(parameters, sharding, self.recipe.precision(), world_size)
+    }
+
+    /// Reads the texts again, and returns the batches of the first epoch.
+    ///
+    /// # Errors
+    ///
+    /// [`RunError::TextMismatch`] if the texts have changed, and those of [`Examples::read`].
+    pub fn first_epoch(&self) -> Result<FirstEpoch> {
+        let folder = self.finetune.open_folder()?;
+        let (text, examples, _) =
+            self.finetune.examples(&folder, self.data.as_deref(), Seed::new(self.seed))?;
+        if text != self.text {
+            return Err(RunError::TextMismatch.into());
+        }
+        let lengths = examples.lengths();
+        let (report, steps) = self.schedule(lengths.clone())?.first_epoch()?;
+        Ok(FirstEpoch { lengths, steps, report })
+    }
+
+    /// Returns the work of the first process in the latest session, if the session recorded its memory;
+    /// `steps` are those of [`first_epoch`](Self::first_epoch).
+    ///
+    /// # Errors
+    ///
+    /// [`SpecError::Model`] if there is no such model.
+    pub fn workload<'a>(
+        &'a self,
+        parameters: &'a [ParameterInfo],
+        steps: &'a [Vec<Batch>],
+    ) -> Result<Option<Workload<'a>>> {
+        let session = self.session();
+        let Some(base_bytes) = session.base_bytes else { return Ok(None) };
+        Ok(Some(Workload {
+            sizes: self.trained_model()?.sizes(),
+            precision: self.recipe.precision(),
+            parameters,
+            sharding: session.sharding.as_ref(),
+            steps,
+            is_packed: self.is_packed(),
+            check: false,
+            world_size: session.world_size,
+            // The file may have been edited, so the number is limited.
+            ranks: (0, session.devices_here.min(session.world_size)),
+            base_bytes,
+        }))
+    }
+
+    /// Plans the steps of sequences of these lengths.
+    pub(crate) fn schedule(&self, lengths: Vec<u64>) -> Result<BatchSchedule> {
         let seed = Seed::new(self.seed).derive(ORDER_STREAM);
         BatchSchedule::new(lengths, seed, &self.batching())
     }
@@ -220,13 +288,13 @@ impl Spec {
 
     /// Sets the identity.
     #[must_use]
-    pub fn sealed(self) -> Self {
+    pub(crate) fn sealed(self) -> Self {
         Self { identity: self.identity(), ..self }
     }
 
     /// Adds a session after those whose steps are kept.
     #[must_use]
-    pub fn with_session(mut self, session: Session) -> Self {
+    pub(crate) fn with_session(mut self, session: Session) -> Self {
         self.sessions.retain(|earlier| earlier.first_step < session.first_step);
         self.sessions.push(session);
         self

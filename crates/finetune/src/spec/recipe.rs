@@ -164,7 +164,7 @@ impl Recipe {
     /// # Errors
     ///
     /// [`SpecError::Setting`] with the first value that is out of range, and those of [`Lora::new`].
-    pub fn check(&self, steps: u64) -> Result<()> {
+    pub(crate) fn check(&self, steps: u64) -> Result<()> {
         let ends = matches!(self.lr_schedule, Some(LrCurve::Linear | LrCurve::Cosine));
         if let Some(warmup) = self.warmup_steps.filter(|&warmup| ends && warmup >= steps) {
             let expected = format!("less than the {steps} steps of the run");
@@ -188,7 +188,7 @@ impl Recipe {
 
     /// Returns the options with the defaults of a run of so many steps in place of `None`.
     #[must_use]
-    pub fn with_defaults(self, steps: u64, is_own_model: bool) -> Self {
+    pub(crate) fn with_defaults(self, steps: u64, is_own_model: bool) -> Self {
         let lr = match (is_own_model, self.lora) {
             (true, _) => PEAK_LEARNING_RATE,
             (false, Some(_)) => 2e-4,
@@ -218,7 +218,7 @@ impl Recipe {
     /// # Errors
     ///
     /// As of [`Lora::new`].
-    pub fn adapters(&self, layers: &[&str]) -> Result<Option<Lora>> {
+    pub(crate) fn adapters(&self, layers: &[&str]) -> Result<Option<Lora>> {
         let Some(rank) = self.lora else { return Ok(None) };
         let alpha = self.lora_alpha.unwrap_or(2.0 * rank as f64);
         Ok(Some(match &self.lora_on {
@@ -229,13 +229,13 @@ impl Recipe {
 
     /// Returns AdamW with PyTorch's defaults but for the decay; the learning rate is set before each
     /// step.
-    pub fn adamw(&self) -> ParamsAdamW {
+    pub(crate) fn adamw(&self) -> ParamsAdamW {
         let usual = ParamsAdamW::default();
         ParamsAdamW { weight_decay: self.weight_decay.unwrap_or(usual.weight_decay), ..usual }
     }
 
     /// Returns the learning rate of the step after `step` others, of `steps` in all.
-    pub fn learning_rate(&self, step: u64, steps: u64) -> f64 {
+    pub(crate) fn learning_rate(&self, step: u64, steps: u64) -> f64 {
         self.lr.unwrap_or(PEAK_LEARNING_RATE) * self.schedule(steps).factor(step)
     }
 

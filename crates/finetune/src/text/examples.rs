@@ -102,7 +102,7 @@ impl Examples {
     /// # Errors
     ///
     /// [`ExampleError::Overlong`] or [`ExampleError::NoTarget`], with the number of the text.
-    pub fn from_texts(
+    pub(crate) fn from_texts(
         texts: impl IntoIterator<Item = String>,
         tokenizer: &Tokenizer,
         context: usize,
@@ -150,7 +150,7 @@ impl Examples {
     }
 
     /// Returns a hash of the tokens and the labels, in hexadecimal digits.
-    pub fn fingerprint(&self) -> String {
+    pub(crate) fn fingerprint(&self) -> String {
         let mut fingerprint = Fingerprint::new();
         for Answered { ids, answers } in &self.examples {
             fingerprint.write_u64(ids.len() as u64);

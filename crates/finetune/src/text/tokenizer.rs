@@ -117,7 +117,7 @@ impl Tokenizer {
     /// # Errors
     ///
     /// [`TokenizerError::Broken`] if the tokenizer cannot encode it.
-    pub fn begin(&self, text: &str) -> Result<Vec<u32>> {
+    pub(crate) fn begin(&self, text: &str) -> Result<Vec<u32>> {
         let mut ids = self.encode(text, true)?.get_ids().to_vec();
         if let [before @ .., last] = &ids[..]
             && *last == self.end
@@ -208,7 +208,7 @@ impl Tokenizer {
     }
 
     /// Returns a fingerprint of the files, in hexadecimal digits.
-    pub fn fingerprint(&self) -> String {
+    pub(crate) fn fingerprint(&self) -> String {
         let mut fingerprint = Fingerprint::new();
         for (name, content) in &self.files {
             fingerprint.write_bytes(name.as_bytes());

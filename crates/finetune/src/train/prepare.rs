@@ -12,7 +12,7 @@ use pmap_mesh::DeviceMesh;
 use crate::{
     cost::{
         memory::Workload,
-        sharding::{ModelBytes, Sharding, cost_model, plan},
+        sharding::{RunPlan, Sharding},
         traffic::StepTraffic,
     },
     data::{
@@ -52,11 +52,10 @@ pub struct PreparedRun {
     pub sharding: Option<Sharding>,
     /// Folder of the model.
     pub folder: Folder,
-    /// Parameters in the order of their names.
-    pub parameters: Vec<ParameterInfo>,
     /// Memory of the process before training, if the system reports it.
     pub base_bytes: Option<u64>,
     pub(super) model: Model,
+    parameters: Vec<ParameterInfo>,
     pub(super) out: Option<PathBuf>,
     pub(super) is_resumed: bool,
     pub(super) checkpoint_every: u64,
@@ -243,11 +242,6 @@ impl PreparedRun {
         self.resume_point.as_ref().map_or(0, |point| point.checkpoint.step())
     }
 
-    /// Returns the number of devices that the run was prepared for.
-    pub fn world_size(&self) -> WorldSize {
-        self.world_size
-    }
-
     /// Returns the examples for training.
     pub fn examples(&self) -> &Examples {
         self.data.examples()
@@ -273,16 +267,13 @@ impl PreparedRun {
         Ok(steps)
     }
 
-    /// Returns the bytes of parameters, gradients and optimizer state.
+    /// Plans the model of the run.
     ///
     /// # Errors
     ///
     /// [`Error::Plan`](crate::Error::Plan) if the parameters cannot be sharded over so many ranks.
-    pub fn model_bytes(&self) -> Result<ModelBytes> {
-        let sharding = self.sharding.as_ref();
-        let cost_model = cost_model(sharding, self.spec.recipe.precision());
-        let cost = plan(sharding, &self.parameters, self.world_size)?.cost(&cost_model)?;
-        ModelBytes::new(&self.parameters, &cost, sharding.is_some())
+    pub fn plan(&self) -> Result<RunPlan> {
+        self.spec.plan(self.sharding.as_ref(), self.world_size)
     }
 
     /// Returns the work of the process whose first rank, and the rank after its last, are `ranks`;

@@ -2,10 +2,9 @@
 
 use candle_distributed::{
     batch::Batch,
+    finetune::spec::FirstEpoch,
     types::{WorldSize, split},
 };
-
-use super::facts::EpochBatches;
 
 /// Numbers of sequences by how often they are read in the first epoch.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -17,9 +16,9 @@ pub(super) struct Coverage {
 
 impl Coverage {
     /// Counts over the batches of an epoch.
-    pub(super) fn count(epoch: &EpochBatches) -> Self {
+    pub(super) fn count(epoch: &FirstEpoch) -> Self {
         let mut counts = vec![0_u64; epoch.lengths.len()];
-        for &index in epoch.batches.iter().flat_map(|batch| &batch.indices) {
+        for &index in epoch.steps.iter().flatten().flat_map(|batch| &batch.indices) {
             counts[in_memory(index)] += 1;
         }
         let how_many =
@@ -40,9 +39,9 @@ pub(super) struct RankShare {
 }
 
 /// Returns the shares of all ranks.
-pub(super) fn shares(epoch: &EpochBatches, world_size: WorldSize) -> Vec<RankShare> {
+pub(super) fn shares(epoch: &FirstEpoch, world_size: WorldSize) -> Vec<RankShare> {
     let mut shares = vec![RankShare::default(); world_size.as_usize()];
-    for batch in &epoch.batches {
+    for batch in epoch.steps.iter().flatten() {
         for (share, indices) in shares.iter_mut().zip(rows(batch, world_size)) {
             share.sequences += indices.len() as u64;
             share.tokens +=
@@ -76,14 +75,14 @@ mod tests {
 
     use super::*;
 
-    fn epoch(n_sequences: u64) -> EpochBatches {
+    fn epoch(n_sequences: u64) -> FirstEpoch {
         let lengths: Vec<u64> = (1..=n_sequences).collect();
         let sampler =
             DynamicBatchSampler::new(&lengths, BatchConfig::default().with_max_batch_size(5))
                 .unwrap();
         let batches: Vec<Batch> = sampler.iter().map(Result::unwrap).collect();
         let report = PaddingReport::from_iter(&batches);
-        EpochBatches { lengths, steps: vec![batches.clone()], batches, report }
+        FirstEpoch { lengths, steps: vec![batches], report }
     }
 
     #[test]
@@ -106,9 +105,9 @@ mod tests {
     #[test]
     fn coverage_counts_missing_and_repeated_sequences() {
         let mut epoch = epoch(10);
-        epoch.batches.remove(1);
-        let repeated = epoch.batches[0].clone();
-        epoch.batches.push(repeated);
+        epoch.steps[0].remove(1);
+        let repeated = epoch.steps[0][0].clone();
+        epoch.steps[0].push(repeated);
         assert_eq!(Coverage::count(&epoch), Coverage { never: 5, once: 0, more_often: 5 });
     }
 
@@ -116,7 +115,7 @@ mod tests {
     fn batches_are_split_like_the_mesh() {
         let epoch = epoch(5);
         let parts: Vec<usize> =
-            rows(&epoch.batches[0], WorldSize::new(4).unwrap()).map(<[u64]>::len).collect();
+            rows(&epoch.steps[0][0], WorldSize::new(4).unwrap()).map(<[u64]>::len).collect();
         assert_eq!(parts, [2, 2, 1, 0]);
         assert_eq!(split::chunk(5, Placement::new(2, 4).unwrap()), 4..5);
     }

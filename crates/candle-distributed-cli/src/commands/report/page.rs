@@ -1,12 +1,11 @@
 //! The page about a run, with one section per topic.
 
 use candle_distributed::{
-    batch::DynamicBatchStrategy,
     finetune::{
-        cost::{self, Keep},
-        data::{BUCKET_WIDTH, Batching},
+        Rows,
+        cost::{self, Keep, RunPlan},
         run::{ValidationPoint, best_validation},
-        spec::Session,
+        spec::{FirstEpoch, Session, Spec},
     },
     plan::cost::RankCost,
     train::StepMetrics,
@@ -19,7 +18,7 @@ use maud::{Markup, html};
 
 use super::{
     coverage::{self, Coverage},
-    facts::{EpochBatches, ModelSharding, RunFacts},
+    facts::RunFacts,
     markup::{self, count, figure, listed, missing, numbers, section, sentence},
 };
 use crate::{
@@ -143,14 +142,7 @@ pub(super) fn setting_rows(facts: &RunFacts) -> Vec<(&'static str, String)> {
         ("steps", count(settings.steps)),
         ("seed", settings.seed.to_string()),
         ("text", format!("{data}, fingerprint {}", settings.text)),
-        (
-            "batches",
-            format!(
-                "sequences of similar length ({BUCKET_WIDTH} lengths share a bucket), at most {} \
-                 tokens per batch of all devices, padding included",
-                count(settings.max_tokens)
-            ),
-        ),
+        ("batches", batching_text(settings)),
     ];
     let folder = settings.finetune.folder.as_ref();
     rows.extend(folder.map(|folder| ("started from", folder.display().to_string())));
@@ -244,7 +236,7 @@ fn plan(facts: &RunFacts) -> Result<Markup> {
 }
 
 fn sharded(facts: &RunFacts) -> Result<Markup> {
-    let ModelSharding { parameters, plan, cost, needs } = &facts.sharding;
+    let RunPlan { parameters, plan, cost, bytes: needs, .. } = &facts.plan;
     let memory = PeakMemory::new(facts.session(), *needs);
     let heads = ["ranks", "owned", "stored", "gradients", "optimizer", "total", "peak"];
     let parameter_rows: Vec<Vec<String>> = parameters
@@ -327,20 +319,28 @@ fn batches(facts: &RunFacts) -> Markup {
         Err(reason) => missing(&sentence(reason)),
         Ok(epoch) => html! {
             p { "In the first epoch: " (epoch.report) "." }
-            p.note { (batching_text(&facts.settings.batching())) }
+            p.note { (sentence(&batching_text(&facts.settings))) }
         },
     };
     section("batches", "Batches", &content)
 }
 
-/// Describes the batching strategy.
-fn batching_text(batching: &Batching) -> String {
-    let grouping = match batching.strategy {
-        DynamicBatchStrategy::Bucket(_) => "Sequences of similar length",
-        DynamicBatchStrategy::Pack(_) => "Sequences packed into rows",
-        _ => "Consecutive sequences",
-    };
-    format!("{grouping}, at most {} tokens.", count(batching.max_tokens))
+/// Describes the batches of a step.
+fn batching_text(settings: &Spec) -> String {
+    let inputs = &settings.finetune;
+    let max_tokens = count(settings.max_tokens);
+    match (inputs.rows, inputs.batch_size) {
+        (Rows::Packed, _) => format!(
+            "sequences packed into rows of at most {} tokens, at most {max_tokens} tokens per step \
+             of all devices",
+            count(inputs.context as u64)
+        ),
+        (_, Some(n)) => format!("at most {} sequences per step of all devices", count(n)),
+        (_, None) => format!(
+            "sequences of similar length, at most {max_tokens} tokens per step of all devices, \
+             padding included"
+        ),
+    }
 }
 
 fn coverage_section(facts: &RunFacts) -> Result<Markup> {
@@ -355,7 +355,7 @@ fn coverage_section(facts: &RunFacts) -> Result<Markup> {
 }
 
 /// Returns a table of how often sequences are read.
-fn read_counts(epoch: &EpochBatches) -> Markup {
+fn read_counts(epoch: &FirstEpoch) -> Markup {
     let Coverage { never, once, more_often } = Coverage::count(epoch);
     let all = never + once + more_often;
     let verdict = if once == all {
@@ -376,7 +376,7 @@ fn read_counts(epoch: &EpochBatches) -> Markup {
 }
 
 /// Returns a table of the sequences and tokens that each rank reads.
-fn rank_shares(epoch: &EpochBatches, world_size: WorldSize) -> Markup {
+fn rank_shares(epoch: &FirstEpoch, world_size: WorldSize) -> Markup {
     let shares = coverage::shares(epoch, world_size);
     let mut rows = Vec::new();
     for (rank, share) in shares.iter().enumerate().take(MAX_ROWS) {

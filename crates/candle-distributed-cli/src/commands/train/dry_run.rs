@@ -1,17 +1,8 @@
 //! `train --dry-run`: two steps that write nothing, and what was predicted of them.
 
-use candle_distributed::{
-    finetune::{PreparedRun, cost::Workload},
-    mesh::DeviceMesh,
-    train::peak_bytes,
-};
+use candle_distributed::{finetune::PreparedRun, mesh::DeviceMesh, train::peak_bytes};
 
-use crate::{
-    commands::train::Args,
-    devices::Place,
-    error::Result,
-    train::measured::{self, Comparison},
-};
+use crate::{commands::train::Args, devices::Place, error::Result, train::measured::Comparison};
 
 impl Args {
     /// Trains two steps of a run that is never saved, and prints what they took and sent.
@@ -27,10 +18,10 @@ impl Args {
         // The memory before training differs from process to process.
         let base_bytes = largest(mesh, run.base_bytes)?.unwrap_or(0);
         let comparison = Comparison {
-            memory: Workload { base_bytes, ..work }.predict_largest()?,
+            memory: work.with_base_bytes(base_bytes).predict_largest()?,
             peak_bytes: largest(mesh, peak_bytes())?,
             on_processors: self.devices.is_cpu(),
-            planned: measured::planned(&work)?,
+            planned: work.planned_traffic()?,
             counted,
         };
         place.print(|out| writeln!(out, "{comparison}"))

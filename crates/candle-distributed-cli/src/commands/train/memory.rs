@@ -3,7 +3,7 @@
 use candle_distributed::{
     finetune::{
         PreparedRun,
-        cost::{MemoryLimit, Workload, machine_bytes, system_limits},
+        cost::{MemoryLimit, machine_bytes, system_limits},
     },
     mesh::DeviceMesh,
     types::human::HumanBytes,
@@ -36,7 +36,7 @@ impl Args {
             return Ok(());
         }
         let steps = run.steps()?;
-        let work = Workload { check: self.check, ..run.workload(&steps, place.ranks()) };
+        let work = run.workload(&steps, place.ranks()).with_check(self.check);
         let needed = work.predict()?.total();
         tracing::info!("this process will take about {}", HumanBytes(needed.into()));
         if let Some(limit) = self.limit(place)
@@ -61,7 +61,7 @@ impl Args {
     /// Returns the bytes of the model when it writes text, if they are too many for this process.
     pub(super) fn unwritten(&self, place: Place, run: &PreparedRun) -> Result<Option<u64>> {
         let steps = run.steps()?;
-        let work = Workload { check: self.check, ..run.workload(&steps, place.ranks()) };
+        let work = run.workload(&steps, place.ranks()).with_check(self.check);
         Ok(work.too_large_to_generate(self.limit(place).as_ref())?)
     }
 

@@ -9,9 +9,7 @@ use std::path::PathBuf;
 
 use candle_distributed::{
     finetune::{
-        self, Event, Examples, Overlong, PreparedRun, RunError, RunOptions, Start, Trainer,
-        cost::{cost_model, plan},
-        data::Rows,
+        self, Event, Examples, Overlong, PreparedRun, Rows, RunError, RunOptions, Start, Trainer,
         spec::{Recipe, Spec},
     },
     mesh::DeviceMesh,
@@ -448,17 +446,16 @@ fn warn_of_files(examples: &Examples) {
 
 /// Prints the plan of a sharded run, and how an epoch is batched.
 fn announce(run: &PreparedRun) -> Result<()> {
-    let PreparedRun { spec, sharding, parameters, .. } = run;
+    let plan = run.plan()?;
     let first_epoch = run.first_epoch()?;
     let first = run.first_step();
-    let plan = plan(sharding.as_ref(), parameters, run.world_size())?;
-    let cost_model = cost_model(sharding.as_ref(), spec.recipe.precision());
+    let sharding = run.sharding.as_ref();
     let report =
-        sharding.as_ref().map(|_| PlanReport::new(&plan, &cost_model, None)).transpose()?;
-    let rules = sharding.as_ref().and_then(|sharding| sharding.strategy.matches(parameters));
+        sharding.map(|_| PlanReport::new(&plan.plan, &plan.cost_model, None)).transpose()?;
+    let rules = sharding.and_then(|sharding| sharding.strategy.matches(&plan.parameters));
     output::text(|out| {
         if first > 0 {
-            writeln!(out, "resuming after step {first} of {}", spec.steps)?;
+            writeln!(out, "resuming after step {first} of {}", run.spec.steps)?;
         }
         if let Some(report) = &report {
             writeln!(out, "{report}")?;
