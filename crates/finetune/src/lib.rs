@@ -6,9 +6,14 @@
 //! [`Message`]: crate::Message
 //! [`Overlong`]: crate::Overlong
 //! [`Prompt`]: crate::Prompt
+//! [`Event`]: crate::Event
+//! [`PreparedRun`]: crate::PreparedRun
+//! [`Rows`]: crate::Rows
+//! [`RunOptions`]: crate::RunOptions
+//! [`Start`]: crate::Start
+//! [`Trainer`]: crate::Trainer
 //! [`Tokenizer`]: crate::Tokenizer
 //! [`cost`]: crate::cost
-//! [`data`]: crate::data
 //! [`models`]: crate::models
 //! [`run`]: crate::run
 //! [`spec`]: crate::spec
