@@ -20,6 +20,7 @@ use crate::{
     },
     loss::{Loss, ShardLoss},
     optim::clip,
+    precision::{Precision, is_half, widened_dtype},
 };
 
 /// Value and gradient of a loss over a batch that the devices of a mesh share; made by
@@ -145,7 +146,7 @@ impl<I: TensorTree> ValueAndGrad<I> {
                     let whole = whole.with_weight(refusal)?;
                     mean.get_or_init(|| whole.mean());
                     let grads = differentiate(here, &params, whole.weight(), has_halves(&params))?;
-                    sums(ctx, &params, grads, &owned[ctx.local_index()])
+                    sums(ctx, &params, grads, &owned[ctx.local_index()], Precision::default())
                 });
                 refusal.outcome(sums)
             }
@@ -248,17 +249,8 @@ pub(crate) fn widened(gradient: &Tensor) -> candle_core::Result<Tensor> {
     gradient.to_dtype(widened_dtype(gradient.dtype()))
 }
 
-/// The type in which gradients of this type are added up.
-pub(crate) fn widened_dtype(dtype: DType) -> DType {
-    if is_half(dtype) { DType::F32 } else { dtype }
-}
-
 pub(crate) fn has_halves(vars: &[Var]) -> bool {
     vars.iter().any(|var| is_half(var.dtype()))
-}
-
-pub(crate) fn is_half(dtype: DType) -> bool {
-    matches!(dtype, DType::F16 | DType::BF16)
 }
 
 /// The sums over all replicas of the gradients that are wanted here; `None` where no replica has
@@ -268,10 +260,11 @@ pub(crate) fn sums(
     vars: &[Var],
     grads: Vec<Option<Tensor>>,
     wanted: &[usize],
+    precision: Precision,
 ) -> candle_core::Result<Vec<Option<Tensor>>> {
     let here: Vec<bool> = grads.iter().map(Option::is_some).collect();
     let somewhere = agreement::any(ctx, &here)?;
-    sums_of(ctx, vars, grads, &somewhere, wanted)
+    sums_of(ctx, vars, grads, &somewhere, wanted, precision)
 }
 
 /// [`sums`] of the gradients that any replica has, as all of them know.
@@ -281,10 +274,15 @@ pub(crate) fn sums_of(
     grads: Vec<Option<Tensor>>,
     somewhere: &[bool],
     wanted: &[usize],
+    precision: Precision,
 ) -> candle_core::Result<Vec<Option<Tensor>>> {
+    let reduced = |(var, grad): (&Var, Option<Tensor>)| {
+        grad.map(|grad| grad.to_dtype(precision.reduced(var.dtype()))).transpose()
+    };
+    let reduced = vars.iter().zip(grads).map(reduced);
+    let mut grads: Vec<Option<Tensor>> = reduced.collect::<candle_core::Result<_>>()?;
     if ctx.count() == 1 {
         // A sum is a copy, even of one summand: as much memory as the gradients once more.
-        let mut grads = grads;
         return Ok(wanted.iter().map(|&var| grads[var].take()).collect());
     }
     let mut list = Vec::new();
@@ -294,7 +292,7 @@ pub(crate) fn sums_of(
             positions[n] = Some(list.len());
             list.push(match gradient {
                 Some(gradient) => gradient,
-                None => widened(&var.zeros_like()?)?,
+                None => Tensor::zeros(var.shape(), precision.reduced(var.dtype()), var.device())?,
             });
         }
     }

@@ -24,6 +24,7 @@ mod metrics;
 mod model;
 mod optim;
 mod parameters;
+mod precision;
 mod progress;
 mod schedule;
 mod sharded;

@@ -172,10 +172,11 @@ impl Part<'_> {
         cells.derivative(true)
     }
 
-    /// The values at a place along the direction, of the variables' own types.
+    /// The values at a place along the direction, as the loss computes with them.
     fn moved(&self, direction: &[Tensor], place: f64) -> candle_core::Result<Vec<Tensor>> {
-        let moved = self.at.iter().zip(direction).map(|(at, direction)| {
-            (at.to_dtype(DType::F64)? + (direction * place)?)?.to_dtype(at.dtype())
+        let values = self.at.iter().zip(direction).zip(&self.dtypes);
+        let moved = values.map(|((at, direction), &dtype)| {
+            (at.to_dtype(DType::F64)? + (direction * place)?)?.to_dtype(dtype)
         });
         moved.collect()
     }
@@ -191,13 +192,13 @@ impl Part<'_> {
     /// What the coarsest type of the variables, in which the loss is mostly computed, rounds off of
     /// 1.
     fn epsilon(&self) -> f64 {
-        let epsilon = |at: &Tensor| match at.dtype() {
+        let epsilon = |dtype: &DType| match dtype {
             DType::F64 => f64::EPSILON,
             DType::F32 => f32::EPSILON.into(),
             DType::F16 => half::f16::EPSILON.to_f64(),
             _ => half::bf16::EPSILON.to_f64(),
         };
-        self.at.iter().map(epsilon).fold(0.0, f64::max)
+        self.dtypes.iter().map(epsilon).fold(0.0, f64::max)
     }
 }
 

@@ -32,6 +32,9 @@ pub(crate) trait Checked {
     /// The value of a variable.
     fn value(&self, var: usize) -> Result<Tensor>;
 
+    /// Returns the type in which the loss computes with a variable of type `stored`.
+    fn computed(&self, stored: DType) -> DType;
+
     /// Gives a variable another value.
     fn set(&mut self, var: usize, value: &Tensor) -> Result<()>;
 }
@@ -115,6 +118,8 @@ struct Part<'a> {
     names: Vec<&'a str>,
     /// Their values, on the processor.
     at: Vec<Tensor>,
+    /// The types in which the loss computes with them.
+    dtypes: Vec<DType>,
     /// Their gradients there.
     gradients: Vec<Tensor>,
 }
@@ -133,7 +138,8 @@ impl<'a> Part<'a> {
             at.push(value.doing(CHECKING)?);
         }
         let names = vars.iter().map(|&var| names[var]).collect();
-        let mut part = Self { vars, names, at, gradients: Vec::new() };
+        let dtypes = at.iter().map(|at| model.computed(at.dtype())).collect();
+        let mut part = Self { vars, names, at, dtypes, gradients: Vec::new() };
         part.gradients = part.on_host(gradients)?;
         Ok(part)
     }
@@ -198,6 +204,10 @@ mod tests {
 
         fn value(&self, var: usize) -> Result<Tensor> {
             Ok(self.vars[var].1.as_detached_tensor())
+        }
+
+        fn computed(&self, stored: DType) -> DType {
+            stored
         }
 
         fn set(&mut self, var: usize, value: &Tensor) -> Result<()> {
@@ -484,6 +494,10 @@ mod tests {
         fn gradients(&mut self) -> Result<Vec<Option<Tensor>>> {
             self.0.push(Location::caller().line());
             Ok(vec![None])
+        }
+
+        fn computed(&self, stored: DType) -> DType {
+            stored
         }
 
         fn value(&self, _: usize) -> Result<Tensor> {

@@ -79,6 +79,7 @@ impl<M> ModelBuilder<'_, M> {
             rates: Rates::new(groups, own, config.options.schedule),
             inventory,
             options: config.options,
+            precision: config.precision,
             progress: Progress { steps: 0, batches: 0, seed: config.rng_seed },
             slots,
             layout,
@@ -92,6 +93,7 @@ impl<M> ModelBuilder<'_, M> {
         } else {
             self.sharding.check_replicated()?;
         }
+        self.config.precision.check(self.config.options.allow_non_finite)?;
         self.config.options.check()
     }
 

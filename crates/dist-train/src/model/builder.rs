@@ -11,8 +11,8 @@ use pmap_mesh::{DeviceMesh, Specs, Uneven};
 use crate::{
     model::config::{ModelConfig, PlanSource, ShardingConfig, Sharing},
     parameters::{Initializer, declare::Declared},
+    precision::Precision,
     schedule::Schedule,
-    sharded::precision::Precision,
     units::{Units, accumulation::Accumulation, keep::Keep, rules::UnitRules},
 };
 
@@ -211,8 +211,46 @@ impl<'a, M> ModelBuilder<'a, M> {
 
     /// Sets the type of new parameters; by default that of [variables](Self::with_variables) that
     /// are there, or single precision.
+    ///
+    /// Halves are stored as such, and [`AdamW`](crate::AdamW) and [`Sgd`](crate::Sgd) keep their
+    /// masters in single precision. Checkpoints have the masters, so a model of another type loads
+    /// them, too.
     pub fn dtype(mut self, dtype: DType) -> Self {
         self.config.given_dtype = Some(dtype);
+        self
+    }
+
+    /// Computes with parameters as `param_dtype`, and sums gradients as `reduce_dtype`; what slots
+    /// store stays in the [type](Self::dtype) of parameters: values, sums and the optimizers'
+    /// moments. (PyTorch's `MixedPrecisionPolicy(param_dtype, reduce_dtype)`.)
+    ///
+    /// With [`DType::BF16`] and [`DType::F32`] a replicated model stores a rounded copy of each
+    /// parameter beside it, and a sharded one gathers half the bytes, in half the time of a network.
+    /// Both have the same bits. Builders then have `param_dtype`, as have buffers, and a loss casts
+    /// what else it computes with: `x.to_dtype(vb.dtype())`, and the logits before a cross-entropy
+    /// to [`DType::F32`].
+    ///
+    /// # Examples
+    ///
+    /// ```
+    /// use candle_core::{DType, Device, Tensor};
+    /// use candle_nn::{Linear, Module, Optimizer, ParamsAdamW, linear};
+    /// use dist_train::{AdamW, DataParallel};
+    /// use pmap_mesh::{DeviceMesh, Replica};
+    ///
+    /// let mesh = DeviceMesh::cpu(2)?;
+    /// let mut model = DataParallel::builder(&mesh, |vb| linear(4, 4, vb))
+    ///     .mixed_precision(DType::BF16, DType::F32)
+    ///     .build(|group| AdamW::new(group.vars, ParamsAdamW::default()))?;
+    /// let loss = |_: &Replica, layer: &Linear, x: Tensor| {
+    ///     layer.forward(&x.to_dtype(DType::BF16)?)?.to_dtype(DType::F32)?.sqr()?.mean_all()
+    /// };
+    /// model.step(Tensor::ones((6, 4), DType::F32, &Device::Cpu)?, loss)?;
+    /// assert_eq!(model.parameter("weight")?.dtype(), DType::F32);
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
+    pub fn mixed_precision(mut self, param_dtype: DType, reduce_dtype: DType) -> Self {
+        self.config.precision = Precision::mixed(param_dtype, reduce_dtype);
         self
     }
 
@@ -428,48 +466,6 @@ impl ModelBuilder<'_, Units> {
     ///   update per step. A parameter of several units is updated after the last of them.
     pub fn optimizer_in_backward(mut self) -> Self {
         self.sharding.updates_in_backward = true;
-        self
-    }
-
-    /// Gathers parameters as `param_dtype`, in which units compute with them, and sums gradients as
-    /// `reduce_dtype`; what slots keep stays in the [type](Self::dtype) of parameters: parts, sums
-    /// and the optimizers' moments. (PyTorch's `MixedPrecisionPolicy(param_dtype, reduce_dtype)`.)
-    ///
-    /// With [`DType::BF16`] and [`DType::F32`] what is gathered takes half the memory and half the
-    /// time of a network. Builders in units then have `param_dtype`, and a loss casts what else it
-    /// computes with: `x.to_dtype(vb.dtype())`, and the logits before a cross-entropy to
-    /// [`DType::F32`].
-    ///
-    /// Where all initial values are numbers of bf16, a replicated model has the same bits with
-    /// variables of [`dtype`](Self::dtype) [`DType::BF16`]: [`AdamW`](crate::AdamW) and
-    /// [`Sgd`](crate::Sgd) round them from masters in single precision, and their gradients are
-    /// summed in it.
-    ///
-    /// # Examples
-    ///
-    /// ```
-    /// use candle_core::{DType, Device, Tensor};
-    /// use candle_nn::{Module, Optimizer, ParamsAdamW, VarBuilder, linear};
-    /// use dist_train::{AdamW, FullyShard, Units};
-    /// use pmap_mesh::{DeviceMesh, Replica};
-    ///
-    /// let mesh = DeviceMesh::cpu(2)?;
-    /// let mut model = FullyShard::builder(&mesh, |vb| linear(4, 4, vb.pp("0")))
-    ///     .mixed_precision(DType::BF16, DType::F32)
-    ///     .build(|group| AdamW::new(group.vars, ParamsAdamW::default()))?;
-    /// let loss = |_: &Replica, model: &Units, x: Tensor| {
-    ///     let layer = |vb: VarBuilder<'_>, x: &Tensor| {
-    ///         let dtype = vb.dtype();
-    ///         linear(4, 4, vb)?.forward(&x.to_dtype(dtype)?)
-    ///     };
-    ///     model.unit("0", &x, layer)?.to_dtype(DType::F32)?.sqr()?.mean_all()
-    /// };
-    /// model.step(Tensor::ones((6, 4), DType::F32, &Device::Cpu)?, loss)?;
-    /// assert_eq!(model.parameter("0.weight")?.dtype(), DType::F32);
-    /// # Ok::<(), Box<dyn std::error::Error>>(())
-    /// ```
-    pub fn mixed_precision(mut self, param_dtype: DType, reduce_dtype: DType) -> Self {
-        self.sharding.precision = Precision::mixed(param_dtype, reduce_dtype);
         self
     }
 }

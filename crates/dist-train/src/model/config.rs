@@ -13,7 +13,7 @@ use fsdp_plan::{
 use crate::{
     error::{Result, training::TrainingError},
     parameters::Initializer,
-    sharded::precision::Precision,
+    precision::Precision,
     step::{options::Options, roles::Choices},
     units::{accumulation::Accumulation, keep::KeepRules},
 };
@@ -31,6 +31,7 @@ pub(crate) enum Sharing {
 /// The options of every model.
 pub(crate) struct ModelConfig {
     pub(crate) given_dtype: Option<DType>,
+    pub(crate) precision: Precision,
     pub(crate) initializer: Initializer,
     pub(crate) weights_path: Option<PathBuf>,
     pub(crate) map: Option<VarMap>,
@@ -44,6 +45,7 @@ impl Default for ModelConfig {
     fn default() -> Self {
         Self {
             given_dtype: None,
+            precision: Precision::default(),
             initializer: Initializer::Seeded(Seed::new(0)),
             weights_path: None,
             map: None,
@@ -73,7 +75,6 @@ pub(crate) struct ShardingConfig {
     pub(crate) plan_source: PlanSource,
     pub(crate) keeps: KeepRules,
     pub(crate) n_prefetched: usize,
-    pub(crate) precision: Precision,
     pub(crate) reduction: Accumulation,
     pub(crate) updates_in_backward: bool,
 }
@@ -95,7 +96,6 @@ impl ShardingConfig {
             Self { plan_source: PlanSource::Ready(_), .. } => "plan",
             Self { keeps, .. } if !keeps.is_silent() => "keep",
             Self { n_prefetched: 1.., .. } => "prefetch",
-            Self { precision, .. } if *precision != Precision::default() => "mixed_precision",
             Self { reduction: Accumulation::ReduceLast, .. } => "accumulation",
             Self { updates_in_backward: true, .. } => "optimizer_in_backward",
             _ => return Ok(()),

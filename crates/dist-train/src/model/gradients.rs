@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use candle_core::{Result as CandleResult, Tensor};
+use candle_core::{DType, Result as CandleResult, Tensor};
 use candle_nn::Optimizer;
 use pmap_mesh::{Replica, TensorTree};
 
@@ -148,6 +148,10 @@ where
     fn value(&self, trained: usize) -> Result<Tensor> {
         let DistributedModel { inventory, slots, layout, .. } = &*self.model;
         layout.parameter(inventory, slots, self.params[trained])
+    }
+
+    fn computed(&self, stored: DType) -> DType {
+        self.model.precision.computed(stored)
     }
 
     /// On every slot. Slots that share a variable set it several times to the same value.

@@ -8,7 +8,7 @@ use fsdp_plan::ParameterInfo;
 use pmap_mesh::{DeviceMesh, Replica};
 
 use crate::{
-    error::{Result, training::TrainingError},
+    error::Result,
     model::{
         builder::LendUnits,
         pass::{BatchOutcome, ShardLossFn},
@@ -42,15 +42,17 @@ impl<M> Layout<M> {
     ///
     /// # Errors
     ///
-    /// [`TrainingError::NeedsAllGradients`] if the batch is to be accumulated and optimizers run in
-    /// the backward pass.
+    /// [`TrainingError::NeedsAllGradients`](crate::TrainingError::NeedsAllGradients) if the batch is
+    /// to be accumulated and optimizers run in the backward pass; if candle fails.
     pub(crate) fn begin<'a, O>(
         &'a self,
         slots: &'a [SharedSlot<O>],
         rules: Rules,
-    ) -> Result<Pass<'a, M, O>, TrainingError> {
+    ) -> Result<Pass<'a, M, O>> {
         Ok(match self {
-            Self::Replicated(layout) => Pass::Replicated(ReplicatedPass::new(layout, slots, rules)),
+            Self::Replicated(layout) => {
+                Pass::Replicated(ReplicatedPass::new(layout, slots, rules)?)
+            }
             Self::Sharded(layout, lend) => {
                 Pass::Sharded(ShardedPass::new(layout, slots, rules)?, *lend)
             }

@@ -39,6 +39,7 @@ use crate::{
     error::{Error, Result, training::TrainingError},
     lora::save::{PretrainedFiles, save},
     loss::{self, Loss},
+    precision::Precision,
     progress::Progress,
     schedule::Schedule,
     step::{
@@ -97,6 +98,7 @@ pub struct DistributedModel<M, O> {
     mesh: DeviceMesh,
     inventory: Arc<Inventory>,
     options: Options,
+    precision: Precision,
     progress: Progress,
     rates: Rates,
     /// Of this process. Each is locked by its own replica alone while a step runs.

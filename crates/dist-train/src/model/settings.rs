@@ -49,7 +49,7 @@ pub(crate) fn of_model(
     dtypes: impl IntoIterator<Item = DType>,
     config: &ModelConfig,
     is_sharded: bool,
-) -> Settings<15> {
+) -> Settings<16> {
     let Options { in_axes, uneven, max_norm, schedule, allow_non_finite, check_every } =
         &config.options;
     let Inventory { roles, .. } = inventory;
@@ -65,6 +65,7 @@ pub(crate) fn of_model(
         ("buffers", in_role(|role| (role == Role::Buffer).into())),
         ("group", of_groups(inventory)),
         ("allow_unused", of_numbers(roles.may_be_unused.iter().map(|&unused| unused.into()))),
+        ("mixed_precision", of_debug(&config.precision)),
         ("replicated", (config.sharing == Sharing::PerSlot).into()),
         ("in_axes", of_debug(in_axes)),
         ("uneven", of_debug(uneven)),

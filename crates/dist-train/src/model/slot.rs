@@ -2,19 +2,20 @@
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use candle_core::{Result as CandleResult, Tensor, Var};
+use candle_core::{Result as CandleResult, Tensor, Var, backprop::GradStore};
 use candle_nn::Optimizer;
 use dist_checkpoint::{Checkpoint, StateDict, TensorKey};
 
 use crate::{
     device::moved,
     error::{Doing, Result},
+    grad::scaled,
     optim::{StatefulOptimizer, add_state, clip, load_state},
     step::{
         batch::Totals,
         inventory::Inventory,
         rules::Rules,
-        update::{clipped, norm, update},
+        update::{clipped, norm},
     },
 };
 
@@ -41,6 +42,8 @@ pub(crate) struct Slot<O> {
 #[derive(Debug)]
 pub(crate) struct SlotVar {
     pub(crate) var: Var,
+    /// The copy that the model computes with, if that is of another type.
+    pub(crate) rounded: Option<Var>,
     /// The parameter's position among those of the model.
     pub(crate) param: usize,
     /// The first item, in the parameter.
@@ -90,8 +93,27 @@ impl SlotVar {
     pub(crate) fn set_items(&self, items: &Tensor) -> CandleResult<()> {
         let own = items.narrow(0, self.start, self.var.elem_count())?;
         // Copied first: candle moves all that a view looks at.
-        let own = moved(&own.force_contiguous()?, self.var.device())?;
-        self.var.set(&own.reshape(self.var.shape())?)
+        self.set(&own.force_contiguous()?.reshape(self.var.shape())?)
+    }
+
+    /// Sets the variable to a value of any type, on any device.
+    ///
+    /// # Errors
+    ///
+    /// If candle fails.
+    fn set(&self, value: &Tensor) -> CandleResult<()> {
+        self.var.set(&moved(value, self.var.device())?.to_dtype(self.var.dtype())?)?;
+        self.round()
+    }
+
+    /// Rounds the variable to what the model computes with.
+    ///
+    /// # Errors
+    ///
+    /// If candle fails.
+    pub(crate) fn round(&self) -> CandleResult<()> {
+        let Some(rounded) = &self.rounded else { return Ok(()) };
+        rounded.set(&self.var.as_detached_tensor().to_dtype(rounded.dtype())?)
     }
 }
 
@@ -177,24 +199,34 @@ impl<O: Optimizer> Slot<O> {
 
     /// Lets the optimizers of these variables make a step, by `factor` times their sums.
     pub(crate) fn update(&mut self, sums: Vec<(usize, Tensor)>, factor: f64) -> CandleResult<()> {
-        let Self { vars, optimizers, .. } = self;
-        let has_any = |of_vars: &SlotOptimizer<O>| {
-            of_vars.vars.iter().any(|var| sums.iter().any(|(summed, _)| summed == var))
-        };
-        let mut stepped = Vec::new();
-        for of_vars in optimizers.iter_mut().filter(|of_vars| has_any(of_vars)) {
-            of_vars.has_stepped = true;
-            stepped.push(&mut of_vars.optimizer);
+        let summed: Vec<usize> = sums.iter().map(|&(position, _)| position).collect();
+        let mut grads = GradStore::default();
+        for (position, sum) in sums {
+            // As it is: what a half cannot hold, an optimizer with masters can use.
+            grads.insert(&self.vars[position].var, scaled(sum, factor)?);
         }
-        let sums = sums.into_iter().map(|(position, sum)| (&vars[position].var, sum));
-        update(stepped, sums, factor)
+        self.step_each(&grads, |of_vars| of_vars.vars.iter().any(|var| summed.contains(var)))
     }
 
     /// Lets the optimizers make a step that had no variable with a gradient, so that all count as
     /// many.
     pub(crate) fn step_remaining(&mut self) -> CandleResult<()> {
-        let waiting = self.optimizers.iter_mut().filter(|of_vars| !of_vars.has_stepped);
-        update(waiting.map(|of_vars| &mut of_vars.optimizer), [], 1.0)
+        self.step_each(&GradStore::default(), |of_vars| !of_vars.has_stepped)
+    }
+
+    /// Lets some optimizers make a step.
+    fn step_each(
+        &mut self,
+        grads: &GradStore,
+        is_due: impl Fn(&SlotOptimizer<O>) -> bool,
+    ) -> CandleResult<()> {
+        let Self { vars, optimizers, .. } = self;
+        for of_vars in optimizers.iter_mut().filter(|of_vars| is_due(of_vars)) {
+            of_vars.has_stepped = true;
+            of_vars.optimizer.step(grads)?;
+            of_vars.vars.iter().try_for_each(|&var| vars[var].round())?;
+        }
+        Ok(())
     }
 }
 
@@ -212,10 +244,15 @@ impl<O: StatefulOptimizer> Slot<O> {
     ) -> Result<()> {
         for (position, var) in self.vars.iter().enumerate().filter(|(_, var)| var.is_saved) {
             let key = var.key(inventory);
-            state.add(local_slot, key, var.var.as_detached_tensor())?;
-            if let Some((optimizer, position)) = self.optimizer_of(position) {
-                add_state(state, local_slot, key, optimizer, position)?;
-            }
+            let master = match self.optimizer_of(position) {
+                Some((optimizer, position)) => {
+                    add_state(state, local_slot, key, optimizer, position)?
+                }
+                None => None,
+            };
+            // So that a checkpoint says nothing of the type in which a parameter is stored.
+            let value = master.unwrap_or_else(|| var.var.as_detached_tensor());
+            state.add(local_slot, key, value)?;
         }
         Ok(())
     }
@@ -229,8 +266,7 @@ impl<O: StatefulOptimizer> Slot<O> {
         let Self { vars, optimizers, .. } = self;
         for var in vars.iter().filter(|var| var.is_loaded) {
             let value = checkpoint.like(var.key(inventory), &var.var)?;
-            let value = moved(&value, var.var.device());
-            value.and_then(|value| var.var.set(&value)).doing("loading a parameter")?;
+            var.set(&value).doing("loading a parameter")?;
         }
         for of_vars in optimizers {
             for (position, &var) in of_vars.vars.iter().enumerate() {

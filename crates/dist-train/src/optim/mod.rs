@@ -10,7 +10,10 @@ use candle_core::{Result, Tensor, bail};
 use candle_nn::{Optimizer, SGD};
 use dist_checkpoint::{Checkpoint, StateDict, TensorKey};
 
-use crate::error::{self, Error};
+use crate::{
+    error::{self, Error},
+    optim::update::MASTER,
+};
 
 /// An optimizer whose state can be written to a checkpoint and read back; what `state_dict` and
 /// `load_state_dict` are to PyTorch's optimizers.
@@ -18,7 +21,8 @@ use crate::error::{self, Error};
 /// A variable is meant by its position among those that the optimizer was made with.
 pub trait StatefulOptimizer: Optimizer {
     /// Returns what it keeps for a variable: tensors of the variable's shape, or scalars, each with
-    /// a name of its own that has no `/` and is not `model`.
+    /// a name of its own that has no `/` and is not `model`. `master` is the value of a half in
+    /// single precision: a checkpoint has it in place of the half.
     ///
     /// # Errors
     ///
@@ -34,7 +38,7 @@ pub trait StatefulOptimizer: Optimizer {
 }
 
 /// Adds the state of an optimizer's variable number `var`, which is the range `model` of a parameter,
-/// to the tensors of a slot of this process.
+/// to the tensors of a slot of this process, and returns its master if there is one.
 ///
 /// # Errors
 ///
@@ -45,11 +49,16 @@ pub(crate) fn add_state(
     model: TensorKey<'_>,
     optimizer: &impl StatefulOptimizer,
     var: usize,
-) -> error::Result<()> {
+) -> error::Result<Option<Tensor>> {
+    let mut master = None;
     for (kind, items) in optimizer.state(var).map_err(|cause| failed(model, cause))? {
-        state.add(local_slot, TensorKey { kind, ..model }, items)?;
+        if kind == MASTER {
+            master = Some(items);
+        } else {
+            state.add(local_slot, TensorKey { kind, ..model }, items)?;
+        }
     }
-    Ok(())
+    Ok(master)
 }
 
 /// Loads the state of an optimizer's variable number `var`, which is the range `model` of a parameter.
@@ -64,7 +73,8 @@ pub(crate) fn load_state(
     var: usize,
 ) -> error::Result<()> {
     for (kind, like) in optimizer.state(var).map_err(|cause| failed(model, cause))? {
-        let value = checkpoint.like(TensorKey { kind, ..model }, &like)?;
+        let key = if kind == MASTER { model } else { TensorKey { kind, ..model } };
+        let value = checkpoint.like(key, &like)?;
         optimizer.load_state(var, kind, &value).map_err(|cause| failed(model, cause))?;
     }
     Ok(())

@@ -90,7 +90,10 @@ impl VariableState {
         for (name, tensor) in &self.tensors {
             named.push((name, tensor.as_detached_tensor()));
         }
-        named.extend(self.variable.master().map(|master| (MASTER, master.as_detached_tensor())));
+        if let Some(master) = self.variable.master() {
+            self.variable.adopt()?;
+            named.push((MASTER, master.as_detached_tensor()));
+        }
         Ok(named)
     }
 

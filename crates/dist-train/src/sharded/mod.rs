@@ -1,7 +1,6 @@
 //! A sharding plan carried out: variables of which each slot keeps its part.
 
 mod axes;
-pub(crate) mod precision;
 pub(crate) mod runs;
 pub(crate) mod units;
 
@@ -12,10 +11,11 @@ use dist_checkpoint::ParameterError;
 use fsdp_plan::{Cut, ParameterInfo, ShardingPlan};
 use pmap_mesh::{DeviceMesh, Replica};
 
-use self::{axes::PlanAxes, precision::Precision, units::Unit};
+use self::{axes::PlanAxes, units::Unit};
 use crate::{
     device::moved,
     error::{Doing, Error, Result, sharding::ShardingError},
+    precision::Precision,
 };
 
 /// The parameters of a model, of which every slot of a mesh keeps the part that a plan gives it.

@@ -18,8 +18,7 @@ use pmap_mesh::{
 use super::{ShardedVars, runs, unknown};
 use crate::{
     error::{Error, Result},
-    grad::widened_dtype,
-    sharded::precision::Precision,
+    precision::{Precision, widened_dtype},
 };
 
 /// What the plan's schedule says of a unit, ready to be carried out.
@@ -168,7 +167,7 @@ impl Unit {
         Ok(Self {
             names,
             gathered: gathered
-                .map(|gathered| lists(gathered, &|held| precision.gathered(held)))
+                .map(|gathered| lists(gathered, &|held| precision.computed(held)))
                 .transpose()?,
             reduced: reduced
                 .map(|reduced| lists(reduced, &|held| precision.reduced(held)))
@@ -261,7 +260,7 @@ impl ShardedVars {
         let own = parts.iter().filter(|part| part.param_idx == param_idx);
         let own: Vec<Tensor> = own.map(|part| part.var.as_detached_tensor()).collect();
         let whole = self.joined(param_idx, &own, ctx.device())?;
-        let dtype = self.precision.gathered(whole.dtype());
+        let dtype = self.precision.computed(whole.dtype());
         Var::from_tensor(&whole.to_dtype(dtype)?)
     }
 
@@ -428,7 +427,7 @@ impl ShardedVars {
         let parts = self.parts(ctx.slot()).map_err(Error::from)?;
         let run = |position: usize| {
             let part = parts[position].var.as_detached_tensor();
-            part.to_dtype(self.precision.gathered(part.dtype()))
+            part.to_dtype(self.precision.computed(part.dtype()))
         };
         positions.into_iter().map(run).collect()
     }

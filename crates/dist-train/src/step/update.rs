@@ -1,9 +1,8 @@
-//! How the sums of gradients change variables, whoever keeps them.
+//! The norm of all gradients, and their clipping.
 
-use candle_core::{Result, Tensor, Var, backprop::GradStore};
-use candle_nn::Optimizer;
+use candle_core::Result;
 
-use crate::{grad::scaled, optim::clip, step::rules::Rules};
+use crate::{optim::clip, step::rules::Rules};
 
 /// The norm of all gradients, which are `factor` times sums with these squares, one for each
 /// trained variable.
@@ -23,18 +22,4 @@ pub(crate) fn norm(rules: &Rules, squares: &[f64], factor: f64) -> Result<f64> {
 /// What sums are multiplied by, of gradients that are `factor` times them and have this norm.
 pub(crate) fn clipped(rules: &Rules, norm: f64, factor: f64) -> f64 {
     factor * rules.max_norm.map_or(1.0, |max_norm| clip::factor(norm, max_norm))
-}
-
-/// Lets each optimizer make a step by `factor` times the sums.
-pub(crate) fn update<'a, O: Optimizer + 'a>(
-    optimizers: impl IntoIterator<Item = &'a mut O>,
-    sums: impl IntoIterator<Item = (&'a Var, Tensor)>,
-    factor: f64,
-) -> Result<()> {
-    let mut grads = GradStore::default();
-    for (var, sum) in sums {
-        // As it is: what a half cannot hold, an optimizer with masters can use.
-        grads.insert(var, scaled(sum, factor)?);
-    }
-    optimizers.into_iter().try_for_each(|optimizer| optimizer.step(&grads))
 }

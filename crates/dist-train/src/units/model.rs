@@ -10,8 +10,8 @@ use dist_checkpoint::support::dtype_of;
 
 use crate::{
     error::training::TrainingError,
-    grad::is_half,
-    sharded::{ShardedVars, precision::Precision},
+    precision::{Precision, is_half},
+    sharded::ShardedVars,
     step::inventory::Inventory,
     units::{accumulation::Accumulation, keep::Keep, prefetch::Order, rules::Member},
 };
@@ -102,7 +102,7 @@ impl Model {
         let parameters = self.vars.plan().parameters();
         parameters.iter().any(|parameter| {
             let held = dtype_of(parameter.info().dtype());
-            held.is_some_and(|held| is_half(self.precision.gathered(held)))
+            held.is_some_and(|held| is_half(self.precision.computed(held)))
         })
     }
 

@@ -14,8 +14,9 @@ use pmap_mesh::Replica;
 use crate::{
     agreement::{self, halves},
     error::{Error, training::TrainingError},
-    grad::{corrected, is_half, widened},
+    grad::{corrected, widened},
     loss::{Loss, ShardLoss},
+    precision::is_half,
     sharded::units::UnderWay,
     step::rules::{Goal, Rules},
     units::{

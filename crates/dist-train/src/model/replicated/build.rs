@@ -27,7 +27,11 @@ use crate::{
         InitialValues,
         declare::{Declared, declare},
     },
-    step::inventory::Inventory,
+    precision::{Precision, widened_dtype},
+    step::{
+        inventory::Inventory,
+        roles::{Role, Roles},
+    },
 };
 
 /// Builds a model and its optimizers on every slot.
@@ -44,6 +48,10 @@ pub(crate) fn build<M, O: Optimizer>(
     let sets = vars::sets(mesh, vars.clone(), config.sharing).map_err(cannot_build);
     let sets = mesh.all_ok(sets)?;
     sync::begin_alike(mesh, &inventory, &sets)?;
+    let precision = config.precision;
+    let rounded = sets.iter().map(|set| set.rounded(&inventory.roles, precision));
+    let rounded: CandleResult<Vec<_>> = rounded.collect();
+    let rounded = mesh.all_ok(rounded.map_err(cannot_build))?;
 
     let devices = mesh.devices();
     // Every process has as many slots, and as many sets.
@@ -52,9 +60,13 @@ pub(crate) fn build<M, O: Optimizer>(
     let on_slot = |part: OwnedVars| {
         let device = &devices[part.slot];
         let vars = sets[part.set].of_slot(part.slot, &inventory.roles)?;
-        let built = |purpose| model(vars::builder(&inventory, &vars, purpose, dtype, device));
-        let (trained, evaluated) = (built(Use::Training)?, built(Use::Evaluation)?);
-        let worker = worker(&inventory, &part, &vars, trained, evaluated);
+        let vars: Vec<_> = vars.into_iter().zip(rounded[part.set].clone()).collect();
+        let computed: Vec<Var> =
+            vars.iter().map(|(var, rounded)| rounded.as_ref().unwrap_or(var).clone()).collect();
+        let dtype = precision.computed(dtype);
+        let built = |purpose| model(vars::builder(&inventory, &computed, purpose, dtype, device));
+        let models = [built(Use::Training)?, built(Use::Evaluation)?];
+        let worker = worker(&inventory, &part, &vars, &computed, models, precision);
         let is_first_set = first_set + part.set == 0;
         let slot = slot(&inventory, &part, vars, is_first_set, optimizer)?;
         Ok((Arc::new(Mutex::new(slot)), Mutex::new(worker)))
@@ -66,7 +78,7 @@ pub(crate) fn build<M, O: Optimizer>(
         Ok(built)
     });
     let (slots, workers) = mesh.all_ok(built.map_err(cannot_build))?.into_iter().unzip();
-    Ok((inventory, slots, Replicated { workers, n_sets }))
+    Ok((inventory, slots, Replicated { workers, n_sets, is_shared: config.map.is_some() }))
 }
 
 /// What a process knows before it hears of the others.
@@ -91,7 +103,7 @@ fn prepare<M>(
     declared.sort_by(|left, right| left.name.cmp(&right.name));
     let names: Vec<&str> = declared.iter().map(|declared| declared.name.as_str()).collect();
     let roles = config.choices.roles(&names)?;
-    let vars = first_variables(mesh, config, map, &declared)?;
+    let vars = first_variables(mesh, config, map, &declared, &roles)?;
     let described = |(name, var): (&&str, &Var)| ((*name).to_owned(), var.dims().to_vec());
     let parameters = names.iter().zip(&vars).map(described).collect();
     Ok(Prepared { inventory: Inventory { parameters, roles }, vars, dtype })
@@ -104,6 +116,7 @@ fn first_variables(
     config: &ModelConfig,
     map: &VarMap,
     declared: &[Declared],
+    roles: &Roles,
 ) -> Result<Vec<Var>> {
     let home = &mesh.devices()[0];
     let known: Vec<Option<Var>> = declared
@@ -115,11 +128,19 @@ fn first_variables(
     let open = declared.iter().zip(&known).map(|(declared, known)| (declared, known.is_none()));
     let weights: Option<&Path> = config.weights_path.as_deref();
     let initial = InitialValues::new(config.initializer.clone(), weights, &config.choices, open)?;
-    let variable = |(declared, known): (&Declared, Option<Var>)| match known {
-        Some(var) => Ok(var),
-        None => Var::from_tensor(&initial.tensor(declared, home)?).map_err(cannot_build),
+    let variable = |((declared, known), role): ((&Declared, Option<Var>), &Role)| {
+        if let Some(var) = known {
+            return Ok(var);
+        }
+        // A layer sets its buffers, so there is one copy of them: that which it computes with.
+        let dtype = match role {
+            Role::Buffer => config.precision.computed(declared.dtype),
+            Role::Trained(_) | Role::Frozen => declared.dtype,
+        };
+        let value = initial.tensor(declared, home)?;
+        value.to_dtype(dtype).and_then(|value| Var::from_tensor(&value)).map_err(cannot_build)
     };
-    declared.iter().zip(known).map(variable).collect()
+    declared.iter().zip(known).zip(&roles.of).map(variable).collect()
 }
 
 /// Refuses a variable that has two names: it would have its gradient under one of them alone.
@@ -143,18 +164,22 @@ fn check_distinct(declared: &[Declared], known: &[Option<Var>]) -> Result<(), Tr
 fn worker<M>(
     inventory: &Inventory,
     part: &OwnedVars,
-    vars: &[Var],
-    model: M,
-    evaluated: M,
+    vars: &[(Var, Option<Var>)],
+    computed: &[Var],
+    [model, evaluated]: [M; 2],
+    precision: Precision,
 ) -> Worker<M> {
-    let trained = inventory.roles.trained().into_iter().enumerate();
-    let owned = trained.clone().filter(|(_, var)| part.owned.contains(var));
+    let trained = inventory.roles.trained();
+    let positions = trained.iter().copied().enumerate();
+    let owned = positions.filter(|(_, var)| part.owned.contains(var));
     Worker {
         model,
         evaluated,
-        trained: trained.clone().map(|(_, var)| vars[var].clone()).collect(),
+        trained: trained.iter().map(|&var| computed[var].clone()).collect(),
+        sum_dtypes: trained.iter().map(|&var| widened_dtype(vars[var].0.dtype())).collect(),
         owned: owned.collect(),
-        has_halves: has_halves(vars),
+        precision,
+        has_halves: has_halves(computed),
         grads: Vec::new(),
         buffers_before: Vec::new(),
     }
@@ -164,7 +189,7 @@ fn worker<M>(
 fn slot<O>(
     inventory: &Inventory,
     part: &OwnedVars,
-    vars: Vec<Var>,
+    vars: Vec<(Var, Option<Var>)>,
     is_first_set: bool,
     optimizer: &dyn Fn(Group) -> CandleResult<O>,
 ) -> CandleResult<Slot<O>> {
@@ -173,13 +198,14 @@ fn slot<O>(
         let of_group = inventory.roles.of_group(group);
         let own: Vec<usize> =
             part.owned.iter().copied().filter(|var| of_group.contains(var)).collect();
-        let given = own.iter().map(|&var| vars[var].clone()).collect();
+        let given = own.iter().map(|&var| vars[var].0.clone()).collect();
         let optimizer = optimizer(Group { name: name.clone(), vars: given })?;
         optimizers.push(SlotOptimizer { group, vars: own, optimizer, has_stepped: false });
     }
     let trained = inventory.roles.trained();
-    let slot_var = |(param, var): (usize, Var)| SlotVar {
+    let slot_var = |(param, (var, rounded)): (usize, (Var, Option<Var>))| SlotVar {
         var,
+        rounded,
         param,
         start: 0,
         trained: trained.binary_search(&param).ok(),

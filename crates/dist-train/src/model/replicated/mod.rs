@@ -16,7 +16,7 @@ use crate::{
     error::{Doing, Result},
     model::{
         pass::{BatchOutcome, ShardLossFn, ShardUse},
-        slot::{SharedSlot, lock},
+        slot::{SharedSlot, SlotVar, lock},
     },
     step::{
         inventory::Inventory,
@@ -30,6 +30,8 @@ pub(crate) struct Replicated<M> {
     workers: Vec<Mutex<Worker<M>>>,
     /// How many sets of variables there are, in all processes.
     n_sets: usize,
+    /// Whether the variables of the first device are also the caller's.
+    is_shared: bool,
 }
 
 impl<M> Replicated<M> {
@@ -67,8 +69,17 @@ pub(crate) struct ReplicatedPass<'a, M, O> {
 }
 
 impl<'a, M, O> ReplicatedPass<'a, M, O> {
-    pub(crate) fn new(layout: &'a Replicated<M>, slots: &'a [SharedSlot<O>], rules: Rules) -> Self {
-        Self { layout, slots, rules, gradients: OnceLock::new() }
+    pub(crate) fn new(
+        layout: &'a Replicated<M>,
+        slots: &'a [SharedSlot<O>],
+        rules: Rules,
+    ) -> Result<Self> {
+        if layout.is_shared {
+            // The caller may have set them since they were rounded.
+            let rounded = lock(&slots[0]).vars.iter().try_for_each(SlotVar::round);
+            rounded.doing("rounding parameters")?;
+        }
+        Ok(Self { layout, slots, rules, gradients: OnceLock::new() })
     }
 
     /// Takes back what the batch may have changed on some slots and not on others, or ends it.

@@ -12,6 +12,7 @@ use crate::{
     device::moved,
     grad::divide,
     model::config::Sharing,
+    precision::Precision,
     step::{
         inventory::Inventory,
         roles::{Role, Roles},
@@ -100,6 +101,20 @@ impl VarSet {
         let of_role = |(var, &role): (&Var, &Role)| match role {
             Role::Buffer if slot != self.slots[0] => copied(var, var.device()),
             _ => Ok(var.clone()),
+        };
+        self.vars.iter().zip(&roles.of).map(of_role).collect()
+    }
+}
+
+impl VarSet {
+    /// Returns copies of the variables that a model computes with in another type.
+    pub(super) fn rounded(&self, roles: &Roles, precision: Precision) -> Result<Vec<Option<Var>>> {
+        let of_role = |(var, &role): (&Var, &Role)| {
+            let dtype = precision.computed(var.dtype());
+            if role == Role::Buffer || dtype == var.dtype() {
+                return Ok(None);
+            }
+            Var::from_tensor(&var.as_detached_tensor().to_dtype(dtype)?).map(Some)
         };
         self.vars.iter().zip(&roles.of).map(of_role).collect()
     }

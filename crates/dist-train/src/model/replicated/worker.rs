@@ -2,17 +2,18 @@
 
 use std::mem;
 
-use candle_core::{Result, Tensor, Var};
+use candle_core::{DType, Result, Tensor, Var};
 use candle_nn::Optimizer;
 use pmap_mesh::{ALL, Replica};
 
 use crate::{
     agreement,
     error::training::TrainingError,
-    grad::{differentiate, sums, sums_of, widened},
+    grad::{differentiate, sums_of, widened},
     loss::Loss,
     model::{pass::BatchOutcome, slot::Slot},
     optim::clip,
+    precision::Precision,
     step::{
         batch::{Batch, added},
         rules::{Goal, Report, Rules},
@@ -29,6 +30,9 @@ pub(super) struct Worker<M> {
     pub(super) trained: Vec<Var>,
     /// The positions in `trained` of those that the slot updates, and in the slot.
     pub(super) owned: Vec<(usize, usize)>,
+    /// The types in which their summed gradients are stored.
+    pub(super) sum_dtypes: Vec<DType>,
+    pub(super) precision: Precision,
     /// Whether any variable is of half precision.
     pub(super) has_halves: bool,
     /// The gradients of batches since the last update, for each variable that is trained; none at all
@@ -89,13 +93,29 @@ impl<M> Worker<M> {
         let somewhere = agreement::any(ctx, &here)?;
         rules.check_used(&somewhere)?;
         let wanted: Vec<usize> = self.owned.iter().map(|&(trained, _)| trained).collect();
-        let sums = sums_of(ctx, &self.trained, grads, &somewhere, &wanted)?;
+        let sums = self.sums(ctx, grads, &somewhere, &wanted)?;
         let own = self.owned.iter().zip(sums);
         let sums: Vec<_> = own.filter_map(|(&(_, var), sum)| Some((var, sum?))).collect();
         // One slot reports those of each parameter, so they have the same bits however variables are
         // divided among slots, devices and processes.
         let squares = agreement::combined(ctx, &slot.local_squares(&sums)?)?;
         slot.update_all(rules, &squares, sums, factor)
+    }
+
+    /// Returns the sums over all slots of some gradients, of which all slots know whether any has
+    /// one.
+    fn sums(
+        &self,
+        ctx: &Replica,
+        grads: Vec<Option<Tensor>>,
+        somewhere: &[bool],
+        wanted: &[usize],
+    ) -> Result<Vec<Option<Tensor>>> {
+        let sums = sums_of(ctx, &self.trained, grads, somewhere, wanted, self.precision)?;
+        let stored = |(sum, &var): (Option<Tensor>, &usize)| {
+            sum.map(|sum| sum.to_dtype(self.sum_dtypes[var])).transpose()
+        };
+        sums.into_iter().zip(wanted).map(stored).collect()
     }
 
     /// Returns the loss of the whole batch, with what came with it here, and its gradients of all
@@ -111,7 +131,8 @@ impl<M> Worker<M> {
         let loss = loss.with_weight(&rules.refusal)?;
         let grads = differentiate(shard, &self.trained, loss.weight(), self.has_halves)?;
         let all: Vec<usize> = (0..self.trained.len()).collect();
-        let sums = sums(ctx, &self.trained, grads, &all)?;
+        let here: Vec<bool> = grads.iter().map(Option::is_some).collect();
+        let sums = self.sums(ctx, grads, &agreement::any(ctx, &here)?, &all)?;
         Ok(((Report { loss, grad_norm: 0.0 }, aux), sums))
     }
 }

@@ -14,7 +14,6 @@ use pmap_mesh::DeviceMesh;
 
 use crate::{
     error::{Doing, Error, Result, sharding::ShardingError},
-    grad::widened_dtype,
     model::{
         builder::Group,
         config::{ModelConfig, PlanSource, ShardingConfig},
@@ -27,6 +26,7 @@ use crate::{
         declare::{Declared, declare},
         describe::declared_infos,
     },
+    precision::widened_dtype,
     sharded::{OwnedPart, ShardedVars},
     step::{inventory::Inventory, roles::Role},
     units::{
@@ -89,7 +89,6 @@ impl Description<'_> {
     fn prepare(&self) -> Result<Prepared> {
         let Self { config, sharding, .. } = self;
         sharding.check_in_backward(&config.options)?;
-        sharding.precision.check(config.options.allow_non_finite)?;
         let home = &self.mesh.devices()[0];
         let mut declared = declare(self.declare, self.dtype(), home).map_err(cannot_build)?;
         declared.sort_by(|left, right| left.name.cmp(&right.name));
@@ -136,7 +135,6 @@ impl Description<'_> {
             // Before the plan, which has it too.
             ("keep", settings::of_debug(keeps)),
             ("prefetch", sharding.n_prefetched as u64),
-            ("mixed_precision", settings::of_debug(&sharding.precision)),
             ("accumulation", settings::of_debug(&sharding.reduction)),
             ("optimizer_in_backward", sharding.updates_in_backward.into()),
             ("strategy", settings::of_debug(plan)),
@@ -150,9 +148,10 @@ impl Description<'_> {
     fn fill(&self, prepared: Prepared) -> Result<Model> {
         let Prepared { declared, inventory, units, keeps, plan, initial, .. } = prepared;
         let home = &self.mesh.devices()[0];
-        let Self { sharding, .. } = self;
+        let Self { sharding, config, .. } = self;
+        let precision = config.precision;
         let names = units.iter().map(|(unit, members)| (unit, names_of(members)));
-        let vars = ShardedVars::new(self.mesh, plan, names, sharding.precision, |info, run| {
+        let vars = ShardedVars::new(self.mesh, plan, names, precision, |info, run| {
             initial.items(&declared[position(&inventory, info.name())], run, home)
         })?;
         let unit = |(name, members): (String, Vec<Member>)| {
@@ -165,8 +164,8 @@ impl Description<'_> {
             vars,
             units,
             inventory: Arc::new(inventory),
-            dtype: sharding.precision.gathered(self.dtype()),
-            precision: sharding.precision,
+            dtype: precision.computed(self.dtype()),
+            precision,
             accumulation: sharding.reduction,
             updates_in_backward: sharding.updates_in_backward,
             prefetch: sharding.n_prefetched,
@@ -349,7 +348,16 @@ fn build_slot<O>(
         let trained = trained.binary_search(&param).ok();
         let is_loaded = inventory.roles.is_saved(param);
         let is_saved = is_primary && is_loaded;
-        slot_vars.push(SlotVar { var, param, start, trained, is_primary, is_saved, is_loaded });
+        slot_vars.push(SlotVar {
+            var,
+            rounded: None,
+            param,
+            start,
+            trained,
+            is_primary,
+            is_saved,
+            is_loaded,
+        });
     }
     let mut optimizers = Vec::new();
     for (group, params) in updated_together(model) {

@@ -36,7 +36,7 @@ pub(super) struct Variable {
 }
 
 /// What a master is called in the state of an optimizer.
-pub(super) const MASTER: &str = "master";
+pub(in crate::optim) const MASTER: &str = "master";
 
 impl Variable {
     pub(super) fn new(var: Var) -> Result<Self> {
@@ -51,6 +51,11 @@ impl Variable {
 
     pub(super) fn master(&self) -> Option<&Var> {
         self.master.as_ref()
+    }
+
+    /// Gives the master the values that somebody has set the variable to.
+    pub(super) fn adopt(&self) -> Result<()> {
+        self.master.as_ref().map_or(Ok(()), |master| master.set(&self.current()?))
     }
 
     /// What is calculated with.

@@ -3,13 +3,16 @@
 use std::ops::Range;
 
 use candle_core::{DType, Device, Result, Tensor};
+use candle_nn::VarMap;
 use core_types::{Placement, Seed};
-use dist_train::{AdamW, Declared, DistributedModel, Error, Keep, TrainingError, Units};
+use dist_train::{
+    AdamW, Checkpoints, Declared, DistributedModel, Error, Keep, ModelBuilder, TrainingError, Units,
+};
 use fsdp_plan::strategy::{Choice, Full, Hsdp, Hybrid};
 use pmap_mesh::DeviceMesh;
 
-use super::model::{KEEPS, adam, batch, data_parallel, loss, parameters, sharded, train};
-use crate::support::bits;
+use super::model::{KEEPS, adam, batch, data_parallel, loss, parameters, sharded};
+use crate::support::{LAYOUTS, assert_same, bits};
 
 /// Numbers that a half holds, in whatever type they are asked for.
 fn halves(declared: &Declared, items: Range<usize>) -> Result<Tensor> {
@@ -18,49 +21,141 @@ fn halves(declared: &Declared, items: Range<usize>) -> Result<Tensor> {
     Tensor::new(values, &Device::Cpu)?.to_dtype(DType::BF16)?.to_dtype(declared.dtype)
 }
 
-/// Losses of some steps, and of what follows them.
-fn losses(model: &mut DistributedModel<Units, AdamW>, rows: usize) -> Vec<u64> {
+/// A type of numbers, set on a builder.
+type Numbers = for<'a> fn(ModelBuilder<'a, Units>) -> ModelBuilder<'a, Units>;
+
+fn single(builder: ModelBuilder<'_, Units>) -> ModelBuilder<'_, Units> {
+    builder
+}
+
+/// Computes in halves and stores single precision.
+fn mixed(builder: ModelBuilder<'_, Units>) -> ModelBuilder<'_, Units> {
+    builder.mixed_precision(DType::BF16, DType::F32)
+}
+
+/// Sums gradients in halves, too.
+fn reduced(builder: ModelBuilder<'_, Units>) -> ModelBuilder<'_, Units> {
+    builder.mixed_precision(DType::BF16, DType::BF16)
+}
+
+/// Stores halves, of which the optimizer has masters.
+fn stored(builder: ModelBuilder<'_, Units>) -> ModelBuilder<'_, Units> {
+    builder.dtype(DType::BF16).init_with(halves)
+}
+
+/// Losses of steps, and of an evaluation after them.
+fn losses(model: &mut DistributedModel<Units, AdamW>, steps: Range<usize>) -> Vec<u64> {
+    let rows = 12;
     let mut losses: Vec<u64> =
-        (0..8).map(|step| model.step(batch(rows, step), loss).unwrap().loss.to_bits()).collect();
+        steps.map(|step| model.step(batch(rows, step), loss).unwrap().loss.to_bits()).collect();
     losses.push(model.evaluate(batch(rows, 9), loss).unwrap().loss.to_bits());
     losses
 }
 
+/// The bits of all parameters, as numbers of bf16.
+fn rounded(model: &DistributedModel<Units, AdamW>) -> Vec<Vec<u32>> {
+    let half = |whole: Tensor| whole.to_dtype(DType::BF16)?.to_dtype(DType::F32);
+    model.parameters().unwrap().into_values().map(|whole| bits(&half(whole).unwrap())).collect()
+}
+
 #[test]
-fn the_bits_are_those_of_data_parallel_with_variables_of_halves() {
+fn layouts_have_the_same_bits() {
     for slots in 1..4 {
         let mesh = DeviceMesh::cpu(slots).unwrap();
-        let rows = 2 * slots;
-        let builder = data_parallel(&mesh).dtype(DType::BF16).init_with(halves);
-        let mut whole = builder.build(adam).unwrap();
-        let mut expected: Vec<u64> = (0..8)
-            .map(|step| whole.step(batch(rows, step), loss).unwrap().loss.to_bits())
-            .collect();
-        expected.push(whole.evaluate(batch(rows, 9), loss).unwrap().loss.to_bits());
-        for keep in KEEPS {
-            for prefetch in [0, 1] {
-                let builder = sharded(&mesh).init_with(halves).keep(keep).prefetch(prefetch);
-                let builder = builder.mixed_precision(DType::BF16, DType::F32);
+        for numbers in [single, mixed, reduced] as [Numbers; 3] {
+            let mut whole = numbers(data_parallel(&mesh)).build(adam).unwrap();
+            let expected = losses(&mut whole, 0..4);
+            for (keep, prefetch) in KEEPS.into_iter().zip([0, 1, 0]) {
+                let builder = numbers(sharded(&mesh)).keep(keep).prefetch(prefetch);
                 let mut model = builder.build(adam).unwrap();
-                assert_eq!(losses(&mut model, rows), expected, "{keep:?}, {slots} slots");
-                for (name, expected) in whole.parameters().unwrap() {
-                    let found = model.parameter(&name).unwrap();
-                    assert_eq!(found.dtype(), DType::F32, "{name}");
-                    let rounded = found.to_dtype(DType::BF16).unwrap();
-                    let single = |x: Tensor| bits(&x.to_dtype(DType::F32).unwrap());
-                    assert_eq!(single(rounded), single(expected), "{name}");
-                }
+                assert_eq!(losses(&mut model, 0..4), expected, "{keep:?}, {slots} slots");
+                assert_same(&model, &whole);
             }
         }
     }
 }
 
+/// From values that halves hold, a model that stores halves has the bits of one that computes in
+/// them: both have the same masters.
 #[test]
-fn types_that_parameters_have_already_change_nothing() {
+fn checkpoints_resume_in_the_other_layout() {
     let mesh = DeviceMesh::cpu(2).unwrap();
-    let expected = train(sharded(&mesh).build(adam).unwrap(), 4, 5);
-    let builder = sharded(&mesh).mixed_precision(DType::F32, DType::F32);
-    assert_eq!(train(builder.build(adam).unwrap(), 4, 5), expected);
+    let folder = tempfile::tempdir().unwrap();
+    for (group, numbers) in [&[single as Numbers][..], &[mixed, stored]].into_iter().enumerate() {
+        let kinds = numbers.iter().flat_map(|&numbers| LAYOUTS.map(|layout| (numbers, layout)));
+        let kinds: Vec<(Numbers, Numbers)> = kinds.collect();
+        let build = |(numbers, layout): (Numbers, Numbers)| {
+            numbers(layout(data_parallel(&mesh)).init_with(halves)).build(adam).unwrap()
+        };
+        let mut written = Vec::new();
+        for (n, &kind) in kinds.iter().enumerate() {
+            let mut model = build(kind);
+            let before = losses(&mut model, 0..3);
+            let checkpoints = Checkpoints::new(folder.path().join(format!("{group}.{n}")));
+            checkpoints.save(&mesh, 3, &model.state_dict().unwrap(), &()).unwrap();
+            let checkpoint = checkpoints.latest().unwrap().unwrap();
+            let after = losses(&mut model, 3..5);
+            written.push((before, checkpoint, after, rounded(&model)));
+        }
+        let (before, _, after, parameters) = &written[0];
+        for (wrote, (other, checkpoint, ..)) in written.iter().enumerate() {
+            assert_eq!(other, before, "{wrote}");
+            for (read, &kind) in kinds.iter().enumerate() {
+                let mut model = build(kind);
+                model.load(checkpoint).unwrap();
+                assert_eq!(losses(&mut model, 3..5), *after, "{read} after {wrote}");
+                assert_eq!(rounded(&model), *parameters, "{read} after {wrote}");
+            }
+        }
+    }
+}
+
+/// The masters of halves are in the checkpoint, so that a model of single precision has them.
+#[test]
+fn checkpoints_have_single_precision() {
+    let mesh = DeviceMesh::cpu(2).unwrap();
+    let folder = tempfile::tempdir().unwrap();
+    for (n, layout) in LAYOUTS.into_iter().enumerate() {
+        let mut model = stored(layout(data_parallel(&mesh))).build(adam).unwrap();
+        losses(&mut model, 0..3);
+        let checkpoints = Checkpoints::new(folder.path().join(n.to_string()));
+        checkpoints.save(&mesh, 3, &model.state_dict().unwrap(), &()).unwrap();
+        let mut read = layout(data_parallel(&mesh)).build(adam).unwrap();
+        read.load(&checkpoints.latest().unwrap().unwrap()).unwrap();
+        assert_eq!(rounded(&read), rounded(&model));
+        let is_half = |whole: &Tensor| bits(whole).iter().all(|bits| bits.trailing_zeros() >= 16);
+        assert!(!read.parameters().unwrap().values().all(is_half), "masters are no halves");
+    }
+}
+
+#[test]
+fn gradients_of_halves_are_checked() {
+    let mesh = DeviceMesh::cpu(2).unwrap();
+    for layout in LAYOUTS {
+        let mut model = mixed(layout(data_parallel(&mesh))).build(adam).unwrap();
+        let before = model.parameters().unwrap().into_values().map(|whole| bits(&whole));
+        let before: Vec<_> = before.collect();
+        model.check_gradients(batch(12, 0), loss).unwrap();
+        let after = model.parameters().unwrap().into_values().map(|whole| bits(&whole));
+        assert_eq!(after.collect::<Vec<_>>(), before);
+    }
+}
+
+/// A variable that the caller has set is what the next batch computes with.
+#[test]
+fn rounded_copies_follow_the_callers_variables() {
+    let mesh = DeviceMesh::cpu(2).unwrap();
+    let vars = VarMap::new();
+    let builder = mixed(data_parallel(&mesh)).with_variables(&vars);
+    let mut model = builder.build(adam).unwrap();
+    for var in vars.data().lock().unwrap().values() {
+        var.set(&var.zeros_like().unwrap()).unwrap();
+    }
+    let zeros = |declared: &Declared, items: Range<usize>| {
+        Tensor::zeros(items.len(), declared.dtype, &Device::Cpu)
+    };
+    let mut expected = mixed(data_parallel(&mesh)).init_with(zeros).build(adam).unwrap();
+    assert_eq!(losses(&mut model, 0..0), losses(&mut expected, 0..0));
 }
 
 /// The bytes that are sent are those of the types.

@@ -1,12 +1,12 @@
-//! In which types parameters are gathered, and gradients summed.
+//! In which types parameters are computed with, and gradients summed.
 
 use candle_core::DType;
 use dist_checkpoint::support::elem_of;
 use fsdp_plan::cost::CostModel;
 
-use crate::{error::training::TrainingError, grad::widened_dtype};
+use crate::error::training::TrainingError;
 
-/// In which types the parameters of a sharded model are gathered, and their gradients summed.
+/// The types in which a model computes with its parameters, and sums their gradients.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Precision(Option<Mixed>);
 
@@ -21,8 +21,8 @@ impl Precision {
         Self(Some(Mixed { param_dtype, reduce_dtype }))
     }
 
-    /// The type in which a parameter is gathered that is held in `held`.
-    pub(crate) fn gathered(self, held: DType) -> DType {
+    /// Returns the type in which the model computes with a parameter that is stored in `held`.
+    pub(crate) fn computed(self, held: DType) -> DType {
         self.0.filter(|_| is_real(held)).map_or(held, |mixed| mixed.param_dtype)
     }
 
@@ -60,6 +60,15 @@ impl Precision {
     }
 }
 
+/// Returns the type in which gradients of this type are added up.
+pub(crate) fn widened_dtype(dtype: DType) -> DType {
+    if is_half(dtype) { DType::F32 } else { dtype }
+}
+
+pub(crate) fn is_half(dtype: DType) -> bool {
+    matches!(dtype, DType::F16 | DType::BF16)
+}
+
 fn is_real(dtype: DType) -> bool {
     matches!(dtype, DType::BF16 | DType::F16 | DType::F32 | DType::F64)
 }
@@ -76,11 +85,11 @@ mod tests {
     #[test]
     fn floats_are_converted_and_others_are_not() {
         let mixed = Precision::mixed(DType::BF16, DType::F32);
-        assert_eq!(mixed.gathered(DType::F64), DType::BF16);
+        assert_eq!(mixed.computed(DType::F64), DType::BF16);
         assert_eq!(mixed.reduced(DType::F64), DType::F32);
-        assert_eq!(mixed.gathered(DType::U8), DType::U8);
+        assert_eq!(mixed.computed(DType::U8), DType::U8);
         let none = Precision::default();
-        assert_eq!(none.gathered(DType::F16), DType::F16);
+        assert_eq!(none.computed(DType::F16), DType::F16);
         assert_eq!(none.reduced(DType::F16), DType::F32);
     }
 
