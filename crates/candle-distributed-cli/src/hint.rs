@@ -79,8 +79,6 @@ const PACKED_ROWS: &str = "a smaller --batch-size or --max-tokens makes steps of
 const MODEL_OPTION: &str = "--model FOLDER names the model to fine-tune, or a run that has ended";
 const LORA_ON: &str = "--lora-on takes the names of linear layers, whole or their ends: \
                                   q_proj,k_proj,v_proj,o_proj,gate_proj,up_proj,down_proj";
-pub(crate) const HALF_ADAPTERS: &str =
-    "--strategy full keeps them in single precision, and computes in halves";
 const SPLIT: &str = "--validation takes the fraction of the examples that is held out";
 const SMALL_VALIDATION: &str =
     "a larger --validation holds out more; --batch-size or --max-tokens makes smaller steps";

@@ -34,10 +34,11 @@ impl Distributed {
     ) -> Result<Self> {
         let model = settings.trained_model()?;
         let builder = DataParallel::builder(mesh, build(&model)).by_units(model.units());
-        let builder = with_settings(builder, settings, &model);
         let precision = settings.recipe.precision().dtype();
+        let builder =
+            with_settings(builder, settings, &model).mixed_precision(precision, DType::F32);
         let builder = match sharding {
-            None => builder.dtype(precision),
+            None => builder,
             Some(sharding) => {
                 let world_size = WorldSize::new(mesh.len() as u64)?;
                 let plan = sharding.plan(&model.parameters()?, world_size)?;
@@ -45,8 +46,7 @@ impl Distributed {
                     .fully_shard()
                     .plan(plan)
                     .keep(sharding.keep.into())
-                    .prefetch(sharding.prefetch)
-                    .mixed_precision(precision, DType::F32);
+                    .prefetch(sharding.prefetch);
                 if sharding.optimizer_in_backward {
                     builder.optimizer_in_backward()
                 } else {

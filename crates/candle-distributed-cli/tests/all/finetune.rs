@@ -228,7 +228,9 @@ fn adapters_are_written_as_peft_does() {
         &["no linear layer of the model is named query", "hint: --lora-on"],
     );
     let halves = [&lora[..], &["--dtype", "bf16"]].concat();
-    is_refused(&model, &halves, &["needs a --strategy", "hint: "]);
+    model.train("halves", &halves);
+    model.train("sharded-halves", &[&halves[..], &["--strategy", "full"]].concat());
+    assert_eq!(model.losses("sharded-halves"), model.losses("halves"));
 }
 
 #[test]

@@ -77,6 +77,7 @@ fn losses_are_those_of_the_file() {
         ("sharded-2", "whole-2"),
         ("sharded-4", "whole-4"),
         ("in-backward-2", "whole-2"),
+        ("bf16-sharded-2", "bf16-whole-2"),
         ("llama-sharded-2", "llama-whole-2"),
     ] {
         assert_eq!(found[sharded], found[whole], "{sharded}");

@@ -117,12 +117,12 @@ impl Workload<'_> {
         // sum.
         let largest = self.parameters.iter().map(numel).fold(0, u128::max);
         let (single, item) = (Precision::F32.bytes(), self.precision.bytes());
-        // Beside halves the optimizer has its own numbers in single precision.
-        let masters = if item < single { single } else { 0 };
+        // Beside parameters that it does not compute with, a model has rounded copies of them.
+        let copies = if item < single { item } else { 0 };
         vec![
-            ("parameters", all * item),
+            ("parameters", all * (single + copies)),
             ("gradients of each device, and their sum", trained * (devices * item + single)),
-            ("optimizer state", trained * (2 * single + masters)),
+            ("optimizer state", trained * 2 * single),
             ("gradients under way", devices * 2 * largest * item),
             ("activations", devices * self.tokens() * self.computed_bytes(self.sizes.layers)),
         ]

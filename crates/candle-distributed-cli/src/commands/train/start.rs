@@ -13,7 +13,6 @@ use candle_distributed::{
         self, Examples, Folder, Overlong,
         cost::{MemoryLimit, Sharding, machine_bytes, system_limits},
         data::{BatchSchedule, DataSet, default_max_tokens},
-        models::Precision,
         run::{self, ResumePoint, RunSnapshot, ValidationSet},
         spec::{self, FORMAT_VERSION, RunInputs, Spec},
     },
@@ -88,35 +87,6 @@ impl Beginning {
             Some(_) | None => Ok(()),
         }
     }
-
-    /// Refuses adapters of weights that are halves on every device: the sum of both would be rounded
-    /// to a half, and what an adapter adds is often less than that.
-    fn check_adapters(&self) -> Result<()> {
-        let Spec { recipe, .. } = &self.settings;
-        if recipe.lora.is_none() || recipe.precision() == Precision::F32 || self.sharding.is_some()
-        {
-            return Ok(());
-        }
-        let rounded = "--lora with --dtype bf16 needs a --strategy: without one the weights are halves, \
-                       in which the effect of adapters may vanish";
-        Err(Error::usage(rounded).hinted(hint::HALF_ADAPTERS))
-    }
-
-    /// Refuses a checkpoint that holds halves for a model in parts, which keeps single precision,
-    /// and the other way round.
-    fn check_precision(&self) -> Result<()> {
-        let Spec { recipe, sessions, .. } = &self.settings;
-        let (Some(last), Some(_)) = (sessions.last(), &self.from) else { return Ok(()) };
-        let is_sharded = self.sharding.is_some();
-        if recipe.precision() == Precision::F32 || last.sharding.is_some() == is_sharded {
-            return Ok(());
-        }
-        let (was, is) = if is_sharded { ("without", "with") } else { ("with", "without") };
-        Err(Error::usage(format!(
-            "the run was trained {was} --strategy, and with --dtype bf16 it cannot be resumed {is} \
-             one: its checkpoints hold other types"
-        )))
-    }
 }
 
 impl Args {
@@ -154,8 +124,6 @@ impl Args {
         beginning.seen = seen;
         beginning.sharding = sharding;
         beginning.check_optimizer()?;
-        beginning.check_adapters()?;
-        beginning.check_precision()?;
         self.writing.check(&beginning)?;
         // A mesh that is too large for any machine is refused when it is made.
         let n_devices = place.placement.world_size().as_usize();
