@@ -496,6 +496,10 @@ mod tests {
             Ok(vec![None])
         }
 
+        fn computed(&self, stored: DType) -> DType {
+            stored
+        }
+
         fn value(&self, _: usize) -> Result<Tensor> {
             Tensor::zeros(2, DType::F64, &Device::Cpu).doing("a value")
         }

@@ -9,6 +9,7 @@ use fsdp_plan::{ShardingPlan, strategy::ShardingStrategy};
 use pmap_mesh::{DeviceMesh, Specs, Uneven};
 
 use crate::{
+    error::Error,
     model::config::{ModelConfig, PlanSource, ShardingConfig, Sharing},
     parameters::{Initializer, declare::Declared},
     precision::Precision,
@@ -468,6 +469,10 @@ impl ModelBuilder<'_, Units> {
         self.sharding.updates_in_backward = true;
         self
     }
+}
+
+pub(super) fn cannot_build(cause: candle_core::Error) -> Error {
+    Error::Model { cause }
 }
 
 fn texts<S: Into<String>>(patterns: impl IntoIterator<Item = S>) -> impl Iterator<Item = String> {

@@ -12,9 +12,9 @@ use fsdp_plan::{
 
 use crate::{
     error::{Result, training::TrainingError},
-    parameters::Initializer,
+    parameters::{Initializer, declare::Declared},
     precision::Precision,
-    step::{options::Options, roles::Choices},
+    step::{inventory::Inventory, options::Options, roles::Choices},
     units::{accumulation::Accumulation, keep::KeepRules},
 };
 
@@ -58,6 +58,19 @@ impl Default for ModelConfig {
 }
 
 impl ModelConfig {
+    /// Returns what a model with these parameters, in the order of names, consists of.
+    ///
+    /// # Errors
+    ///
+    /// Those of [`Choices::roles`].
+    pub(crate) fn inventory(&self, declared: &[Declared]) -> Result<Inventory> {
+        let names: Vec<&str> = declared.iter().map(|declared| declared.name.as_str()).collect();
+        let roles = self.choices.roles(&names)?;
+        let described =
+            |declared: &Declared| (declared.name.clone(), declared.shape.dims().to_vec());
+        Ok(Inventory { parameters: declared.iter().map(described).collect(), roles })
+    }
+
     /// Rejects options that a sharded model has no use for.
     pub(crate) fn check_sharded(&self) -> Result<(), TrainingError> {
         let option = match self {

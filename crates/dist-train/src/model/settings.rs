@@ -7,7 +7,7 @@ use core_types::Fingerprint;
 use pmap_mesh::DeviceMesh;
 
 use crate::{
-    error::{Result, training::TrainingError},
+    error::{Error, Result, training::TrainingError},
     model::config::{ModelConfig, Sharing},
     step::{inventory::Inventory, options::Options, roles::Role},
 };
@@ -75,6 +75,31 @@ pub(crate) fn of_model(
         ("check_in_sync_every", check_every.unwrap_or(absent)),
         ("seed", config.rng_seed.as_u64()),
     ]
+}
+
+/// Checks that slots which store the same of a parameter have the same bits, given fingerprints of
+/// what the slots of this process store. A parameter is stored again after a period of slots, or
+/// `None` if each slot has another part.
+///
+/// # Errors
+///
+/// [`Error::Diverged`] with the first parameter that differs, and [`Error::Mesh`] if a process does
+/// not answer.
+pub(crate) fn check_values(
+    mesh: &DeviceMesh,
+    inventory: &Inventory,
+    here: Vec<Vec<u64>>,
+    periods: &[Option<usize>],
+) -> Result<()> {
+    let slots = mesh.gather_number_lists(here)?;
+    for (param, &period) in periods.iter().enumerate() {
+        let Some(period) = period else { continue };
+        let differs = |&slot: &usize| slots[slot][param] != slots[slot % period][param];
+        if let Some(replica) = (0..slots.len()).find(differs) {
+            return Err(Error::Diverged { name: inventory.name(param).to_owned(), replica });
+        }
+    }
+    Ok(())
 }
 
 /// The fingerprint of a variable's bits: NaN equals itself, and zeros of two signs differ.

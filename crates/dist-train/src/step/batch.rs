@@ -77,6 +77,18 @@ impl Batch {
     }
 }
 
+/// Agrees with all replicas on the loss of a batch that updates nothing. Returns it beside this
+/// slot's part, with what came with the latter.
+pub(crate) fn agree_alone(
+    ctx: &Replica,
+    rules: &Rules,
+    loss: Loss<Vec<Tensor>>,
+) -> Result<(ShardLoss, BatchLoss, Vec<Tensor>)> {
+    let (mut shard, aux) = loss.of_shard(ctx)?;
+    let loss = shard.agree(ctx, rules.allow_non_finite, &rules.refusal)?;
+    Ok((shard, loss.with_weight(&rules.refusal)?, aux))
+}
+
 impl Totals {
     fn plus(self, other: &Self) -> Result<Self> {
         if self.aux.len() != other.aux.len() {

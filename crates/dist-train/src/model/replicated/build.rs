@@ -10,10 +10,10 @@ use candle_nn::{Optimizer, VarBuilder, VarMap};
 use pmap_mesh::DeviceMesh;
 
 use crate::{
-    error::{Error, Result, training::TrainingError},
+    error::{Result, training::TrainingError},
     grad::has_halves,
     model::{
-        builder::Group,
+        builder::{Group, cannot_build},
         config::ModelConfig,
         replicated::{
             Replicated, sync,
@@ -101,12 +101,9 @@ fn prepare<M>(
     let dtype = config.given_dtype.or(known).unwrap_or(DType::F32);
     let mut declared = declare(model, dtype, home).map_err(cannot_build)?;
     declared.sort_by(|left, right| left.name.cmp(&right.name));
-    let names: Vec<&str> = declared.iter().map(|declared| declared.name.as_str()).collect();
-    let roles = config.choices.roles(&names)?;
-    let vars = first_variables(mesh, config, map, &declared, &roles)?;
-    let described = |(name, var): (&&str, &Var)| ((*name).to_owned(), var.dims().to_vec());
-    let parameters = names.iter().zip(&vars).map(described).collect();
-    Ok(Prepared { inventory: Inventory { parameters, roles }, vars, dtype })
+    let inventory = config.inventory(&declared)?;
+    let vars = first_variables(mesh, config, map, &declared, &inventory.roles)?;
+    Ok(Prepared { inventory, vars, dtype })
 }
 
 /// Returns the variables that the model declares, on the first device: those that are there, and new
@@ -169,13 +166,14 @@ fn worker<M>(
     [model, evaluated]: [M; 2],
     precision: Precision,
 ) -> Worker<M> {
-    let trained = inventory.roles.trained().into_iter().enumerate();
-    let owned = trained.clone().filter(|(_, var)| part.owned.contains(var));
+    let trained = inventory.roles.trained();
+    let positions = trained.iter().copied().enumerate();
+    let owned = positions.filter(|(_, var)| part.owned.contains(var));
     Worker {
         model,
         evaluated,
-        trained: trained.clone().map(|(_, var)| computed[var].clone()).collect(),
-        sum_dtypes: trained.map(|(_, var)| widened_dtype(vars[var].0.dtype())).collect(),
+        trained: trained.iter().map(|&var| computed[var].clone()).collect(),
+        sum_dtypes: trained.iter().map(|&var| widened_dtype(vars[var].0.dtype())).collect(),
         owned: owned.collect(),
         precision,
         has_halves: has_halves(computed),
@@ -214,8 +212,4 @@ fn slot<O>(
     };
     let vars = vars.into_iter().enumerate().map(slot_var).collect();
     Ok(Slot::new(vars, optimizers, trained.len()))
-}
-
-fn cannot_build(cause: candle_core::Error) -> Error {
-    Error::Model { cause }
 }

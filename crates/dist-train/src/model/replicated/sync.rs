@@ -4,8 +4,11 @@ use candle_core::Var;
 use pmap_mesh::{ALL, DeviceMesh};
 
 use crate::{
-    error::{Doing, Error, Result},
-    model::{replicated::vars::VarSet, settings::of_value},
+    error::{Doing, Result},
+    model::{
+        replicated::vars::VarSet,
+        settings::{self, of_value},
+    },
     step::inventory::Inventory,
 };
 
@@ -42,13 +45,7 @@ fn slot_sets<'a>(mesh: &DeviceMesh, sets: &'a [VarSet]) -> impl Iterator<Item = 
 /// Checks that the variables of all slots are the same to the bit, given the
 /// [fingerprints](of_slots) of those of this process.
 pub(super) fn check(mesh: &DeviceMesh, inventory: &Inventory, here: Vec<Vec<u64>>) -> Result<()> {
-    let slots = mesh.gather_number_lists(here)?;
-    for (replica, vars) in slots.iter().enumerate() {
-        if let Some(var) = (0..vars.len()).find(|&var| vars[var] != slots[0][var]) {
-            return Err(Error::Diverged { name: inventory.name(var).to_owned(), replica });
-        }
-    }
-    Ok(())
+    settings::check_values(mesh, inventory, here, &vec![Some(1); inventory.parameters.len()])
 }
 
 /// Fingerprints of the bits of each slot's variables; what slots share is read once.

@@ -15,7 +15,7 @@ use crate::{
     optim::clip,
     precision::Precision,
     step::{
-        batch::{Batch, added},
+        batch::{Batch, added, agree_alone},
         rules::{Goal, Report, Rules},
     },
 };
@@ -126,9 +126,7 @@ impl<M> Worker<M> {
         rules: &Rules,
         loss: Loss<Vec<Tensor>>,
     ) -> Result<(BatchOutcome, Vec<Option<Tensor>>)> {
-        let (mut shard, aux) = loss.of_shard(ctx)?;
-        let loss = shard.agree(ctx, rules.allow_non_finite, &rules.refusal)?;
-        let loss = loss.with_weight(&rules.refusal)?;
+        let (shard, loss, aux) = agree_alone(ctx, rules, loss)?;
         let grads = differentiate(shard, &self.trained, loss.weight(), self.has_halves)?;
         let all: Vec<usize> = (0..self.trained.len()).collect();
         let here: Vec<bool> = grads.iter().map(Option::is_some).collect();

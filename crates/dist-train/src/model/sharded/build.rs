@@ -13,9 +13,9 @@ use fsdp_plan::{Cut, ParameterInfo, PlannedParameter, ShardingPlan};
 use pmap_mesh::DeviceMesh;
 
 use crate::{
-    error::{Doing, Error, Result, sharding::ShardingError},
+    error::{Doing, Result, sharding::ShardingError},
     model::{
-        builder::Group,
+        builder::{Group, cannot_build},
         config::{ModelConfig, PlanSource, ShardingConfig},
         settings,
         sharded::{Sharded, accumulated::Accumulated},
@@ -92,7 +92,10 @@ impl Description<'_> {
         let home = &self.mesh.devices()[0];
         let mut declared = declare(self.declare, self.dtype(), home).map_err(cannot_build)?;
         declared.sort_by(|left, right| left.name.cmp(&right.name));
-        let inventory = self.inventory(&declared)?;
+        let inventory = config.inventory(&declared)?;
+        if let Some(&buffer) = inventory.roles.buffers().first() {
+            return Err(ShardingError::Buffer { name: inventory.name(buffer).to_owned() }.into());
+        }
         let infos = declared_infos(&declared, &inventory.roles)?;
         let units = self.rules.units(&infos)?;
         let keeps = sharding.keeps.of_units(&unit_names(&units))?;
@@ -179,17 +182,6 @@ impl Description<'_> {
         self.config.given_dtype.unwrap_or(DType::F32)
     }
 
-    fn inventory(&self, declared: &[Declared]) -> Result<Inventory> {
-        let names: Vec<&str> = declared.iter().map(|declared| declared.name.as_str()).collect();
-        let roles = self.config.choices.roles(&names)?;
-        if let Some(&buffer) = roles.buffers().first() {
-            return Err(ShardingError::Buffer { name: names[buffer].to_owned() }.into());
-        }
-        let described =
-            |declared: &Declared| (declared.name.clone(), declared.shape.dims().to_vec());
-        Ok(Inventory { parameters: declared.iter().map(described).collect(), roles })
-    }
-
     fn planned(&self, infos: &[ParameterInfo]) -> Result<ShardingPlan> {
         let ranks = self.mesh.len() as u64;
         let world_size = WorldSize::new(ranks).map_err(fsdp_plan::Error::from)?;
@@ -230,15 +222,7 @@ pub(super) fn check_replicas_equal(mesh: &DeviceMesh, model: &Model) -> Result<(
         Ok(found.iter().map(Fingerprint::finish).collect())
     };
     let here = mesh.all_ok(mesh.local_slots().map(of_slot).collect())?;
-    let slots = mesh.gather_number_lists(here)?;
-    for (param, period) in periods.into_iter().enumerate() {
-        let Some(period) = period else { continue };
-        let differs = |&slot: &usize| slots[slot][param] != slots[slot % period][param];
-        if let Some(replica) = (0..slots.len()).find(differs) {
-            return Err(Error::Diverged { name: inventory.name(param).to_owned(), replica });
-        }
-    }
-    Ok(())
+    settings::check_values(mesh, inventory, here, &periods)
 }
 
 fn unit_names(units: &[(String, Vec<Member>)]) -> Vec<&str> {
@@ -387,10 +371,6 @@ fn updated_together(model: &Model) -> Vec<(usize, Vec<usize>)> {
         together.entry((group, units)).or_default().push(param);
     }
     together.into_iter().map(|((group, _), params)| (group, params)).collect()
-}
-
-fn cannot_build(cause: candle_core::Error) -> Error {
-    Error::Model { cause }
 }
 
 #[cfg(test)]

@@ -23,7 +23,10 @@ use crate::{
         pass::{BatchOutcome, ShardLossFn, ShardUse},
         slot::{SharedSlot, lock},
     },
-    step::rules::{Goal, Report, Rules},
+    step::{
+        batch::agree_alone,
+        rules::{Goal, Report, Rules},
+    },
     units::{
         Units,
         accumulation::UnreducedGrads,
@@ -189,9 +192,7 @@ impl<O: Optimizer + Send + 'static> ShardedPass<'_, O> {
     ) -> CandleResult<BatchOutcome> {
         let rules = self.rules();
         session.check_order()?;
-        let (mut shard, aux) = loss.of_shard(ctx)?;
-        let loss = shard.agree(ctx, rules.allow_non_finite, &rules.refusal)?;
-        let loss = loss.with_weight(&rules.refusal)?;
+        let (shard, loss, aux) = agree_alone(ctx, rules, loss)?;
         let gradients = session.differentiate(shard, loss.weight(), UnreducedGrads::default())?;
         let used = agreement::any(ctx, &gradients.used)?;
         self.used.get_or_init(|| used);
