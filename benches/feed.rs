@@ -6,8 +6,8 @@
 //! ```
 //!
 //! Prints mean times: of a batch, of a step, of a step while an unrelated thread makes batches (the
-//! slowdown that the machine causes), of batch and step in turn, and of a step fed by a thread. Then
-//! the time that the feed saves, as a share of the batch time.
+//! slowdown that the machine causes), of batch and step in turn, and of a step fed by a thread.
+//! Then the time that the feed saves, as a share of the batch time.
 
 #![allow(clippy::print_stdout, reason = "the lines are the result")]
 #![allow(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "numbers are small")]

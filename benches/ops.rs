@@ -1,7 +1,8 @@
-//! Forward and backward of operations: our fused form, and the same composed of candle's operations.
+//! Forward and backward of operations: our fused form, and the same composed of candle's
+//! operations.
 //!
-//! Both forms get the same inputs and must agree on the result before they are timed. Ours must also
-//! be fused, not a fallback: its graph has one operation between inputs and result, or two for
+//! Both forms get the same inputs and must agree on the result before they are timed. Ours must
+//! also be fused, not a fallback: its graph has one operation between inputs and result, or two for
 //! `mlp`, which puts a token between them.
 //!
 //! `graph` only reshapes its input. Its time is candle's share of every other bench: zero-filling

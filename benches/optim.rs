@@ -22,8 +22,8 @@ fn shapes() -> Vec<Vec<usize>> {
     shapes
 }
 
-/// Returns variables and gradients. With `transposed`, the gradients of matrices are transposed views,
-/// like the ones that candle's `Linear` gets.
+/// Returns variables and gradients. With `transposed`, the gradients of matrices are transposed
+/// views, like the ones that candle's `Linear` gets.
 fn variables(dtype: DType, transposed: bool) -> Result<(Vec<Var>, GradStore)> {
     let mut grads = GradStore::default();
     let mut vars = Vec::new();

@@ -60,7 +60,8 @@ fn epoch(c: &mut Criterion) {
     group.finish();
 }
 
-/// Times the start of a resumed run: build a sampler, set its epoch, read all of the rank's indices.
+/// Times the start of a resumed run: build a sampler, set its epoch, read all of the rank's
+/// indices.
 fn first_epoch(c: &mut Criterion) {
     let share = len() / WORLD;
     let mut buffer = vec![0; share as usize];

@@ -1,6 +1,6 @@
 //! Training steps of a small transformer over bytes, with fused and with composed operations, on
-//! virtual CPU devices. `peers/torch_train.py` and `peers/jax_train.py` train the same model and take
-//! the same arguments.
+//! virtual CPU devices. `peers/torch_train.py` and `peers/jax_train.py` train the same model and
+//! take the same arguments.
 //!
 //! ```text
 //! cargo bench -p benches --bench step -- [form] [slots] [hidden] [layers] [heads] [context] [rows] [steps] \
@@ -133,8 +133,8 @@ impl TransformerBlock {
         })
     }
 
-    /// Computes the block as a unit, beginning with its own norm; `Transformer::fused` joins that norm
-    /// to the block before.
+    /// Computes the block as a unit, beginning with its own norm; `Transformer::fused` joins that
+    /// norm to the block before.
     fn forward(&self, heads: usize, x: &Tensor) -> Result<Tensor> {
         let qkv = self.qkv.forward(&self.attention_norm.forward(x)?)?;
         let mixed = ops::attention_packed(&qkv, heads, heads, &AttentionConfig::causal())?;

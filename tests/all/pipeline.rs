@@ -110,7 +110,8 @@ fn plan_layers() -> ShardingPlan {
     Full::default().plan(&parameters, WorldSize::new(16).unwrap()).unwrap()
 }
 
-/// Fits a linear model by gradient descent on `devices` devices, and returns the loss of every step.
+/// Fits a linear model by gradient descent on `devices` devices, and returns the loss of every
+/// step.
 fn loss_curve(devices: usize) -> Vec<f64> {
     let lengths = WEB.draw(480);
     let order = DistributedSampler::new(

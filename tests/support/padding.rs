@@ -1,5 +1,5 @@
-//! Tables of the padding that the batcher leaves on realistic lengths. A bench prints them, and a test
-//! compares them with snapshots.
+//! Tables of the padding that the batcher leaves on realistic lengths. A bench prints them, and a
+//! test compares them with snapshots.
 
 #![allow(clippy::unwrap_used, reason = "a figure that cannot be made is a failed test")]
 #![allow(clippy::missing_panics_doc, reason = "a figure that cannot be made is a failed test")]
@@ -105,7 +105,8 @@ pub fn bucket_efficiency(buckets: &Buckets, lengths: &[u32]) -> f64 {
     reason = "boundaries are small positive numbers"
 )]
 /// Returns `n` boundaries by common rules: quantiles, an equal number of tokens in each bucket
-/// (Lhotse), and a constant ratio between boundaries (a finer form of `TensorFlow`'s powers of two).
+/// (Lhotse), and a constant ratio between boundaries (a finer form of `TensorFlow`'s powers of
+/// two).
 #[must_use]
 pub fn common_rules(lengths: &[u32], n: u32) -> [(&'static str, Buckets); 3] {
     let mut sorted: Vec<u64> = lengths.iter().map(|&length| length.into()).collect();
@@ -158,8 +159,8 @@ pub fn rows(lengths: &[u32], row_length: u64, packing: Packing) -> u64 {
     DynamicBatchSampler::new(lengths, config).unwrap().iter().count() as u64
 }
 
-/// Returns a lower bound on the number of rows: L2 of Martello and Toth ("Lower bounds and reduction
-/// procedures for the bin packing problem", 1990).
+/// Returns a lower bound on the number of rows: L2 of Martello and Toth ("Lower bounds and
+/// reduction procedures for the bin packing problem", 1990).
 #[must_use]
 pub fn fewest_rows(lengths: &[u32], row_length: u64) -> u64 {
     let mut counts = BTreeMap::<u64, u64>::new();

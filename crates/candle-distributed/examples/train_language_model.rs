@@ -102,8 +102,8 @@ fn loss(_: &Replica, model: &Units, batch: (Tensor, Tensor)) -> candle_core::Res
     Ok(Loss::sum(all.sum, all.weight))
 }
 
-/// Trains up to step `last` from the newest checkpoint, or from the start. Returns the last loss, or
-/// `None` if no step was left.
+/// Trains up to step `last` from the newest checkpoint, or from the start. Returns the last loss,
+/// or `None` if no step was left.
 pub(crate) fn train(
     mesh: &DeviceMesh,
     model: &mut Model,

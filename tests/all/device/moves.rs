@@ -1,7 +1,8 @@
 //! Copies of tensors to a device and back are complete, for every source.
 //!
-//! A GPU computes while the program continues. A copy that does not wait is right for small tensors,
-//! by luck, and sometimes wrong for large ones. So these tensors are large and move many times.
+//! A GPU computes while the program continues. A copy that does not wait is right for small
+//! tensors, by luck, and sometimes wrong for large ones. So these tensors are large and move many
+//! times.
 
 use candle_core::{DType, Device, Tensor};
 use candle_distributed::mesh::{ALL, DeviceMesh, Error, MeshError, P};

@@ -1,7 +1,7 @@
 //! Starts the processes of a test, checks how they exit, and compares results.
 //!
-//! A test program starts itself once for each rank and case. A rank computes over processes and over
-//! threads, and both results must have the same bits.
+//! A test program starts itself once for each rank and case. A rank computes over processes and
+//! over threads, and both results must have the same bits.
 
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 #![allow(clippy::print_stdout, reason = "these programs have no test harness to list the cases")]

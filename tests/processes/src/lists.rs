@@ -13,8 +13,8 @@ use pmap_mesh::{
 
 use crate::assert_same;
 
-/// Returns a layout of these tensors over `ranks`, with cuts that depend on the seed. Some ranks own
-/// several runs of a tensor, out of order, and others own none.
+/// Returns a layout of these tensors over `ranks`, with cuts that depend on the seed. Some ranks
+/// own several runs of a tensor, out of order, and others own none.
 pub fn layout(tensors: &[(Vec<usize>, DType)], ranks: usize, seed: u64) -> RunLayout {
     let mut by_rank: Vec<Vec<Run>> = vec![Vec::new(); ranks];
     let draw = |n: usize, limit: usize| {

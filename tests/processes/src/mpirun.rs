@@ -14,8 +14,8 @@ use core_types::LaunchEnv;
 
 use crate::{Case, LIMIT};
 
-/// Starts every case under `mpirun`. In the started processes, calls `run` with the name of the case
-/// and the number of ranks instead.
+/// Starts every case under `mpirun`. In the started processes, calls `run` with the name of the
+/// case and the number of ranks instead.
 pub fn main(cases: &[Case], run: impl FnOnce(&str, usize)) -> ExitCode {
     main_and_then(cases, run, || ())
 }

@@ -70,8 +70,8 @@ fn start(name: &str, rank: usize, ranks: usize, folder: &Path, log: &Path) -> Ch
     command.stdout(Stdio::null()).stderr(File::create(log).unwrap()).spawn().unwrap()
 }
 
-/// Waits for all processes, and kills the rest if one fails. Returns true if all succeeded, or `None`
-/// after the time limit.
+/// Waits for all processes, and kills the rest if one fails. Returns true if all succeeded, or
+/// `None` after the time limit.
 fn wait(children: &mut [Child]) -> Option<bool> {
     let start = Instant::now();
     loop {

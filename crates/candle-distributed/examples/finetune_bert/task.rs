@@ -1,7 +1,8 @@
 //! An artificial task: does a text have more good words or more bad words?
 //!
-//! A hash decides whether a word is good, so a model can learn it from examples only. The classifier
-//! alone cannot learn the task on a frozen encoder: 32 features are too few to separate 400 words.
+//! A hash decides whether a word is good, so a model can learn it from examples only. The
+//! classifier alone cannot learn the task on a frozen encoder: 32 features are too few to separate
+//! 400 words.
 
 #![allow(clippy::cast_possible_truncation, reason = "the numbers are small")]
 
