@@ -181,7 +181,7 @@ def jax_host(devices: int) -> Iterator[Figure]:
     seconds, result = sample(lambda _: jax.device_put(host, sharded).block_until_ready(), calls)
     assert np.array_equal(result, host)
     starts = [shard.data.unsafe_buffer_pointer() for shard in result.addressable_shards]
-    assert not any(host.ctypes.data <= start < host.ctypes.data + host.nbytes for start in starts), "the array was not copied"
+    assert not any(host.ctypes.data <= start < host.ctypes.data + host.nbytes for start in starts), "the array is not a copy"
     yield Figure(f"jax/scatter/device_put/64 MB/{devices}", seconds, host.nbytes)
 
 
@@ -253,7 +253,7 @@ def check_losses(losses: list[float]) -> None:
     """Checks the losses: every kind of step must learn the same; PyTorch and JAX differ in the fifth digit."""
     expected = {0: 0.33609, 5: 0.25033}
     for step, loss in expected.items():
-        assert abs(losses[step] - loss) < 1e-4, f"the losses are {losses[:12]}, but the loss of step {step} must be {loss}"
+        assert abs(losses[step] - loss) < 1e-4, f"the losses are {losses[:12]}, but step {step} must have {loss}"
 
 
 def torch_process(rank: int, world: int, directory: str, body: Callable[..., Any], outcomes: Any) -> None:

@@ -55,13 +55,13 @@ def main():
     run_ours(sorted({pair[4] for pair in pairs}))
     figures = {script: run_theirs(script) for script in sorted({pair[2] for pair in pairs})}
     print("| measurement | our bench | our time | peer | its time | ratio |\n|---|---|---|---|---|---|")
-    for measurement, peer, script, figure, bench, repetitions in pairs:
+    for title, peer, script, figure, bench, repetitions in pairs:
         theirs = next((seconds for name, seconds in figures[script] if figure in name), None)
         if theirs is None:
-            print(f"{peer}, {measurement}: no figure", file=sys.stderr)
+            print(f"{peer}, {title}: no figure", file=sys.stderr)
             continue
         ours = median(bench) / repetitions
-        print(f"| {measurement} | `{bench}` | {time(ours)} | {peer} {version(peer)} | {time(theirs)} | {theirs / ours:.3g} |")
+        print(f"| {title} | `{bench}` | {time(ours)} | {peer} {version(peer)} | {time(theirs)} | {theirs / ours:.3g} |")
 
 
 def run_ours(benches):
