@@ -181,7 +181,7 @@ def jax_host(devices: int) -> Iterator[Figure]:
     seconds, result = sample(lambda _: jax.device_put(host, sharded).block_until_ready(), calls)
     assert np.array_equal(result, host)
     starts = [shard.data.unsafe_buffer_pointer() for shard in result.addressable_shards]
-    assert not any(host.ctypes.data <= start < host.ctypes.data + host.nbytes for start in starts), "the array is not a copy"
+    assert not any(host.ctypes.data <= start < host.ctypes.data + host.nbytes for start in starts), "not copied"
     yield Figure(f"jax/scatter/device_put/64 MB/{devices}", seconds, host.nbytes)
 
 
