@@ -56,21 +56,12 @@ fn sample_resumes_with_another_world_size() {
     let read = |more: &[&str]| -> Vec<u64> {
         text(&[&world[..], more].concat()).lines().map(|line| line.parse().unwrap()).collect()
     };
-    let four = |rank| {
-        read(&[
-            "--world-size",
-            "4",
-            "--rank",
-            rank,
-            "--epoch",
-            "3",
-            "--count",
-            "100",
-            "--save-state",
-            state,
-        ])
-    };
-    let first: Vec<u64> = ["0", "1", "2", "3"].into_iter().flat_map(four).collect();
+    let mut first = Vec::new();
+    for rank in ["0", "1", "2", "3"] {
+        let world = ["--world-size", "4", "--rank", rank];
+        let save = ["--epoch", "3", "--count", "100", "--save-state", state];
+        first.extend(read(&[&world[..], &save].concat()));
+    }
     let whole = read(&["--epoch", "3", "--count", "410"]);
     assert!((0..400).all(|n| first.contains(&whole[n])));
     assert_eq!(read(&["--resume", state, "--count", "10"]), whole[400..]);
@@ -150,8 +141,7 @@ fn sample_mixes_data_sets_by_weight() {
 #[test]
 fn sample_locates_a_sample() {
     let world = ["sample", "--len", "1000000000000", "--world-size", "8", "--partition", "strided"];
-    let with = |more: &[&'static str]| json(&[&world[..], more].concat());
-    let place = with(&["--locate", "7"]);
+    let place = json(&[&world[..], &["--locate", "7"]].concat());
     let (position, rank) = (place["position"].as_u64().unwrap(), place["rank"].as_u64().unwrap());
     assert_eq!(position % 8, rank);
     let (rank, start) = (rank.to_string(), (position / 8).to_string());
@@ -243,8 +233,10 @@ fn batches(lengths: &str, args: &[&str]) -> Value {
 /// Checks the batches, as (indices, padded length), and the numbers of real and padded tokens.
 fn batches_are(lengths: &str, args: &[&str], expected: &[(&[u64], u64)], tokens: (u64, u64)) {
     let answer = batches(lengths, args);
-    let pair = |batch: &Value| (batch["indices"].clone(), batch["padded_length"].clone());
-    let found: Vec<_> = answer["batches"].as_array().unwrap().iter().map(pair).collect();
+    let mut found = Vec::new();
+    for batch in answer["batches"].as_array().unwrap() {
+        found.push((batch["indices"].clone(), batch["padded_length"].clone()));
+    }
     let expected: Vec<_> =
         expected.iter().map(|(indices, length)| (json!(indices), json!(length))).collect();
     assert_eq!(found, expected, "{args:?}");
@@ -611,8 +603,8 @@ fn plan_follows_rules_and_patterns() {
 fn plan_itemizes_memory_of_candle_runtime() {
     let (_dir, model) = file("model.json", MANIFEST);
     let plan = ["plan", &model, "--world-size", "4", "--runtime", "candle"];
-    let told = [&plan[..], &["--tokens", "10", "--width", "8", "--slots", "2"]].concat();
-    let report = json(&told);
+    let with_batch = [&plan[..], &["--tokens", "10", "--width", "8", "--slots", "2"]].concat();
+    let report = json(&with_batch);
     let rank = &report["ranks"][0];
     assert_eq!(rank["storage_bytes"], rank["param_bytes"]);
     let bytes = |field: &str| rank[field].as_u64().unwrap();
@@ -626,7 +618,7 @@ fn plan_itemizes_memory_of_candle_runtime() {
     let expected = both + once + 2 * others.iter().sum::<u64>();
     assert_eq!(report["process"], json!({"slots": 2, "peak_bytes": expected}));
 
-    let words = text(&told).replace(',', "");
+    let words = text(&with_batch).replace(',', "");
     assert!(words.contains("a process of 2 ranks that share gathered parameters needs"), "{words}");
     for (term, bytes) in [
         ("gathered units", once),
@@ -809,8 +801,10 @@ fn train_check_does_not_change_training() {
     };
     let trained = |name: &str| {
         let metrics = fs::read_to_string(path(name).join("metrics.jsonl")).unwrap();
-        let loss = |line: &str| serde_json::from_str::<Value>(line).unwrap()["loss"].clone();
-        let losses: Vec<Value> = metrics.lines().map(loss).collect();
+        let mut losses = Vec::new();
+        for line in metrics.lines() {
+            losses.push(serde_json::from_str::<Value>(line).unwrap()["loss"].clone());
+        }
         assert_eq!(losses.len(), 3);
         (losses, fs::read(path(name).join("model/model.safetensors")).unwrap())
     };

@@ -52,8 +52,7 @@ fn sharding_does_not_change_results() {
     }
 }
 
-/// The gradients of two copies are added in another order than the gradients of four devices, so
-/// losses are only nearly equal.
+/// Compares with a tolerance, since two copies add gradients in another order than four devices.
 #[test]
 fn replicas_learn_the_same() {
     let home = Home::new();
