@@ -314,7 +314,7 @@ fn damaged_metrics_are_reported_and_kept() {
     assert_eq!(fs::read(&backup).unwrap(), damaged);
     for words in [
         "warning: ",
-        "has damage in line 3; the whole file is kept as",
+        "has damage in line 3; the whole file is backed up as",
         "lacks the metrics of step 3\n",
     ] {
         assert!(said(&resumed).contains(words), "{}", said(&resumed));
