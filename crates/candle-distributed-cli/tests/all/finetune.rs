@@ -178,7 +178,7 @@ fn held_out_examples_are_not_trained() {
     let mut small = model.arguments("small", &["--init", "3", "--validation", "0.1"]);
     small.extend(["--steps", "1"].map(str::to_owned));
     let small: Vec<&str> = small.iter().map(String::as_str).collect();
-    refuses(&small, &["are held out, less than the 96 of a step", "hint: a larger --validation"]);
+    refuses(&small, &["are held out, fewer than one step (96)", "hint: a larger --validation"]);
 }
 
 #[test]
@@ -265,7 +265,7 @@ fn adapters_resume_and_shard() {
     let page = fs::read_to_string(model.at("whole/report.html")).unwrap();
     assert!(page.contains("lora") && page.contains("started from"), "{page}");
     // A run that trained only adapters has no model.
-    is_refused(&model, &["--model", &out], &["holds adapters, and not their model"]);
+    is_refused(&model, &["--model", &out], &["holds adapters, but not their model"]);
 }
 
 #[test]
@@ -307,7 +307,7 @@ fn untrainable_models_are_rejected_by_name() {
     is_refused(
         &model,
         &with(&["--rows", "packed", "--batch-size", "99"]),
-        &["packed rows, and a step has 99", "hint: a smaller --batch-size"],
+        &["packed rows, but a step has 99", "hint: a smaller --batch-size"],
     );
     is_refused(&model, &with(&["--lr", "0"]), &["--lr is 0"]);
     is_refused(&model, &with(&["--validation", "1"]), &["a fraction 1 of 16 examples is 16"]);
@@ -409,7 +409,7 @@ fn resume_requires_same_model_and_options() {
     replace(config.clone(), "\"rms_norm_eps\":1e-6", "\"rms_norm_eps\":1e-5");
     refuses(
         &resume(&out, &[]),
-        &["is not the model that the run began with", "hint: give --model"],
+        &["is not the model that the run started with", "hint: give --model"],
     );
     replace(config, "\"rms_norm_eps\":1e-5", "\"rms_norm_eps\":1e-6");
     // The folder may have moved.

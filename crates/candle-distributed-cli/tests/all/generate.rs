@@ -197,7 +197,7 @@ fn incomplete_folders_are_rejected() {
     copy.remove("config.json").is_refused(&["config.json", "hf download"]);
     let copy = FolderCopy::new("llama");
     copy.remove("model.safetensors").write("pytorch_model.bin", "PK");
-    copy.is_refused(&["has weights in pytorch_model.bin alone", "save_pretrained"]);
+    copy.is_refused(&["has weights only in pytorch_model.bin", "save_pretrained"]);
     copy.remove("pytorch_model.bin").is_refused(&["has no model.safetensors and no"]);
     let copy = FolderCopy::new("llama");
     copy.remove("tokenizer.json").is_refused(&["has no tokenizer.json", "AutoTokenizer"]);
@@ -221,7 +221,7 @@ fn incomplete_folders_are_rejected() {
 fn mismatched_tokenizers_are_rejected() {
     let copy = FolderCopy::new("llama");
     copy.set("config.json", "vocab_size", json!(319));
-    copy.is_refused(&["has number 319, and the model has 319 tokens"]);
+    copy.is_refused(&["has number 319, but the model has 319 tokens"]);
     let copy = FolderCopy::new("llama");
     copy.set("tokenizer_config.json", "eos_token", Value::Null);
     copy.set("config.json", "eos_token_id", Value::Null);
@@ -239,7 +239,7 @@ fn unusable_prompts_are_rejected() {
     let long = "fog ".repeat(200);
     refuses(
         &["generate", &golden("llama"), "--prompt", &long],
-        &["tokens, and the model has 128 positions", "\nhint: "],
+        &["tokens, but the model has 128 positions", "\nhint: "],
     );
     refuses(
         &["generate", &golden("qwen2"), "--prompt", ""],
@@ -342,7 +342,7 @@ fn train_rejects_unusable_prompts_early() {
     let train = ["train", "--data", &data, "--steps", "2", "--context", "384", "--out", &run];
     let long = "a".repeat(385);
     for (more, words) in [
-        (&["--prompt", &long][..], "the prompt has 385 tokens, and the model has 384 positions"),
+        (&["--prompt", &long][..], "the prompt has 385 tokens, but the model has 384 positions"),
         (&["--prompt", ""], "the prompt has no token"),
         (&["--prompt", "a", "--temperature", "0"], "the temperature is 0, must be above 0"),
         (&["--temperature", "1"], "--prompt"),

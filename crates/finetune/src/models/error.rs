@@ -20,7 +20,7 @@ pub enum ModelError {
         expected: String,
     },
     /// Two fields contradict each other: the file has both layouts, of transformers 4 and 5.
-    #[error("{first} and {second} mean the same, but differ: leave one of them out")]
+    #[error("{first} and {second} differ, but mean the same: leave one of them out")]
     Differ {
         /// A field of `config.json`.
         first: &'static str,

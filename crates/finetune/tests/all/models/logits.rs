@@ -141,7 +141,7 @@ fn overlong_sequences_are_rejected() {
     let row = |len: i64| ids(&[(0..len).collect()]);
     let logits = |tokens: Tokens| golden.llama.logits(&units, &tokens).map(drop);
     let refused = |found: candle_core::Result<()>, length: usize| {
-        let expected = format!("a sequence has {length} tokens, the model has 128 positions");
+        let expected = format!("a sequence has {length} tokens, but the model has 128 positions");
         assert!(found.unwrap_err().to_string().contains(&expected));
     };
     logits(Tokens::rows(row(128))).unwrap();
