@@ -116,7 +116,8 @@ impl Workload<'_> {
         // Besides the returned gradients, the backward pass has a zero tensor per added gradient, and
         // the sum.
         let largest = self.parameters.iter().map(numel).fold(0, u128::max);
-        let (single, item) = (Precision::F32.bytes(), self.precision.bytes());
+        let single = Precision::F32.bytes();
+        let item = self.precision.bytes();
         // In half precision, the optimizer also has single-precision copies.
         let masters = if item < single { single } else { 0 };
         vec![
@@ -193,7 +194,8 @@ impl Workload<'_> {
         /// Values per vocabulary entry: a logit, a probability, and a gradient.
         const LOGITS: usize = 3;
         let ModelSizes { of_layer, vocabulary, .. } = self.sizes;
-        let (widths, logits) = (layers * of_layer, vocabulary * LOGITS);
+        let widths = layers * of_layer;
+        let logits = vocabulary * LOGITS;
         let single = Precision::F32.bytes();
         let of_width = match self.precision {
             Precision::F32 => single,
@@ -360,10 +362,11 @@ mod tests {
         };
         let too_large = |work: Workload<'_>, limit| work.too_large_to_generate(limit).unwrap();
         assert_eq!(too_large(work(Some(&full), (3, 4)), None), Some(8 * all));
-        let (together, whole) = (work(Some(&full), (0, 8)), work(None, (0, 1)));
+        let together = work(Some(&full), (0, 8));
+        let whole = work(None, (0, 1));
         assert_eq!((too_large(together, None), too_large(whole, None)), (None, None));
-        let (less, enough) =
-            (MemoryLimit::for_process(8 * all - 1, ""), MemoryLimit::for_process(8 * all, ""));
+        let less = MemoryLimit::for_process(8 * all - 1, "");
+        let enough = MemoryLimit::for_process(8 * all, "");
         assert_eq!(too_large(whole, Some(&less)), Some(8 * all));
         assert_eq!(too_large(whole, Some(&enough)), None);
     }

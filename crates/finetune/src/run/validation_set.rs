@@ -61,7 +61,8 @@ impl ValidationSet {
         device: &Device,
         mut evaluate: impl FnMut(BatchTensors) -> Result<Evaluation, E>,
     ) -> Result<ValidationPoint, E> {
-        let (mut sum, mut predictions) = (0., 0.);
+        let mut sum = 0.;
+        let mut predictions = 0.;
         for batches in &self.steps {
             let tensors = self.data.collate(batches, device).map_err(Error::from)?;
             let found = evaluate(tensors)?;

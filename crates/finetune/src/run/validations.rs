@@ -82,7 +82,8 @@ fn parse(text: &[u8]) -> (Vec<ValidationPoint>, Vec<u64>) {
     let mut lines: Vec<&[u8]> = text.split(|&byte| byte == b'\n').collect();
     let last: Option<ValidationPoint> =
         lines.pop().and_then(|last| serde_json::from_slice(last).ok());
-    let (mut found, mut damaged) = (Vec::new(), Vec::new());
+    let mut found = Vec::new();
+    let mut damaged = Vec::new();
     for (number, line) in (1..).zip(lines) {
         match serde_json::from_slice(line) {
             Ok(line) => found.push(line),
