@@ -175,12 +175,14 @@ fn has_weights(path: &Path) -> Result<bool> {
 
 /// Returns the name of an unsupported weight file, if there is one.
 fn other_weights(path: &Path) -> Result<Option<String>> {
-    let names: io::Result<BTreeSet<_>> = fs::read_dir(path)
+    let names: io::Result<BTreeSet<OsString>> = fs::read_dir(path)
         .and_then(|entries| entries.map(|entry| entry.map(|entry| entry.file_name())).collect());
     let names = names.map_err(|cause| Error::io(path, cause))?;
-    let is_other = |name: &&OsString| {
-        let ending = Path::new(name).extension().and_then(OsStr::to_str);
-        ending.is_some_and(|ending| OTHER_WEIGHTS.contains(&ending))
-    };
-    Ok(names.iter().find(is_other).map(|name| name.to_string_lossy().into_owned()))
+    let found = names.iter().find(|name| is_other_weights(name));
+    Ok(found.map(|name| name.to_string_lossy().into_owned()))
+}
+
+fn is_other_weights(name: &OsStr) -> bool {
+    let extension = Path::new(name).extension().and_then(OsStr::to_str);
+    extension.is_some_and(|extension| OTHER_WEIGHTS.contains(&extension))
 }

@@ -27,9 +27,10 @@ impl Chooser {
     /// If a logit is NaN or +∞, or if all are −∞.
     pub(super) fn choose(&mut self, logits: &Tensor) -> Result<u32> {
         let logits: Vec<f32> = logits.to_vec1()?;
-        let is_wrong = |logit: &f32| logit.is_nan() || *logit == f32::INFINITY;
-        if let Some(token) = logits.iter().position(is_wrong) {
-            candle_core::bail!("the logit of token {token} is {}", logits[token]);
+        for (token, &logit) in logits.iter().enumerate() {
+            if logit.is_nan() || logit == f32::INFINITY {
+                candle_core::bail!("the logit of token {token} is {logit}");
+            }
         }
         let position = match self.temperature {
             None => likeliest(&logits),

@@ -157,8 +157,11 @@ impl LlamaConfig {
 }
 
 fn architecture(found: &[String]) -> Result<Architecture, ModelError> {
-    let known = |name: &String| ARCHITECTURES.iter().find(|(known, _)| known == name);
-    let [(_, architecture)] = found.iter().filter_map(known).collect::<Vec<_>>()[..] else {
+    let mut known = Vec::new();
+    for name in found {
+        known.extend(ARCHITECTURES.iter().filter(|(known, _)| known == name));
+    }
+    let [(_, architecture)] = known[..] else {
         let names = ARCHITECTURES.map(|(name, _)| name).join(", ");
         return Err(refused("architectures", &format!("{found:?}"), format!("one of {names}")));
     };

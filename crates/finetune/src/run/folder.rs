@@ -549,8 +549,7 @@ pub(crate) mod tests {
             assert_eq!(fs::read_to_string(other.join(name)).unwrap(), "kept");
         }
         let file = RunFolder::create(&run.join(METRICS), &spec());
-        let is_write = |error: Error| matches!(error, Error::Write { .. });
-        assert!(file.is_err_and(is_write), "a file is not a folder");
+        assert!(matches!(file, Err(Error::Write { .. })), "a file is not a folder");
     }
 
     fn lines(steps: std::ops::Range<u64>) -> String {

@@ -297,9 +297,10 @@ mod tests {
     }
 
     fn assert_near(found: &[f64], expected: &[f64]) {
-        let is_near = |(found, expected): (&f64, &f64)| (found - expected).abs() < 1e-12;
         assert_eq!(found.len(), expected.len());
-        assert!(found.iter().zip(expected).all(is_near), "{found:?}, {expected:?}");
+        for (rate, expected_rate) in found.iter().zip(expected) {
+            assert!((rate - expected_rate).abs() < 1e-12, "{found:?}, {expected:?}");
+        }
     }
 
     #[test]

@@ -380,9 +380,11 @@ impl SpecialTokens {
         let mut ends = Vec::new();
         if let Some(token) = &self.eos_token {
             let text = token.text();
-            let unknown =
-                || TokenizerError::UnknownEnd { path: folder.into(), token: text.to_owned() };
-            ends.push(inner.token_to_id(text).ok_or_else(unknown)?);
+            let Some(id) = inner.token_to_id(text) else {
+                let token = text.to_owned();
+                return Err(TokenizerError::UnknownEnd { path: folder.into(), token }.into());
+            };
+            ends.push(id);
         }
         let generation_ids: Ids = read_part(folder, files, GENERATION)?;
         let more =
@@ -576,8 +578,9 @@ mod tests {
         });
         let tokenizer = open(copy.path()).unwrap();
         assert_eq!((tokenizer.end, tokenizer.is_end(317)), (319, true));
-        let without_token = |config: &mut Value| config["eos_token"] = Value::Null;
-        let copy = golden::changed("qwen2", "tokenizer_config.json", without_token);
+        let copy = golden::changed("qwen2", "tokenizer_config.json", |config| {
+            config["eos_token"] = Value::Null;
+        });
         assert_eq!(open(copy.path()).unwrap().end, 319);
         fs::write(
             copy.path().join("special_tokens_map.json"),

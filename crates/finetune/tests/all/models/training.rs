@@ -175,19 +175,15 @@ pub(crate) fn loss(
     move |_, model, (ids, labels)| llama.loss(model, &Tokens::rows(ids), &labels)
 }
 
-/// Token ids of a step, and its labels: all tokens but padding.
+/// Returns the token ids of a step, and its labels: all tokens except padding.
 pub(crate) fn batch(golden: &Golden, step: usize) -> (Tensor, Tensor) {
     let batches = golden.expected["batches"].as_array().unwrap();
     let batch = &batches[step % batches.len()];
     let tokens = Golden::rows(&batch["input_ids"]);
     let lengths = batch["lengths"].as_array().unwrap().iter().map(|len| len.as_u64().unwrap());
-    let targets: Vec<Vec<i64>> = tokens
-        .iter()
-        .zip(lengths)
-        .map(|(row, len)| {
-            let real = |(n, &id): (usize, &i64)| if (n as u64) < len { id } else { -100 };
-            row.iter().enumerate().map(real).collect()
-        })
-        .collect();
+    let mut targets = tokens.clone();
+    for (row, len) in targets.iter_mut().zip(lengths) {
+        row[usize::try_from(len).unwrap()..].fill(-100);
+    }
     (ids(&tokens), labels(&targets))
 }
