@@ -56,21 +56,12 @@ fn sample_resumes_with_another_world_size() {
     let read = |more: &[&str]| -> Vec<u64> {
         text(&[&world[..], more].concat()).lines().map(|line| line.parse().unwrap()).collect()
     };
-    let four = |rank| {
-        read(&[
-            "--world-size",
-            "4",
-            "--rank",
-            rank,
-            "--epoch",
-            "3",
-            "--count",
-            "100",
-            "--save-state",
-            state,
-        ])
-    };
-    let first: Vec<u64> = ["0", "1", "2", "3"].into_iter().flat_map(four).collect();
+    let mut first = Vec::new();
+    for rank in ["0", "1", "2", "3"] {
+        let world = ["--world-size", "4", "--rank", rank];
+        let save = ["--epoch", "3", "--count", "100", "--save-state", state];
+        first.extend(read(&[&world[..], &save].concat()));
+    }
     let whole = read(&["--epoch", "3", "--count", "410"]);
     assert!((0..400).all(|n| first.contains(&whole[n])));
     assert_eq!(read(&["--resume", state, "--count", "10"]), whole[400..]);
@@ -150,8 +141,7 @@ fn sample_mixes_data_sets_by_weight() {
 #[test]
 fn sample_locates_a_sample() {
     let world = ["sample", "--len", "1000000000000", "--world-size", "8", "--partition", "strided"];
-    let with = |more: &[&'static str]| json(&[&world[..], more].concat());
-    let place = with(&["--locate", "7"]);
+    let place = json(&[&world[..], &["--locate", "7"]].concat());
     let (position, rank) = (place["position"].as_u64().unwrap(), place["rank"].as_u64().unwrap());
     assert_eq!(position % 8, rank);
     let (rank, start) = (rank.to_string(), (position / 8).to_string());
@@ -234,18 +224,19 @@ fn batch_json_has_documented_fields() {
     assert_eq!(figures, [&json!(0.8125), &json!(2), &json!(3), &json!(12)]);
 }
 
-/// The answer of `batch` over these lengths.
+/// Returns the JSON output of `batch` for these lengths.
 fn batches(lengths: &str, args: &[&str]) -> Value {
     let (_dir, path) = file("lengths.txt", lengths);
     json(&[&["batch", "--lengths", &path, "--strategy"], args].concat())
 }
 
-/// Checks which batches come, as (indices, padded length), and how many of their tokens are real,
-/// of how many.
+/// Checks the batches, as (indices, padded length), and the numbers of real and padded tokens.
 fn batches_are(lengths: &str, args: &[&str], expected: &[(&[u64], u64)], tokens: (u64, u64)) {
     let answer = batches(lengths, args);
-    let pair = |batch: &Value| (batch["indices"].clone(), batch["padded_length"].clone());
-    let found: Vec<_> = answer["batches"].as_array().unwrap().iter().map(pair).collect();
+    let mut found = Vec::new();
+    for batch in answer["batches"].as_array().unwrap() {
+        found.push((batch["indices"].clone(), batch["padded_length"].clone()));
+    }
     let expected: Vec<_> =
         expected.iter().map(|(indices, length)| (json!(indices), json!(length))).collect();
     assert_eq!(found, expected, "{args:?}");
@@ -258,7 +249,7 @@ fn batch_cuts_sorted_sequences() {
     let both = ["sorted", "--max-batch-size", "3"];
     let with = |cut| [&both[..], &["--cut", cut]].concat();
     let lengths = "1 5 1 1 1 5 1";
-    // The batch that is not full comes first or last if the cut is greedy, and here in between.
+    // A greedy cut leaves the incomplete batch at an end, the optimal cut here in between.
     let greedy: [(&[_], _); 3] = [(&[0], 1), (&[2, 3, 4], 1), (&[6, 1, 5], 5)];
     batches_are(lengths, &with("greedy"), &greedy, (15, 19));
     for optimal in [&both[..], &with("optimal")] {
@@ -288,7 +279,7 @@ fn batch_optimizes_bucket_boundaries() {
     batches_are("10 80 15 70 9", &bucket, &[(&[0, 2], 15), (&[1, 3], 80), (&[4], 9)], (184, 199));
     let fixed = [&bucket[..], &["--fixed-shapes"]].concat();
     batches_are("10 80 15 70 9", &fixed, &[(&[0, 2], 15), (&[1, 3], 80), (&[4], 15)], (184, 205));
-    // A sequence that is left out moves no boundary; one that is cut counts with its cut length.
+    // A skipped sequence moves no boundary. A truncated sequence counts with its new length.
     let skip = [&fixed[..], &["--max-sequence-length", "15", "--overlong", "skip"]].concat();
     batches_are("10 80 15 70 9", &skip, &[(&[0, 4], 10), (&[2], 15)], (34, 35));
     let truncate =
@@ -492,7 +483,7 @@ fn batch_rejects_bad_input() {
 const MANIFEST: &str =
     r#"{"h.0.w": {"dtype": "F32", "shape": [10, 4]}, "h.0.b": {"dtype": "F32", "shape": [4]}}"#;
 
-/// A safetensors file with this header and no tensor bytes behind it.
+/// Builds a safetensors file with this header and no tensor bytes.
 fn safetensors(header: &str) -> Vec<u8> {
     [&(header.len() as u64).to_le_bytes()[..], header.as_bytes()].concat()
 }
@@ -612,8 +603,8 @@ fn plan_follows_rules_and_patterns() {
 fn plan_itemizes_memory_of_candle_runtime() {
     let (_dir, model) = file("model.json", MANIFEST);
     let plan = ["plan", &model, "--world-size", "4", "--runtime", "candle"];
-    let told = [&plan[..], &["--tokens", "10", "--width", "8", "--slots", "2"]].concat();
-    let report = json(&told);
+    let with_batch = [&plan[..], &["--tokens", "10", "--width", "8", "--slots", "2"]].concat();
+    let report = json(&with_batch);
     let rank = &report["ranks"][0];
     assert_eq!(rank["storage_bytes"], rank["param_bytes"]);
     let bytes = |field: &str| rank[field].as_u64().unwrap();
@@ -627,7 +618,7 @@ fn plan_itemizes_memory_of_candle_runtime() {
     let expected = both + once + 2 * others.iter().sum::<u64>();
     assert_eq!(report["process"], json!({"slots": 2, "peak_bytes": expected}));
 
-    let words = text(&told).replace(',', "");
+    let words = text(&with_batch).replace(',', "");
     assert!(words.contains("a process of 2 ranks that share gathered parameters needs"), "{words}");
     for (term, bytes) in [
         ("gathered units", once),
@@ -637,7 +628,7 @@ fn plan_itemizes_memory_of_candle_runtime() {
     ] {
         assert!(words.contains(&format!("{term} {bytes}")), "{term}: {words}");
     }
-    // Without a batch there are no activations to tell of.
+    // Activations need --tokens and --width.
     assert!(json(&plan)["ranks"][0].get("activation_bytes").is_none());
     refuses(&["plan", &model, "--world-size", "4", "--tokens", "10"], &["--width"]);
 
@@ -768,7 +759,7 @@ fn train_resumes_only_with_same_settings() {
     fs::write(home.at("other.txt"), "something else\n\n".repeat(98)).unwrap();
     let other = home.path("other.txt");
     home.is_refused("run", &["--data", &other], &["the text", "hint: ", "another folder"]);
-    // As if it had been killed while it wrote its last checkpoint.
+    // Simulates a kill during the write of the last checkpoint.
     let last = home.at("run").join("checkpoints/step-0000000008");
     fs::rename(&last, last.with_extension("partial")).unwrap();
     let resumed = home.resume("run", &[]);
@@ -777,7 +768,7 @@ fn train_resumes_only_with_same_settings() {
     assert_eq!((home.losses("run"), home.model("run") == model), (losses, true));
 }
 
-/// The number of folders in a folder.
+/// Counts the folders in a folder.
 fn folders(path: &Path) -> usize {
     fs::read_dir(path).unwrap().filter(|entry| entry.as_ref().unwrap().path().is_dir()).count()
 }
@@ -810,8 +801,10 @@ fn train_check_does_not_change_training() {
     };
     let trained = |name: &str| {
         let metrics = fs::read_to_string(path(name).join("metrics.jsonl")).unwrap();
-        let loss = |line: &str| serde_json::from_str::<Value>(line).unwrap()["loss"].clone();
-        let losses: Vec<Value> = metrics.lines().map(loss).collect();
+        let mut losses = Vec::new();
+        for line in metrics.lines() {
+            losses.push(serde_json::from_str::<Value>(line).unwrap()["loss"].clone());
+        }
         assert_eq!(losses.len(), 3);
         (losses, fs::read(path(name).join("model/model.safetensors")).unwrap())
     };
@@ -821,13 +814,13 @@ fn train_check_does_not_change_training() {
     checked(&run("checked", &["--check"]));
     assert!(trained("checked") == plain);
 
-    // A run that is resumed checks the model that it resumes with.
+    // A resumed run checks the resumed model.
     fs::remove_dir_all(path("plain").join("model")).unwrap();
     checked(&run("plain", &["--resume", "--check"]));
     assert!(trained("plain") == plain);
 }
 
-/// How a run ends that gets signals, some after each of its first steps.
+/// Runs `train` to its end, and sends it signals after each of its first steps.
 #[cfg(unix)]
 fn interrupted(mut train: Command, signals: &[&str], out: &Path) -> Output {
     let steps = || {
@@ -835,7 +828,7 @@ fn interrupted(mut train: Command, signals: &[&str], out: &Path) -> Output {
     };
     let child = train.stdout(Stdio::null()).stderr(Stdio::piped()).spawn().unwrap();
     for signals in signals {
-        // After a step its handler is surely there, and one more is made of a signal ignored.
+        // After a step, the handler is installed. Another step shows that a signal was ignored.
         let before = steps();
         while steps() <= before {
             std::thread::yield_now();
@@ -871,7 +864,7 @@ fn interrupted_train_saves_and_prints_hint() {
             interrupted(command(&[&sharded[..], &steps, &session].concat()), &[signal], &out);
         assert_eq!(ended.status.code(), Some(130), "{signal}");
         let said = String::from_utf8(ended.stderr).unwrap();
-        // What a shell takes as it stands.
+        // The command must be quoted for a shell.
         let hint = format!(
             "hint: to resume: candle-distributed train --out '{}' --resume --world-size 3 \
              --strategy full --keep gathered --optimizer-in-backward --checkpoint-every 20 \
@@ -903,7 +896,7 @@ fn train_keeps_ignored_signals_ignored() {
     let dir = tempfile::tempdir().unwrap();
     let out = dir.path().join("run");
     let mut train = Command::new("sh");
-    // As `nohup` does.
+    // Ignores SIGHUP, like `nohup`.
     let program = env!("CARGO_BIN_EXE_candle-distributed");
     train.args(["-c", "trap '' HUP; exec \"$0\" train --steps 100000 --out \"$1\"", program]);
     train.arg(&out);

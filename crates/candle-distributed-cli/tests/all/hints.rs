@@ -1,10 +1,10 @@
-//! Errors that say what to do next.
+//! Errors with hints.
 
 use crate::support::{file, json, refuses, run};
 
 const MANIFEST: &str = r#"{"w": {"dtype": "F32", "shape": [64, 4]}}"#;
 
-/// Checks that a refusal comes with advice that has all of these words.
+/// Checks that a command is rejected with a hint and all of these words.
 fn advises(args: &[&str], words: &[&str]) {
     refuses(args, &[&["\nhint: "], words].concat());
 }
@@ -127,8 +127,8 @@ fn names_from_files_are_escaped() {
         let output = run(args);
         let message = String::from_utf8(output.stderr).unwrap();
         assert_eq!(output.status.code(), Some(2), "{args:?}: {message}");
-        let acts = |char: char| char.is_control() && char != '\n';
-        assert!(!message.contains(acts), "{args:?}: {message:?}");
+        let has_control = message.contains(|char: char| char.is_control() && char != '\n');
+        assert!(!has_control, "{args:?}: {message:?}");
         assert!(message.contains(escaped), "{args:?}: no {escaped} in {message}");
     };
     let large = "\"shape\": [4611686018427387904, 4611686018427387904]";
@@ -202,7 +202,7 @@ fn oversized_order_gets_matching_hint() {
     let (_dir, classes) = file("classes.txt", "0 1 2 3 4");
     let args = ["sample", "--classes", &classes, "--fixed", "20000000", "--count", "1"];
     let mut shell = std::process::Command::new("bash");
-    // The order itself, of 400 MB, fits; what sorts it, of 1.6 GB, does not.
+    // The order itself (400 MB) fits into memory, but the buffer to sort it (1.6 GB) does not.
     shell.args(["-c", r#"ulimit -v 1500000; exec "$0" "$@""#]);
     shell.arg(command(&[]).get_program()).args(args);
     let output = shell.output().unwrap();

@@ -1,4 +1,4 @@
-//! `mesh`: the devices, and collectives on them.
+//! `mesh`: devices, and collectives on them.
 
 use serde_json::json;
 
@@ -25,7 +25,7 @@ fn mesh_json_has_documented_fields() {
     for (figures, factor) in
         collectives.iter().step_by(2).zip([4.0 / 3.0, 2.0 / 3.0, 2.0 / 3.0, 2.0 / 3.0, 1.0])
     {
-        // The next size that three devices can share in numbers of four bytes.
+        // The next multiple of three 4-byte numbers above 4 KiB.
         assert_eq!((&figures["group_size"], &figures["bytes"]), (&json!(3), &json!(4104)));
         let [seconds, algorithm, bus] =
             ["seconds", "algorithm_bytes_per_second", "bus_bytes_per_second"]
@@ -71,7 +71,7 @@ fn mesh_prints_thread_counts() {
     assert!(threads(None).contains(", CANDLE_NUM_THREADS=1 RAYON_NUM_THREADS=1\n"));
     assert!(
         threads(Some("2")).contains(", CANDLE_NUM_THREADS=1 RAYON_NUM_THREADS=2\n"),
-        "what the user says"
+        "the user's value is kept"
     );
 }
 

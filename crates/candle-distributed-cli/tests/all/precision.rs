@@ -1,4 +1,4 @@
-//! `train --dtype`: a model that computes in half precision.
+//! `train --dtype`: training in half precision.
 
 use safetensors::{Dtype, SafeTensors};
 
@@ -27,10 +27,11 @@ fn bf16_learns_whole_and_sharded() {
     assert!(tensors.tensors().iter().all(|(_, tensor)| tensor.dtype() == Dtype::BF16));
 
     let [single, whole] = ["single", "whole"].map(|name| home.losses(name));
-    let (expected, found) = (single[39], whole[39]);
+    let expected = single[39];
+    let found = whole[39];
     assert!((found - expected).abs() < 0.1 * expected, "{found}, {expected}");
     assert_ne!(single, whole);
-    // A run of single precision may begin with it.
+    // A run in single precision may start with this model.
     let model = home.path("whole");
     home.train("next", &["--steps", "1", "--model", &model]);
     assert!(home.losses("next")[0] < 1.1 * found);

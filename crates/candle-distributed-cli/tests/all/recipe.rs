@@ -1,4 +1,4 @@
-//! How `train` learns: schedules of its learning rate and clipped gradients, resumed as they were.
+//! Learning rate schedules and gradient clipping of `train`, also after resuming.
 
 use std::fs;
 
@@ -15,7 +15,8 @@ fn resume_keeps_the_schedule() {
     let home = Home::new();
     let options = [&COSINE[..], &["--max-grad-norm", "0.3"]].concat();
     home.train("run", &[&["--steps", STEPS], &options[..]].concat());
-    let (model, rates) = (home.model("run"), home.numbers("run", "learning_rate"));
+    let model = home.model("run");
+    let rates = home.numbers("run", "learning_rate");
     let mut rises = rates.iter().zip([0.0015, 0.003, 0.003]);
     assert!(rises.all(|(found, expected)| (found - expected).abs() < 1e-9), "{rates:?}");
     assert_eq!(rates.len(), 12);
@@ -62,7 +63,7 @@ fn run_starts_from_model_of_another() {
     let next = home.numbers("whole", "loss")[0];
     assert!(next < last, "{next} is not below {last}");
 
-    // It is resumed with the same model, wherever that is now, and with no other.
+    // The run resumes only with the same model, which may have moved.
     home.remove_model("whole");
     fs::rename(&model, home.at("moved")).unwrap();
     let moved = home.path("moved");
@@ -80,7 +81,7 @@ fn large_gradients_are_clipped() {
     let home = Home::new();
     let short = ["--steps", "3"];
     home.train("plain", &short);
-    // Above every norm, and below.
+    // A limit above every norm changes nothing.
     home.train("loose", &[&short[..], &["--max-grad-norm", "1e9"]].concat());
     assert!(home.model("loose") == home.model("plain"));
     home.train("tight", &[&short[..], &["--max-grad-norm", "1e-9"]].concat());

@@ -1,7 +1,7 @@
-//! `config.json`, as transformers writes it.
+//! Reader of `config.json` files of transformers.
 //!
-//! A field that changes the numbers of a model is read or rejected: a reader that skips unknown fields
-//! gives other numbers than the model's author had, and no error.
+//! Every field that affects the results of a model is read or rejected. A reader that skips such
+//! fields would silently compute other results than the model's author.
 
 use candle_core::DType;
 use serde::Deserialize;
@@ -58,7 +58,7 @@ enum Window {
     Given(Option<usize>),
 }
 
-/// The fields that decide whether the others are read.
+/// The fields that are checked before all others.
 #[derive(Debug, Deserialize)]
 struct Kind {
     #[serde(default)]
@@ -66,13 +66,13 @@ struct Kind {
     quantization_config: Option<Value>,
 }
 
-/// The fields of rotary positions. Others than these would turn them in another way, and so would
-/// what is said for some layers.
+/// The fields of rotary positions. Unknown fields and settings per layer are rejected, since they
+/// would change the rotation.
 #[derive(Debug, PartialEq, Deserialize)]
 #[serde(deny_unknown_fields)]
 struct Positions {
     rope_type: Option<String>,
-    /// The older name of the same.
+    /// Older name of `rope_type`.
     #[serde(rename = "type")]
     old_type: Option<String>,
     rope_theta: Option<f64>,
@@ -83,7 +83,7 @@ struct Positions {
     partial_rotary_factor: Option<f64>,
 }
 
-/// Models that differ in these fields alone.
+/// The supported architectures, which differ only in their fields.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Architecture {
     Llama,
@@ -107,9 +107,8 @@ impl LlamaConfig {
     /// # Errors
     ///
     /// [`ModelError::Json`] if it cannot be read; [`ModelError::Field`], [`ModelError::Differ`] and
-    /// [`ModelError::Quantized`] for what would be another model: an architecture, an activation, a
-    /// bias or a scaling that is not here. Sizes are checked by
-    /// [`Llama::from_config`](crate::models::Llama::from_config).
+    /// [`ModelError::Quantized`] for an unsupported architecture, activation, bias or scaling.
+    /// [`Llama::from_config`](crate::models::Llama::from_config) checks the sizes.
     ///
     /// # Examples
     ///
@@ -158,21 +157,24 @@ impl LlamaConfig {
 }
 
 fn architecture(found: &[String]) -> Result<Architecture, ModelError> {
-    let known = |name: &String| ARCHITECTURES.iter().find(|(known, _)| known == name);
-    let [(_, architecture)] = found.iter().filter_map(known).collect::<Vec<_>>()[..] else {
+    let mut known = Vec::new();
+    for name in found {
+        known.extend(ARCHITECTURES.iter().filter(|(known, _)| known == name));
+    }
+    let [(_, architecture)] = known[..] else {
         let names = ARCHITECTURES.map(|(name, _)| name).join(", ");
         return Err(refused("architectures", &format!("{found:?}"), format!("one of {names}")));
     };
     Ok(*architecture)
 }
 
-/// Refuses what another model would have.
+/// Rejects settings of unsupported models.
 #[expect(clippy::float_cmp, reason = "only exactly 1 is all of a head")]
 fn refuse_others(fields: &Fields, architecture: Architecture) -> Result<(), ModelError> {
     if let Some(activation) = fields.hidden_act.as_ref().filter(|name| *name != "silu") {
         return Err(refused("hidden_act", &activation, "silu".into()));
     }
-    // Qwen 2 has its biases whatever this field is.
+    // Qwen 2 always has biases, and ignores this field.
     let has_bias = fields.attention_bias && architecture != Architecture::Qwen2;
     for (field, bias) in [("attention_bias", has_bias), ("mlp_bias", fields.mlp_bias)] {
         if bias {
@@ -180,7 +182,7 @@ fn refuse_others(fields: &Fields, architecture: Architecture) -> Result<(), Mode
         }
     }
     if fields.attention_dropout != 0. {
-        let expected = "0: attention drops nothing here".into();
+        let expected = "0: dropout is not supported".into();
         return Err(refused("attention_dropout", &fields.attention_dropout, expected));
     }
     let of_rope = [&fields.rope_scaling, &fields.rope_parameters];
@@ -195,14 +197,14 @@ fn key_value_heads(fields: &Fields, architecture: Architecture) -> Result<usize,
     match (fields.num_key_value_heads, architecture) {
         (Some(heads), _) => Ok(heads),
         (None, Architecture::Llama) => Ok(fields.num_attention_heads),
-        // transformers takes a number of its own for them, which may change.
+        // The default of transformers depends on its version.
         (None, Architecture::Qwen2 | Architecture::Mistral) => {
             Err(refused("num_key_value_heads", &"missing", "given in this architecture".into()))
         }
     }
 }
 
-/// The window, if attention is within one, by the rules of the architecture.
+/// Returns the attention window by the rules of the architecture, or `None` without a window.
 fn sliding_window(
     fields: &Fields,
     architecture: Architecture,
@@ -219,7 +221,8 @@ fn sliding_window(
 }
 
 fn head_dim(fields: &Fields) -> Result<usize, ModelError> {
-    let (hidden, heads) = (fields.hidden_size, fields.num_attention_heads);
+    let hidden = fields.hidden_size;
+    let heads = fields.num_attention_heads;
     match fields.head_dim {
         Some(size) => Ok(size),
         None if heads > 0 && hidden.is_multiple_of(heads) => Ok(hidden / heads),

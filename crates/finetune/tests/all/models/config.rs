@@ -1,4 +1,4 @@
-//! What a `config.json` says, and what it cannot.
+//! Supported and unsupported settings of a `config.json`.
 
 use candle_core::DType;
 use finetune::models::{Llama, LlamaConfig, ModelError, RopeScaling};
@@ -6,7 +6,7 @@ use serde_json::{Value, json};
 
 use crate::models::golden::{Golden, MODELS};
 
-/// A `config.json` of the layout of transformers 4, with some fields in place of its own.
+/// Builds a `config.json` in the layout of transformers 4, with some fields replaced.
 fn changed(fields: &[(&str, Value)]) -> String {
     let mut config = json!({
         "architectures": ["LlamaForCausalLM"], "vocab_size": 32, "hidden_size": 16,
@@ -62,7 +62,7 @@ fn windows_depend_on_the_architecture() {
     let given = |window: Value| ("sliding_window", window);
     let used = |used: bool| ("use_sliding_window", json!(used));
     let missing = "sliding_window is missing, it must be given in this architecture, null for none";
-    let (llama, qwen, mistral) = ("LlamaForCausalLM", "Qwen2ForCausalLM", "MistralForCausalLM");
+    let [llama, qwen, mistral] = ["LlamaForCausalLM", "Qwen2ForCausalLM", "MistralForCausalLM"];
     assert_eq!(window(llama, &[given(json!(8))]), Ok(None));
     assert_eq!(window(qwen, &[given(json!(8))]), Ok(None));
     assert_eq!(window(qwen, &[given(json!(8)), used(false)]), Ok(None));
