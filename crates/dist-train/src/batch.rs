@@ -1,4 +1,4 @@
-//! How a batch was cut, for the errors of losses.
+//! The shapes of a batch, for the error messages of losses.
 
 use std::fmt;
 
@@ -6,11 +6,11 @@ use pmap_mesh::TensorTree;
 
 use crate::tree;
 
-/// The shapes of a batch's tensors, before it is cut.
+/// The shapes of a batch's tensors before it is split.
 #[derive(Debug)]
 pub(crate) struct BatchShapes(Vec<Vec<usize>>);
 
-/// What one replica has of a batch.
+/// The shapes of one replica's shard, next to the full shapes.
 struct Shard {
     whole: Vec<Vec<usize>>,
     here: Vec<Vec<usize>>,
@@ -21,7 +21,7 @@ impl BatchShapes {
         Self(shapes(batch))
     }
 
-    /// What `loss` returns for a shard; its error says what was cut and what was whole.
+    /// Calls `loss` on a shard, and adds the full and local shapes of the batch to its error.
     pub(crate) fn explain<I: TensorTree, L>(
         &self,
         shard: I,
