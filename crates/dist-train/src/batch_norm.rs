@@ -121,7 +121,7 @@ fn real_rows(ctx: &Replica, rows: usize) -> Result<usize> {
         return Ok(real);
     }
     bail!(
-        "batch norm got {rows} rows, but the shard has {real}: dimension 0 must hold the rows of the shard"
+        "a batch norm of {rows} rows, where the shard has {real}: dimension 0 must hold the shard's rows"
     )
 }
 
@@ -131,7 +131,7 @@ fn items_of_all(ctx: &Replica, here: usize) -> Result<f64> {
     if n_items > 1.0 {
         return Ok(n_items);
     }
-    bail!("batch norm in training needs more than one item per feature, got {n_items}")
+    bail!("batch norm in training needs more than one item of each feature, got {n_items}")
 }
 
 /// Returns the mean of each feature over all replicas. Every replica uses it for its own rows, so
