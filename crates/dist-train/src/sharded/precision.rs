@@ -1,4 +1,4 @@
-//! In which types parameters are gathered, and gradients summed.
+//! Dtypes in which parameters are gathered and gradients are reduced.
 
 use candle_core::DType;
 use dist_checkpoint::support::elem_of;
@@ -6,7 +6,7 @@ use fsdp_plan::cost::CostModel;
 
 use crate::{error::training::TrainingError, grad::widened_dtype};
 
-/// In which types the parameters of a sharded model are gathered, and their gradients summed.
+/// The dtypes in which a sharded model's parameters are gathered and their gradients are reduced.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Precision(Option<Mixed>);
 
@@ -21,26 +21,26 @@ impl Precision {
         Self(Some(Mixed { param_dtype, reduce_dtype }))
     }
 
-    /// The type in which a parameter is gathered that is held in `held`.
+    /// Returns the dtype in which to gather a parameter stored as `held`.
     pub(crate) fn gathered(self, held: DType) -> DType {
         self.0.filter(|_| is_real(held)).map_or(held, |mixed| mixed.param_dtype)
     }
 
-    /// The type in which its gradients are summed.
+    /// Returns the dtype in which to reduce its gradients.
     pub(crate) fn reduced(self, held: DType) -> DType {
         self.0.filter(|_| is_real(held)).map_or(widened_dtype(held), |mixed| mixed.reduce_dtype)
     }
 
-    /// The same for what a plan costs.
-    #[expect(clippy::expect_used, reason = "`check` lets through what the planner knows")]
+    /// Sets these dtypes in a cost model.
+    #[expect(clippy::expect_used, reason = "`check` accepts only dtypes that the planner knows")]
     pub(crate) fn of_cost(self, model: CostModel) -> CostModel {
         let Some(Mixed { param_dtype, reduce_dtype }) = self.0 else { return model };
-        let elem = |dtype| elem_of(dtype).expect("the planner knows numbers of all sizes");
+        let elem = |dtype| elem_of(dtype).expect("the planner knows all floating-point dtypes");
         model.with_mixed_precision(elem(param_dtype), elem(reduce_dtype))
     }
 
-    /// Refuses types in which nothing can be trained; `is_scaled` says whether losses may be scaled
-    /// so that gradients in half precision do not vanish.
+    /// Rejects dtypes that cannot be trained in. `is_scaled` states whether losses may be scaled to
+    /// keep half-precision gradients from vanishing.
     pub(crate) fn check(self, is_scaled: bool) -> Result<(), TrainingError> {
         let Some(Mixed { param_dtype, reduce_dtype }) = self.0 else { return Ok(()) };
         for (option, dtype) in [("param_dtype", param_dtype), ("reduce_dtype", reduce_dtype)] {
@@ -66,7 +66,7 @@ fn is_real(dtype: DType) -> bool {
 
 const ANY_REAL: &str = "it must be bf16, f16, f32 or f64";
 
-const SCALE: &str = "gradients below 6e-8 vanish in it: take bf16, or scale the loss up and the \
+const SCALE: &str = "gradients below 6e-8 vanish in it: use bf16, or scale the loss up and the \
                      gradients down, and set `allow_non_finite`";
 
 #[cfg(test)]
@@ -74,7 +74,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn floats_are_converted_and_others_are_not() {
+    fn only_floats_are_converted() {
         let mixed = Precision::mixed(DType::BF16, DType::F32);
         assert_eq!(mixed.gathered(DType::F64), DType::BF16);
         assert_eq!(mixed.reduced(DType::F64), DType::F32);
@@ -85,7 +85,7 @@ mod tests {
     }
 
     #[test]
-    fn types_in_which_nothing_can_be_trained_are_refused() {
+    fn untrainable_dtypes_are_rejected() {
         let refused = |param, reduce| Precision::mixed(param, reduce).check(false).unwrap_err();
         let of = |option, dtype, hint| TrainingError::UnfitDtype { option, dtype, hint };
         assert_eq!(refused(DType::F16, DType::F32), of("param_dtype", "f16", SCALE));

@@ -1,5 +1,5 @@
-//! The plan's schedule, carried out: the parameters of a unit are put together in one collective, and
-//! their gradients are summed in one.
+//! The collectives of units: each unit's parameters are gathered in one all-gather, and its
+//! gradients are reduced in one reduce-scatter.
 
 use std::collections::{BTreeMap, BTreeSet, btree_map::Entry};
 
@@ -22,57 +22,57 @@ use crate::{
     sharded::precision::Precision,
 };
 
-/// What the plan's schedule says of a unit, ready to be carried out.
+/// The collectives of a unit, from the plan's schedule.
 #[derive(Clone, Debug)]
 pub(super) struct Unit {
-    /// The names of the unit's parameters, and which parameter each is: a tied one is that which it
-    /// is tied to.
+    /// The names of the unit's parameters with their indices in the plan. A tied parameter has the
+    /// index of its target.
     names: Vec<(String, usize)>,
-    /// The parameters that are put together, and their runs on the ranks of a shard group.
+    /// The sharded parameters to gather, with their ranges on the ranks of a shard group.
     gathered: Option<Lists>,
-    /// The gradients that are summed, and the same for them.
+    /// The sharded parameters with gradients to reduce, with their ranges.
     reduced: Option<Lists>,
-    /// The replicated parameters whose gradients are summed.
+    /// The replicated parameters with gradients to all-reduce.
     copies: Vec<usize>,
 }
 
-/// Parameters, and a layout of them in the same order.
+/// Parameters, and their layout in the same order.
 #[derive(Clone, Debug)]
 struct Lists {
     params: Vec<usize>,
     layout: RunLayout,
 }
 
-/// A unit that is being gathered.
+/// A unit with an all-gather in flight.
 #[derive(Debug)]
 pub(crate) struct UnderWay {
     unit: String,
-    /// Nothing where none of its parameters is cut.
+    /// The all-gather; `None` if the unit has no sharded parameter.
     pending: Option<Pending<Vec<Var>>>,
 }
 
-/// A unit's gradients that are being summed.
+/// A unit with a reduction of gradients in flight.
 #[derive(Debug)]
 pub(crate) struct PendingReduce {
     pub(crate) unit: String,
-    /// The sums over a shard group for this slot's runs; nothing where none of the trained
-    /// parameters is cut.
+    /// The sums over a shard group for this slot's ranges; `None` if the unit has no trained
+    /// sharded parameter.
     of_runs: Option<ReduceState>,
-    /// The gradients of replicated parameters, which are summed at the end.
+    /// Gradients of replicated parameters, which are all-reduced at the end.
     copies: Vec<Tensor>,
 }
 
-/// Sums over a shard group.
+/// The reduce-scatter over a shard group.
 #[derive(Debug)]
 enum ReduceState {
     Done(Vec<Tensor>),
     UnderWay(Pending<Vec<Tensor>>),
 }
 
-/// A unit's parameters, by all of their names.
+/// A unit with its parameters under all of their names.
 type Names<'a> = (&'a str, Vec<(String, usize)>);
 
-/// Units, each with the names of its own parameters.
+/// Builds units from the names of their parameters.
 pub(super) fn of_names<'a, N: Iterator<Item = &'a str>>(
     plan: &ShardingPlan,
     units: impl Iterator<Item = (&'a String, N)>,
@@ -85,7 +85,7 @@ pub(super) fn of_names<'a, N: Iterator<Item = &'a str>>(
     scheduled(plan, units.map(unit).collect::<Result<_>>()?, precision)
 }
 
-/// Each unit by its name, with what its part of the schedule says.
+/// Builds each unit from the plan's schedule, by name.
 fn scheduled<'a>(
     plan: &'a ShardingPlan,
     units: Vec<Names<'a>>,
@@ -103,7 +103,7 @@ fn scheduled<'a>(
     schedule.units.iter().zip(units).map(unit).collect()
 }
 
-/// The position of a parameter, or of the one that it is tied to.
+/// Returns the index of a parameter, or of its target if it is tied.
 pub(super) fn index_of(plan: &ShardingPlan, name: &str) -> Result<usize> {
     let named = |name: &str| plan.index_of(name).ok_or_else(|| unknown(name));
     let param_idx = named(name)?;
@@ -113,8 +113,8 @@ pub(super) fn index_of(plan: &ShardingPlan, name: &str) -> Result<usize> {
     }
 }
 
-/// The layout of these parameters on the ranks of a shard group, or of something of their shapes
-/// and of the type that `dtype` makes of theirs.
+/// Returns the layout of parameters on the ranks of a shard group; `dtype` maps each parameter's
+/// dtype to the dtype of the transferred tensor.
 fn layout(
     plan: &ShardingPlan,
     name: &str,
@@ -138,8 +138,8 @@ fn layout(
     Ok(RunLayout::new(name, tensors, by_rank)?)
 }
 
-/// The slots that share the memory of what `slot` gathers: those of its shard group on the
-/// processor. On another device each has a copy of its own.
+/// Returns the slots that share memory with `slot` for gathered parameters: the CPU slots of its
+/// shard group, or only itself on another device.
 fn sharing(
     slot: usize,
     group_size: usize,
@@ -179,18 +179,18 @@ impl Unit {
 }
 
 impl ShardedVars {
-    /// Every parameter of a unit by its name, put together by all slots of a shard group in one
-    /// collective; to be called in replicas, by all of them.
+    /// Gathers every parameter of a unit, by name, in one all-gather over the shard group. Must be
+    /// called in all replicas.
     ///
-    /// Each is a variable, under which `backward` leaves the gradient of the whole, for
-    /// [`reduce_parts`](Self::reduce_parts). On a processor the slots share these variables: do not
-    /// set them.
+    /// Each parameter becomes a variable for which `backward` returns the full gradient, to pass to
+    /// [`reduce_parts`](Self::reduce_parts). CPU slots share these variables, so they must not be
+    /// set.
     ///
     /// # Errors
     ///
-    /// [`ParameterError::Unknown`] if there is no such unit,
+    /// Returns [`ParameterError::Unknown`] if there is no such unit,
     /// [`ShardingError::OtherMesh`](crate::ShardingError::OtherMesh) in a replica of a mesh of
-    /// another size, and those of [`Replica::gather_runs`].
+    /// another size, and the errors of [`Replica::gather_runs`].
     #[track_caller]
     pub(crate) fn gather_unit(
         &self,
@@ -206,7 +206,7 @@ impl ShardedVars {
         self.named(ctx, unit, gathered)
     }
 
-    /// Starts [`gather_unit`](Self::gather_unit), and does not wait for the others.
+    /// Starts [`gather_unit`](Self::gather_unit) without waiting for other replicas.
     #[track_caller]
     pub(crate) fn start_gather_unit(
         &self,
@@ -223,7 +223,7 @@ impl ShardedVars {
         Ok(UnderWay { unit: name.to_owned(), pending })
     }
 
-    /// Every parameter of a unit by its name, when all have come.
+    /// Waits for a gather and returns every parameter of the unit by name.
     pub(crate) fn finish_gather_unit(
         &self,
         ctx: &Replica,
@@ -234,7 +234,8 @@ impl ShardedVars {
         self.named(ctx, &unit, gathered)
     }
 
-    /// The variables of a unit by their names, given those that were gathered.
+    /// Returns the variables of a unit by name: the gathered parameters and copies of the
+    /// replicated ones.
     fn named(
         &self,
         ctx: &Replica,
@@ -255,7 +256,7 @@ impl ShardedVars {
         Ok(named)
     }
 
-    /// A variable of what every slot keeps whole.
+    /// Returns a new variable with the value of a parameter that every slot stores in full.
     fn copy(&self, ctx: &Replica, param_idx: usize) -> candle_core::Result<Var> {
         let parts = self.parts(ctx.slot()).map_err(Error::from)?;
         let own = parts.iter().filter(|part| part.param_idx == param_idx);
@@ -265,8 +266,8 @@ impl ShardedVars {
         Var::from_tensor(&whole.to_dtype(dtype)?)
     }
 
-    /// Which of a unit's parameters, given by their names, the slots of a process share when they are
-    /// gathered, and of which each has its own.
+    /// Splits a unit's parameters into those that this process's slots share after gathering, and
+    /// those of which each slot has its own copy.
     pub(crate) fn split_shared<'a, T>(
         &self,
         unit: &str,
@@ -280,8 +281,8 @@ impl ShardedVars {
         Ok(named.keys().map(String::as_str).partition(is_shared))
     }
 
-    /// The slots of this process that share the memory of what a replica gathers, itself among them,
-    /// in their order.
+    /// Returns the slots of this process that share memory for gathered parameters with a replica,
+    /// including itself, in order.
     pub(crate) fn sharing(&self, ctx: &Replica) -> Vec<usize> {
         let mesh = &self.mesh;
         let slots = mesh.local_slots().zip(mesh.devices());
@@ -290,22 +291,23 @@ impl ShardedVars {
         sharing(ctx.slot(), group_size, on_processor)
     }
 
-    /// Sums the gradients of a unit's whole parameters over all slots; returns the parts of the sums
-    /// with the positions of this slot's variables. Those of halves are summed in single precision.
+    /// Reduces the gradients of a unit's full parameters over all slots, and returns this slot's
+    /// shards of the sums with the indices of its variables. Half-precision gradients are summed in
+    /// single precision.
     ///
-    /// They are summed over a shard group in one collective, and where a plan has replicas, each
-    /// slot's parts over these in another: in the order of ranks within a group, and then in the
-    /// order of groups.
+    /// One reduce-scatter sums over a shard group. If the plan has replicas, an all-reduce then
+    /// sums each slot's shards over the replicas. Sums are formed in rank order within a group,
+    /// then in group order.
     ///
-    /// `grad` is asked for the gradient of each parameter that the unit keeps or is tied to, and that
-    /// the plan [trains](fsdp_plan::ParameterInfo::requires_grad), by each of its names in this unit until there
-    /// is one.
+    /// `grad` returns gradients by name. It is called for each parameter of the unit that is
+    /// sharded or replicated, not tied, and [trained](fsdp_plan::ParameterInfo::requires_grad),
+    /// with each of the parameter's names in this unit until one returns a gradient.
     ///
     /// # Errors
     ///
-    /// As [`gather_unit`](Self::gather_unit), [`ParameterError::Missing`] if a parameter has no
-    /// gradient, [`ParameterError::Shape`] if one is not of its shape, and those of
-    /// [`Replica::reduce_runs`].
+    /// Returns the errors of [`gather_unit`](Self::gather_unit) and [`Replica::reduce_runs`],
+    /// [`ParameterError::Missing`] if a parameter has no gradient, and [`ParameterError::Shape`] if
+    /// a gradient has the wrong shape.
     #[track_caller]
     pub(crate) fn reduce_parts(
         &self,
@@ -319,7 +321,7 @@ impl ShardedVars {
         self.finish_reduce_parts(ctx, sums)
     }
 
-    /// Starts [`reduce_parts`](Self::reduce_parts), and does not wait for the others.
+    /// Starts [`reduce_parts`](Self::reduce_parts) without waiting for other replicas.
     #[track_caller]
     pub(crate) fn start_reduce_parts(
         &self,
@@ -332,7 +334,7 @@ impl ShardedVars {
         })
     }
 
-    /// Hands in the gradients of a unit's parameters: those that are cut, for a shard group to sum.
+    /// Collects a unit's gradients, and starts the reduction of the sharded parameters' gradients.
     fn begin_sums(
         &self,
         name: &str,
@@ -350,8 +352,7 @@ impl ShardedVars {
         Ok(PendingReduce { unit: name.to_owned(), of_runs, copies })
     }
 
-    /// The sums of a unit's gradients, when all have come; with the positions of this slot's
-    /// variables.
+    /// Waits for a reduction and returns the sums with the indices of this slot's variables.
     #[track_caller]
     pub(crate) fn finish_reduce_parts(
         &self,
@@ -374,8 +375,8 @@ impl ShardedVars {
         if !copies.is_empty() {
             let all: Vec<usize> = (0..copies.len()).collect();
             let positions = self.own_positions(ctx, &unit.copies)?;
-            // The name: nothing of a unit that is not cut is gathered, so nothing before has told a
-            // replica that others have entered another one.
+            // All-reduced under the unit's name: a unit without sharded parameters has no
+            // all-gather, so nothing has checked yet that all replicas entered the same unit.
             let copies = ctx.psum_named(&name, copies, &all, ALL)?;
             for (position, sum) in positions.into_iter().zip(copies) {
                 sums.push((position, self.held(ctx, position, &sum.flatten_all()?)?));
@@ -384,13 +385,13 @@ impl ShardedVars {
         Ok(sums)
     }
 
-    /// A sum in the type in which the gradient of a part is held.
+    /// Converts a sum to the dtype in which a shard's gradient is stored.
     fn held(&self, ctx: &Replica, position: usize, sum: &Tensor) -> candle_core::Result<Tensor> {
         let parts = self.parts(ctx.slot()).map_err(Error::from)?;
         sum.to_dtype(widened_dtype(parts[position].var.dtype()))
     }
 
-    /// The sums of all shard groups, given those of this replica's, for its runs of a layout.
+    /// Sums this replica's shard-group sums over all shard groups.
     #[track_caller]
     fn over_replicas(
         &self,
@@ -399,7 +400,8 @@ impl ShardedVars {
         layout: &RunLayout,
     ) -> candle_core::Result<Vec<Tensor>> {
         match &self.axes.replica {
-            // Whoever has nothing is not waited for: the same slots of other groups have nothing.
+            // A slot without items need not take part: its peers in other groups have no items
+            // either.
             Some(axes) if !sums.is_empty() => {
                 let all: Vec<usize> = (0..sums.len()).collect();
                 ctx.psum_named(layout.name(), sums, &all, axes)
@@ -412,7 +414,7 @@ impl ShardedVars {
         self.units.get(unit).ok_or_else(|| unknown(unit))
     }
 
-    /// The positions of this slot's parts of some parameters, in the order of their layout.
+    /// Returns the indices of this slot's shards of some parameters, in the order of their layout.
     fn own_positions(&self, ctx: &Replica, params: &[usize]) -> Result<Vec<usize>> {
         self.check_mesh(ctx)?;
         let parts = self.parts(ctx.slot())?;
@@ -422,7 +424,7 @@ impl ShardedVars {
         Ok(params.iter().flat_map(of_param).collect())
     }
 
-    /// This slot's parts of some parameters, in the type in which they are gathered.
+    /// Returns this slot's shards of some parameters, in the dtype in which they are gathered.
     fn own_runs(&self, ctx: &Replica, params: &[usize]) -> candle_core::Result<Vec<Tensor>> {
         let positions = self.own_positions(ctx, params)?;
         let parts = self.parts(ctx.slot()).map_err(Error::from)?;
@@ -433,7 +435,7 @@ impl ShardedVars {
         positions.into_iter().map(run).collect()
     }
 
-    /// The gradients of some parameters, each under one of these names.
+    /// Returns the gradients of some parameters, each found under one of its names.
     fn grads(
         &self,
         names: &[(String, usize)],
@@ -460,7 +462,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn slots_on_the_processor_share_within_their_group_and_others_do_not() {
+    fn cpu_slots_share_within_their_group() {
         let shared = |on_processor: &[usize]| -> Vec<Vec<usize>> {
             (0..4).map(|slot| sharing(slot, 2, on_processor.iter().copied())).collect()
         };

@@ -1,37 +1,37 @@
-//! What becomes of each variable of a model: trained in a group, frozen, or a buffer.
+//! Roles of a model's variables: trained in a group, frozen, or a buffer.
 
 use fsdp_plan::Pattern;
 
 use crate::error::{Result, training::TrainingError};
 
-/// The group of what no pattern puts into another.
+/// The group of variables that match no other group.
 pub(crate) const DEFAULT_GROUP: &str = "default";
 
-/// What layers keep under these names is no parameter, wherever they stand in a model.
+/// Names of buffers in common layers, anywhere in a model.
 const BUFFERS: [&str; 3] = ["**.running_mean", "**.running_var", "**.num_batches_tracked"];
 
-/// Which variables are meant by the options of a builder.
+/// Patterns in the options of a builder.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Choices {
-    /// If there are any, all others are frozen, and checkpoints do without them.
+    /// Trained variables; if not empty, all others are frozen and left out of checkpoints.
     pub(crate) trained: Vec<String>,
     pub(crate) frozen: Vec<String>,
     pub(crate) unused: Vec<String>,
     pub(crate) buffers: Vec<String>,
-    /// Parameters that pretrained weights may lack, and tensors of theirs that the model may.
+    /// Parameters that pretrained weights may lack, and, below, tensors that the model may lack.
     pub(crate) missing: Vec<String>,
     pub(crate) unexpected: Vec<String>,
     pub(crate) groups: Vec<(String, Vec<String>)>,
 }
 
-/// What becomes of a variable.
+/// The role of a variable.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Role {
-    /// It is updated by the optimizer of a group, of this number.
+    /// Updated by the optimizer of the group with this index.
     Trained(usize),
-    /// It stays as it is.
+    /// Never changed.
     Frozen,
-    /// The forward pass changes it; each slot has its own.
+    /// Changed by the forward pass; each slot has its own.
     Buffer,
 }
 
@@ -39,19 +39,21 @@ pub(crate) enum Role {
 #[derive(Debug)]
 pub(crate) struct Roles {
     pub(crate) of: Vec<Role>,
-    /// Whether a variable may have no gradient.
+    /// Whether each variable may have no gradient.
     pub(crate) may_be_unused: Vec<bool>,
-    /// Whether checkpoints do without what is frozen.
+    /// Whether checkpoints leave out frozen variables.
     pub(crate) leaves_out_frozen: bool,
-    /// The names of the groups that have a variable; roles have their positions.
+    /// Names of the groups with variables; roles contain their indices.
     pub(crate) groups: Vec<String>,
 }
 
 impl Choices {
+    /// Resolves the patterns to a role for each of the `names`.
+    ///
     /// # Errors
     ///
-    /// [`Error::Plan`](crate::Error::Plan) for a pattern that is none, [`TrainingError`] for one
-    /// that matches nothing and for groups that overlap.
+    /// Returns [`Error::Plan`](crate::Error::Plan) for an invalid pattern, and [`TrainingError`]
+    /// for a pattern without a match and for overlapping groups.
     pub(crate) fn roles(&self, names: &[&str]) -> Result<Roles> {
         let trained = Selection::new("train_only", &self.trained, names)?;
         let is_left = |name: &str| !self.trained.is_empty() && !trained.has(name);
@@ -84,27 +86,28 @@ impl Choices {
         Roles { of, may_be_unused, leaves_out_frozen, groups }.with_used_groups()
     }
 
-    /// The patterns of parameters that pretrained weights may lack.
+    /// Returns the patterns of parameters that pretrained weights may lack.
     ///
     /// # Errors
     ///
-    /// Those of [`roles`](Self::roles) about patterns.
+    /// Returns the errors of [`roles`](Self::roles) about patterns.
     pub(crate) fn missing(&self, names: &[&str]) -> Result<Vec<Pattern>> {
         Ok(Selection::new("allow_missing", &self.missing, names)?.0)
     }
 
-    /// The patterns of tensors that pretrained weights may have besides; some weights have none.
+    /// Returns the patterns of additional tensors in pretrained weights. They may match nothing,
+    /// since weights differ.
     ///
     /// # Errors
     ///
-    /// [`Error::Plan`](crate::Error::Plan) for a pattern that is none.
+    /// Returns [`Error::Plan`](crate::Error::Plan) for an invalid pattern.
     pub(crate) fn unexpected(&self) -> Result<Vec<Pattern>> {
         parsed(&self.unexpected)
     }
 }
 
 impl Roles {
-    /// Without groups that have no variable.
+    /// Removes groups without variables.
     fn with_used_groups(self) -> Result<Self> {
         let has = |group: usize| self.of.contains(&Role::Trained(group));
         let used: Vec<usize> = (0..self.groups.len()).filter(|&group| has(group)).collect();
@@ -124,12 +127,12 @@ impl Roles {
         })
     }
 
-    /// The positions of the variables that are trained.
+    /// Returns the indices of the trained variables.
     pub(crate) fn trained(&self) -> Vec<usize> {
         self.positions(|role| matches!(role, Role::Trained(_)))
     }
 
-    /// The positions of the variables of a group.
+    /// Returns the indices of the variables of a group.
     pub(crate) fn of_group(&self, group: usize) -> Vec<usize> {
         self.positions(|role| role == Role::Trained(group))
     }
@@ -138,7 +141,7 @@ impl Roles {
         self.positions(|role| role == Role::Buffer)
     }
 
-    /// Whether checkpoints have a variable.
+    /// Returns true if checkpoints contain a variable.
     pub(crate) fn is_saved(&self, var: usize) -> bool {
         !(self.leaves_out_frozen && self.of[var] == Role::Frozen)
     }
@@ -172,7 +175,7 @@ fn parsed(patterns: &[String]) -> Result<Vec<Pattern>> {
     Ok(patterns.iter().map(|text| text.parse()).collect::<fsdp_plan::Result<_>>()?)
 }
 
-/// The position of the one group that has the variable; the first is for those that no other has.
+/// Returns the index of the group that matches the variable, or 0, the default group, if none does.
 fn group_of(name: &str, groups: &[(&str, Selection)]) -> Result<usize, TrainingError> {
     let mut meant = (0..groups.len()).filter(|&group| groups[group].1.has(name));
     match (meant.next(), meant.next()) {
@@ -199,7 +202,7 @@ mod tests {
     }
 
     #[test]
-    fn patterns_say_what_becomes_of_a_variable() {
+    fn patterns_choose_roles() {
         let choices = Choices {
             frozen: texts(&["bn"]),
             unused: texts(&["head.*"]),
@@ -216,7 +219,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_not_to_be_trained_is_frozen_and_left_out_of_checkpoints() {
+    fn untrained_variables_are_frozen_and_not_saved() {
         let choices = Choices { trained: texts(&["head", "bn"]), ..Choices::default() };
         let roles = choices.roles(&NAMES).unwrap();
         let (trained, buffer) = (Role::Trained(0), Role::Buffer);
@@ -230,7 +233,7 @@ mod tests {
     }
 
     #[test]
-    fn groups_without_variables_are_none() {
+    fn empty_groups_are_removed() {
         let all = ("all".to_owned(), texts(&["**"]));
         let choices = Choices { groups: vec![all], ..Choices::default() };
         let roles = choices.roles(&NAMES[1..5]).unwrap();
@@ -238,7 +241,7 @@ mod tests {
     }
 
     #[test]
-    fn what_cannot_be_meant_is_refused() {
+    fn invalid_choices_are_rejected() {
         let refused = |choices: Choices| match choices.roles(&NAMES) {
             Err(Error::Training(error)) => error,
             other => panic!("{other:?}"),

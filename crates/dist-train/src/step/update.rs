@@ -1,16 +1,17 @@
-//! How the sums of gradients change variables, whoever keeps them.
+//! Updates of variables from reduced gradients, for both layouts.
 
 use candle_core::{Result, Tensor, Var, backprop::GradStore};
 use candle_nn::Optimizer;
 
 use crate::{grad::scaled, optim::clip, step::rules::Rules};
 
-/// The norm of all gradients, which are `factor` times sums with these squares, one for each
-/// trained variable.
+/// Returns the norm of all gradients. A gradient is `factor` times a sum, and `squares` has the sum
+/// of squares of each trained variable's sum.
 ///
 /// # Errors
 ///
-/// [`TrainingError::NonFiniteNorm`](crate::TrainingError::NonFiniteNorm), unless that is allowed.
+/// Returns [`TrainingError::NonFiniteNorm`](crate::TrainingError::NonFiniteNorm) unless non-finite
+/// values are allowed.
 pub(crate) fn norm(rules: &Rules, squares: &[f64], factor: f64) -> Result<f64> {
     let norm = factor * squares.iter().sum::<f64>().sqrt();
     if norm.is_finite() || rules.allow_non_finite {
@@ -20,12 +21,12 @@ pub(crate) fn norm(rules: &Rules, squares: &[f64], factor: f64) -> Result<f64> {
     Err(rules.non_finite_norm(norm, cause))
 }
 
-/// What sums are multiplied by, of gradients that are `factor` times them and have this norm.
+/// Returns `factor`, reduced if gradients of this norm must be clipped.
 pub(crate) fn clipped(rules: &Rules, norm: f64, factor: f64) -> f64 {
     factor * rules.max_norm.map_or(1.0, |max_norm| clip::factor(norm, max_norm))
 }
 
-/// Lets each optimizer make a step by `factor` times the sums.
+/// Makes a step of each optimizer with `factor` times the sums.
 pub(crate) fn update<'a, O: Optimizer + 'a>(
     optimizers: impl IntoIterator<Item = &'a mut O>,
     sums: impl IntoIterator<Item = (&'a Var, Tensor)>,
@@ -33,7 +34,8 @@ pub(crate) fn update<'a, O: Optimizer + 'a>(
 ) -> Result<()> {
     let mut grads = GradStore::default();
     for (var, sum) in sums {
-        // As it is: what a half cannot hold, an optimizer with masters can use.
+        // Gradients stay in single precision for half-precision variables, because master weights
+        // use the extra digits.
         grads.insert(var, scaled(sum, factor)?);
     }
     optimizers.into_iter().try_for_each(|optimizer| optimizer.step(&grads))

@@ -1,4 +1,4 @@
-//! A model that is made a unit at a time, where its parts are used.
+//! Models built one unit at a time inside the loss.
 
 pub(crate) mod accumulation;
 pub(crate) mod backward;
@@ -24,13 +24,14 @@ use crate::{
     units::{operation::enter, session::Session},
 };
 
-/// The variables of a model whose layers are made where a loss uses them: what a loss is lent by a
-/// model [by units](crate::ModelBuilder::by_units). One that is [sharded](crate::FullyShard) gathers
-/// those of one unit at a time, one that is [not](crate::DataParallel) has all of them.
+/// The variables of a model whose layers are built where a loss uses them: the model that a loss
+/// borrows from a model [by units](crate::ModelBuilder::by_units). A [sharded](crate::FullyShard)
+/// model gathers the variables of one unit at a time; a [replicated](crate::DataParallel) model
+/// always has all of them.
 ///
-/// A *unit* is a part of the model with a name: the variables `blocks.3.*` are those of the unit
-/// `blocks.3`, and [`UnitRules`] say of what others consist. One loss that is written by units runs
-/// with either, and has the same bits. (What `fully_shard(module)` marks in PyTorch.)
+/// A *unit* is a named part of the model: the unit `blocks.3` consists of the variables
+/// `blocks.3.*`, and [`UnitRules`] define other units. A loss written by units runs with both
+/// layouts and gives the same bits. (PyTorch marks units with `fully_shard(module)`.)
 ///
 /// # Examples
 ///
@@ -71,7 +72,7 @@ enum Source {
     Sharded(Arc<Session>),
 }
 
-/// All variables of a model.
+/// All variables of a replicated model.
 #[derive(Debug)]
 struct Whole {
     rules: UnitRules,
@@ -81,9 +82,9 @@ struct Whole {
 }
 
 impl Units {
-    /// Returns a constructor of all units, of the variables that `build`, a constructor as for plain
-    /// candle, asks for: for a model that is not trained, and has its variables from a `VarBuilder`
-    /// of its own. A unit has the variables under its own name, or those that the rules say.
+    /// Returns a constructor of `Units` with the variables that `build` requests, for a model that
+    /// is not trained and takes its variables from its own `VarBuilder`. `build` is the constructor
+    /// for plain candle. A unit has the variables under its name, unless the rules define it.
     pub fn by<M>(
         rules: UnitRules,
         build: impl Fn(VarBuilder<'_>) -> Result<M>,
@@ -108,16 +109,16 @@ impl Units {
         Self(Source::Sharded(session))
     }
 
-    /// What `f` computes from `x` by the layers that it makes of a unit's variables: its builder
-    /// has those whose names begin with `name.`, without that, or those that the
-    /// [rules](UnitRules::unit) say. Inputs and results are tensors of any types or
-    /// [trees](TensorTree) of them; integers among them have no gradient.
+    /// Applies `f` to `x` with layers built from a unit's variables. The builder passed to `f`
+    /// contains the variables whose names begin with `name.`, without this prefix, or the variables
+    /// defined by the [rules](UnitRules::unit). Inputs and results are tensors of any dtypes or
+    /// [trees](TensorTree) of tensors; integers among them have no gradient.
     ///
-    /// A model that is sharded runs `f` again in the backward pass, so `f` owns what it captures,
-    /// and has the same result both times: what is random in it follows from a key that was made
-    /// before ([`Replica::batch_keys`](pmap_mesh::Replica::batch_keys)). What is differentiated
-    /// reaches `f` by `x`, several tensors as a tuple; what is captured has no gradient. And no
-    /// unit can be entered inside another, since the model is only lent to a loss:
+    /// A sharded model runs `f` again in the backward pass, so `f` must own its captures and give
+    /// the same result both times: derive random numbers from a key made before the unit
+    /// ([`Replica::batch_keys`](pmap_mesh::Replica::batch_keys)). Pass tensors that need a gradient
+    /// through `x`, several of them as a tuple; captured tensors get no gradient. Units cannot be
+    /// nested, because a loss only borrows the model:
     ///
     /// ```compile_fail,E0521
     /// # use candle_core::{Result, Tensor};
@@ -129,11 +130,13 @@ impl Units {
     ///
     /// # Errors
     ///
-    /// If there is no such unit, and what `f` returns. In a sharded model
-    /// [`TrainingError::Captured`](crate::TrainingError::Captured) if `f` captures what is
-    /// differentiated, [`TrainingError::ParameterOutsideUnit`](crate::TrainingError::ParameterOutsideUnit)
-    /// if that is a parameter of another unit, and those of [`Replica::gather_runs`](pmap_mesh::Replica::gather_runs): all
-    /// replicas enter the same units in the same order.
+    /// Returns an error if there is no such unit, and the errors of `f`. A sharded model also
+    /// returns [`TrainingError::Captured`](crate::TrainingError::Captured) if `f` captures a tensor
+    /// that needs a gradient,
+    /// [`TrainingError::ParameterOutsideUnit`](crate::TrainingError::ParameterOutsideUnit) if this
+    /// tensor is a parameter of another unit, and the errors of
+    /// [`Replica::gather_runs`](pmap_mesh::Replica::gather_runs): all replicas must enter the same
+    /// units in the same order.
     pub fn unit<X, R, F>(&self, name: &str, x: &X, f: F) -> Result<R>
     where
         X: TensorTree,
