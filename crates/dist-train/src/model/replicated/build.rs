@@ -1,4 +1,4 @@
-//! How a replicated model is built.
+//! Steps of building a replicated model.
 
 use std::{
     path::Path,
@@ -46,7 +46,7 @@ pub(crate) fn build<M, O: Optimizer>(
     sync::begin_alike(mesh, &inventory, &sets)?;
 
     let devices = mesh.devices();
-    // Every process has as many slots, and as many sets.
+    // Every process has the same number of slots, and of sets.
     let n_sets = sets.len() * (mesh.len() / devices.len());
     let first_set = sets.len() * (mesh.local_slots().start / devices.len());
     let on_slot = |part: OwnedVars| {
@@ -69,15 +69,15 @@ pub(crate) fn build<M, O: Optimizer>(
     Ok((inventory, slots, Replicated { workers, n_sets }))
 }
 
-/// What a process knows before it hears of the others.
+/// State of a process before it communicates with others.
 struct Prepared {
     inventory: Inventory,
-    /// On the first device, in the order of their names.
+    /// The variables on the first device, in the order of names.
     vars: Vec<Var>,
     dtype: DType,
 }
 
-/// Prepares what this process can without the others. It changes nothing.
+/// Prepares a process without communication or side effects.
 fn prepare<M>(
     mesh: &DeviceMesh,
     config: &ModelConfig,
@@ -97,8 +97,7 @@ fn prepare<M>(
     Ok(Prepared { inventory: Inventory { parameters, roles }, vars, dtype })
 }
 
-/// Returns the variables that the model declares, on the first device: those that are there, and new
-/// ones.
+/// Returns the variables that the model declares, on the first device: existing and new ones.
 fn first_variables(
     mesh: &DeviceMesh,
     config: &ModelConfig,
@@ -122,7 +121,7 @@ fn first_variables(
     declared.iter().zip(known).map(variable).collect()
 }
 
-/// Refuses a variable that has two names: it would have its gradient under one of them alone.
+/// Rejects a variable with two names, which would get its gradient under only one of them.
 fn check_distinct(declared: &[Declared], known: &[Option<Var>]) -> Result<(), TrainingError> {
     let named: Vec<(&Declared, &Var)> = declared
         .iter()
@@ -139,7 +138,7 @@ fn check_distinct(declared: &[Declared], known: &[Option<Var>]) -> Result<(), Tr
     Ok(())
 }
 
-/// Returns what a slot works on.
+/// Returns the worker of a slot.
 fn worker<M>(
     inventory: &Inventory,
     part: &OwnedVars,
@@ -160,7 +159,7 @@ fn worker<M>(
     }
 }
 
-/// Returns what a slot stores.
+/// Returns the stored state of a slot.
 fn slot<O>(
     inventory: &Inventory,
     part: &OwnedVars,
