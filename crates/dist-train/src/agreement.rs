@@ -43,7 +43,7 @@ pub(crate) fn lists(ctx: &Replica, here: &[u64]) -> Result<Vec<Vec<u64>>> {
     Ok(counts.iter().map(|count| list(whole([count[0], count[1]]))).collect())
 }
 
-/// Combines numbers of which one replica has each and the others have 0; exact to the bit.
+/// Combines numbers over all replicas, exact to the bit. Each is nonzero on one replica only.
 pub(crate) fn combined(ctx: &Replica, here: &[f64]) -> Result<Vec<f64>> {
     if here.is_empty() {
         return Ok(Vec::new());

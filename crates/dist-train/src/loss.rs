@@ -44,7 +44,7 @@ use crate::{
 /// }
 /// ```
 #[derive(Clone, Debug)]
-#[must_use = "a loss is what a step is given"]
+#[must_use = "pass the loss to a step"]
 pub struct Loss<A = ()> {
     value: Tensor,
     weight: Weight,
@@ -232,7 +232,7 @@ impl ShardLoss {
         Ok(batch)
     }
 
-    /// Returns the error for a slot's invalid tensor, whose shape and dtype only this slot knows.
+    /// Exchanges the shape and dtype of a slot's invalid tensor, and returns the error.
     fn not_scalar(
         &self,
         ctx: &Replica,

@@ -16,8 +16,8 @@ use crate::error::Result;
 /// pass](crate::ModelBuilder::optimizer_in_backward). Some errors are detected by a single replica
 /// inside a unit: [`UnknownUnit`](Self::UnknownUnit), [`Captured`](Self::Captured),
 /// [`ParameterOutsideUnit`](Self::ParameterOutsideUnit), [`NotRepeatable`](Self::NotRepeatable) and
-/// [`Differentiated`](Self::Differentiated). This holds for them only on a mesh of one process; on
-/// a mesh of several processes they end the processes like any error of a replica.
+/// [`Differentiated`](Self::Differentiated). They too are recoverable on a
+/// mesh of one process, but end the processes of a larger mesh like any error of a replica.
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
 #[non_exhaustive]
 pub enum TrainingError {
@@ -362,7 +362,7 @@ impl Refusal {
         }
     }
 
-    /// Ignores poisoning: every change under the lock is a single store, so a panic leaves no
+    /// Ignores poisoning: every change under the lock is a single insertion, so a panic leaves no
     /// partial state.
     fn refused(&self) -> MutexGuard<'_, Refused> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)

@@ -77,8 +77,7 @@ struct Register {
 
 impl Register {
     fn into_declared(self) -> Vec<Declared> {
-        // A panic with the lock held leaves at most one incomplete entry of a failed call, so
-        // poisoning is ignored.
+        // Nothing panics between the two changes under the lock, so poisoning is ignored.
         self.entries.into_inner().unwrap_or_else(PoisonError::into_inner).0
     }
 

@@ -266,8 +266,8 @@ impl ShardedVars {
         Var::from_tensor(&whole.to_dtype(dtype)?)
     }
 
-    /// Splits a unit's parameters into those that this process's slots share after gathering, and
-    /// those of which each slot has its own copy.
+    /// Splits a unit's parameters, after gathering, into parameters that this process's slots
+    /// share, and parameters with a separate copy on each slot.
     pub(crate) fn split_shared<'a, T>(
         &self,
         unit: &str,
@@ -299,9 +299,9 @@ impl ShardedVars {
     /// sums each slot's shards over the replicas. Sums are formed in rank order within a group,
     /// then in group order.
     ///
-    /// `grad` returns gradients by name. It is called for each parameter of the unit that is
-    /// sharded or replicated, not tied, and [trained](fsdp_plan::ParameterInfo::requires_grad),
-    /// with each of the parameter's names in this unit until one returns a gradient.
+    /// `grad` returns gradients by name. It is called for each
+    /// [trained](fsdp_plan::ParameterInfo::requires_grad) parameter of the unit, including targets
+    /// of tied names, with each of its names in this unit until one returns a gradient.
     ///
     /// # Errors
     ///
