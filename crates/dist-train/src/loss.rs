@@ -26,6 +26,7 @@ use crate::{
 /// value; its gradient is zero, but its backward pass runs, so that its collectives run too.
 /// (candle records no graph for a matrix product of zero rows. A loss with differentiable
 /// collectives must mask its padding instead of cutting it off.)
+///
 /// # Examples
 ///
 /// The mean over unmasked tokens, with the number of correct predictions:
