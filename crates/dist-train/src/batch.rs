@@ -11,13 +11,13 @@ use crate::tree;
 pub(crate) struct BatchShapes(Vec<Vec<usize>>);
 
 /// The shapes of one replica's shard, next to the full shapes.
-struct Shard {
+struct ShardShapes {
     whole: Vec<Vec<usize>>,
     here: Vec<Vec<usize>>,
 }
 
 impl BatchShapes {
-    pub(crate) fn of(batch: &impl TensorTree) -> Self {
+    pub(crate) fn new(batch: &impl TensorTree) -> Self {
         Self(shapes(batch))
     }
 
@@ -28,11 +28,11 @@ impl BatchShapes {
         loss: impl FnOnce(I) -> candle_core::Result<L>,
     ) -> candle_core::Result<L> {
         let here = shapes(&shard);
-        loss(shard).map_err(|error| error.context(Shard { whole: self.0.clone(), here }))
+        loss(shard).map_err(|error| error.context(ShardShapes { whole: self.0.clone(), here }))
     }
 }
 
-impl fmt::Display for Shard {
+impl fmt::Display for ShardShapes {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str("the loss of a shard")?;
         for (n, (whole, here)) in self.whole.iter().zip(&self.here).enumerate() {

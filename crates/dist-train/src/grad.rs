@@ -132,7 +132,7 @@ impl<I: TensorTree> ValueAndGrad<I> {
         let owned = Arc::new(divide(&sizes, self.mesh.devices().len()));
         let outcome: Arc<(Refusal, OnceLock<f64>)> = Arc::default();
         let step = self.mesh.pmap({
-            let shapes = BatchShapes::of(&batch);
+            let shapes = BatchShapes::new(&batch);
             let loss = Arc::clone(&self.loss);
             let params = self.params.clone();
             let allow = self.allow_non_finite;
@@ -157,7 +157,7 @@ impl<I: TensorTree> ValueAndGrad<I> {
             // If all replicas reject the step, none has sums.
             results.shards().iter().all(Option::is_some).then_some(results)
         });
-        let results = refusal.of(results)?;
+        let results = refusal.call_result(results)?;
         let mut sums = BTreeMap::new();
         for (owned, of_slot) in owned.iter().zip(results.shards()) {
             let of_slot = of_slot.iter().flatten();

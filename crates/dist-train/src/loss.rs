@@ -54,10 +54,10 @@ pub struct Loss<A = ()> {
 
 /// The weight of a sum: a number, or a scalar tensor of any dtype. See [`Loss::sum`].
 #[derive(Clone, Debug)]
-pub struct Weight(Kind);
+pub struct Weight(WeightKind);
 
 #[derive(Clone, Debug)]
-enum Kind {
+enum WeightKind {
     /// The number of rows of the shard.
     Rows,
     Number(f64),
@@ -67,7 +67,7 @@ enum Kind {
 impl Loss {
     /// Creates a loss from the mean over the rows of the shard, a floating-point scalar.
     pub fn mean(mean: Tensor) -> Self {
-        Self { value: mean, weight: Weight(Kind::Rows), aux: () }
+        Self { value: mean, weight: Weight(WeightKind::Rows), aux: () }
     }
 
     /// Creates a loss from a sum, a floating-point scalar, and the number of its summands, such as
@@ -99,14 +99,14 @@ impl<A> Loss<A> {
         let Self { value, weight, aux } = self;
         let mut unfit = None;
         let (times, weight) = match weight.0 {
-            Kind::Rows => {
+            WeightKind::Rows => {
                 // If no tensor of the batch is split, each slot counts as one row.
                 let rows = ctx.valid_len().map_or(1.0, |rows| rows as f64);
                 (rows, rows)
             }
-            Kind::Number(weight) => (1.0, weight),
-            Kind::Scalar(weight) if weight.rank() == 0 => (1.0, scalar(&weight)?),
-            Kind::Scalar(weight) => {
+            WeightKind::Number(weight) => (1.0, weight),
+            WeightKind::Scalar(weight) if weight.rank() == 0 => (1.0, scalar(&weight)?),
+            WeightKind::Scalar(weight) => {
                 unfit = Some((WEIGHT, weight));
                 (1.0, 0.0)
             }
@@ -154,19 +154,19 @@ impl From<Tensor> for Loss {
 
 impl From<f64> for Weight {
     fn from(weight: f64) -> Self {
-        Self(Kind::Number(weight))
+        Self(WeightKind::Number(weight))
     }
 }
 
 impl From<usize> for Weight {
     fn from(weight: usize) -> Self {
-        Self(Kind::Number(weight as f64))
+        Self(WeightKind::Number(weight as f64))
     }
 }
 
 impl From<Tensor> for Weight {
     fn from(weight: Tensor) -> Self {
-        Self(Kind::Scalar(weight))
+        Self(WeightKind::Scalar(weight))
     }
 }
 

@@ -30,14 +30,14 @@ use crate::error::{Error, Result};
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Schedule {
     warmup: u64,
-    curve: Curve,
+    curve: DecayCurve,
     floor: f64,
 }
 
 /// The curve after the warm-up.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
-enum Curve {
+enum DecayCurve {
     Constant,
     /// Falls linearly to the floor at this number of updates.
     Linear(u64),
@@ -48,30 +48,30 @@ enum Curve {
 impl Schedule {
     /// Keeps the factor at 1.
     pub fn constant() -> Self {
-        Self::new(Curve::Constant)
+        Self::new(DecayCurve::Constant)
     }
 
     /// Falls linearly from 1 at the end of the warm-up to the floor after `steps` updates,
     /// including the warm-up.
     pub fn linear(steps: u64) -> Self {
-        Self::new(Curve::Linear(steps))
+        Self::new(DecayCurve::Linear(steps))
     }
 
     /// Follows half a cosine wave from 1 at the end of the warm-up to the floor after `steps`
     /// updates, including the warm-up. (Loshchilov and Hutter, SGDR, arXiv 1608.03983, without
     /// restarts.)
     pub fn cosine(steps: u64) -> Self {
-        Self::new(Curve::Cosine(steps))
+        Self::new(DecayCurve::Cosine(steps))
     }
 
     /// Falls with the inverse square root of the number of updates, in units of the warm-up's
     /// length, or of 10,000 without a warm-up. (Vaswani et al., "Attention Is All You Need", arXiv
     /// 1706.03762.)
     pub fn inverse_sqrt() -> Self {
-        Self::new(Curve::InverseSqrt)
+        Self::new(DecayCurve::InverseSqrt)
     }
 
-    fn new(curve: Curve) -> Self {
+    fn new(curve: DecayCurve) -> Self {
         Self { warmup: 0, curve, floor: 0.0 }
     }
 
@@ -102,10 +102,10 @@ impl Schedule {
             if after < length { after as f64 / length as f64 } else { 1.0 }
         };
         match self.curve {
-            Curve::Constant => 1.0,
-            Curve::Linear(steps) => 1.0 - progress(steps),
-            Curve::Cosine(steps) => 0.5 * (1.0 + libm::cos(PI * progress(steps))),
-            Curve::InverseSqrt => {
+            DecayCurve::Constant => 1.0,
+            DecayCurve::Linear(steps) => 1.0 - progress(steps),
+            DecayCurve::Cosine(steps) => 0.5 * (1.0 + libm::cos(PI * progress(steps))),
+            DecayCurve::InverseSqrt => {
                 let unit = if self.warmup == 0 { 10_000.0 } else { self.warmup as f64 };
                 (unit / (after as f64 + unit)).sqrt()
             }
@@ -118,8 +118,8 @@ impl Schedule {
         let name = "the least factor of the learning rate";
         Error::check_setting(is_fraction, name, self.floor, "from 0 to 1")?;
         let ends = match self.curve {
-            Curve::Linear(steps) | Curve::Cosine(steps) => self.warmup < steps,
-            Curve::Constant | Curve::InverseSqrt => true,
+            DecayCurve::Linear(steps) | DecayCurve::Cosine(steps) => self.warmup < steps,
+            DecayCurve::Constant | DecayCurve::InverseSqrt => true,
         };
         let name = "the number of warm-up steps";
         Error::check_setting(ends, name, self.warmup as f64, "less than the steps of the schedule")

@@ -13,7 +13,7 @@
 
 use candle_core::{DType, Tensor};
 
-use super::{CHECKING, Checked, Part};
+use super::{CHECKING, Checked, CheckedPart};
 use crate::{
     error::{Doing, Result},
     gradient_report::Verdict,
@@ -110,19 +110,19 @@ impl Derivative {
 
 /// The border between two cells.
 #[derive(Debug)]
-struct Edge {
+struct CellEdge {
     values: Vec<Tensor>,
     loss: f64,
 }
 
 /// The slope of the loss over one cell.
 #[derive(Clone, Copy, Debug)]
-struct Slope {
+struct CellSlope {
     expected: f64,
     found: f64,
 }
 
-impl Slope {
+impl CellSlope {
     fn off(&self) -> f64 {
         self.expected - self.found
     }
@@ -133,16 +133,16 @@ impl Slope {
 }
 
 /// Measurements along a direction.
-struct Cells<'a> {
-    part: &'a Part<'a>,
+struct DirectionCells<'a> {
+    part: &'a CheckedPart<'a>,
     direction: &'a [Tensor],
     width: f64,
     /// The largest loss on an edge.
     loss: f64,
-    slopes: Vec<Slope>,
+    slopes: Vec<CellSlope>,
 }
 
-impl Part<'_> {
+impl CheckedPart<'_> {
     /// Returns the derivative along a direction, using as many cells as necessary. Leaves the
     /// variables at the values of the last evaluation.
     #[track_caller]
@@ -152,7 +152,8 @@ impl Part<'_> {
         direction: &[Tensor],
     ) -> Result<Derivative> {
         let width = WIDTH.max(4.0 * self.epsilon());
-        let mut cells = Cells { part: self, direction, width, loss: 0.0, slopes: Vec::new() };
+        let mut cells =
+            DirectionCells { part: self, direction, width, loss: 0.0, slopes: Vec::new() };
         let mut ends = [cells.edge(model, -0.5)?, cells.edge(model, 0.5)?];
         let middle = cells.slope([&ends[0], &ends[1]], 1.0, &self.gradients)?;
         cells.slopes.push(middle);
@@ -203,14 +204,14 @@ impl Part<'_> {
 }
 
 /// Positions count cells from the variables' own values, which lie in the middle of a cell.
-impl Cells<'_> {
+impl DirectionCells<'_> {
     #[track_caller]
-    fn edge(&mut self, model: &mut impl Checked, place: f64) -> Result<Edge> {
+    fn edge(&mut self, model: &mut impl Checked, place: f64) -> Result<CellEdge> {
         let values = self.part.moved(self.direction, place * self.width).doing(CHECKING)?;
         self.part.set(model, &values)?;
         let loss = model.loss()?;
         self.loss = self.loss.max(loss.abs());
-        Ok(Edge { values, loss })
+        Ok(CellEdge { values, loss })
     }
 
     #[track_caller]
@@ -222,10 +223,15 @@ impl Cells<'_> {
 
     /// Returns the slope between two edges, the second on the given `side` of the first, by the
     /// gradients between them.
-    fn slope(&self, [from, to]: [&Edge; 2], side: f64, gradients: &[Tensor]) -> Result<Slope> {
+    fn slope(
+        &self,
+        [from, to]: [&CellEdge; 2],
+        side: f64,
+        gradients: &[Tensor],
+    ) -> Result<CellSlope> {
         let change = predicted(&from.values, &to.values, gradients).doing(CHECKING)?;
         let width = side * self.width;
-        Ok(Slope { expected: (to.loss - from.loss) / width, found: change / width })
+        Ok(CellSlope { expected: (to.loss - from.loss) / width, found: change / width })
     }
 
     /// Combines the cells.
@@ -236,14 +242,16 @@ impl Cells<'_> {
         // If the gradient is not finite at the variables themselves, training cannot use it.
         let middle = self.slopes[0];
         if middle.expected.is_finite() && !middle.found.is_finite() {
-            let Slope { expected, found } = middle;
+            let CellSlope { expected, found } = middle;
             return Ok(Derivative { expected, found, ..Derivative::default() });
         }
         // Away from the variables, the loss may legitimately be undefined.
-        let slopes: Vec<&Slope> = self.slopes.iter().filter(|slope| slope.is_finite()).collect();
+        let slopes: Vec<&CellSlope> =
+            self.slopes.iter().filter(|slope| slope.is_finite()).collect();
         let n = slopes.len() as f64;
-        let mean = |of: fn(&Slope) -> f64| slopes.iter().map(|slope| of(slope)).sum::<f64>() / n;
-        let off = mean(Slope::off);
+        let mean =
+            |of: fn(&CellSlope) -> f64| slopes.iter().map(|slope| of(slope)).sum::<f64>() / n;
+        let off = mean(CellSlope::off);
         let squares: f64 = slopes.iter().map(|slope| (slope.off() - off).powi(2)).sum();
         Ok(Derivative {
             expected: mean(|slope| slope.expected),

@@ -4,7 +4,7 @@ use candle_core::{DType, Device, Tensor};
 use candle_nn::Init;
 use core_types::Seed;
 
-use super::{CHECKING, Part};
+use super::{CHECKING, CheckedPart};
 use crate::{
     error::{Doing, Result},
     parameters::{declare::Declared, init},
@@ -16,11 +16,11 @@ const SMALLEST: f64 = 1e-2;
 /// Returns the gradient as a direction, scaled so that its largest item equals the variables'
 /// average size. The loss changes most along it, so it reveals a gradient that is too large or
 /// should be zero.
-pub(super) fn steepest(part: &Part<'_>) -> Result<Vec<Tensor>> {
+pub(super) fn steepest(part: &CheckedPart<'_>) -> Result<Vec<Tensor>> {
     scaled_gradients(part).doing(CHECKING)
 }
 
-fn scaled_gradients(part: &Part<'_>) -> candle_core::Result<Vec<Tensor>> {
+fn scaled_gradients(part: &CheckedPart<'_>) -> candle_core::Result<Vec<Tensor>> {
     let size = part.at.iter().map(size_of_items).sum::<candle_core::Result<f64>>()?;
     let mut largest: f64 = 0.0;
     let gradients = part.gradients.iter().map(finite_items);
@@ -44,7 +44,7 @@ fn finite_items(gradient: &Tensor) -> candle_core::Result<Tensor> {
 
 /// Draws normal numbers with the size of each variable's items. This direction reveals missing
 /// parts of a gradient, which may be orthogonal to the gradient.
-pub(super) fn random(part: &Part<'_>) -> Result<Vec<Tensor>> {
+pub(super) fn random(part: &CheckedPart<'_>) -> Result<Vec<Tensor>> {
     let named = part.names.iter().zip(&part.at);
     named
         .map(|(name, at)| {

@@ -92,7 +92,7 @@ fn check_prefix(
     names: &[&str],
     gradients: &[Option<Tensor>],
 ) -> Result<PrefixCheck> {
-    let part = Part::new(model, vars, names, gradients)?;
+    let part = CheckedPart::new(model, vars, names, gradients)?;
     let mut worst = Derivative::default();
     for direction in [direction::steepest(&part)?, direction::random(&part)?] {
         let derivative = part.derivative(model, &direction);
@@ -111,7 +111,7 @@ fn check_prefix(
 }
 
 /// Variables that are checked together, with their values and gradients.
-struct Part<'a> {
+struct CheckedPart<'a> {
     vars: &'a [usize],
     names: Vec<&'a str>,
     /// Values, on the host.
@@ -120,7 +120,7 @@ struct Part<'a> {
     gradients: Vec<Tensor>,
 }
 
-impl<'a> Part<'a> {
+impl<'a> CheckedPart<'a> {
     fn new(
         model: &impl Checked,
         vars: &'a [usize],
@@ -182,12 +182,12 @@ mod tests {
     };
 
     /// Named variables and their loss.
-    struct Plain<F> {
+    struct PlainModel<F> {
         vars: Vec<(String, Var)>,
         loss: F,
     }
 
-    impl<F: FnMut() -> candle_core::Result<Tensor>> Checked for Plain<F> {
+    impl<F: FnMut() -> candle_core::Result<Tensor>> Checked for PlainModel<F> {
         fn loss(&mut self) -> Result<f64> {
             (self.loss)().and_then(|loss| loss.to_dtype(DType::F64)?.to_scalar()).doing("a loss")
         }
@@ -212,7 +212,7 @@ mod tests {
         loss: impl FnMut() -> candle_core::Result<Tensor>,
     ) -> Result<GradientReport> {
         let before: Vec<_> = vars.iter().map(|(_, var)| var.copy().unwrap()).collect();
-        let mut model = Plain { vars: vars.to_vec(), loss };
+        let mut model = PlainModel { vars: vars.to_vec(), loss };
         let gradients = model.gradients()?;
         let names: Vec<&str> = vars.iter().map(|(name, _)| name.as_str()).collect();
         let outcome = check_gradients(&mut model, &names, &gradients);
@@ -240,7 +240,7 @@ mod tests {
     }
 
     /// A residual network: `embed`, `blocks.0` to `blocks.2`, `head`.
-    struct Net {
+    struct ResidualNet {
         embed: Linear,
         blocks: Vec<(Linear, Linear)>,
         head: Linear,
@@ -248,7 +248,7 @@ mod tests {
 
     const WIDTH: usize = 24;
 
-    impl Net {
+    impl ResidualNet {
         fn new(vb: VarBuilder<'_>) -> candle_core::Result<Self> {
             let block = |k: usize| {
                 let vb = vb.pp("blocks").pp(k);
@@ -277,14 +277,14 @@ mod tests {
     }
 
     /// Returns a network with seeded weights, its variables, and a batch.
-    fn net(dtype: DType) -> (Net, Vec<(String, Var)>, Tensor) {
+    fn net(dtype: DType) -> (ResidualNet, Vec<(String, Var)>, Tensor) {
         let values = InitialValues { init: Initializer::Seeded(Seed::new(3)), weights: None };
         let map = VarMap::new();
-        for declared in declare(Net::new, dtype, &Device::Cpu).unwrap() {
+        for declared in declare(ResidualNet::new, dtype, &Device::Cpu).unwrap() {
             let value = values.tensor(&declared, &Device::Cpu).unwrap();
             map.data().lock().unwrap().insert(declared.name, Var::from_tensor(&value).unwrap());
         }
-        let net = Net::new(VarBuilder::from_varmap(&map, dtype, &Device::Cpu)).unwrap();
+        let net = ResidualNet::new(VarBuilder::from_varmap(&map, dtype, &Device::Cpu)).unwrap();
         let mut vars: Vec<_> = map.data().lock().unwrap().clone().into_iter().collect();
         vars.sort_by(|(left, _), (right, _)| left.cmp(right));
         let x: Vec<f32> = (0..16 * 8).map(|item| (item as f32 * 1.7).sin()).collect();
@@ -329,9 +329,9 @@ mod tests {
     }
 
     /// The identity, with a backward pass that is wrong by a factor.
-    struct Off(f64);
+    struct ScaledBackward(f64);
 
-    impl CustomOp1 for Off {
+    impl CustomOp1 for ScaledBackward {
         fn name(&self) -> &'static str {
             "off"
         }
@@ -359,13 +359,13 @@ mod tests {
     fn small_factors_are_found() {
         for factor in [0.95, 1.05, -1.0] {
             let (net, vars, x) = net(DType::F32);
-            let loss = || net.loss(&x, same)?.apply_op1(Off(factor));
+            let loss = || net.loss(&x, same)?.apply_op1(ScaledBackward(factor));
             assert_eq!(wrong(check(&vars, loss)).len(), 5, "{factor}");
         }
         // The error must be larger if it passes through only one branch of a residual.
         for factor in [0.5, 1.5, -1.0] {
             let (net, vars, x) = net(DType::F32);
-            let loss = || net.loss(&x, |x| x.contiguous()?.apply_op1(Off(factor)));
+            let loss = || net.loss(&x, |x| x.contiguous()?.apply_op1(ScaledBackward(factor)));
             assert_eq!(wrong(check(&vars, loss)), ["blocks.0", "embed"], "{factor}");
         }
     }
@@ -377,7 +377,7 @@ mod tests {
             for dtype in [DType::F64, DType::F32] {
                 let at = Var::new(&[0.5, -1.0, 2.0], &Device::Cpu).unwrap();
                 let at = Var::from_tensor(&at.to_dtype(dtype).unwrap()).unwrap();
-                let loss = || at.sin()?.exp()?.sum_all()?.apply_op1(Off(factor));
+                let loss = || at.sin()?.exp()?.sum_all()?.apply_op1(ScaledBackward(factor));
                 let is_right = match check(&[("at".to_owned(), at.clone())], loss) {
                     Ok(report) => verdicts(&report) == [Verdict::Right],
                     Err(_) => false,
@@ -405,7 +405,7 @@ mod tests {
             let loss = || (at.matmul(&up)?.relu()? * down.narrow(0, 0, 1)?)?.sum_all()? + 100.0;
             let report = check(&vars, loss).unwrap();
             assert_eq!(verdicts(&report), [Verdict::Right], "{dtype:?}\n{report}");
-            assert_eq!(wrong(check(&vars, || loss()?.apply_op1(Off(0.5)))), ["at"]);
+            assert_eq!(wrong(check(&vars, || loss()?.apply_op1(ScaledBackward(0.5)))), ["at"]);
         }
     }
 
@@ -424,7 +424,7 @@ mod tests {
     fn non_finite_gradients_are_wrong() {
         for factor in [f64::NAN, f64::INFINITY, f64::NEG_INFINITY] {
             let (net, vars, x) = net(DType::F32);
-            let loss = || net.loss(&x, |x| x.contiguous()?.apply_op1(Off(factor)));
+            let loss = || net.loss(&x, |x| x.contiguous()?.apply_op1(ScaledBackward(factor)));
             assert_eq!(wrong(check(&vars, loss)), ["blocks.0", "embed"], "{factor}");
         }
         // One item of the root's gradient is undefined; the others are right.
@@ -472,9 +472,9 @@ mod tests {
     }
 
     /// Records the lines that call its methods.
-    struct Located(Vec<u32>);
+    struct LocatedModel(Vec<u32>);
 
-    impl Checked for Located {
+    impl Checked for LocatedModel {
         #[track_caller]
         fn loss(&mut self) -> Result<f64> {
             self.0.push(Location::caller().line());
@@ -498,7 +498,7 @@ mod tests {
 
     #[test]
     fn losses_have_the_location_of_the_check() {
-        let mut model = Located(Vec::new());
+        let mut model = LocatedModel(Vec::new());
         let line = line!() + 1;
         check_gradients(&mut model, &["a"], &[None]).unwrap();
         assert!(model.0.len() > 2 && model.0.iter().all(|&asked| asked == line), "{:?}", model.0);

@@ -16,7 +16,7 @@ pub enum GradientError {
          them and the loss has a wrong backward pass or, next to a residual, none. candle-nn's \
          LayerNorm, RmsNorm, softmax_last_dim and rope have none: use fused_ops::layers and \
          fused_ops, which candle_distributed exports as `ops`",
-        wrong.len(), Listed(&wrong.iter().map(Off).collect::<Vec<_>>())
+        wrong.len(), Listed(&wrong.iter().map(WrongSlope).collect::<Vec<_>>())
     )]
     Wrong {
         /// Results for the prefixes with wrong gradients.
@@ -38,9 +38,9 @@ pub enum GradientError {
 }
 
 /// Displays a wrong slope next to the expected slope.
-struct Off<'a>(&'a PrefixCheck);
+struct WrongSlope<'a>(&'a PrefixCheck);
 
-impl fmt::Display for Off<'_> {
+impl fmt::Display for WrongSlope<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let PrefixCheck { prefix, found, expected, .. } = self.0;
         write!(f, "{prefix} ({found:.3e} instead of {expected:.3e})")

@@ -187,12 +187,12 @@ impl From<Error> for candle_core::Error {
 }
 
 /// Adds the path to an I/O error.
-pub(crate) trait At<T> {
+pub(crate) trait AtPath<T> {
     /// Converts an I/O error into [`CheckpointError::Io`].
     fn at(self, path: &Path) -> Result<T>;
 }
 
-impl<T> At<T> for io::Result<T> {
+impl<T> AtPath<T> for io::Result<T> {
     fn at(self, path: &Path) -> Result<T> {
         self.map_err(|cause| CheckpointError::Io { path: path.to_owned(), cause }.into())
     }

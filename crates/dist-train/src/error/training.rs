@@ -70,7 +70,7 @@ pub enum TrainingError {
         shape: Vec<usize>,
     },
     /// The norm of the gradients is infinite or NaN.
-    #[error("the norm of the gradients is {value}{}", Culprit(variable.as_deref()))]
+    #[error("the norm of the gradients is {value}{}", FirstNonFinite(variable.as_deref()))]
     NonFiniteNorm {
         /// The norm.
         value: f64,
@@ -283,9 +283,9 @@ pub enum TrainingError {
 }
 
 /// The first variable with a non-finite gradient, if any.
-struct Culprit<'a>(Option<&'a str>);
+struct FirstNonFinite<'a>(Option<&'a str>);
 
-impl fmt::Display for Culprit<'_> {
+impl fmt::Display for FirstNonFinite<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self.0 {
             Some(variable) => {
@@ -301,10 +301,10 @@ impl fmt::Display for Culprit<'_> {
 /// An error in this store may have had no effect: a loss may ignore the error of a unit and
 /// continue.
 #[derive(Debug, Default)]
-pub(crate) struct Refusal(Mutex<Refused>);
+pub(crate) struct Refusal(Mutex<RecordedErrors>);
 
 #[derive(Debug, Default)]
-struct Refused {
+struct RecordedErrors {
     /// The error that all replicas of the mesh raise at the same place.
     agreed: Option<TrainingError>,
     /// Errors of single replicas, without duplicates.
@@ -345,7 +345,7 @@ impl Refusal {
     /// Converts the result of a call whose replicas return [outcomes](Self::outcome). A recorded
     /// error of a single replica is returned only if it ended the call.
     #[expect(clippy::expect_used, reason = "a replica returns `None` only after an agreed error")]
-    pub(crate) fn of<T>(&self, outcome: pmap_mesh::Result<Option<T>>) -> Result<T> {
+    pub(crate) fn call_result<T>(&self, outcome: pmap_mesh::Result<Option<T>>) -> Result<T> {
         let refused = self.refused();
         match outcome {
             Ok(Some(value)) => Ok(value),
@@ -364,7 +364,7 @@ impl Refusal {
 
     /// Ignores poisoning: every change under the lock is a single insertion, so a panic leaves no
     /// partial state.
-    fn refused(&self) -> MutexGuard<'_, Refused> {
+    fn refused(&self) -> MutexGuard<'_, RecordedErrors> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
@@ -396,14 +396,16 @@ mod tests {
     fn ignored_errors_do_not_end_the_call() {
         let refusal = Refusal::default();
         refusal.alone(unknown("a"));
-        assert_eq!(refusal.of(Ok(Some(7))).unwrap(), 7);
-        let other = refusal.of(failed(candle_core::Error::msg("no such file"))).unwrap_err();
+        assert_eq!(refusal.call_result(Ok(Some(7))).unwrap(), 7);
+        let other =
+            refusal.call_result(failed(candle_core::Error::msg("no such file"))).unwrap_err();
         assert!(other.to_string().contains("no such file"), "{other}");
         let ending = refusal.alone(unknown("b"));
-        let found = refusal.of(failed(ending.context("unit b, forward pass"))).unwrap_err();
+        let found =
+            refusal.call_result(failed(ending.context("unit b, forward pass"))).unwrap_err();
         assert!(matches!(found, Error::Training(found) if found == unknown("b")));
         let quoted = Err::<(), _>(refusal.alone(unknown("c"))).context("quoted").unwrap_err();
-        let found = refusal.of(failed(quoted)).unwrap_err();
+        let found = refusal.call_result(failed(quoted)).unwrap_err();
         assert!(matches!(found, Error::Training(found) if found == unknown("c")));
     }
 
@@ -414,7 +416,7 @@ mod tests {
         let ending = refusal.agreed(TrainingError::NoWeight);
         let outcome = refusal.outcome::<u8>(Err(ending)).unwrap();
         assert_eq!(outcome, None);
-        let found = refusal.of(Ok(outcome)).unwrap_err();
+        let found = refusal.call_result(Ok(outcome)).unwrap_err();
         assert!(matches!(found, Error::Training(TrainingError::NoWeight)));
     }
 }

@@ -18,21 +18,21 @@ use crate::{
 };
 
 /// Declares the adapter of each target layer, and passes weights on unchanged.
-pub(crate) struct Declaring<'a> {
+pub(crate) struct AdapterDeclarer<'a> {
     lora: &'a Lora,
     inner: VarBuilder<'a>,
     /// Adapters and matched targets so far. The lock is needed because a constructor may use
     /// several threads.
-    found: Mutex<Found>,
+    found: Mutex<FoundAdapters>,
 }
 
 #[derive(Default)]
-struct Found {
+struct FoundAdapters {
     adapters: Vec<Declared>,
     targets: BTreeSet<String>,
 }
 
-impl<'a> Declaring<'a> {
+impl<'a> AdapterDeclarer<'a> {
     pub(crate) fn new(lora: &'a Lora, inner: VarBuilder<'a>) -> Self {
         Self { lora, inner, found: Mutex::default() }
     }
@@ -76,7 +76,7 @@ impl<'a> Declaring<'a> {
     }
 }
 
-impl SimpleBackend for &Declaring<'_> {
+impl SimpleBackend for &AdapterDeclarer<'_> {
     fn get(
         &self,
         shape: Shape,
@@ -109,13 +109,13 @@ impl SimpleBackend for &Declaring<'_> {
 ///
 /// A layer has an adapter if the adapter's parameters exist. So a unit that sees only the ends of
 /// layer names composes the same layers that were declared.
-pub(crate) struct Composing<'a> {
+pub(crate) struct AdapterComposer<'a> {
     inner: VarBuilder<'a>,
     rank: usize,
     scale: f64,
 }
 
-impl<'a> Composing<'a> {
+impl<'a> AdapterComposer<'a> {
     pub(crate) fn builder(inner: VarBuilder<'a>, rank: usize, scale: f64) -> VarBuilder<'a> {
         let (dtype, device) = (inner.dtype(), inner.device().clone());
         VarBuilder::from_backend(Box::new(Self { inner, rank, scale }), dtype, device)
@@ -136,7 +136,7 @@ impl<'a> Composing<'a> {
     }
 }
 
-impl SimpleBackend for Composing<'_> {
+impl SimpleBackend for AdapterComposer<'_> {
     fn get(
         &self,
         shape: Shape,

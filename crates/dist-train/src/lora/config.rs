@@ -6,7 +6,7 @@ use fsdp_plan::ParameterInfo;
 use serde_json::{Map, Value, json};
 
 use crate::{
-    error::{At, Result, lora::LoraError},
+    error::{AtPath, Result, lora::LoraError},
     lora::matrices::adapted_by,
 };
 
@@ -44,13 +44,13 @@ const BEGINNINGS: [&str; 3] = ["gaussian", "eva", "orthogonal"];
 
 /// The target layers, rank and scale of adapters.
 #[derive(Clone, Debug, PartialEq)]
-pub(crate) struct Config {
+pub(crate) struct AdapterConfig {
     pub(crate) targets: Arc<[String]>,
     pub(crate) rank: usize,
     pub(crate) alpha: f64,
 }
 
-impl Config {
+impl AdapterConfig {
     /// Reads the file of a folder.
     ///
     /// # Errors
@@ -67,14 +67,14 @@ impl Config {
         };
         let fields: Map<String, Value> = serde_json::from_str(&text)
             .map_err(|error| refused("the file", &error.to_string(), "a JSON object"))?;
-        Self::of(&fields).map_err(|Refused { field, expected }| {
+        Self::from_fields(&fields).map_err(|UnsupportedField { field, expected }| {
             let found = fields.get(field).unwrap_or(&Value::Null);
             refused(field, &found.to_string(), expected).into()
         })
     }
 
-    fn of(fields: &Map<String, Value>) -> Result<Self, Refused> {
-        let refuse = |field, expected| Refused { field, expected };
+    fn from_fields(fields: &Map<String, Value>) -> Result<Self, UnsupportedField> {
+        let refuse = |field, expected| UnsupportedField { field, expected };
         let field = |name: &str| fields.get(name).unwrap_or(&Value::Null);
         if field("peft_type") != "LORA" {
             return Err(refuse("peft_type", "\"LORA\""));
@@ -175,7 +175,7 @@ impl Config {
 }
 
 /// An unsupported value of a field.
-struct Refused {
+struct UnsupportedField {
     field: &'static str,
     expected: &'static str,
 }

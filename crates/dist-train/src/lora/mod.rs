@@ -16,14 +16,14 @@ use candle_nn::VarBuilder;
 use dist_checkpoint::{ParameterError, StoredWeights, TensorInfo, support::AllowedNames};
 
 use self::{
-    builders::{Composing, Declaring},
-    config::Config,
+    builders::{AdapterComposer, AdapterDeclarer},
+    config::AdapterConfig,
     linear::LoraLinear,
     matrices::{FILE, FILE_PREFIX},
 };
 use crate::{
     error::{Error, Result, lora::LoraError},
-    lora::save::{Content, PretrainedFiles},
+    lora::save::{PretrainedFiles, SavedContent},
     parameters::declare::Declared,
 };
 
@@ -82,7 +82,7 @@ use crate::{
 /// ```
 #[derive(Clone, Debug)]
 pub struct Lora {
-    config: Config,
+    config: AdapterConfig,
     /// The matrices in the folder, if the adapters were opened.
     saved: Option<Arc<StoredWeights>>,
 }
@@ -113,7 +113,7 @@ impl Lora {
         if targets.is_empty() {
             return Err(LoraError::NoTargets.into());
         }
-        Ok(Self { config: Config { targets, rank, alpha }, saved: None })
+        Ok(Self { config: AdapterConfig { targets, rank, alpha }, saved: None })
     }
 
     /// Opens the adapters in a folder written by [`adapters`](Self::adapters) or PEFT. Building a
@@ -129,7 +129,7 @@ impl Lora {
     /// changed at initialization (`PiSSA`, `OLoRA`), and the errors of [`new`](Self::new).
     pub fn open(folder: impl AsRef<Path>) -> Result<Self> {
         let folder = folder.as_ref();
-        let Config { targets, rank, alpha } = Config::read(folder)?;
+        let AdapterConfig { targets, rank, alpha } = AdapterConfig::read(folder)?;
         let saved = StoredWeights::open(folder.join(FILE))?.without_prefix(FILE_PREFIX);
         Ok(Self { saved: Some(Arc::new(saved)), ..Self::new(targets.to_vec(), rank, alpha)? })
     }
@@ -169,7 +169,7 @@ impl Lora {
     ) -> impl Fn(VarBuilder<'_>) -> CandleResult<()> {
         let lora = self.clone();
         move |vb| {
-            let declaring = Declaring::new(&lora, vb);
+            let declaring = AdapterDeclarer::new(&lora, vb);
             build(declaring.builder())?;
             let adapters = declaring.into_adapters()?;
             match &lora.saved {
@@ -192,7 +192,7 @@ impl Lora {
         F: Fn(VarBuilder<'_>, &X) -> CandleResult<R> + Clone + Send + Sync,
     {
         let (rank, scale) = (self.rank(), self.config.scale());
-        move |vb, x| f(Composing::builder(vb, rank, scale), x)
+        move |vb, x| f(AdapterComposer::builder(vb, rank, scale), x)
     }
 
     /// Creates a linear layer with weight, bias and adapter, for your own models. The layer has an
@@ -275,7 +275,7 @@ impl Lora {
     /// `alpha` must be the value used in training.
     #[must_use]
     pub fn adapters(&self) -> PretrainedFiles {
-        PretrainedFiles::of(Content::Adapters(self.config.clone()))
+        PretrainedFiles::new(SavedContent::Adapters(self.config.clone()))
     }
 
     /// Returns the files of the model with adapters merged into its weights, with the names and
@@ -284,6 +284,6 @@ impl Lora {
     /// [`adapters`](Self::adapters).
     #[must_use]
     pub fn merged(&self) -> PretrainedFiles {
-        PretrainedFiles::of(Content::Merged(self.config.clone()))
+        PretrainedFiles::new(SavedContent::Merged(self.config.clone()))
     }
 }

@@ -13,7 +13,7 @@ use pmap_mesh::DeviceMesh;
 use crate::{
     error::{Doing, Result, lora::LoraError},
     lora::{
-        config::{CONFIG, Config},
+        config::{AdapterConfig, CONFIG},
         matrices::{self, FILE, FILE_PREFIX},
     },
     sharded::runs,
@@ -30,7 +30,7 @@ use crate::{
 /// ```
 #[derive(Clone, Debug, PartialEq)]
 pub struct PretrainedFiles {
-    content: Content,
+    content: SavedContent,
     max_bytes: u64,
     allows_non_finite: bool,
     /// The dtype of all parameters in the files; `None` for each parameter's own dtype.
@@ -39,24 +39,24 @@ pub struct PretrainedFiles {
 
 /// The parameters to write.
 #[derive(Clone, Debug, PartialEq)]
-pub(crate) enum Content {
+pub(crate) enum SavedContent {
     /// All parameters of the model.
     All,
     /// The matrices of the adapters only.
-    Adapters(Config),
+    Adapters(AdapterConfig),
     /// The parameters of the model without adapters, with the adapters merged.
-    Merged(Config),
+    Merged(AdapterConfig),
 }
 
 impl Default for PretrainedFiles {
     /// Returns files of at most 5 GB, like Hugging Face's, with finite numbers only.
     fn default() -> Self {
-        Self::of(Content::All)
+        Self::new(SavedContent::All)
     }
 }
 
 impl PretrainedFiles {
-    pub(crate) fn of(content: Content) -> Self {
+    pub(crate) fn new(content: SavedContent) -> Self {
         Self { content, max_bytes: 5_000_000_000, allows_non_finite: false, dtype: None }
     }
 
@@ -94,7 +94,7 @@ impl PretrainedFiles {
 ///
 /// Returns an error on all processes if one fails: the errors of `whole` and of
 /// [`ModelFolder::write`], and for adapters [`LoraError::NoAdapters`] and the errors of
-/// [`Config::check_are_mine`].
+/// [`AdapterConfig::check_are_mine`].
 pub(crate) fn save(
     mesh: &DeviceMesh,
     folder: &Path,
@@ -111,14 +111,16 @@ pub(crate) fn save(
     };
     let all: Vec<_> = parameters.iter().collect();
     match content {
-        Content::All => target.write(infos(&all, dtype)?, max_bytes, |name| typed(whole(name))),
-        Content::Merged(config) => {
+        SavedContent::All => {
+            target.write(infos(&all, dtype)?, max_bytes, |name| typed(whole(name)))
+        }
+        SavedContent::Merged(config) => {
             let (_, base) = with_adapters(parameters, &config)?;
             let scale = config.scale();
             let merged = |name: &str| typed(merged(name, scale, parameters, &whole));
             target.write(infos(&base, dtype)?, max_bytes, merged)
         }
-        Content::Adapters(config) => {
+        SavedContent::Adapters(config) => {
             let (adapters, _) = with_adapters(parameters, &config)?;
             let mut infos = infos(&adapters, dtype)?;
             for info in &mut infos {
@@ -151,7 +153,7 @@ fn infos(parameters: &[&ParameterInfo], dtype: Option<DType>) -> Result<Vec<Tens
 /// Splits parameters into adapter matrices and others.
 fn with_adapters<'a>(
     parameters: &'a [ParameterInfo],
-    config: &Config,
+    config: &AdapterConfig,
 ) -> Result<(Vec<&'a ParameterInfo>, Vec<&'a ParameterInfo>), LoraError> {
     let (adapters, others): (Vec<_>, Vec<_>) =
         parameters.iter().partition(|info| matrices::is_matrix(info.name()));

@@ -10,7 +10,7 @@ use std::{
 use dist_checkpoint::files;
 
 use crate::{
-    error::{At, Error, Result},
+    error::{AtPath, Error, Result},
     metrics::{StepMetrics, read::Metrics},
 };
 

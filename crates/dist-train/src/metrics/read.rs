@@ -3,7 +3,7 @@
 use std::{fs, ops::Range, path::Path};
 
 use crate::{
-    error::{At, Result},
+    error::{AtPath, Result},
     metrics::{MeanLoss, StepMetrics},
 };
 

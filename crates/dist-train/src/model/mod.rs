@@ -231,7 +231,7 @@ impl<M: Send, O: Optimizer + Send + 'static> DistributedModel<M, O> {
         L: Into<Loss<A>>,
         F: Fn(&Replica, &M, I) -> CandleResult<L> + Send + Sync,
     {
-        let shapes = BatchShapes::of(&batch);
+        let shapes = BatchShapes::new(&batch);
         let report = OnceLock::new();
         let call = self.mesh.pmap_scoped(|ctx, shard: I| {
             let mut shard = Some(shard);
@@ -256,7 +256,7 @@ impl<M: Send, O: Optimizer + Send + 'static> DistributedModel<M, O> {
             }))
         });
         let call = self.options.cut(call).seed(seed);
-        let outcome = pass.rules().refusal.of(call.call_at(position, batch));
+        let outcome = pass.rules().refusal.call_result(call.call_at(position, batch));
         pass.end(outcome.is_ok())?;
         let aux = outcome?;
         Ok((*report.get().expect("every replica has set the report"), aux))
@@ -446,7 +446,7 @@ impl<M, O> DistributedModel<M, O> {
             .with_runtime(Runtime::Candle)
             .with_prefetch(model.prefetch as u64)
             .with_kept_graphs(n_graphs as u64);
-        let cost = model.precision.of_cost(cost);
+        let cost = model.precision.set_in_cost(cost);
         Some(if model.updates_in_backward { cost.with_optimizer_in_backward() } else { cost })
     }
 

@@ -44,7 +44,7 @@ pub(crate) fn squares(tensor: &Tensor) -> Result<f64> {
 fn squares_on_host(storage: &CpuStorage, layout: &Layout) -> Result<f64> {
     let items = Items::new(storage, layout)?;
     let mut buffer = [0.0; BLOCK];
-    let mut sums = [Sum::default(); LANES];
+    let mut sums = [CompensatedSum::default(); LANES];
     for first in (0..items.len()).step_by(BLOCK) {
         let block = items.read(first..items.len().min(first + BLOCK), &mut buffer);
         let (chunks, rest) = block.as_chunks::<LANES>();
@@ -53,7 +53,7 @@ fn squares_on_host(storage: &CpuStorage, layout: &Layout) -> Result<f64> {
         }
         sums.iter_mut().zip(rest).for_each(|(sum, item)| sum.add(item * item));
     }
-    let mut total = Sum::default();
+    let mut total = CompensatedSum::default();
     for sum in sums {
         total.add(sum.high);
         total.low += sum.low;
@@ -64,12 +64,12 @@ fn squares_on_host(storage: &CpuStorage, layout: &Layout) -> Result<f64> {
 /// A sum with the rounding errors of its additions (Ogita, Rump and Oishi, "Accurate Sum and Dot
 /// Product", 2005, after Knuth).
 #[derive(Clone, Copy, Debug, Default)]
-struct Sum {
+struct CompensatedSum {
     high: f64,
     low: f64,
 }
 
-impl Sum {
+impl CompensatedSum {
     fn add(&mut self, term: f64) {
         let high = self.high + term;
         let added = high - self.high;

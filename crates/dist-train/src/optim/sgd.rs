@@ -144,7 +144,7 @@ const MOMENTUM: &str = "momentum_buffer";
 fn update(state: &mut VariableState, params: &ParamsSgd, grad: &Tensor) -> Result<()> {
     if params.momentum == 0.0 {
         let ParamsSgd { lr, weight_decay, .. } = *params;
-        return state.variable.update(&Plain { lr, weight_decay }, [], grad);
+        return state.variable.update(&PlainRule { lr, weight_decay }, [], grad);
     }
     // Momentum may be enabled after the optimizer was created.
     if state.tensors.is_empty() {
@@ -156,10 +156,10 @@ fn update(state: &mut VariableState, params: &ParamsSgd, grad: &Tensor) -> Resul
     let ParamsSgd { lr, momentum: kept, weight_decay, nesterov, .. } = *params;
     let added = 1.0 - dampening;
     if nesterov {
-        let rule = Momentum::<true> { lr, kept, added, weight_decay };
+        let rule = MomentumRule::<true> { lr, kept, added, weight_decay };
         state.variable.update(&rule, [momentum], grad)?;
     } else {
-        let rule = Momentum::<false> { lr, kept, added, weight_decay };
+        let rule = MomentumRule::<false> { lr, kept, added, weight_decay };
         state.variable.update(&rule, [momentum], grad)?;
     }
     // Only the first step is special, so saturating is harmless.
@@ -168,12 +168,12 @@ fn update(state: &mut VariableState, params: &ParamsSgd, grad: &Tensor) -> Resul
 }
 
 /// The update rule without momentum.
-struct Plain {
+struct PlainRule {
     lr: f64,
     weight_decay: f64,
 }
 
-impl Rule<0> for Plain {
+impl Rule<0> for PlainRule {
     fn apply<X: Numbers>(&self, value: &X, _: [&X; 0], grad: &X) -> Outcome<X, (X, [X; 0])> {
         let grad = grad.plus(&value.scaled(self.weight_decay)?)?;
         Ok((value.minus(&grad.scaled(self.lr)?)?, []))
@@ -182,7 +182,7 @@ impl Rule<0> for Plain {
 
 /// The update rule with momentum. `NESTEROV` is a type parameter because a branch in the loop over
 /// items would prevent vectorization.
-struct Momentum<const NESTEROV: bool> {
+struct MomentumRule<const NESTEROV: bool> {
     lr: f64,
     /// Factor of the momentum.
     kept: f64,
@@ -191,7 +191,7 @@ struct Momentum<const NESTEROV: bool> {
     weight_decay: f64,
 }
 
-impl<const NESTEROV: bool> Rule<1> for Momentum<NESTEROV> {
+impl<const NESTEROV: bool> Rule<1> for MomentumRule<NESTEROV> {
     fn apply<X: Numbers>(
         &self,
         value: &X,

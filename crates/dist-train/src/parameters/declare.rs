@@ -62,20 +62,20 @@ pub fn declare<M>(
     dtype: DType,
     device: &Device,
 ) -> Result<Vec<Declared>> {
-    let register = Register::default();
+    let register = ParameterRegister::default();
     build(VarBuilder::from_backend(Box::new(&register), dtype, device.clone()))?;
     Ok(register.into_declared())
 }
 
 /// A variable builder that returns parameters without memory and records them.
 #[derive(Default)]
-struct Register {
+struct ParameterRegister {
     /// Parameters in order of declaration, with an index by name. One lock guards both, because a
     /// constructor may use several threads.
     entries: Mutex<(Vec<Declared>, BTreeMap<String, usize>)>,
 }
 
-impl Register {
+impl ParameterRegister {
     fn into_declared(self) -> Vec<Declared> {
         // Nothing panics between the two changes under the lock, so poisoning is ignored.
         self.entries.into_inner().unwrap_or_else(PoisonError::into_inner).0
@@ -109,7 +109,7 @@ fn same(first: &Declared, again: &Declared) -> Result<()> {
     )
 }
 
-impl SimpleBackend for &Register {
+impl SimpleBackend for &ParameterRegister {
     fn get(
         &self,
         shape: Shape,

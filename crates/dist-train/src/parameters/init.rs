@@ -41,8 +41,8 @@ pub(crate) fn seeded(
     device: &Device,
 ) -> Result<Tensor> {
     debug_assert!(range.end <= declared.shape.elem_count(), "{range:?} of {declared:?}");
-    let distribution = Distribution::of(declared)?;
-    let stream = Stream::of(seed, &declared.name);
+    let distribution = Distribution::new(declared)?;
+    let stream = ParameterStream::new(seed, &declared.name);
     let items = match declared.dtype {
         DType::F32 => distribution.tensor::<f32>(stream, range),
         DType::F64 => distribution.tensor::<f64>(stream, range),
@@ -60,10 +60,10 @@ pub(crate) fn seeded(
 
 /// The random numbers of one parameter.
 #[derive(Clone, Copy, Debug)]
-struct Stream(Seed);
+struct ParameterStream(Seed);
 
-impl Stream {
-    fn of(seed: Seed, name: &str) -> Self {
+impl ParameterStream {
+    fn new(seed: Seed, name: &str) -> Self {
         Self(seed.derive(Fingerprint::new().write_bytes(name.as_bytes()).finish()))
     }
 
@@ -99,7 +99,7 @@ enum Distribution {
 
 impl Distribution {
     /// Returns the distribution of a parameter's initializer for its shape.
-    fn of(declared: &Declared) -> Result<Self, Error> {
+    fn new(declared: &Declared) -> Result<Self, Error> {
         let distribution = match declared.init {
             Init::Const(value) => Self::Constant(value),
             Init::Randn { mean, stdev } => Self::Normal { mean, stdev },
@@ -136,7 +136,7 @@ impl Distribution {
     }
 
     /// Returns item `index`.
-    fn item(self, stream: Stream, index: u64) -> f64 {
+    fn item(self, stream: ParameterStream, index: u64) -> f64 {
         match self {
             Self::Constant(value) => value,
             Self::Normal { mean, stdev } => mean + stdev * stream.normal(index),
@@ -147,7 +147,7 @@ impl Distribution {
     /// Draws floating-point items.
     fn tensor<T: WithDType>(
         self,
-        stream: Stream,
+        stream: ParameterStream,
         range: Range<usize>,
     ) -> candle_core::Result<Tensor> {
         let len = range.len();

@@ -15,7 +15,7 @@ pub(super) struct PlanAxes {
 }
 
 /// Returns the mesh axes of a plan, which must have one rank per slot of the mesh.
-pub(super) fn of_plan(mesh: &DeviceMesh, plan: &ShardingPlan) -> Result<PlanAxes, ShardingError> {
+pub(super) fn for_plan(mesh: &DeviceMesh, plan: &ShardingPlan) -> Result<PlanAxes, ShardingError> {
     let ranks = plan.world_size().as_u64();
     if ranks != mesh.len() as u64 {
         return Err(ShardingError::World { ranks, slots: mesh.len() });

@@ -12,7 +12,7 @@ use dist_checkpoint::ParameterError;
 use fsdp_plan::{Cut, ParameterInfo, ShardingPlan};
 use pmap_mesh::{DeviceMesh, Replica};
 
-use self::{axes::PlanAxes, precision::Precision, units::Unit};
+use self::{axes::PlanAxes, precision::Precision, units::UnitCollectives};
 use crate::{
     device::moved,
     error::{Doing, Error, Result, sharding::ShardingError},
@@ -29,14 +29,14 @@ pub(crate) struct ShardedVars {
     mesh: DeviceMesh,
     axes: PlanAxes,
     precision: Precision,
-    units: BTreeMap<String, Unit>,
+    units: BTreeMap<String, UnitCollectives>,
     /// The shards of each slot of this process, in plan order.
-    slots: Vec<Vec<Part>>,
+    slots: Vec<Vec<ShardVar>>,
 }
 
 /// One contiguous shard of a parameter on one slot.
 #[derive(Clone, Debug)]
-struct Part {
+struct ShardVar {
     param_idx: usize,
     /// The index of the first item in the parameter.
     start: usize,
@@ -73,20 +73,20 @@ impl ShardedVars {
         precision: Precision,
         source: impl Fn(&ParameterInfo, Range<usize>) -> Result<Tensor>,
     ) -> Result<Self> {
-        let axes = axes::of_plan(mesh, &plan)?;
-        let mut slots: Vec<Vec<Part>> = mesh.devices().iter().map(|_| Vec::new()).collect();
+        let axes = axes::for_plan(mesh, &plan)?;
+        let mut slots: Vec<Vec<ShardVar>> = mesh.devices().iter().map(|_| Vec::new()).collect();
         for (param_idx, parameter) in plan.parameters().iter().enumerate() {
             let info = parameter.info();
             let ranks_here = runs::ranks(plan.world_size()).skip(mesh.local_slots().start);
             for ((rank, parts), device) in ranks_here.zip(&mut slots).zip(mesh.devices()) {
-                for run in runs::of_rank(&plan, param_idx, rank)? {
+                for run in runs::rank_runs(&plan, param_idx, rank)? {
                     let start = run.start;
                     let var = variable(&source(info, run)?, device)?;
-                    parts.push(Part { param_idx, start, var });
+                    parts.push(ShardVar { param_idx, start, var });
                 }
             }
         }
-        let units = units::of_names(&plan, units, precision)?;
+        let units = units::from_names(&plan, units, precision)?;
         Ok(Self { plan, mesh: mesh.clone(), axes, precision, units, slots })
     }
 
@@ -102,7 +102,7 @@ impl ShardedVars {
 
     /// Returns the shards of a slot, in plan order.
     pub(crate) fn owned_parts(&self, slot: usize) -> Result<Vec<OwnedPart>, ShardingError> {
-        let owned = |part: &Part| OwnedPart {
+        let owned = |part: &ShardVar| OwnedPart {
             param_idx: part.param_idx,
             start: part.start,
             var: part.var.clone(),
@@ -112,7 +112,7 @@ impl ShardedVars {
     }
 
     /// Returns true if a slot is the first that stores this shard.
-    fn is_primary_on(&self, slot: usize, part: &Part) -> bool {
+    fn is_primary_on(&self, slot: usize, part: &ShardVar) -> bool {
         match self.plan.parameters()[part.param_idx].cut() {
             Cut::Replicated => slot == 0,
             _ => slot < self.plan.shard_group().as_usize(),
@@ -120,7 +120,7 @@ impl ShardedVars {
     }
 
     /// Returns the shards of one slot.
-    fn parts(&self, slot: usize) -> Result<&[Part], ShardingError> {
+    fn parts(&self, slot: usize) -> Result<&[ShardVar], ShardingError> {
         let slots = self.mesh.local_slots();
         if !slots.contains(&slot) {
             return Err(ShardingError::Slot { slot, slots });
@@ -169,7 +169,7 @@ impl ShardedVars {
         let lists = self.mesh.process_allgather(lists?)?;
         let mut by_start = BTreeMap::new();
         for (rank, list) in runs::ranks(self.plan.shard_group()).zip(lists) {
-            let runs = runs::of_rank(&self.plan, param_idx, rank)?;
+            let runs = runs::rank_runs(&self.plan, param_idx, rank)?;
             by_start.extend(runs.into_iter().map(|run| run.start).zip(list));
         }
         let device = &self.mesh.devices()[0];

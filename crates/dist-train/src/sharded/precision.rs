@@ -8,17 +8,17 @@ use crate::{error::training::TrainingError, grad::widened_dtype};
 
 /// The dtypes in which a sharded model's parameters are gathered and their gradients are reduced.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(crate) struct Precision(Option<Mixed>);
+pub(crate) struct Precision(Option<MixedDtypes>);
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-struct Mixed {
+struct MixedDtypes {
     param_dtype: DType,
     reduce_dtype: DType,
 }
 
 impl Precision {
     pub(crate) fn mixed(param_dtype: DType, reduce_dtype: DType) -> Self {
-        Self(Some(Mixed { param_dtype, reduce_dtype }))
+        Self(Some(MixedDtypes { param_dtype, reduce_dtype }))
     }
 
     /// Returns the dtype in which to gather a parameter stored as `held`.
@@ -33,8 +33,8 @@ impl Precision {
 
     /// Sets these dtypes in a cost model.
     #[expect(clippy::expect_used, reason = "`check` accepts only dtypes that the planner knows")]
-    pub(crate) fn of_cost(self, model: CostModel) -> CostModel {
-        let Some(Mixed { param_dtype, reduce_dtype }) = self.0 else { return model };
+    pub(crate) fn set_in_cost(self, model: CostModel) -> CostModel {
+        let Some(MixedDtypes { param_dtype, reduce_dtype }) = self.0 else { return model };
         let elem = |dtype| elem_of(dtype).expect("the planner knows all floating-point dtypes");
         model.with_mixed_precision(elem(param_dtype), elem(reduce_dtype))
     }
@@ -42,7 +42,7 @@ impl Precision {
     /// Rejects dtypes that cannot be trained in. `is_scaled` states whether losses may be scaled to
     /// keep half-precision gradients from vanishing.
     pub(crate) fn check(self, is_scaled: bool) -> Result<(), TrainingError> {
-        let Some(Mixed { param_dtype, reduce_dtype }) = self.0 else { return Ok(()) };
+        let Some(MixedDtypes { param_dtype, reduce_dtype }) = self.0 else { return Ok(()) };
         for (option, dtype) in [("param_dtype", param_dtype), ("reduce_dtype", reduce_dtype)] {
             let dtype_name = dtype.as_str();
             if !is_real(dtype) {

@@ -23,7 +23,7 @@ pub(super) fn dtype(parameter: &ParameterInfo) -> Result<DType, ParameterError> 
 }
 
 /// Returns the ranges of a parameter's items that one rank stores.
-pub(super) fn of_rank(
+pub(super) fn rank_runs(
     plan: &ShardingPlan,
     param_idx: usize,
     rank: Rank,

@@ -24,28 +24,28 @@ use crate::{
 
 /// The collectives of a unit, from the plan's schedule.
 #[derive(Clone, Debug)]
-pub(super) struct Unit {
+pub(super) struct UnitCollectives {
     /// The names of the unit's parameters with their indices in the plan. A tied parameter has the
     /// index of its target.
     names: Vec<(String, usize)>,
     /// The sharded parameters to gather, with their ranges on the ranks of a shard group.
-    gathered: Option<Lists>,
+    gathered: Option<ParameterLayout>,
     /// The sharded parameters with gradients to reduce, with their ranges.
-    reduced: Option<Lists>,
+    reduced: Option<ParameterLayout>,
     /// The replicated parameters with gradients to all-reduce.
     copies: Vec<usize>,
 }
 
 /// Parameters, and their layout in the same order.
 #[derive(Clone, Debug)]
-struct Lists {
+struct ParameterLayout {
     params: Vec<usize>,
     layout: RunLayout,
 }
 
 /// A unit with an all-gather in flight.
 #[derive(Debug)]
-pub(crate) struct UnderWay {
+pub(crate) struct PendingGather {
     unit: String,
     /// The all-gather; `None` if the unit has no sharded parameter.
     pending: Option<Pending<Vec<Var>>>,
@@ -66,18 +66,18 @@ pub(crate) struct PendingReduce {
 #[derive(Debug)]
 enum ReduceState {
     Done(Vec<Tensor>),
-    UnderWay(Pending<Vec<Tensor>>),
+    Started(Pending<Vec<Tensor>>),
 }
 
 /// A unit with its parameters under all of their names.
-type Names<'a> = (&'a str, Vec<(String, usize)>);
+type UnitNames<'a> = (&'a str, Vec<(String, usize)>);
 
 /// Builds units from the names of their parameters.
-pub(super) fn of_names<'a, N: Iterator<Item = &'a str>>(
+pub(super) fn from_names<'a, N: Iterator<Item = &'a str>>(
     plan: &ShardingPlan,
     units: impl Iterator<Item = (&'a String, N)>,
     precision: Precision,
-) -> Result<BTreeMap<String, Unit>> {
+) -> Result<BTreeMap<String, UnitCollectives>> {
     let unit = |(unit, names): (&'a String, N)| {
         let names = names.map(|name| Ok((name.to_owned(), index_of(plan, name)?)));
         Ok((unit.as_str(), names.collect::<Result<Vec<_>>>()?))
@@ -88,17 +88,17 @@ pub(super) fn of_names<'a, N: Iterator<Item = &'a str>>(
 /// Builds each unit from the plan's schedule, by name.
 fn scheduled<'a>(
     plan: &'a ShardingPlan,
-    units: Vec<Names<'a>>,
+    units: Vec<UnitNames<'a>>,
     precision: Precision,
-) -> Result<BTreeMap<String, Unit>> {
-    let params = |(unit, names): &Names<'a>| {
+) -> Result<BTreeMap<String, UnitCollectives>> {
+    let params = |(unit, names): &UnitNames<'a>| {
         let params: BTreeSet<usize> = names.iter().map(|(_, param_idx)| *param_idx).collect();
         (*unit, params.into_iter().collect())
     };
-    let model = precision.of_cost(CostModel::default().with_runtime(Runtime::Candle));
+    let model = precision.set_in_cost(CostModel::default().with_runtime(Runtime::Candle));
     let schedule = plan.schedule_of(&model, units.iter().map(params))?;
-    let unit = |(schedule, (unit, names)): (&UnitSchedule<'_>, Names<'_>)| {
-        Ok((unit.to_owned(), Unit::new(plan, schedule, names, precision)?))
+    let unit = |(schedule, (unit, names)): (&UnitSchedule<'_>, UnitNames<'_>)| {
+        Ok((unit.to_owned(), UnitCollectives::new(plan, schedule, names, precision)?))
     };
     schedule.units.iter().zip(units).map(unit).collect()
 }
@@ -130,7 +130,7 @@ fn layout(
     for rank in runs::ranks(plan.shard_group()) {
         let mut own = Vec::new();
         for (tensor, &param_idx) in params.iter().enumerate() {
-            let runs = runs::of_rank(plan, param_idx, rank)?;
+            let runs = runs::rank_runs(plan, param_idx, rank)?;
             own.extend(runs.into_iter().map(|items| Run { tensor, items }));
         }
         by_rank.push(own);
@@ -150,7 +150,7 @@ fn sharing(
     if sharing.contains(&slot) { sharing } else { vec![slot] }
 }
 
-impl Unit {
+impl UnitCollectives {
     fn new(
         plan: &ShardingPlan,
         schedule: &UnitSchedule<'_>,
@@ -160,7 +160,7 @@ impl Unit {
         let lists = |transfer: &Transfer, dtype: &dyn Fn(DType) -> DType| {
             let params = transfer.parameters.clone();
             let layout = layout(plan, schedule.unit, &params, dtype)?;
-            Ok::<_, Error>(Lists { params, layout })
+            Ok::<_, Error>(ParameterLayout { params, layout })
         };
         let gathered = schedule.all_gather.as_ref();
         let reduced = schedule.reduce_scatter.as_ref();
@@ -198,7 +198,7 @@ impl ShardedVars {
         unit: &str,
     ) -> candle_core::Result<BTreeMap<String, Var>> {
         let gathered = match &self.unit(unit)?.gathered {
-            Some(Lists { params, layout }) => {
+            Some(ParameterLayout { params, layout }) => {
                 ctx.gather_runs(self.own_runs(ctx, params)?, layout, &self.axes.shard)?
             }
             None => Vec::new(),
@@ -212,24 +212,24 @@ impl ShardedVars {
         &self,
         ctx: &Replica,
         name: &str,
-    ) -> candle_core::Result<UnderWay> {
+    ) -> candle_core::Result<PendingGather> {
         let pending = match &self.unit(name)?.gathered {
-            Some(Lists { params, layout }) => {
+            Some(ParameterLayout { params, layout }) => {
                 let own = self.own_runs(ctx, params)?;
                 Some(ctx.start_gather_runs(own, layout, &self.axes.shard)?)
             }
             None => None,
         };
-        Ok(UnderWay { unit: name.to_owned(), pending })
+        Ok(PendingGather { unit: name.to_owned(), pending })
     }
 
     /// Waits for a gather and returns every parameter of the unit by name.
     pub(crate) fn finish_gather_unit(
         &self,
         ctx: &Replica,
-        under_way: UnderWay,
+        under_way: PendingGather,
     ) -> candle_core::Result<BTreeMap<String, Var>> {
-        let UnderWay { unit, pending } = under_way;
+        let PendingGather { unit, pending } = under_way;
         let gathered = pending.map_or_else(|| Ok(Vec::new()), Pending::wait)?;
         self.named(ctx, &unit, gathered)
     }
@@ -330,7 +330,7 @@ impl ShardedVars {
         grad: impl FnMut(&str) -> Option<Tensor>,
     ) -> candle_core::Result<PendingReduce> {
         self.begin_sums(unit, grad, |grads, layout| {
-            Ok(ReduceState::UnderWay(ctx.start_reduce_runs(grads, layout, &self.axes.shard)?))
+            Ok(ReduceState::Started(ctx.start_reduce_runs(grads, layout, &self.axes.shard)?))
         })
     }
 
@@ -343,7 +343,7 @@ impl ShardedVars {
     ) -> candle_core::Result<PendingReduce> {
         let unit = self.unit(name)?;
         let of_runs = match &unit.reduced {
-            Some(Lists { params, layout }) => {
+            Some(ParameterLayout { params, layout }) => {
                 Some(sum(self.grads(&unit.names, params, &mut grad)?, layout)?)
             }
             None => None,
@@ -362,10 +362,11 @@ impl ShardedVars {
         let PendingReduce { unit: name, of_runs, copies } = sums;
         let unit = self.unit(&name)?;
         let mut sums = Vec::new();
-        if let (Some(Lists { params, layout }), Some(of_runs)) = (&unit.reduced, of_runs) {
+        if let (Some(ParameterLayout { params, layout }), Some(of_runs)) = (&unit.reduced, of_runs)
+        {
             let of_group = match of_runs {
                 ReduceState::Done(sums) => sums,
-                ReduceState::UnderWay(pending) => pending.wait()?,
+                ReduceState::Started(pending) => pending.wait()?,
             };
             let reduced = self.over_replicas(ctx, of_group, layout)?;
             for (position, sum) in self.own_positions(ctx, params)?.into_iter().zip(reduced) {
@@ -410,7 +411,7 @@ impl ShardedVars {
         }
     }
 
-    fn unit(&self, unit: &str) -> Result<&Unit> {
+    fn unit(&self, unit: &str) -> Result<&UnitCollectives> {
         self.units.get(unit).ok_or_else(|| unknown(unit))
     }
 

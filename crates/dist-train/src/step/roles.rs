@@ -55,20 +55,20 @@ impl Choices {
     /// Returns [`Error::Plan`](crate::Error::Plan) for an invalid pattern, and [`TrainingError`]
     /// for a pattern without a match and for overlapping groups.
     pub(crate) fn roles(&self, names: &[&str]) -> Result<Roles> {
-        let trained = Selection::new("train_only", &self.trained, names)?;
+        let trained = PatternSelection::new("train_only", &self.trained, names)?;
         let is_left = |name: &str| !self.trained.is_empty() && !trained.has(name);
-        let frozen = Selection::new("freeze", &self.frozen, names)?;
-        let unused = Selection::new("allow_unused", &self.unused, names)?;
-        let mut buffers = Selection::new("buffers", &self.buffers, names)?;
+        let frozen = PatternSelection::new("freeze", &self.frozen, names)?;
+        let unused = PatternSelection::new("allow_unused", &self.unused, names)?;
+        let mut buffers = PatternSelection::new("buffers", &self.buffers, names)?;
         for pattern in BUFFERS {
             buffers.0.push(pattern.parse()?);
         }
-        let mut groups = vec![(DEFAULT_GROUP, Selection(Vec::new()))];
+        let mut groups = vec![(DEFAULT_GROUP, PatternSelection(Vec::new()))];
         for (name, patterns) in &self.groups {
             if groups.iter().any(|(other, _)| other == name) {
                 return Err(TrainingError::SameGroup { name: name.clone() }.into());
             }
-            groups.push((name, Selection::new("group", patterns, names)?));
+            groups.push((name, PatternSelection::new("group", patterns, names)?));
         }
         let role = |&name: &&str| {
             if buffers.has(name) {
@@ -92,7 +92,7 @@ impl Choices {
     ///
     /// Returns the errors of [`roles`](Self::roles) about patterns.
     pub(crate) fn missing(&self, names: &[&str]) -> Result<Vec<Pattern>> {
-        Ok(Selection::new("allow_missing", &self.missing, names)?.0)
+        Ok(PatternSelection::new("allow_missing", &self.missing, names)?.0)
     }
 
     /// Returns the patterns of additional tensors in pretrained weights. They may match nothing,
@@ -152,9 +152,9 @@ impl Roles {
 }
 
 /// The patterns of one option.
-struct Selection(Vec<Pattern>);
+struct PatternSelection(Vec<Pattern>);
 
-impl Selection {
+impl PatternSelection {
     fn new(option: &'static str, patterns: &[String], names: &[&str]) -> Result<Self> {
         let patterns = parsed(patterns)?;
         let matches_none = |pattern: &&Pattern| !names.iter().any(|name| pattern.matches(name));
@@ -176,7 +176,7 @@ fn parsed(patterns: &[String]) -> Result<Vec<Pattern>> {
 }
 
 /// Returns the index of the group that matches the variable, or 0, the default group, if none does.
-fn group_of(name: &str, groups: &[(&str, Selection)]) -> Result<usize, TrainingError> {
+fn group_of(name: &str, groups: &[(&str, PatternSelection)]) -> Result<usize, TrainingError> {
     let mut meant = (0..groups.len()).filter(|&group| groups[group].1.has(name));
     match (meant.next(), meant.next()) {
         (None, _) => Ok(0),

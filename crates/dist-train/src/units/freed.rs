@@ -17,11 +17,11 @@ use crate::units::swap_storage::{free_storage, swap_storage};
 /// pass, the first slot to re-enter the unit restores it. This is safe because gathering is
 /// collective: when one slot has gathered again, all have, so none is still in the forward pass.
 #[derive(Debug, Default)]
-pub(crate) struct FreedParams(Mutex<BTreeMap<Pass, Progress>>);
+pub(crate) struct FreedParams(Mutex<BTreeMap<UnitPass, PassProgress>>);
 
 /// A pass through a unit.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub(crate) struct Pass {
+pub(crate) struct UnitPass {
     /// The first of the slots that share its parameters.
     pub(crate) first: usize,
     /// Number of earlier passes with kept graphs of these slots in this batch, which identifies the
@@ -30,7 +30,7 @@ pub(crate) struct Pass {
 }
 
 #[derive(Debug, Default)]
-struct Progress {
+struct PassProgress {
     n_left: usize,
     is_filled: bool,
 }
@@ -40,7 +40,7 @@ impl FreedParams {
     /// `n_sharing` slots.
     pub(crate) fn leave<'a>(
         &self,
-        pass: Pass,
+        pass: UnitPass,
         n_sharing: usize,
         shared: impl Iterator<Item = &'a Var>,
     ) -> Result<()> {
@@ -55,7 +55,7 @@ impl FreedParams {
     /// unless another slot already did.
     pub(crate) fn restore<'a>(
         &self,
-        pass: Pass,
+        pass: UnitPass,
         mut shared: impl Iterator<Item = (&'a Var, &'a Var)>,
     ) -> Result<()> {
         self.with(pass, |progress| {
@@ -69,7 +69,7 @@ impl FreedParams {
     /// Runs `f` under the lock. The lock covers the exchange of memory, so that a slot that finds
     /// it restored can read it. Poisoning is ignored: a panic under the lock ends the step on all
     /// slots.
-    fn with<R>(&self, pass: Pass, f: impl FnOnce(&mut Progress) -> R) -> R {
+    fn with<R>(&self, pass: UnitPass, f: impl FnOnce(&mut PassProgress) -> R) -> R {
         let mut passes = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         f(passes.entry(pass).or_default())
     }

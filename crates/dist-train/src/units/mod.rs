@@ -64,17 +64,17 @@ use crate::{
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
 #[derive(Debug)]
-pub struct Units(Source);
+pub struct Units(UnitSource);
 
 #[derive(Debug)]
-enum Source {
-    Whole(Whole),
+enum UnitSource {
+    Replicated(ReplicatedUnits),
     Sharded(Arc<Session>),
 }
 
 /// All variables of a replicated model.
 #[derive(Debug)]
-struct Whole {
+struct ReplicatedUnits {
     rules: UnitRules,
     variables: BTreeMap<String, Tensor>,
     dtype: DType,
@@ -96,7 +96,7 @@ impl Units {
                 let variable = vb.get_with_hints(declared.shape, &declared.name, declared.init)?;
                 variables.insert(declared.name, variable);
             }
-            Ok(Self(Source::Whole(Whole {
+            Ok(Self(UnitSource::Replicated(ReplicatedUnits {
                 rules: rules.clone(),
                 variables,
                 dtype: vb.dtype(),
@@ -106,7 +106,7 @@ impl Units {
     }
 
     pub(crate) fn sharded(session: Arc<Session>) -> Self {
-        Self(Source::Sharded(session))
+        Self(UnitSource::Sharded(session))
     }
 
     /// Applies `f` to `x` with layers built from a unit's variables. The builder passed to `f`
@@ -144,13 +144,13 @@ impl Units {
         F: Fn(VarBuilder<'_>, &X) -> Result<R> + Send + Sync + 'static,
     {
         match &self.0 {
-            Source::Whole(whole) => f(whole.builder(name)?, x),
-            Source::Sharded(session) => enter(session, name, x, f),
+            UnitSource::Replicated(units) => f(units.builder(name)?, x),
+            UnitSource::Sharded(session) => enter(session, name, x, f),
         }
     }
 }
 
-impl Whole {
+impl ReplicatedUnits {
     fn builder(&self, unit: &str) -> Result<VarBuilder<'static>> {
         let members = self.rules.members(unit, self.variables.keys().map(String::as_str));
         if members.is_empty() {

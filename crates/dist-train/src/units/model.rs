@@ -31,14 +31,14 @@ pub(crate) struct Model {
     /// Number of units to prefetch.
     pub(crate) prefetch: usize,
     /// Orders in which the last batches gathered units.
-    pub(crate) orders: Mutex<Orders>,
+    pub(crate) orders: Mutex<GatherOrders>,
     /// Units that gave the same result when recomputed, in all passes of a step.
     pub(crate) repeatable: Mutex<BTreeSet<String>>,
 }
 
 /// The orders in which batches gather units, for training and evaluation.
 #[derive(Debug, Default)]
-pub(crate) struct Orders {
+pub(crate) struct GatherOrders {
     training: Order,
     evaluation: Order,
 }
@@ -88,7 +88,7 @@ impl Model {
         *noted = order.unwrap_or_default();
     }
 
-    fn orders(&self) -> MutexGuard<'_, Orders> {
+    fn orders(&self) -> MutexGuard<'_, GatherOrders> {
         self.orders.lock().unwrap_or_else(PoisonError::into_inner)
     }
 

@@ -25,41 +25,43 @@ use pmap_mesh::TensorTree;
 use crate::{
     error::training::TrainingError,
     loss, tree,
-    units::{freed::Pass, keep::Keep, model::Unit, session::Session, swap_storage::shares_memory},
+    units::{
+        freed::UnitPass, keep::Keep, model::Unit, session::Session, swap_storage::shares_memory,
+    },
 };
 
 /// A pass through a unit.
-struct Operation<X, F> {
+struct UnitOperation<X, F> {
     session: Arc<Session>,
     name: String,
     f: F,
     /// The detached inputs in their tree. The mutex makes them `Sync`, which a tree need not be.
     x: Mutex<X>,
-    inputs: Vec<Input>,
-    graph: Mutex<Graph>,
+    inputs: Vec<UnitInput>,
+    graph: Mutex<GraphState>,
 }
 
 /// One detached tensor of the inputs.
-struct Input {
+struct UnitInput {
     tensor: Tensor,
     /// Whether it needs a gradient.
     is_tracked: bool,
 }
 
 /// The state of the unit's own graph.
-enum Graph {
+enum GraphState {
     /// Built in the backward pass.
     Later,
     /// Kept from the forward pass.
-    Kept(Differentiable),
+    Kept(UnitGraph),
     /// Kept from the forward pass, with its parameters freed.
-    Freed(Differentiable, Pass),
+    Freed(UnitGraph, UnitPass),
     /// Differentiated already.
     Done,
 }
 
 /// A unit's own graph.
-struct Differentiable {
+struct UnitGraph {
     gathered: BTreeMap<String, Var>,
     /// A leaf for each tracked input.
     inputs: Vec<Option<Var>>,
@@ -76,10 +78,10 @@ where
     F: Fn(VarBuilder<'_>, &X) -> Result<R> + Send + Sync + 'static,
 {
     let unit = session.enter(name)?;
-    Operation::new(Arc::clone(session), name, x, f).enter(unit, x)
+    UnitOperation::new(Arc::clone(session), name, x, f).enter(unit, x)
 }
 
-impl<X, R, F> Operation<X, F>
+impl<X, R, F> UnitOperation<X, F>
 where
     X: TensorTree,
     R: TensorTree,
@@ -89,7 +91,7 @@ where
         let mut inputs = Vec::new();
         let x = tree::map(x, |tensor| {
             let detached = tensor.detach();
-            inputs.push(Input { tensor: detached.clone(), is_tracked: tensor.track_op() });
+            inputs.push(UnitInput { tensor: detached.clone(), is_tracked: tensor.track_op() });
             detached
         });
         Self {
@@ -98,7 +100,7 @@ where
             f,
             x: Mutex::new(x),
             inputs,
-            graph: Mutex::new(Graph::Later),
+            graph: Mutex::new(GraphState::Later),
         }
     }
 
@@ -119,14 +121,14 @@ where
             }
             Keep::Gathered if is_recorded => {
                 let (graph, result) = self.differentiable("forward")?;
-                *lock(&self.graph) = Graph::Kept(graph);
+                *lock(&self.graph) = GraphState::Kept(graph);
                 tree::map(&result, Tensor::detach)
             }
             Keep::Graph if is_recorded => {
                 let (graph, result) = self.differentiable("forward")?;
                 let result = apart(&result, &graph.gathered)?;
                 let pass = self.session.free_parameters(&self.name, &graph.gathered)?;
-                *lock(&self.graph) = Graph::Freed(graph, pass);
+                *lock(&self.graph) = GraphState::Freed(graph, pass);
                 result
             }
             Keep::Inputs | Keep::Graph | Keep::Gathered => self.result(unit)?,
@@ -158,11 +160,12 @@ where
     }
 
     /// Runs the function with a graph that ends at the unit's inputs and parameters.
-    fn differentiable(&self, pass: &str) -> Result<(Differentiable, R)> {
+    fn differentiable(&self, pass: &str) -> Result<(UnitGraph, R)> {
         let gathered = self.session.gather(&self.name)?;
         let unit = self.session.find(&self.name)?;
-        let leaf =
-            |input: &Input| input.is_tracked.then(|| Var::from_tensor(&input.tensor)).transpose();
+        let leaf = |input: &UnitInput| {
+            input.is_tracked.then(|| Var::from_tensor(&input.tensor)).transpose()
+        };
         let inputs: Vec<Option<Var>> = self.inputs.iter().map(leaf).collect::<Result<_>>()?;
         let with_leaves = self.inputs.iter().zip(&inputs).map(|(input, leaf)| match leaf {
             Some(leaf) => leaf.as_tensor().clone(),
@@ -171,8 +174,7 @@ where
         let x = loss::with_leaves(&*lock(&self.x), with_leaves.collect());
         let builder = self.session.builder(&self.name, unit, &gathered, true);
         let result = self.call(builder, &x, pass)?;
-        let graph =
-            Differentiable { gathered, inputs, outputs: tree::each(&result, Tensor::clone) };
+        let graph = UnitGraph { gathered, inputs, outputs: tree::each(&result, Tensor::clone) };
         let others = graph.others();
         if !others.is_empty() {
             return Err(self.session.refuse_captured(&self.name, &others));
@@ -200,19 +202,19 @@ where
         grads: Vec<Option<Tensor>>,
     ) -> Result<Vec<Option<Tensor>>> {
         self.session.check_under_way(&self.name)?;
-        let state = mem::replace(&mut *lock(&self.graph), Graph::Done);
-        let Differentiable { gathered, inputs, outputs } = match state {
-            Graph::Kept(graph) => graph,
-            Graph::Freed(graph, pass) => {
+        let state = mem::replace(&mut *lock(&self.graph), GraphState::Done);
+        let UnitGraph { gathered, inputs, outputs } = match state {
+            GraphState::Kept(graph) => graph,
+            GraphState::Freed(graph, pass) => {
                 self.session.refill(&self.name, pass, &graph.gathered)?;
                 graph
             }
-            Graph::Later => {
+            GraphState::Later => {
                 let (graph, _) = self.differentiable("backward")?;
                 self.compare(before, &graph.outputs)?;
                 graph
             }
-            Graph::Done => return Err(self.session.differentiated(&self.name, "twice")),
+            GraphState::Done => return Err(self.session.differentiated(&self.name, "twice")),
         };
         let seeds =
             outputs.into_iter().zip(grads).filter_map(|(output, grad)| Some((output, grad?)));
@@ -238,7 +240,7 @@ where
     }
 }
 
-impl Differentiable {
+impl UnitGraph {
     /// Returns the variables in its graph that do not belong to the unit.
     fn others(&self) -> Vec<&Tensor> {
         let is_own = |node: &Tensor| {

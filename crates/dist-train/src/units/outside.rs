@@ -11,10 +11,10 @@ use crate::error::training::TrainingError;
 
 /// Leaves passed to the functions of units.
 #[derive(Debug, Default)]
-pub(crate) struct GivenParameters(Vec<Given>);
+pub(crate) struct GivenParameters(Vec<GivenLeaf>);
 
 #[derive(Debug)]
-struct Given {
+struct GivenLeaf {
     leaf: TensorId,
     unit: String,
     parameter: String,
@@ -23,7 +23,7 @@ struct Given {
 impl GivenParameters {
     pub(crate) fn add(&mut self, leaf: &Tensor, unit: &str, parameter: &str) {
         let (unit, parameter) = (unit.to_owned(), parameter.to_owned());
-        self.0.push(Given { leaf: leaf.id(), unit, parameter });
+        self.0.push(GivenLeaf { leaf: leaf.id(), unit, parameter });
     }
 
     /// Returns an error for the first of these nodes that is a recorded leaf, if any.

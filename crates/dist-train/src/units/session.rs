@@ -16,12 +16,12 @@ use crate::{
     error::{Error, training::TrainingError},
     grad::{corrected, is_half, widened},
     loss::{Loss, ShardLoss},
-    sharded::units::UnderWay,
+    sharded::units::PendingGather,
     step::rules::{Goal, Rules},
     units::{
         accumulation::{Accumulation, UnreducedGrads},
         backward::{BackwardState, ReadyGrads, UpdatesInBackward},
-        freed::{FreedParams, Pass},
+        freed::{FreedParams, UnitPass},
         keep::Keep,
         model::{Model, Unit, UnitMember},
         outside::GivenParameters,
@@ -44,7 +44,7 @@ pub(crate) struct Session {
     /// An input of every operation that has gradients to reduce, because candle records no
     /// operation if all inputs are integers or untracked.
     anchor: Var,
-    ahead: Mutex<Prefetcher<UnderWay>>,
+    ahead: Mutex<Prefetcher<PendingGather>>,
     backward: Mutex<BackwardState>,
     /// Leaves of units that no step has trained yet.
     given: Mutex<GivenParameters>,
@@ -200,7 +200,7 @@ impl Session {
     }
 
     /// Waits for unused prefetched units, because a started collective must be waited for.
-    fn drop_gathered(&self, dropped: Vec<UnderWay>) -> Result<()> {
+    fn drop_gathered(&self, dropped: Vec<PendingGather>) -> Result<()> {
         let vars = &self.model().vars;
         dropped.into_iter().try_for_each(|unit| vars.finish_gather_unit(&self.ctx, unit).map(drop))
     }
@@ -277,10 +277,10 @@ impl Session {
         &self,
         name: &str,
         gathered: &BTreeMap<String, Var>,
-    ) -> Result<Pass> {
+    ) -> Result<UnitPass> {
         let vars = &self.model().vars;
         let sharing = vars.sharing(&self.ctx);
-        let pass = Pass { first: sharing[0], n_before: self.backward().next_emptied() };
+        let pass = UnitPass { first: sharing[0], n_before: self.backward().next_emptied() };
         let (shared, own) = vars.split_shared(name, gathered)?;
         own.into_iter().try_for_each(|name| free_storage(&gathered[name]))?;
         let shared = shared.into_iter().map(|name| &gathered[name]);
@@ -292,7 +292,7 @@ impl Session {
     pub(crate) fn refill(
         &self,
         name: &str,
-        pass: Pass,
+        pass: UnitPass,
         kept: &BTreeMap<String, Var>,
     ) -> Result<()> {
         let again = self.gather(name)?;
@@ -505,7 +505,7 @@ impl Session {
     }
 
     /// Locks the prefetcher; never held during a collective.
-    fn ahead(&self) -> MutexGuard<'_, Prefetcher<UnderWay>> {
+    fn ahead(&self) -> MutexGuard<'_, Prefetcher<PendingGather>> {
         self.ahead.lock().unwrap_or_else(PoisonError::into_inner)
     }
 

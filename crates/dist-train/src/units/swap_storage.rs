@@ -18,7 +18,7 @@ use candle_core::{
 ///
 /// Returns an error if the tensors are on different kinds of devices.
 pub(crate) fn swap_storage(first: &Tensor, second: &Tensor) -> Result<()> {
-    first.inplace_op1(&First { second })
+    first.inplace_op1(&SwapFirst { second })
 }
 
 /// Frees the memory of a tensor and of all its views.
@@ -57,14 +57,14 @@ fn address(tensor: &Tensor) -> *const Storage {
 
 const NAME: &str = "exchange";
 
-struct First<'a> {
+struct SwapFirst<'a> {
     second: &'a Tensor,
 }
 
 /// The storage of the first tensor; taken when the operation on the second tensor runs.
-struct Second<'a, S>(Cell<Option<&'a mut S>>);
+struct SwapSecond<'a, S>(Cell<Option<&'a mut S>>);
 
-impl<'a, S> Second<'a, S> {
+impl<'a, S> SwapSecond<'a, S> {
     fn new(first: &'a mut S) -> Self {
         Self(Cell::new(Some(first)))
     }
@@ -76,25 +76,25 @@ impl<'a, S> Second<'a, S> {
     }
 }
 
-impl InplaceOp1 for First<'_> {
+impl InplaceOp1 for SwapFirst<'_> {
     fn name(&self) -> &'static str {
         NAME
     }
 
     fn cpu_fwd(&self, first: &mut CpuStorage, _: &Layout) -> Result<()> {
-        self.second.inplace_op1(&Second::new(first))
+        self.second.inplace_op1(&SwapSecond::new(first))
     }
 
     fn cuda_fwd(&self, first: &mut CudaStorage, _: &Layout) -> Result<()> {
-        self.second.inplace_op1(&Second::new(first))
+        self.second.inplace_op1(&SwapSecond::new(first))
     }
 
     fn metal_fwd(&self, first: &mut MetalStorage, _: &Layout) -> Result<()> {
-        self.second.inplace_op1(&Second::new(first))
+        self.second.inplace_op1(&SwapSecond::new(first))
     }
 }
 
-impl InplaceOp1 for Second<'_, CpuStorage> {
+impl InplaceOp1 for SwapSecond<'_, CpuStorage> {
     fn name(&self) -> &'static str {
         NAME
     }
@@ -104,7 +104,7 @@ impl InplaceOp1 for Second<'_, CpuStorage> {
     }
 }
 
-impl InplaceOp1 for Second<'_, CudaStorage> {
+impl InplaceOp1 for SwapSecond<'_, CudaStorage> {
     fn name(&self) -> &'static str {
         NAME
     }
@@ -118,7 +118,7 @@ impl InplaceOp1 for Second<'_, CudaStorage> {
     }
 }
 
-impl InplaceOp1 for Second<'_, MetalStorage> {
+impl InplaceOp1 for SwapSecond<'_, MetalStorage> {
     fn name(&self) -> &'static str {
         NAME
     }

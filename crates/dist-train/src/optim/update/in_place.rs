@@ -37,14 +37,14 @@ pub(super) fn update<const N: usize, R: Rule<N>>(
     let is_master = opened.len() > N + 1;
     match opened.pop_if(|_| is_master) {
         None if matches!(opened[0].0, CpuStorage::F64(_)) => {
-            Job::<f64, _, N>::new(opened, (), grads)?.run(rule);
+            UpdateJob::<f64, _, N>::new(opened, (), grads)?.run(rule);
         }
-        None => Job::<f32, _, N>::new(opened, (), grads)?.run(rule),
+        None => UpdateJob::<f32, _, N>::new(opened, (), grads)?.run(rule),
         Some((CpuStorage::F16(halves), range)) => {
-            Job::new(opened, &mut halves[range], grads)?.run(rule);
+            UpdateJob::new(opened, &mut halves[range], grads)?.run(rule);
         }
         Some((CpuStorage::BF16(halves), range)) => {
-            Job::new(opened, &mut halves[range], grads)?.run(rule);
+            UpdateJob::new(opened, &mut halves[range], grads)?.run(rule);
         }
         Some((other, _)) => bail!("in-place updates do not support {:?} variables", other.dtype()),
     }
@@ -52,7 +52,7 @@ pub(super) fn update<const N: usize, R: Rule<N>>(
 }
 
 /// A range of a variable's items, with their state and gradient.
-struct Job<'a, T, C, const N: usize> {
+struct UpdateJob<'a, T, C, const N: usize> {
     values: &'a mut [T],
     states: [&'a mut [T]; N],
     copy: C,
@@ -61,7 +61,7 @@ struct Job<'a, T, C, const N: usize> {
     start: usize,
 }
 
-impl<'a, T: Real, C: RoundedCopy<T>, const N: usize> Job<'a, T, C, N> {
+impl<'a, T: Real, C: RoundedCopy<T>, const N: usize> UpdateJob<'a, T, C, N> {
     fn new(opened: Vec<Opened<'a>>, copy: C, grads: Items<'a>) -> Result<Self> {
         let slice = |(storage, range)| Ok(&mut T::slice_mut(storage)?[range]);
         let mut slices = opened.into_iter().map(slice).collect::<Result<Vec<_>>>()?;

@@ -182,12 +182,12 @@ mod tests {
     }
 
     /// A variable with its state.
-    struct Updated {
+    struct UpdatedVariable {
         variable: Variable,
         state: [Var; 2],
     }
 
-    impl Updated {
+    impl UpdatedVariable {
         fn new(values: &Tensor) -> Self {
             let variable =
                 Variable::new(Var::from_tensor(&values.copy().unwrap()).unwrap()).unwrap();
@@ -234,7 +234,7 @@ mod tests {
     fn in_place_equals_composed() {
         for dtype in DTYPES {
             for len in [1, 15, 16, 17, 1000, 1024, 1025, 40_003] {
-                let updated = [(); 2].map(|()| Updated::new(&numbers(len, 0.1, dtype)));
+                let updated = [(); 2].map(|()| UpdatedVariable::new(&numbers(len, 0.1, dtype)));
                 for step in 0..3 {
                     let grad = numbers(len, step as f32, dtype);
                     updated[0].update(&grad);
@@ -251,12 +251,12 @@ mod tests {
     fn shards_update_like_the_full_tensor() {
         for dtype in DTYPES {
             let (values, grad) = (numbers(100, 0.1, dtype), numbers(100, 0.2, dtype));
-            let whole = Updated::new(&values);
+            let whole = UpdatedVariable::new(&values);
             whole.update(&grad);
             for start in 0..40 {
                 for end in [start, start + 1, start + 19, 100] {
                     let part = |tensor: &Tensor| tensor.narrow(0, start, end - start).unwrap();
-                    let shard = Updated::new(&part(&values));
+                    let shard = UpdatedVariable::new(&part(&values));
                     shard.update(&part(&grad));
                     let expected = bytes(&part(&whole.variable.var).copy().unwrap());
                     assert_eq!(bytes(&shard.variable.var), expected, "{dtype:?} {start}..{end}");
@@ -271,7 +271,7 @@ mod tests {
         let grad = numbers(64 * 33, 0.2, DType::BF16).reshape((64, 33)).unwrap().t().unwrap();
         let scalar = grad.narrow(0, 0, 1).unwrap().narrow(1, 3, 1).unwrap();
         for grad in [grad, scalar.broadcast_as((33, 64)).unwrap()] {
-            let updated = [(); 2].map(|()| Updated::new(&values));
+            let updated = [(); 2].map(|()| UpdatedVariable::new(&values));
             updated[0].update(&grad);
             updated[1].update(&grad.to_dtype(DType::F32).unwrap().contiguous().unwrap());
             assert_eq!(updated[0].bits(), updated[1].bits());
@@ -283,7 +283,7 @@ mod tests {
         let (values, grad) = (numbers(100_001, 0.1, DType::F32), numbers(100_001, 0.2, DType::F32));
         let bits = |threads| {
             let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap();
-            let updated = Updated::new(&values);
+            let updated = UpdatedVariable::new(&values);
             pool.install(|| updated.update(&grad));
             updated.bits()
         };
@@ -292,12 +292,12 @@ mod tests {
 
     #[test]
     fn empty_variables_can_be_updated() {
-        Updated::new(&numbers(0, 0.1, DType::F32)).update(&numbers(0, 0.2, DType::F32));
+        UpdatedVariable::new(&numbers(0, 0.1, DType::F32)).update(&numbers(0, 0.2, DType::F32));
     }
 
     #[test]
     fn a_variable_may_be_its_own_gradient() {
-        let updated = [(); 2].map(|()| Updated::new(&numbers(20, 0.1, DType::F32)));
+        let updated = [(); 2].map(|()| UpdatedVariable::new(&numbers(20, 0.1, DType::F32)));
         let grad = updated[0].variable.var.as_detached_tensor();
         updated[1].update(&grad.copy().unwrap());
         updated[0].update(&grad);
@@ -307,12 +307,12 @@ mod tests {
     #[test]
     fn values_set_from_outside_are_used() {
         for dtype in [DType::F16, DType::BF16] {
-            for update in [Updated::update, Updated::composed] {
+            for update in [UpdatedVariable::update, UpdatedVariable::composed] {
                 let (values, grad) = (numbers(50, 0.1, dtype), numbers(50, 0.2, dtype));
-                let updated = Updated::new(&numbers(50, 0.7, dtype));
+                let updated = UpdatedVariable::new(&numbers(50, 0.7, dtype));
                 updated.variable.var.set(&values).unwrap();
                 update(&updated, &grad);
-                let expected = Updated::new(&values);
+                let expected = UpdatedVariable::new(&values);
                 update(&expected, &grad);
                 assert_eq!(updated.bits(), expected.bits(), "{dtype:?}");
             }
@@ -321,7 +321,7 @@ mod tests {
 
     #[test]
     fn mismatched_gradients_are_rejected() {
-        let updated = Updated::new(&numbers(6, 0.1, DType::F32));
+        let updated = UpdatedVariable::new(&numbers(6, 0.1, DType::F32));
         let before = updated.bits();
         let other = numbers(6, 0.2, DType::F32).reshape((2, 3)).unwrap();
         let integers = Tensor::zeros(6, DType::U32, &Device::Cpu).unwrap();

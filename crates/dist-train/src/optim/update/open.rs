@@ -26,18 +26,18 @@ fn open_next(tensors: &[&Tensor], opened: Vec<Opened<'_>>, then: &mut Then<'_>) 
     match tensors {
         [] => then(opened),
         [first, rest @ ..] => {
-            first.inplace_op1(&Opening { rest, before: Cell::new(Some((opened, then))) })
+            first.inplace_op1(&OpenOperation { rest, before: Cell::new(Some((opened, then))) })
         }
     }
 }
 
-struct Opening<'a, 'f> {
+struct OpenOperation<'a, 'f> {
     rest: &'a [&'a Tensor],
     /// Storages opened so far and the operation; taken when the in-place operation runs.
     before: Cell<Option<(Vec<Opened<'a>>, &'a mut Then<'f>)>>,
 }
 
-impl InplaceOp1 for Opening<'_, '_> {
+impl InplaceOp1 for OpenOperation<'_, '_> {
     fn name(&self) -> &'static str {
         "update"
     }
