@@ -17,9 +17,11 @@ pub(crate) fn words(ctx: &Replica, here: &[u32]) -> Result<Vec<Vec<u32>>> {
 /// Gathers numbers from every replica, by slot, exact to the bit.
 pub(crate) fn numbers<const N: usize>(ctx: &Replica, here: [f64; N]) -> Result<Vec<[f64; N]>> {
     let rows = words(ctx, &here.map(|number| halves(number.to_bits())).concat())?;
-    let number = |row: &[u32], n: usize| f64::from_bits(whole([row[2 * n], row[2 * n + 1]]));
-    let numbers = |row: &Vec<u32>| array::from_fn(|n| number(row, n));
-    Ok(rows.iter().map(numbers).collect())
+    let mut numbers = Vec::with_capacity(rows.len());
+    for row in rows {
+        numbers.push(array::from_fn(|n| f64::from_bits(whole([row[2 * n], row[2 * n + 1]]))));
+    }
+    Ok(numbers)
 }
 
 /// Splits a 64-bit number into its halves, the lower half first.
@@ -39,8 +41,12 @@ pub(crate) fn lists(ctx: &Replica, here: &[u64]) -> Result<Vec<Vec<u64>>> {
     let all = ctx.all_gather(&Tensor::new(sent, ctx.device())?, 0, ALL)?.to_vec1()?;
     let (all, _) = all.as_chunks();
     let mut all = all.iter().copied().map(whole);
-    let mut list = |count| (0..count).filter_map(|_| all.next()).collect();
-    Ok(counts.iter().map(|count| list(whole([count[0], count[1]]))).collect())
+    let mut lists = Vec::with_capacity(counts.len());
+    for count in counts {
+        let count = whole([count[0], count[1]]);
+        lists.push((0..count).filter_map(|_| all.next()).collect());
+    }
+    Ok(lists)
 }
 
 /// Combines numbers over all replicas, exact to the bit. Each is nonzero on one replica only.
@@ -64,24 +70,28 @@ pub(crate) fn sums(ctx: &Replica, here: &[f64]) -> Result<Vec<f64>> {
     let mut sums = vec![0.0; here.len()];
     for words in words(ctx, &sent)? {
         let (numbers, _) = words.as_chunks();
-        let add = |(sum, &halves): (&mut f64, &[u32; 2])| *sum += f64::from_bits(whole(halves));
-        sums.iter_mut().zip(numbers).for_each(add);
+        for (sum, &halves) in sums.iter_mut().zip(numbers) {
+            *sum += f64::from_bits(whole(halves));
+        }
     }
     Ok(sums)
 }
 
 /// Returns for each flag whether any replica sets it; all replicas pass the same number of flags.
 pub(crate) fn any(ctx: &Replica, here: &[bool]) -> Result<Vec<bool>> {
-    let word = |flags: &[bool]| {
-        flags.iter().enumerate().fold(0, |word, (bit, &flag)| word | u32::from(flag) << bit)
-    };
-    let words_here: Vec<u32> = here.chunks(32).map(word).collect();
+    let mut words_here = vec![0_u32; here.len().div_ceil(32)];
+    for (n, &flag) in here.iter().enumerate() {
+        words_here[n / 32] |= u32::from(flag) << (n % 32);
+    }
     if words_here.is_empty() {
         return Ok(Vec::new());
     }
     let all = words(ctx, &words_here)?;
-    let is_set = |flag: usize| all.iter().any(|words| words[flag / 32] >> (flag % 32) & 1 == 1);
-    Ok((0..here.len()).map(is_set).collect())
+    let mut flags = Vec::with_capacity(here.len());
+    for n in 0..here.len() {
+        flags.push(all.iter().any(|words| words[n / 32] >> (n % 32) & 1 == 1));
+    }
+    Ok(flags)
 }
 
 #[cfg(test)]

@@ -214,11 +214,14 @@ pub(crate) fn differentiate(
     let (sum, rest) = shard.share(scale, halves)?;
     let mut store = sum.backward()?;
     drop(sum);
-    let gradient = |var: &Var| match store.remove(var) {
-        None => Ok(None),
-        Some(gradient) => corrected(widened(&gradient)?, is_empty, rest).map(Some),
-    };
-    vars.iter().map(gradient).collect()
+    let mut gradients = Vec::with_capacity(vars.len());
+    for var in vars {
+        gradients.push(match store.remove(var) {
+            Some(gradient) => Some(corrected(widened(&gradient)?, is_empty, rest)?),
+            None => None,
+        });
+    }
+    Ok(gradients)
 }
 
 /// Corrects the gradient of a shard's backward pass for the factor left out of the shard's loss.

@@ -193,13 +193,16 @@ impl CheckedPart<'_> {
     /// Returns the rounding unit of the variables' coarsest dtype, in which most of the loss is
     /// computed.
     fn epsilon(&self) -> f64 {
-        let epsilon = |at: &Tensor| match at.dtype() {
-            DType::F64 => f64::EPSILON,
-            DType::F32 => f32::EPSILON.into(),
-            DType::F16 => half::f16::EPSILON.to_f64(),
-            _ => half::bf16::EPSILON.to_f64(),
-        };
-        self.at.iter().map(epsilon).fold(0.0, f64::max)
+        self.at.iter().map(|value| rounding_unit(value.dtype())).fold(0.0, f64::max)
+    }
+}
+
+fn rounding_unit(dtype: DType) -> f64 {
+    match dtype {
+        DType::F64 => f64::EPSILON,
+        DType::F32 => f32::EPSILON.into(),
+        DType::F16 => half::f16::EPSILON.to_f64(),
+        _ => half::bf16::EPSILON.to_f64(),
     }
 }
 

@@ -142,14 +142,13 @@ impl<'a> CheckedPart<'a> {
     /// Picks the gradients of these variables from the gradients of all variables, on the host and
     /// in double precision; zeros for a missing gradient.
     fn on_host(&self, gradients: &[Option<Tensor>]) -> Result<Vec<Tensor>> {
-        let of_var = |(&var, at): (&usize, &Tensor)| match &gradients[var] {
-            Some(gradient) => gradient.to_device(&Device::Cpu)?.to_dtype(DType::F64),
-            None => Tensor::zeros(at.shape(), DType::F64, &Device::Cpu),
-        };
         self.vars
             .iter()
             .zip(&self.at)
-            .map(of_var)
+            .map(|(&var, at)| match &gradients[var] {
+                Some(gradient) => gradient.to_device(&Device::Cpu)?.to_dtype(DType::F64),
+                None => Tensor::zeros(at.shape(), DType::F64, &Device::Cpu),
+            })
             .collect::<candle_core::Result<_>>()
             .doing(CHECKING)
     }

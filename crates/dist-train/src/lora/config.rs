@@ -103,12 +103,14 @@ impl AdapterConfig {
 
     /// Returns the targets that match a layer.
     pub(crate) fn targets_of(&self, layer: &str) -> Vec<&String> {
-        let is_meant = |target: &&String| {
-            layer
-                .strip_suffix(target.as_str())
-                .is_some_and(|rest| rest.is_empty() || rest.ends_with('.'))
-        };
-        self.targets.iter().filter(is_meant).collect()
+        let mut matching = Vec::new();
+        for target in &*self.targets {
+            let Some(rest) = layer.strip_suffix(target.as_str()) else { continue };
+            if rest.is_empty() || rest.ends_with('.') {
+                matching.push(target);
+            }
+        }
+        matching
     }
 
     /// Checks that every target has matched a layer.

@@ -264,8 +264,9 @@ impl Lora {
                 }
                 None => None,
             };
-            let name = || declared.name.clone();
-            items.ok_or_else(|| Error::from(ParameterError::Missing { name: name() }).into())
+            items.ok_or_else(|| {
+                Error::from(ParameterError::Missing { name: declared.name.clone() }).into()
+            })
         }
     }
 

@@ -117,8 +117,9 @@ pub(crate) fn save(
         SavedContent::Merged(config) => {
             let (_, base) = with_adapters(parameters, &config)?;
             let scale = config.scale();
-            let merged = |name: &str| typed(merged(name, scale, parameters, &whole));
-            target.write(infos(&base, dtype)?, max_bytes, merged)
+            target.write(infos(&base, dtype)?, max_bytes, |name| {
+                typed(merged(name, scale, parameters, &whole))
+            })
         }
         SavedContent::Adapters(config) => {
             let (adapters, _) = with_adapters(parameters, &config)?;
@@ -127,8 +128,8 @@ pub(crate) fn save(
                 info.name.insert_str(0, FILE_PREFIX);
             }
             // All names start with the prefix, which was added above.
-            let whole = |name: &str| typed(whole(&name[FILE_PREFIX.len()..]));
-            target.write_with_text(FILE, infos, whole, (CONFIG, &config.json()))
+            let parameter = |name: &str| typed(whole(&name[FILE_PREFIX.len()..]));
+            target.write_with_text(FILE, infos, parameter, (CONFIG, &config.json()))
         }
     }
 }
@@ -172,8 +173,8 @@ fn merged(
     whole: impl Fn(&str) -> Result<Tensor>,
 ) -> Result<Tensor> {
     let matrices = matrices::layer_of(name).map(matrices::names_of);
-    let has = |matrix: &String| parameters.iter().any(|info| info.name() == matrix);
-    let Some([a, b]) = matrices.filter(|matrices| matrices.iter().all(has)) else {
+    let is_known = |name: &String| parameters.iter().any(|info| info.name() == name);
+    let Some([a, b]) = matrices.filter(|[a, b]| is_known(a) && is_known(b)) else {
         return whole(name);
     };
     // Gather all three before returning an error: gathering is collective, so all processes must do

@@ -190,9 +190,10 @@ mod tests {
     }
 
     fn names(folder: &Path) -> Vec<String> {
-        let name = |entry: fs::DirEntry| entry.file_name().into_string().unwrap();
-        let mut names: Vec<_> =
-            fs::read_dir(folder).unwrap().map(|entry| name(entry.unwrap())).collect();
+        let mut names: Vec<_> = fs::read_dir(folder)
+            .unwrap()
+            .map(|entry| entry.unwrap().file_name().into_string().unwrap())
+            .collect();
         names.sort();
         names
     }

@@ -26,8 +26,7 @@ pub(super) struct VariableState {
 impl VariableStates {
     /// Creates states of zeros, with tensors of these names.
     pub(super) fn new(vars: Vec<Var>, names: &[&'static str]) -> Result<Self> {
-        let state = |var| VariableState::new(var, names);
-        Ok(Self(vars.into_iter().map(state).collect::<Result<_>>()?))
+        Ok(Self(vars.into_iter().map(|var| VariableState::new(var, names)).collect::<Result<_>>()?))
     }
 
     /// Updates the variables with a gradient; integer variables are never updated.
@@ -76,8 +75,10 @@ impl VariableStates {
 impl VariableState {
     fn new(var: Var, names: &[&'static str]) -> Result<Self> {
         let variable = Variable::new(var)?;
-        let zeros = |&name: &&'static str| Ok((name, variable.zeros()?));
-        let tensors = names.iter().map(zeros).collect::<Result<_>>()?;
+        let mut tensors = Vec::with_capacity(names.len());
+        for &name in names {
+            tensors.push((name, variable.zeros()?));
+        }
         Ok(Self { variable, step: 0, tensors })
     }
 

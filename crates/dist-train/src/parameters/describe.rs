@@ -69,14 +69,13 @@ pub fn parameter_infos<'a>(
 
 /// Describes declared parameters to a planner, sorted like in [`parameter_infos`].
 pub(crate) fn declared_infos(declared: &[Declared], roles: &Roles) -> Result<Vec<ParameterInfo>> {
-    let info = |(declared, role): (&Declared, &Role)| {
+    let mut infos = Vec::with_capacity(declared.len());
+    for (declared, role) in declared.iter().zip(&roles.of) {
         let shape: Vec<u64> = declared.shape.dims().iter().map(|&dim| dim as u64).collect();
         let dtype = elem_type(&declared.name, declared.dtype)?;
         let info = ParameterInfo::new(declared.name.as_str(), shape, dtype)?;
-        Ok(info.with_requires_grad(matches!(role, Role::Trained(_))))
-    };
-    let infos: Result<Vec<_>> = declared.iter().zip(&roles.of).map(info).collect();
-    let mut infos = infos?;
+        infos.push(info.with_requires_grad(matches!(role, Role::Trained(_))));
+    }
     infos.sort_by(|left, right| natural_order(left.name(), right.name()));
     Ok(infos)
 }

@@ -151,8 +151,11 @@ impl Distribution {
         range: Range<usize>,
     ) -> candle_core::Result<Tensor> {
         let len = range.len();
-        let item = |index: usize| T::from_f64(self.item(stream, index as u64));
-        let items: Vec<T> = range.into_par_iter().with_min_len(ITEMS_PER_TASK).map(item).collect();
+        let items: Vec<T> = range
+            .into_par_iter()
+            .with_min_len(ITEMS_PER_TASK)
+            .map(|index| T::from_f64(self.item(stream, index as u64)))
+            .collect();
         Tensor::from_vec(items, len, &Device::Cpu)
     }
 

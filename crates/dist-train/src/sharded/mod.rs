@@ -102,13 +102,16 @@ impl ShardedVars {
 
     /// Returns the shards of a slot, in plan order.
     pub(crate) fn owned_parts(&self, slot: usize) -> Result<Vec<OwnedPart>, ShardingError> {
-        let owned = |part: &ShardVar| OwnedPart {
-            param_idx: part.param_idx,
-            start: part.start,
-            var: part.var.clone(),
-            is_primary: self.is_primary_on(slot, part),
-        };
-        Ok(self.parts(slot)?.iter().map(owned).collect())
+        let mut owned = Vec::new();
+        for part in self.parts(slot)? {
+            owned.push(OwnedPart {
+                param_idx: part.param_idx,
+                start: part.start,
+                var: part.var.clone(),
+                is_primary: self.is_primary_on(slot, part),
+            });
+        }
+        Ok(owned)
     }
 
     /// Returns true if a slot is the first that stores this shard.
@@ -141,9 +144,7 @@ impl ShardedVars {
     /// Returns [`ParameterError::Unknown`], [`Error::Tensor`] if candle fails, or [`Error::Mesh`]
     /// if a process does not respond.
     pub(crate) fn gather(&self, name: &str) -> Result<Tensor> {
-        let value =
-            |slot: usize, part: usize| Some(self.slots[slot][part].var.as_detached_tensor());
-        self.gather_with(name, value)
+        self.gather_with(name, |slot, part| Some(self.slots[slot][part].var.as_detached_tensor()))
     }
 
     /// Gathers a full tensor from the values `kept(slot, part)` for the shards of a parameter,
@@ -159,14 +160,15 @@ impl ShardedVars {
         kept: impl Fn(usize, usize) -> Option<Tensor>,
     ) -> Result<Tensor> {
         let param_idx = units::index_of(&self.plan, name)?;
-        let missing = || ParameterError::Missing { name: name.to_owned() };
-        let of_slot = |slot: usize| {
-            let parts = self.slots[slot].iter().enumerate();
-            let own = parts.filter(|(_, part)| part.param_idx == param_idx);
-            own.map(|(part, _)| kept(slot, part).ok_or_else(missing)).collect()
-        };
-        let lists: Result<Vec<Vec<Tensor>>, _> = (0..self.slots.len()).map(of_slot).collect();
-        let lists = self.mesh.process_allgather(lists?)?;
+        let mut lists = vec![Vec::new(); self.slots.len()];
+        for (slot, parts) in self.slots.iter().enumerate() {
+            for (n, _) in parts.iter().enumerate().filter(|(_, part)| part.param_idx == param_idx) {
+                let value = kept(slot, n);
+                lists[slot]
+                    .push(value.ok_or_else(|| ParameterError::Missing { name: name.to_owned() })?);
+            }
+        }
+        let lists = self.mesh.process_allgather(lists)?;
         let mut by_start = BTreeMap::new();
         for (rank, list) in runs::ranks(self.plan.shard_group()).zip(lists) {
             let runs = runs::rank_runs(&self.plan, param_idx, rank)?;

@@ -78,11 +78,12 @@ pub(super) fn from_names<'a, N: Iterator<Item = &'a str>>(
     units: impl Iterator<Item = (&'a String, N)>,
     precision: Precision,
 ) -> Result<BTreeMap<String, UnitCollectives>> {
-    let unit = |(unit, names): (&'a String, N)| {
+    let mut named = Vec::new();
+    for (unit, names) in units {
         let names = names.map(|name| Ok((name.to_owned(), index_of(plan, name)?)));
-        Ok((unit.as_str(), names.collect::<Result<Vec<_>>>()?))
-    };
-    scheduled(plan, units.map(unit).collect::<Result<_>>()?, precision)
+        named.push((unit.as_str(), names.collect::<Result<Vec<_>>>()?));
+    }
+    scheduled(plan, named, precision)
 }
 
 /// Builds each unit from the plan's schedule, by name.
@@ -91,16 +92,18 @@ fn scheduled<'a>(
     units: Vec<UnitNames<'a>>,
     precision: Precision,
 ) -> Result<BTreeMap<String, UnitCollectives>> {
-    let params = |(unit, names): &UnitNames<'a>| {
+    let model = precision.set_in_cost(CostModel::default().with_runtime(Runtime::Candle));
+    let params = units.iter().map(|(unit, names)| {
         let params: BTreeSet<usize> = names.iter().map(|(_, param_idx)| *param_idx).collect();
         (*unit, params.into_iter().collect())
-    };
-    let model = precision.set_in_cost(CostModel::default().with_runtime(Runtime::Candle));
-    let schedule = plan.schedule_of(&model, units.iter().map(params))?;
-    let unit = |(schedule, (unit, names)): (&UnitSchedule<'_>, UnitNames<'_>)| {
-        Ok((unit.to_owned(), UnitCollectives::new(plan, schedule, names, precision)?))
-    };
-    schedule.units.iter().zip(units).map(unit).collect()
+    });
+    let schedule = plan.schedule_of(&model, params)?;
+    let mut collectives = BTreeMap::new();
+    for (schedule, (unit, names)) in schedule.units.iter().zip(units) {
+        let unit_collectives = UnitCollectives::new(plan, schedule, names, precision)?;
+        collectives.insert(unit.to_owned(), unit_collectives);
+    }
+    Ok(collectives)
 }
 
 /// Returns the index of a parameter, or of its target if it is tied.
@@ -145,8 +148,8 @@ fn sharing(
     group_size: usize,
     on_processor: impl Iterator<Item = usize>,
 ) -> Vec<usize> {
-    let of_group = |other: &usize| other / group_size == slot / group_size;
-    let sharing: Vec<usize> = on_processor.filter(of_group).collect();
+    let sharing: Vec<usize> =
+        on_processor.filter(|other| other / group_size == slot / group_size).collect();
     if sharing.contains(&slot) { sharing } else { vec![slot] }
 }
 
@@ -275,10 +278,9 @@ impl ShardedVars {
     ) -> Result<(Vec<&'a str>, Vec<&'a str>)> {
         let unit = self.unit(unit)?;
         let params = unit.gathered.as_ref().map_or(&[][..], |lists| &lists.params);
-        let is_shared = |name: &&str| {
+        Ok(named.keys().map(String::as_str).partition(|name| {
             unit.names.iter().any(|(other, param)| other == name && params.contains(param))
-        };
-        Ok(named.keys().map(String::as_str).partition(is_shared))
+        }))
     }
 
     /// Returns the slots of this process that share memory for gathered parameters with a replica,
@@ -419,21 +421,24 @@ impl ShardedVars {
     fn own_positions(&self, ctx: &Replica, params: &[usize]) -> Result<Vec<usize>> {
         self.check_mesh(ctx)?;
         let parts = self.parts(ctx.slot())?;
-        let of_param = |&param_idx: &usize| {
-            (0..parts.len()).filter(move |&position| parts[position].param_idx == param_idx)
-        };
-        Ok(params.iter().flat_map(of_param).collect())
+        Ok(params
+            .iter()
+            .flat_map(|&param_idx| {
+                (0..parts.len()).filter(move |&position| parts[position].param_idx == param_idx)
+            })
+            .collect())
     }
 
     /// Returns this slot's shards of some parameters, in the dtype in which they are gathered.
     fn own_runs(&self, ctx: &Replica, params: &[usize]) -> candle_core::Result<Vec<Tensor>> {
         let positions = self.own_positions(ctx, params)?;
         let parts = self.parts(ctx.slot()).map_err(Error::from)?;
-        let run = |position: usize| {
+        let mut runs = Vec::with_capacity(positions.len());
+        for position in positions {
             let part = parts[position].var.as_detached_tensor();
-            part.to_dtype(self.precision.gathered(part.dtype()))
-        };
-        positions.into_iter().map(run).collect()
+            runs.push(part.to_dtype(self.precision.gathered(part.dtype()))?);
+        }
+        Ok(runs)
     }
 
     /// Returns the gradients of some parameters, each found under one of its names.
@@ -443,18 +448,18 @@ impl ShardedVars {
         params: &[usize],
         grad: &mut impl FnMut(&str) -> Option<Tensor>,
     ) -> candle_core::Result<Vec<Tensor>> {
-        let mut of_param = |&param_idx: &usize| {
+        let mut grads = Vec::with_capacity(params.len());
+        for &param_idx in params {
+            let info = self.info(param_idx);
             let mut names = names.iter().filter(|(_, named)| *named == param_idx);
             let found = names.find_map(|(name, _)| grad(name)).ok_or_else(|| {
-                Error::Parameter(ParameterError::Missing {
-                    name: self.info(param_idx).name().to_owned(),
-                })
+                Error::Parameter(ParameterError::Missing { name: info.name().to_owned() })
             })?;
-            let (name, expected) = (self.info(param_idx).name(), runs::shape(self.info(param_idx)));
-            ParameterError::check_shape(name, found.dims(), &expected).map_err(Error::from)?;
-            found.to_dtype(self.precision.reduced(self.dtype(param_idx)?))
-        };
-        params.iter().map(&mut of_param).collect()
+            ParameterError::check_shape(info.name(), found.dims(), &runs::shape(info))
+                .map_err(Error::from)?;
+            grads.push(found.to_dtype(self.precision.reduced(self.dtype(param_idx)?))?);
+        }
+        Ok(grads)
     }
 }
 

@@ -106,9 +106,12 @@ pub(crate) fn added(
     if before.is_empty() {
         return Ok(grads);
     }
-    let sum = |pair: (Option<Tensor>, Option<Tensor>)| match pair {
-        (Some(left), Some(right)) => (left + right).map(Some),
-        (left, right) => Ok(left.or(right)),
-    };
-    before.into_iter().zip(grads).map(sum).collect()
+    let mut sums = Vec::with_capacity(grads.len());
+    for pair in before.into_iter().zip(grads) {
+        sums.push(match pair {
+            (Some(left), Some(right)) => Some((left + right)?),
+            (left, right) => left.or(right),
+        });
+    }
+    Ok(sums)
 }

@@ -25,7 +25,6 @@ impl Inventory {
     }
 
     pub(crate) fn sizes(&self) -> Vec<u64> {
-        let numel = |shape: &[usize]| shape.iter().product::<usize>() as u64;
-        self.parameters.iter().map(|(_, shape)| numel(shape)).collect()
+        self.parameters.iter().map(|(_, shape)| shape.iter().product::<usize>() as u64).collect()
     }
 }

@@ -56,7 +56,6 @@ impl Choices {
     /// for a pattern without a match and for overlapping groups.
     pub(crate) fn roles(&self, names: &[&str]) -> Result<Roles> {
         let trained = PatternSelection::new("train_only", &self.trained, names)?;
-        let is_left = |name: &str| !self.trained.is_empty() && !trained.has(name);
         let frozen = PatternSelection::new("freeze", &self.frozen, names)?;
         let unused = PatternSelection::new("allow_unused", &self.unused, names)?;
         let mut buffers = PatternSelection::new("buffers", &self.buffers, names)?;
@@ -70,19 +69,20 @@ impl Choices {
             }
             groups.push((name, PatternSelection::new("group", patterns, names)?));
         }
-        let role = |&name: &&str| {
-            if buffers.has(name) {
-                Ok(Role::Buffer)
-            } else if frozen.has(name) || is_left(name) {
-                Ok(Role::Frozen)
+        // Without patterns of trained variables, all but the frozen ones are trained.
+        let leaves_out_frozen = !self.trained.is_empty();
+        let mut of = Vec::with_capacity(names.len());
+        for &name in names {
+            of.push(if buffers.has(name) {
+                Role::Buffer
+            } else if frozen.has(name) || (leaves_out_frozen && !trained.has(name)) {
+                Role::Frozen
             } else {
-                group_of(name, &groups).map(Role::Trained)
-            }
-        };
-        let of: Vec<Role> = names.iter().map(role).collect::<Result<_, TrainingError>>()?;
+                Role::Trained(group_of(name, &groups)?)
+            });
+        }
         let may_be_unused = names.iter().map(|name| unused.has(name)).collect();
         let groups = groups.into_iter().map(|(name, _)| name.to_owned()).collect();
-        let leaves_out_frozen = !self.trained.is_empty();
         Roles { of, may_be_unused, leaves_out_frozen, groups }.with_used_groups()
     }
 
@@ -109,19 +109,20 @@ impl Choices {
 impl Roles {
     /// Removes groups without variables.
     fn with_used_groups(self) -> Result<Self> {
-        let has = |group: usize| self.of.contains(&Role::Trained(group));
-        let used: Vec<usize> = (0..self.groups.len()).filter(|&group| has(group)).collect();
+        let used: Vec<usize> = (0..self.groups.len())
+            .filter(|&group| self.of.contains(&Role::Trained(group)))
+            .collect();
         if used.is_empty() {
             return Err(TrainingError::NothingTrained { variables: self.of.len() }.into());
         }
-        let number = |role| match role {
-            Role::Trained(group) => {
-                Role::Trained(used.iter().take_while(|&&other| other != group).count())
+        let mut of = self.of.clone();
+        for role in &mut of {
+            if let Role::Trained(group) = role {
+                *group = used.iter().take_while(|&&other| other != *group).count();
             }
-            role => role,
-        };
+        }
         Ok(Self {
-            of: self.of.iter().copied().map(number).collect(),
+            of,
             groups: used.iter().map(|&group| self.groups[group].clone()).collect(),
             ..self
         })
@@ -157,8 +158,9 @@ struct PatternSelection(Vec<Pattern>);
 impl PatternSelection {
     fn new(option: &'static str, patterns: &[String], names: &[&str]) -> Result<Self> {
         let patterns = parsed(patterns)?;
-        let matches_none = |pattern: &&Pattern| !names.iter().any(|name| pattern.matches(name));
-        match patterns.iter().find(matches_none) {
+        let unmatched =
+            patterns.iter().find(|pattern| !names.iter().any(|name| pattern.matches(name)));
+        match unmatched {
             Some(pattern) => {
                 Err(TrainingError::Unmatched { option, pattern: pattern.to_string() }.into())
             }

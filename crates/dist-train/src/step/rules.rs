@@ -114,11 +114,12 @@ impl Rules {
         }
         let roles = &self.inventory.roles;
         let trained = roles.trained();
-        let is_missing =
-            |&(&var, &has_gradient): &(&usize, &bool)| !has_gradient && !roles.may_be_unused[var];
-        let missing = trained.iter().zip(has_gradient).filter(is_missing);
-        let missing: Vec<String> =
-            missing.map(|(&var, _)| self.inventory.name(var).to_owned()).collect();
+        let mut missing = Vec::new();
+        for (&var, &has_gradient) in trained.iter().zip(has_gradient) {
+            if !has_gradient && !roles.may_be_unused[var] {
+                missing.push(self.inventory.name(var).to_owned());
+            }
+        }
         if missing.is_empty() {
             return Ok(());
         }

@@ -8,10 +8,7 @@ use pmap_mesh::Replica;
 use crate::{
     sharded::units::PendingReduce,
     step::rules::Rules,
-    units::{
-        accumulation::UnreducedGrads,
-        model::{Model, UnitMember},
-    },
+    units::{accumulation::UnreducedGrads, model::Model},
 };
 
 /// The state of a batch's backward pass on one slot, starting with the first unit in the forward
@@ -85,11 +82,14 @@ impl BackwardState {
     /// Takes the parameters of a unit with final sums: all passes through all units of the
     /// parameter are reduced.
     pub(crate) fn known(&mut self, model: &Model, unit: &str) -> ReadyGrads {
-        let is_done = |unit: &String| self.expected.get(unit).is_none_or(|&passes| passes == 0);
-        let is_known = |member: &UnitMember| model.units_of(&member.names.name).all(is_done);
-        let known = model.units[unit].trained().filter(|(_, member)| is_known(member));
-        let trained = known.map(|(trained, _)| trained).collect();
-        self.taken(model, trained)
+        let mut known = Vec::new();
+        for (trained, member) in model.units[unit].trained() {
+            let mut units = model.units_of(&member.names.name);
+            if units.all(|unit| self.expected.get(unit).is_none_or(|&passes| passes == 0)) {
+                known.push(trained);
+            }
+        }
+        self.taken(model, known)
     }
 
     /// Takes the parameters that were not updated during the backward pass.

@@ -62,8 +62,8 @@ impl KeepRules {
     /// [`ShardingError::UnmatchedUnit`] for a pattern that matches no unit.
     pub(crate) fn of_units(&self, units: &[&str]) -> Result<BTreeMap<String, Keep>> {
         let default = self.default.unwrap_or_default();
-        let default = |&unit: &&str| (unit.to_owned(), default);
-        let mut keeps: BTreeMap<String, Keep> = units.iter().map(default).collect();
+        let mut keeps: BTreeMap<String, Keep> =
+            units.iter().map(|&unit| (unit.to_owned(), default)).collect();
         for (text, keep) in &self.rules {
             let pattern: Pattern = text.parse()?;
             let mut is_used = false;

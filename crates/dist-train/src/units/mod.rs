@@ -156,9 +156,10 @@ impl ReplicatedUnits {
         if members.is_empty() {
             return Err(Error::CannotFindTensor { path: format!("{unit}.") }.bt());
         }
-        let inner =
-            |Member { name, inner_name }: Member| (inner_name, self.variables[&name].clone());
-        let variables = members.into_iter().map(inner).collect();
+        let variables = members
+            .into_iter()
+            .map(|Member { name, inner_name }| (inner_name, self.variables[&name].clone()))
+            .collect();
         Ok(VarBuilder::from_tensors(variables, self.dtype, &self.device))
     }
 }

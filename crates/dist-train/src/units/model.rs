@@ -108,24 +108,28 @@ impl Model {
 
     /// Returns the units of a parameter; a tied parameter has several.
     pub(crate) fn units_of(&self, name: &str) -> impl Iterator<Item = &String> {
-        let has = move |unit: &Unit| unit.members.iter().any(|member| member.names.name == name);
-        self.units.iter().filter(move |(_, unit)| has(unit)).map(|(unit, _)| unit)
+        self.units
+            .iter()
+            .filter(move |(_, unit)| unit.members.iter().any(|member| member.names.name == name))
+            .map(|(unit, _)| unit)
     }
 
     /// Returns an error if batches that entered only these units leave trained parameters without a
     /// gradient.
     pub(crate) fn not_entered(&self, entered: &BTreeSet<String>) -> Option<TrainingError> {
-        let is_missing = |member: &UnitMember| {
-            let mut units = self.units_of(&member.names.name);
-            !member.may_be_unused && !units.any(|unit| entered.contains(unit))
-        };
-        self.units.iter().find_map(|(unit, Unit { members, .. })| {
-            let trained = members.iter().filter(|member| member.trained.is_some());
-            let missing = trained.filter(|member| is_missing(member));
-            let parameters: Vec<String> = missing.map(|member| member.names.name.clone()).collect();
-            let unit = unit.clone();
-            (!parameters.is_empty()).then_some(TrainingError::NotEntered { unit, parameters })
-        })
+        for (unit, Unit { members, .. }) in &self.units {
+            let mut parameters = Vec::new();
+            for member in members.iter().filter(|member| member.trained.is_some()) {
+                let mut units = self.units_of(&member.names.name);
+                if !member.may_be_unused && !units.any(|unit| entered.contains(unit)) {
+                    parameters.push(member.names.name.clone());
+                }
+            }
+            if !parameters.is_empty() {
+                return Some(TrainingError::NotEntered { unit: unit.clone(), parameters });
+            }
+        }
+        None
     }
 }
 

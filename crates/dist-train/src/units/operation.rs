@@ -219,16 +219,17 @@ where
         let seeds =
             outputs.into_iter().zip(grads).filter_map(|(output, grad)| Some((output, grad?)));
         let mut grads = backward_from_many(seeds)?;
-        let of_input = |input: &Var| grads.remove(input).map_or_else(|| input.zeros_like(), Ok);
-        let of_inputs: Vec<Option<Tensor>> = inputs
-            .iter()
-            .flatten()
-            .map(of_input)
-            .map(|grad| grad.map(Some))
-            .collect::<Result<_>>()?;
+        // The anchor comes first, and has no gradient.
+        let mut input_grads = vec![None];
+        for input in inputs.iter().flatten() {
+            input_grads.push(Some(match grads.remove(input) {
+                Some(grad) => grad,
+                None => input.zeros_like()?,
+            }));
+        }
         drop(inputs);
         self.session.leave(&self.name, gathered, grads)?;
-        Ok(iter::once(None).chain(of_inputs).collect())
+        Ok(input_grads)
     }
 
     /// Returns an error if recomputing gave another result than the forward pass.
@@ -243,12 +244,14 @@ where
 impl UnitGraph {
     /// Returns the variables in its graph that do not belong to the unit.
     fn others(&self) -> Vec<&Tensor> {
-        let is_own = |node: &Tensor| {
+        let mut others = Vec::new();
+        for node in self.outputs.iter().flat_map(|output| output.sorted_nodes()) {
             let mut own = self.gathered.values().chain(self.inputs.iter().flatten());
-            own.any(|var| var.id() == node.id())
-        };
-        let nodes = self.outputs.iter().flat_map(|output| output.sorted_nodes());
-        nodes.filter(|node| node.is_variable() && !is_own(node)).collect()
+            if node.is_variable() && !own.any(|var| var.id() == node.id()) {
+                others.push(node);
+            }
+        }
+        others
     }
 }
 

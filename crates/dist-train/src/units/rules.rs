@@ -94,9 +94,12 @@ impl UnitRules {
 
     /// Returns the units of a parameter; a plan counts it for the first one.
     pub(crate) fn units_of<'a>(&'a self, parameter: &'a ParameterInfo) -> Vec<&'a str> {
-        let has = |(_, prefixes): &&(String, Vec<String>)| is_under_any(parameter.name(), prefixes);
-        let named: Vec<&str> =
-            self.named.iter().filter(has).map(|(unit, _)| unit.as_str()).collect();
+        let named: Vec<&str> = self
+            .named
+            .iter()
+            .filter(|(_, prefixes)| is_under_any(parameter.name(), prefixes))
+            .map(|(unit, _)| unit.as_str())
+            .collect();
         match named[..] {
             // The planner's rule for numbered layers. The planner's root unit has an empty name,
             // and is not a unit here.
@@ -124,10 +127,10 @@ impl UnitRules {
             if self.named[..position].iter().any(|(other, _)| other == unit) {
                 return Err(ShardingError::SameUnit { unit: unit.clone() });
             }
-            let matches_none = |prefix: &&String| {
+            let unmatched = prefixes.iter().find(|prefix| {
                 !parameters.iter().any(|parameter| inner_name(parameter.name(), prefix).is_some())
-            };
-            if let Some(prefix) = prefixes.iter().find(matches_none) {
+            });
+            if let Some(prefix) = unmatched {
                 return Err(ShardingError::UnmatchedPrefix {
                     unit: unit.clone(),
                     prefix: prefix.clone(),
@@ -140,14 +143,17 @@ impl UnitRules {
 
 fn members(unit: &str, names: &[&str]) -> Vec<Member> {
     let inner: Option<Vec<&str>> = names.iter().map(|name| inner_name(name, unit)).collect();
-    let member = |(&name, &inner_name): (&&str, &&str)| Member {
-        name: name.to_owned(),
-        inner_name: inner_name.to_owned(),
-    };
     // Full names are kept if a variable has exactly the unit's name, because it would have no inner
     // name.
     let inner = inner.filter(|inner| inner.iter().all(|name| !name.is_empty()));
-    names.iter().zip(inner.as_deref().unwrap_or(names)).map(member).collect()
+    names
+        .iter()
+        .zip(inner.as_deref().unwrap_or(names))
+        .map(|(&name, &inner_name)| Member {
+            name: name.to_owned(),
+            inner_name: inner_name.to_owned(),
+        })
+        .collect()
 }
 
 fn is_under_any(name: &str, prefixes: &[String]) -> bool {
@@ -168,17 +174,20 @@ mod tests {
     use super::*;
 
     fn infos(names: &[&str]) -> Vec<ParameterInfo> {
-        let info = |name: &&str| ParameterInfo::new(*name, [2], ElemType::F32).unwrap();
-        names.iter().map(info).collect()
+        names.iter().map(|&name| ParameterInfo::new(name, [2], ElemType::F32).unwrap()).collect()
     }
 
     /// Returns the units with their members, as `name=inner name`.
     fn units(rules: &UnitRules, names: &[&str]) -> Result<Vec<String>, ShardingError> {
-        let text = |(unit, members): (String, Vec<Member>)| {
-            let member = |member: &Member| format!("{}={}", member.name, member.inner_name);
-            format!("{unit}: {}", members.iter().map(member).collect::<Vec<_>>().join(" "))
-        };
-        Ok(rules.units(&infos(names))?.into_iter().map(text).collect())
+        let mut texts = Vec::new();
+        for (unit, members) in rules.units(&infos(names))? {
+            let members: Vec<String> = members
+                .iter()
+                .map(|member| format!("{}={}", member.name, member.inner_name))
+                .collect();
+            texts.push(format!("{unit}: {}", members.join(" ")));
+        }
+        Ok(texts)
     }
 
     const NAMES: [&str; 6] =

@@ -154,11 +154,11 @@ impl Session {
 
     /// Returns true if a pass through a unit that no step has trained yet may free its parameters.
     pub(crate) fn may_free_unproven(&self) -> bool {
+        if !self.is_training() || self.is_search() {
+            return false;
+        }
         let mut units = self.model().units.iter();
-        let frees = |(name, unit): (&String, &Unit)| {
-            unit.keep == Keep::Graph && self.checks_determinism(name)
-        };
-        self.is_training() && !self.is_search() && units.any(frees)
+        units.any(|(name, unit)| unit.keep == Keep::Graph && self.checks_determinism(name))
     }
 
     /// Returns an error if a loss uses a parameter outside the function of its unit.
@@ -238,8 +238,8 @@ impl Session {
         let orders = agreement::words(&self.ctx, &halves(fingerprint.finish()))?;
         let group_size = self.model().vars.plan().shard_group().as_usize();
         let first_of_group = |slot: usize| slot / group_size * group_size;
-        let differs = |&slot: &usize| orders[slot] != orders[first_of_group(slot)];
-        match (0..orders.len()).find(differs) {
+        let other = (0..orders.len()).find(|&slot| orders[slot] != orders[first_of_group(slot)]);
+        match other {
             Some(slot) => Err(self.other_units(&order, first_of_group(slot), slot)?),
             None => Ok(()),
         }
@@ -250,13 +250,20 @@ impl Session {
     #[expect(clippy::expect_used, reason = "all slots send indices of the same units")]
     fn other_units(&self, order: &Order, left: usize, right: usize) -> Result<candle_core::Error> {
         let names: Vec<&String> = self.model().units.keys().collect();
-        let position =
-            |unit: &String| names.binary_search(&unit).expect("a unit of the model") as u64;
-        let here: Vec<u64> = order.iter().map(position).collect();
+        let here: Vec<u64> = order
+            .iter()
+            .map(|unit| names.binary_search(&unit).expect("a unit of the model") as u64)
+            .collect();
         let orders = agreement::lists(&self.ctx, &here)?;
-        let name =
-            |&at: &u64| names[usize::try_from(at).expect("slots send indices of units")].clone();
-        let units_of = |slot: usize| orders[slot].iter().map(name).collect();
+        let units_of = |slot: usize| {
+            orders[slot]
+                .iter()
+                .map(|&index| {
+                    let index = usize::try_from(index).expect("slots send indices of units");
+                    names[index].clone()
+                })
+                .collect()
+        };
         let error = TrainingError::OtherUnits {
             left,
             left_units: units_of(left),

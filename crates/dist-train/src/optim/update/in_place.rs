@@ -63,8 +63,10 @@ struct UpdateJob<'a, T, C, const N: usize> {
 
 impl<'a, T: Real, C: RoundedCopy<T>, const N: usize> UpdateJob<'a, T, C, N> {
     fn new(opened: Vec<Opened<'a>>, copy: C, grads: Items<'a>) -> Result<Self> {
-        let slice = |(storage, range)| Ok(&mut T::slice_mut(storage)?[range]);
-        let mut slices = opened.into_iter().map(slice).collect::<Result<Vec<_>>>()?;
+        let mut slices = opened
+            .into_iter()
+            .map(|(storage, range)| Ok(&mut T::slice_mut(storage)?[range]))
+            .collect::<Result<Vec<_>>>()?;
         let values = slices.remove(0);
         match slices.try_into() {
             Ok(states) => Ok(Self { values, states, copy, grads, start: 0 }),
