@@ -20,7 +20,7 @@ pub(crate) struct BackwardState {
     /// Number of recorded passes through each unit with gradients still to reduce.
     pub(crate) expected: BTreeMap<String, usize>,
     /// Number of passes with a kept graph and freed parameters.
-    n_emptied: usize,
+    n_freed: usize,
     /// Whether the step has started the backward pass. It detects losses that call `backward`
     /// themselves.
     pub(crate) is_under_way: bool,
@@ -51,9 +51,9 @@ impl BackwardState {
     }
 
     /// Returns the number of the next pass with freed parameters.
-    pub(crate) fn next_emptied(&mut self) -> usize {
-        self.n_emptied += 1;
-        self.n_emptied - 1
+    pub(crate) fn next_freed(&mut self) -> usize {
+        self.n_freed += 1;
+        self.n_freed - 1
     }
 
     /// Records that these parameters have gradients.

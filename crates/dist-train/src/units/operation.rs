@@ -126,7 +126,7 @@ where
             }
             Keep::Graph if is_recorded => {
                 let (graph, result) = self.differentiable("forward")?;
-                let result = apart(&result, &graph.gathered)?;
+                let result = detached_result(&result, &graph.gathered)?;
                 let pass = self.session.free_parameters(&self.name, &graph.gathered)?;
                 *lock(&self.graph) = GraphState::Freed(graph, pass);
                 result
@@ -257,7 +257,7 @@ impl UnitGraph {
 
 /// Detaches a unit's result from its parameters, whose memory will be freed. Views of a parameter
 /// are copied, without the rest of the parameter that `Tensor::copy` would copy too.
-fn apart<R: TensorTree>(result: &R, gathered: &BTreeMap<String, Var>) -> Result<R> {
+fn detached_result<R: TensorTree>(result: &R, gathered: &BTreeMap<String, Var>) -> Result<R> {
     result.try_map(&mut |output: &Tensor| {
         let is_view = gathered.values().any(|var| shares_memory(output, var));
         if is_view { output.detach().force_contiguous() } else { Ok(output.detach()) }
@@ -297,7 +297,7 @@ mod tests {
     fn views_are_copied_without_the_parameter() {
         let whole = Var::zeros((5, 4), DType::F32, &Device::Cpu).unwrap();
         let row = whole.t().unwrap().narrow(0, 1, 1).unwrap();
-        let kept = apart(&row, &BTreeMap::from([("w".to_owned(), whole)])).unwrap();
+        let kept = detached_result(&row, &BTreeMap::from([("w".to_owned(), whole)])).unwrap();
         assert_eq!(kept.dims(), row.dims());
         let (storage, _) = kept.storage_and_layout();
         let Storage::Cpu(CpuStorage::F32(items)) = &*storage else {

@@ -48,7 +48,7 @@ impl<P> Prefetcher<P> {
 
     /// Records that a unit is gathered, and returns the actions for it. All slots of a shard group
     /// gather the same units in the same order, so they also prefetch the same units.
-    pub(crate) fn turn(&mut self, unit: &str) -> PrefetchStep<P> {
+    pub(crate) fn enter_unit(&mut self, unit: &str) -> PrefetchStep<P> {
         let position = self.gathered.len();
         self.gathered.push(unit.to_owned());
         let mut dropped = Vec::new();
@@ -84,15 +84,15 @@ mod tests {
     use super::*;
 
     /// Gathers units like a replica, with names as all-gathers, and returns a log.
-    fn run(ahead: &mut Prefetcher<String>, units: &[&str]) -> Vec<String> {
+    fn run(prefetcher: &mut Prefetcher<String>, units: &[&str]) -> Vec<String> {
         let step = |unit: &&str| {
-            let PrefetchStep { begun, dropped, next } = ahead.turn(unit);
+            let PrefetchStep { begun, dropped, next } = prefetcher.enter_unit(unit);
             assert!(begun.is_none_or(|begun| begun == *unit));
             let text = format!("{unit}: -{} +{}", dropped.join(" "), next.join(" "));
             for unit in next {
-                ahead.begin(unit);
+                prefetcher.begin(unit);
             }
-            assert!(ahead.under_way.len() <= ahead.depth);
+            assert!(prefetcher.under_way.len() <= prefetcher.depth);
             text
         };
         units.iter().map(step).collect()

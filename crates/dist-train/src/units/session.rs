@@ -44,7 +44,7 @@ pub(crate) struct Session {
     /// An input of every operation that has gradients to reduce, because candle records no
     /// operation if all inputs are integers or untracked.
     anchor: Var,
-    ahead: Mutex<Prefetcher<PendingGather>>,
+    prefetcher: Mutex<Prefetcher<PendingGather>>,
     backward: Mutex<BackwardState>,
     /// Leaves of units that no step has trained yet.
     given: Mutex<GivenParameters>,
@@ -57,7 +57,7 @@ pub(crate) struct PassContext {
     pub(crate) rules: Rules,
     /// The order in which an earlier batch gathered units.
     order: Order,
-    emptied: FreedParams,
+    freed: FreedParams,
 }
 
 /// The result of a batch's backward pass on a slot.
@@ -74,7 +74,7 @@ pub(crate) struct Gradients {
 impl PassContext {
     pub(crate) fn new(model: &Arc<Model>, rules: Rules) -> Arc<Self> {
         let order = model.order(rules.goal.differentiates());
-        Arc::new(Self { model: Arc::clone(model), rules, order, emptied: FreedParams::default() })
+        Arc::new(Self { model: Arc::clone(model), rules, order, freed: FreedParams::default() })
     }
 }
 
@@ -99,7 +99,10 @@ impl Session {
             updates,
             is_search,
             anchor: Var::zeros((), DType::F32, ctx.device())?,
-            ahead: Mutex::new(Prefetcher::new(common.model.prefetch, Arc::clone(&common.order))),
+            prefetcher: Mutex::new(Prefetcher::new(
+                common.model.prefetch,
+                Arc::clone(&common.order),
+            )),
             backward: Mutex::default(),
             given: Mutex::default(),
         }))
@@ -183,8 +186,8 @@ impl Session {
     /// Also starts the all-gathers of the next expected units if prefetching is on.
     pub(crate) fn gather(&self, unit: &str) -> Result<BTreeMap<String, Var>> {
         let Model { vars, .. } = self.model();
-        let PrefetchStep { begun, dropped, next } = self.ahead().turn(unit);
-        if !self.ahead().is_on() {
+        let PrefetchStep { begun, dropped, next } = self.prefetcher().enter_unit(unit);
+        if !self.prefetcher().is_on() {
             return vars.gather_unit(&self.ctx, unit);
         }
         self.drop_gathered(dropped)?;
@@ -194,7 +197,7 @@ impl Session {
         };
         for unit in &next {
             let under_way = vars.start_gather_unit(&self.ctx, unit)?;
-            self.ahead().begin(under_way);
+            self.prefetcher().begin(under_way);
         }
         vars.finish_gather_unit(&self.ctx, under_way)
     }
@@ -207,7 +210,7 @@ impl Session {
 
     /// Ends the gathering of a batch by dropping prefetched units that were not used.
     pub(crate) fn finish_gathering(&self) -> Result<()> {
-        let rest = self.ahead().rest();
+        let rest = self.prefetcher().rest();
         self.drop_gathered(rest)
     }
 
@@ -227,7 +230,7 @@ impl Session {
     /// With prefetching, the collectives do not detect this: all slots start to gather a unit that
     /// one slot skips, and the others prefetch the unit that this slot gathers instead.
     pub(crate) fn check_order(&self) -> Result<()> {
-        if !self.ahead().is_on() {
+        if !self.prefetcher().is_on() {
             return Ok(());
         }
         let order = self.order();
@@ -275,7 +278,7 @@ impl Session {
 
     /// Returns the units that this batch gathered, in order.
     pub(crate) fn order(&self) -> Order {
-        self.ahead().order()
+        self.prefetcher().order()
     }
 
     /// Frees the parameters in a unit's kept graph as soon as no slot of this process computes with
@@ -287,11 +290,11 @@ impl Session {
     ) -> Result<UnitPass> {
         let vars = &self.model().vars;
         let sharing = vars.sharing(&self.ctx);
-        let pass = UnitPass { first: sharing[0], n_before: self.backward().next_emptied() };
+        let pass = UnitPass { first: sharing[0], n_before: self.backward().next_freed() };
         let (shared, own) = vars.split_shared(name, gathered)?;
         own.into_iter().try_for_each(|name| free_storage(&gathered[name]))?;
         let shared = shared.into_iter().map(|name| &gathered[name]);
-        self.common.emptied.leave(pass, sharing.len(), shared)?;
+        self.common.freed.leave(pass, sharing.len(), shared)?;
         Ok(pass)
     }
 
@@ -306,7 +309,7 @@ impl Session {
         let (shared, own) = self.model().vars.split_shared(name, kept)?;
         own.into_iter().try_for_each(|name| swap_storage(&kept[name], &again[name]))?;
         let shared = shared.into_iter().map(|name| (&kept[name], &again[name]));
-        self.common.emptied.restore(pass, shared)
+        self.common.freed.restore(pass, shared)
     }
 
     /// Returns the builder of a unit's layers. Trained parameters are in the graph if `records`.
@@ -366,7 +369,7 @@ impl Session {
         // Freed as early as possible, because memory use peaks here.
         drop((gathered, grads));
         self.backward().mark_used(own.keys());
-        if self.keeps_whole() {
+        if self.defers_reduction() {
             return self.backward().whole.add(unit, own);
         }
         self.reduce(unit, own)
@@ -384,7 +387,7 @@ impl Session {
     }
 
     /// Returns true if gradients stay unreduced until a later batch.
-    fn keeps_whole(&self) -> bool {
+    fn defers_reduction(&self) -> bool {
         self.rules().goal == Goal::Accumulate
             && self.model().accumulation == Accumulation::ReduceLast
     }
@@ -406,7 +409,7 @@ impl Session {
         }
         self.backward().whole = whole;
         let vars = &self.model().vars;
-        if !self.ahead().is_on() {
+        if !self.prefetcher().is_on() {
             let sums = vars.reduce_parts(&self.ctx, unit, |name| all.remove(name))?;
             return self.apply_sums(unit, sums);
         }
@@ -465,7 +468,7 @@ impl Session {
     /// Completes collectives, reductions and updates at the end of the backward pass.
     fn finish(&self) -> Result<()> {
         self.finish_gathering()?;
-        if !self.keeps_whole() {
+        if !self.defers_reduction() {
             // Units that only earlier batches entered.
             let units = self.backward().whole.units.clone();
             units.iter().try_for_each(|unit| self.reduce(unit, BTreeMap::new()))?;
@@ -512,8 +515,8 @@ impl Session {
     }
 
     /// Locks the prefetcher; never held during a collective.
-    fn ahead(&self) -> MutexGuard<'_, Prefetcher<PendingGather>> {
-        self.ahead.lock().unwrap_or_else(PoisonError::into_inner)
+    fn prefetcher(&self) -> MutexGuard<'_, Prefetcher<PendingGather>> {
+        self.prefetcher.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Locks the recorded leaves, only to add or to search.
