@@ -59,7 +59,7 @@ use crate::{
 /// `O` is the type of its optimizers. Methods, results and checkpoints are the same for both
 /// layouts.
 ///
-/// # What is refused
+/// # Rejected steps and models
 ///
 /// - A parameter without a gradient on any slot in the first step: an operation without a backward
 ///   pass cuts the gradient, so earlier parameters would not train
@@ -117,7 +117,7 @@ impl<M: Send, O: Optimizer + Send + 'static> DistributedModel<M, O> {
     ///
     /// # Errors
     ///
-    /// Returns [`Error::Training`] if the step is [rejected](Self#what-is-refused); [`Error::Mesh`]
+    /// Returns [`Error::Training`] if the step is [rejected](Self#rejected-steps-and-models); [`Error::Mesh`]
     /// if [`PMap::call`](pmap_mesh::PMap::call) fails; and [`Error::Diverged`] if a [periodic
     /// check](crate::ModelBuilder::check_in_sync_every) fails. If the step fails before the
     /// optimizers run, no parameter has changed, and accumulated gradients are dropped. If it fails
