@@ -9,15 +9,15 @@ use dist_checkpoint::support::listed::Listed;
 
 use crate::error::Result;
 
-/// An error that would make a step train something wrong, or an option that does not fit the model.
+/// A step that would train something wrong, or an option that does not fit the model.
 ///
 /// All replicas of all processes take the same decision, so each process gets the error and may
 /// continue with the next step; no variable has changed, unless optimizers run [inside the backward
 /// pass](crate::ModelBuilder::optimizer_in_backward). Some errors are detected by a single replica
 /// inside a unit: [`UnknownUnit`](Self::UnknownUnit), [`Captured`](Self::Captured),
 /// [`ParameterOutsideUnit`](Self::ParameterOutsideUnit), [`NotRepeatable`](Self::NotRepeatable) and
-/// [`Differentiated`](Self::Differentiated). They too are recoverable on a
-/// mesh of one process, but end the processes of a larger mesh like any error of a replica.
+/// [`Differentiated`](Self::Differentiated). They too are recoverable on a mesh of one process, but
+/// end the processes of a mesh of several, like any error of a replica.
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
 #[non_exhaustive]
 pub enum TrainingError {

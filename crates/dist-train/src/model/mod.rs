@@ -91,8 +91,8 @@ use crate::{
 /// A sharded model has the same bits as a replicated model on as many slots, for any
 /// [`Keep`](crate::Keep) and any plan. Results are equal only up to rounding if several units use a
 /// value or parameter, if groups of slots replicate the shards, if gradients are clipped, or if
-/// batches are [accumulated](Self::accumulate) and [reduced one by
-/// one](crate::Accumulation::ReduceEach), because sums are then formed in another order.
+/// batches are [accumulated](Self::accumulate) and [reduced in each
+/// batch](crate::Accumulation::ReduceEach), because sums are then formed in another order.
 #[derive(Debug)]
 pub struct DistributedModel<M, O> {
     mesh: DeviceMesh,
@@ -100,7 +100,7 @@ pub struct DistributedModel<M, O> {
     options: Options,
     progress: Progress,
     rates: Rates,
-    /// The slots of this process. Only the slot's own replica locks it during a step.
+    /// The slots of this process. During a step, only a slot's own replica locks it.
     slots: Vec<SharedSlot<O>>,
     layout: Layout<M>,
 }
