@@ -24,7 +24,7 @@ pub enum LoraError {
     NoMatrix {
         /// The weight.
         name: String,
-        /// Its shape.
+        /// The shape.
         shape: Vec<usize>,
     },
     /// The weight of a target has half precision, to which its sum with an adapter would be
@@ -50,9 +50,9 @@ pub enum LoraError {
     OtherRank {
         /// The matrix.
         name: String,
-        /// Its shape.
+        /// The shape.
         shape: Vec<u64>,
-        /// The rank of the adapters to be saved.
+        /// The rank of the adapters to save.
         rank: usize,
     },
     /// The model has no adapters to save.

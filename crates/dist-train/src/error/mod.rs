@@ -61,7 +61,7 @@ pub enum Error {
     Setting {
         /// The setting, in words.
         name: &'static str,
-        /// Its value.
+        /// The value.
         value: f64,
         /// The valid values, in words.
         expected: &'static str,

@@ -58,15 +58,15 @@ pub enum TrainingError {
     NonFiniteLoss {
         /// The first such slot.
         slot: usize,
-        /// Its loss.
+        /// The loss of that slot.
         value: f64,
     },
     /// A gradient of [`value_and_grad`](crate::value_and_grad) is infinite or NaN.
     #[error("the gradient of parameter {index}, of shape {shape:?}, is not finite")]
     NonFiniteGradient {
-        /// Its index in the list of parameters.
+        /// The index in the list of parameters.
         index: usize,
-        /// Its shape.
+        /// The shape.
         shape: Vec<usize>,
     },
     /// The norm of the gradients is infinite or NaN.
@@ -176,7 +176,7 @@ pub enum TrainingError {
         /// The unit.
         unit: String,
     },
-    /// Two slots of a shard group entered units in a different order, although units are
+    /// Two slots of a shard group entered different units, or in a different order, while units are
     /// [prefetched](crate::ModelBuilder::prefetch).
     #[error(
         "replica {left} enters the units {}, replica {right} enters {}",

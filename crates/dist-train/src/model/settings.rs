@@ -127,7 +127,7 @@ mod tests {
     use super::*;
     use crate::step::roles::Choices;
 
-    /// Returns the options whose values differ between a builder of these and one of defaults.
+    /// Returns the names of the options that differ between this configuration and the default.
     fn differing(config: &ModelConfig, is_sharded: bool) -> Vec<&'static str> {
         let names = ["a", "b"];
         let settings = |config: &ModelConfig, is_sharded| {

@@ -309,7 +309,7 @@ mod tests {
         for (power, expected, variance) in [(1, 0., 1.), (2, 1., 2.), (3, 0., 15.), (4, 3., 96.)] {
             assert_mean(moment(&values, power), expected, f64::sqrt(variance));
         }
-        // Beyond 0.5, 1, 2, 3 and 4 standard deviations.
+        // Limits in standard deviations, with the probability beyond each.
         for (limit, expected) in [
             (0.5, 0.308_537_539),
             (1., 0.158_655_254),
