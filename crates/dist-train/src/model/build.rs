@@ -44,20 +44,26 @@ impl<M> ModelBuilder<'_, M> {
     ///
     /// # Errors
     ///
-    /// Returns [`Error::Setting`](crate::Error::Setting) if the maximum norm is negative or NaN, or
-    /// the check interval is 0; [`Error::Model`](crate::Error::Model) if the constructor or
-    /// `optimizer` fails, or if variables are on another device;
-    /// [`Error::Sharding`](crate::Error::Sharding) if a parameter of a sharded model is in no unit
-    /// or is a buffer, or if a plan does not fit this model and mesh;
-    /// [`Error::Training`](crate::Error::Training) if a pattern matches nothing, groups overlap, a
-    /// variable has two names, nothing is trained, options exclude each other or belong to the
-    /// other layout, or processes have different models, options or weights;
-    /// [`Error::Diverged`](crate::Error::Diverged) if they start with different values of
-    /// replicated variables; [`Error::Plan`](crate::Error::Plan) for an invalid pattern or
-    /// parameters that cannot be planned; [`Error::Checkpoint`](crate::Error::Checkpoint) and
-    /// [`Error::Parameter`](crate::Error::Parameter) if weights cannot be read or do not match the
-    /// model; [`Error::OtherProcess`](crate::Error::OtherProcess) with the message of another
-    /// process that fails; and [`Error::Mesh`](crate::Error::Mesh) if a process does not respond.
+    /// - [`Error::Setting`](crate::Error::Setting) if the maximum norm is negative or NaN, or the
+    ///   check interval is 0;
+    /// - [`Error::Model`](crate::Error::Model) if the constructor or `optimizer` fails, or if
+    ///   variables are on another device;
+    /// - [`Error::Sharding`](crate::Error::Sharding) if a parameter of a sharded model is in no
+    ///   unit or is a buffer, or if a plan does not fit this model and mesh;
+    /// - [`Error::Training`](crate::Error::Training) if a pattern matches nothing, groups overlap,
+    ///   a variable has two names, nothing is trained, or options exclude each other or belong to
+    ///   the other layout; also if processes have different models, options or weights;
+    /// - [`Error::Diverged`](crate::Error::Diverged) if processes start with different values of
+    ///   replicated variables;
+    /// - [`Error::Plan`](crate::Error::Plan) for an invalid pattern or parameters that cannot be
+    ///   planned;
+    /// - [`Error::Checkpoint`](crate::Error::Checkpoint) and
+    ///   [`Error::Parameter`](crate::Error::Parameter) if weights cannot be read or do not match
+    ///   the model;
+    /// - [`Error::OtherProcess`](crate::Error::OtherProcess) with the message of another process
+    ///   that fails;
+    /// - [`Error::Mesh`](crate::Error::Mesh) if a process does not respond.
+    ///
     /// After an error, the [`variables`](Self::with_variables) may already have the values of rank
     /// 0, and new variables of this model.
     pub fn build<O: Optimizer>(

@@ -117,14 +117,15 @@ impl<M: Send, O: Optimizer + Send + 'static> DistributedModel<M, O> {
     ///
     /// # Errors
     ///
-    /// Returns [`Error::Training`] if the step is [rejected](Self#rejected-steps-and-models); [`Error::Mesh`]
-    /// if [`PMap::call`](pmap_mesh::PMap::call) fails; and [`Error::Diverged`] if a [periodic
-    /// check](crate::ModelBuilder::check_in_sync_every) fails. If the step fails before the
-    /// optimizers run, no parameter has changed, and accumulated gradients are dropped. If it fails
-    /// later, because of an optimizer's own error or because optimizers run [inside the backward
-    /// pass](crate::ModelBuilder::optimizer_in_backward), only some parameters may be updated: from
-    /// then on the model rejects everything except [`load`](Self::load)
-    /// ([`TrainingError::HalfUpdated`]).
+    /// - [`Error::Training`] if the step is [rejected](Self#rejected-steps-and-models);
+    /// - [`Error::Mesh`] if [`PMap::call`](pmap_mesh::PMap::call) fails;
+    /// - [`Error::Diverged`] if a [periodic check](crate::ModelBuilder::check_in_sync_every) fails.
+    ///
+    /// If the step fails before the optimizers run, no parameter has changed, and accumulated
+    /// gradients are dropped. It may fail later because of an optimizer's own error, or because
+    /// optimizers run [inside the backward pass](crate::ModelBuilder::optimizer_in_backward). Then
+    /// only some parameters may be updated, and the model rejects everything except
+    /// [`load`](Self::load) ([`TrainingError::HalfUpdated`]).
     #[track_caller]
     pub fn step<I, A, L, F>(&mut self, batch: I, loss: F) -> Result<Step<A>>
     where
@@ -365,11 +366,12 @@ impl<M, O> DistributedModel<M, O> {
     ///
     /// # Errors
     ///
-    /// Returns on all processes the errors of [`check_in_sync`](Self::check_in_sync), which runs
-    /// first; [`CheckpointError::NotFinite`](crate::CheckpointError::NotFinite) unless non-finite
-    /// parameters are [allowed](PretrainedFiles::allow_non_finite);
-    /// [`CheckpointError::Io`](crate::CheckpointError::Io) if a file cannot be written, and
-    /// [`Error::OtherProcess`] on the other processes.
+    /// On all processes:
+    /// - the errors of [`check_in_sync`](Self::check_in_sync), which runs first;
+    /// - [`CheckpointError::NotFinite`](crate::CheckpointError::NotFinite) unless non-finite
+    ///   parameters are [allowed](PretrainedFiles::allow_non_finite);
+    /// - [`CheckpointError::Io`](crate::CheckpointError::Io) if a file cannot be written, and
+    ///   [`Error::OtherProcess`] on the other processes.
     ///
     /// # Examples
     ///

@@ -44,14 +44,16 @@ impl<M, O: StatefulOptimizer> DistributedModel<M, O> {
     ///
     /// # Errors
     ///
-    /// Returns [`Error::Parameter`](crate::Error::Parameter) if the checkpoint has other parameters
-    /// than the model or lacks some of their items, [`Error::Checkpoint`](crate::Error::Checkpoint)
-    /// if a file is damaged or cannot be read or another process loads another checkpoint,
-    /// [`Error::Optimizer`](crate::Error::Optimizer) if an optimizer rejects its state,
-    /// [`Error::Tensor`](crate::Error::Tensor) if candle fails, and
-    /// [`Error::OtherProcess`](crate::Error::OtherProcess) if another process fails. After an error
-    /// some parameters may be changed, and the model rejects everything except another `load`
-    /// ([`TrainingError::HalfUpdated`](crate::TrainingError::HalfUpdated)).
+    /// - [`Error::Parameter`](crate::Error::Parameter) if the checkpoint has other parameters than
+    ///   the model or lacks some of their items;
+    /// - [`Error::Checkpoint`](crate::Error::Checkpoint) if a file is damaged or cannot be read, or
+    ///   if another process loads another checkpoint;
+    /// - [`Error::Optimizer`](crate::Error::Optimizer) if an optimizer rejects its state;
+    /// - [`Error::Tensor`](crate::Error::Tensor) if candle fails;
+    /// - [`Error::OtherProcess`](crate::Error::OtherProcess) if another process fails.
+    ///
+    /// After an error some parameters may be changed, and the model rejects everything except
+    /// another `load` ([`TrainingError::HalfUpdated`](crate::TrainingError::HalfUpdated)).
     #[doc(alias = "load_state_dict")]
     pub fn load(&mut self, checkpoint: &Checkpoint) -> Result<()> {
         checkpoint.check_fits(&self.mesh, &self.inventory.saved_shapes())?;
