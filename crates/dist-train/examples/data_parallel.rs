@@ -149,13 +149,11 @@ mod tests {
 
     /// Scales gradients down if their joint norm is above the limit.
     fn clip(grads: &mut GradStore, vars: &[Var]) -> candle_core::Result<()> {
-        let of = |var: &Var| {
-            grads
-                .get(var)
-                .cloned()
-                .ok_or_else(|| candle_core::Error::msg("a variable has no gradient"))
-        };
-        let all = vars.iter().map(of).collect::<candle_core::Result<Vec<_>>>()?;
+        let mut all = Vec::with_capacity(vars.len());
+        for var in vars {
+            let grad = grads.get(var).cloned();
+            all.push(grad.ok_or_else(|| candle_core::Error::msg("a variable has no gradient"))?);
+        }
         let squares = all.iter().map(|grad| grad.sqr()?.sum_all()?.to_scalar::<f32>());
         let norm = squares.sum::<candle_core::Result<f32>>()?.sqrt();
         let factor = (MAX_NORM / f64::from(norm)).min(1.0);

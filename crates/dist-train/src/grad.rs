@@ -159,11 +159,12 @@ impl<I: TensorTree> ValueAndGrad<I> {
         });
         let results = refusal.call_result(results)?;
         let mut sums = BTreeMap::new();
-        for (owned, of_slot) in owned.iter().zip(results.shards()) {
-            let of_slot = of_slot.iter().flatten();
-            sums.extend(
-                owned.iter().zip(of_slot).filter_map(|(&index, sum)| Some((index, sum.as_ref()?))),
-            );
+        for (owned, slot_sums) in owned.iter().zip(results.shards()) {
+            for (&index, sum) in owned.iter().zip(slot_sums.iter().flatten()) {
+                if let Some(sum) = sum {
+                    sums.insert(index, sum);
+                }
+            }
         }
         let mut grads = GradStore::default();
         // In parameter order, so that every process reports the same error.

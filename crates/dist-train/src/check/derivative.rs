@@ -253,7 +253,7 @@ impl DirectionCells<'_> {
             self.slopes.iter().filter(|slope| slope.is_finite()).collect();
         let n = slopes.len() as f64;
         let mean =
-            |of: fn(&CellSlope) -> f64| slopes.iter().map(|slope| of(slope)).sum::<f64>() / n;
+            |value: fn(&CellSlope) -> f64| slopes.iter().map(|slope| value(slope)).sum::<f64>() / n;
         let off = mean(CellSlope::off);
         let squares: f64 = slopes.iter().map(|slope| (slope.off() - off).powi(2)).sum();
         Ok(Derivative {
