@@ -165,7 +165,7 @@ fn architecture(found: &[String]) -> Result<Architecture, ModelError> {
         let names = ARCHITECTURES.map(|(name, _)| name).join(", ");
         return Err(refused("architectures", &format!("{found:?}"), format!("one of {names}")));
     };
-    Ok(*architecture)
+    Ok(architecture)
 }
 
 /// Rejects settings of unsupported models.
