@@ -1,5 +1,5 @@
-//! Exchange of indices, lengths and batches with other programs: every format holds the same numbers,
-//! and results appear as soon as their input is complete.
+//! Exchange of indices, lengths and batches with other programs: every format holds the same
+//! numbers, and results appear as soon as their input is complete.
 
 use std::{
     env, fs,

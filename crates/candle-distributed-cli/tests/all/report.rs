@@ -157,8 +157,8 @@ fn chromium() -> Option<String> {
     })
 }
 
-/// Renders a page in a browser with this width and color scheme, and returns the pixels. Checks that
-/// the console of the browser is empty.
+/// Renders a page in a browser with this width and color scheme, and returns the pixels. Checks
+/// that the console of the browser is empty.
 fn screenshot(chromium: &str, page: &Path, (width, scheme): (u32, &str)) -> Vec<u8> {
     let folder = page.parent().unwrap();
     let png = folder.join(format!("{width}-{scheme}.png"));

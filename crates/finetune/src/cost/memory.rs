@@ -91,8 +91,8 @@ impl Workload<'_> {
         Ok(largest.expect("a world has ranks"))
     }
 
-    /// Returns the memory to generate text with the trained model, if this is more than the memory of
-    /// training or than `limit`. Generation needs the full model in single precision.
+    /// Returns the memory to generate text with the trained model, if this is more than the memory
+    /// of training or than `limit`. Generation needs the full model in single precision.
     ///
     /// # Errors
     ///
@@ -105,16 +105,16 @@ impl Workload<'_> {
         Ok((needed > most).then_some(needed))
     }
 
-    /// Returns the terms of an unsharded model: slots of a process share the variables, and divide the
-    /// optimizer state.
+    /// Returns the terms of an unsharded model: slots of a process share the variables, and divide
+    /// the optimizer state.
     fn whole_terms(&self) -> Vec<(&'static str, u128)> {
         let numel = |parameter: &ParameterInfo| u128::from(parameter.numel());
         let all: u128 = self.parameters.iter().map(numel).sum();
         let trained = self.parameters.iter().filter(|parameter| parameter.requires_grad());
         let trained: u128 = trained.map(numel).sum();
         let devices = self.devices();
-        // Besides the returned gradients, the backward pass has a zero tensor per added gradient, and
-        // the sum.
+        // Besides the returned gradients, the backward pass has a zero tensor per added gradient,
+        // and the sum.
         let largest = self.parameters.iter().map(numel).fold(0, u128::max);
         let single = Precision::F32.bytes();
         let item = self.precision.bytes();
@@ -162,8 +162,8 @@ impl Workload<'_> {
         Ok(terms)
     }
 
-    /// Returns the bytes that adapters add to the graphs of blocks, or `None` without adapters. Each
-    /// weight adds the product, the scaled product, the sum, and its gradient.
+    /// Returns the bytes that adapters add to the graphs of blocks, or `None` without adapters.
+    /// Each weight adds the product, the scaled product, the sum, and its gradient.
     fn adapted_bytes(&self) -> Option<u128> {
         let adapted: BTreeSet<&str> =
             self.parameters.iter().filter_map(|parameter| layer_of(parameter.name())).collect();

@@ -48,8 +48,8 @@ pub struct LlamaConfig {
 }
 
 impl LlamaConfig {
-    /// The limits of sizes and of the number of layers: above any model, and low enough that products
-    /// do not overflow.
+    /// The limits of sizes and of the number of layers: above any model, and low enough that
+    /// products do not overflow.
     const LARGEST: usize = 1 << 24;
     const MOST_LAYERS: usize = 1 << 14;
 

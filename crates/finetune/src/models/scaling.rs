@@ -17,8 +17,8 @@ pub enum RopeScaling {
         /// Divisor.
         factor: f64,
     },
-    /// Low frequencies are divided by a factor, high frequencies are kept, and frequencies in between
-    /// are interpolated, as in Llama 3.1.
+    /// Low frequencies are divided by a factor, high frequencies are kept, and frequencies in
+    /// between are interpolated, as in Llama 3.1.
     Llama3 {
         /// Divisor of low frequencies.
         factor: f64,

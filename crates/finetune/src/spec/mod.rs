@@ -40,8 +40,8 @@ pub const FORMAT_VERSION: u32 = 1;
 
 /// The description of a run: its model, texts, training options and sessions.
 ///
-/// Two runs are the same if their [`identity`](Self::identity) is equal. A run can only be resumed with
-/// its original description.
+/// Two runs are the same if their [`identity`](Self::identity) is equal. A run can only be resumed
+/// with its original description.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Spec {
     /// Format version of the file.

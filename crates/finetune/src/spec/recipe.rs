@@ -9,8 +9,8 @@ use crate::{
     models::Precision,
 };
 
-/// Training options that affect the parameters, as `run.json` records them. `None` means the default
-/// of the run.
+/// Training options that affect the parameters, as `run.json` records them. `None` means the
+/// default of the run.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[cfg_attr(feature = "clap", derive(clap::Args), command(next_help_heading = "How it learns"))]
 #[non_exhaustive]
@@ -206,7 +206,8 @@ impl Recipe {
         self.dtype.unwrap_or(Precision::F32)
     }
 
-    /// Returns the trained adapters, on `layers` by default, or `None` if the model itself is trained.
+    /// Returns the trained adapters, on `layers` by default, or `None` if the model itself is
+    /// trained.
     ///
     /// # Errors
     ///
@@ -220,8 +221,8 @@ impl Recipe {
         }))
     }
 
-    /// Returns the options of AdamW: PyTorch's defaults except for the decay. The learning rate is set
-    /// before each step.
+    /// Returns the options of AdamW: PyTorch's defaults except for the decay. The learning rate is
+    /// set before each step.
     pub fn adamw(&self) -> ParamsAdamW {
         let usual = ParamsAdamW::default();
         ParamsAdamW { weight_decay: self.weight_decay.unwrap_or(usual.weight_decay), ..usual }

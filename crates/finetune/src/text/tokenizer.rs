@@ -110,9 +110,9 @@ impl Tokenizer {
         self.ends.contains(&id)
     }
 
-    /// Returns the tokens of a text to continue: with tokens that the tokenizer adds before it, such as
-    /// a begin token, and without an end token that it adds after it. End tokens in the text itself
-    /// stay.
+    /// Returns the tokens of a text to continue: with tokens that the tokenizer adds before it,
+    /// such as a begin token, and without an end token that it adds after it. End tokens in the
+    /// text itself stay.
     ///
     /// # Errors
     ///
@@ -154,8 +154,8 @@ impl Tokenizer {
         Ok(Answered { ids, answers: vec![all] })
     }
 
-    /// Returns the tokens of a prompt, an answer and an end token. The answer and the end token are the
-    /// target. Prompt and answer are encoded separately, since a model gets only the prompt in
+    /// Returns the tokens of a prompt, an answer and an end token. The answer and the end token are
+    /// the target. Prompt and answer are encoded separately, since a model gets only the prompt in
     /// generation.
     ///
     /// # Errors
@@ -170,7 +170,8 @@ impl Tokenizer {
         Ok(Answered { ids, answers: vec![answer] })
     }
 
-    /// Returns the tokens of a conversation by the chat template. The assistant's messages are targets.
+    /// Returns the tokens of a conversation by the chat template. The assistant's messages are
+    /// targets.
     ///
     /// # Errors
     ///
@@ -368,8 +369,8 @@ impl SpecialTokens {
         given.map(|(name, token)| (name, token.text().to_owned())).collect()
     }
 
-    /// Returns the end token for training, and all tokens that end a generated text. The tokenizer's
-    /// end token takes precedence in training, since the model was pretrained with it.
+    /// Returns the end token for training, and all tokens that end a generated text. The
+    /// tokenizer's end token takes precedence in training, since the model was pretrained with it.
     fn ends(
         &self,
         folder: &Path,

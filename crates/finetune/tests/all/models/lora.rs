@@ -78,8 +78,9 @@ fn with_adapters(golden: &Golden) -> (Llama, Lora) {
     (golden.llama.clone().with_lora(lora.clone()), lora)
 }
 
-/// Trains a model and returns the losses and norms, and a folder with the final adapters and the merged
-/// model. It is a macro since both kinds of builders have the same methods without a common trait.
+/// Trains a model and returns the losses and norms, and a folder with the final adapters and the
+/// merged model. It is a macro since both kinds of builders have the same methods without a common
+/// trait.
 macro_rules! trained {
     ($golden:expr, $llama:expr, $lora:expr, $builder:expr) => {{
         let mut model = $builder
