@@ -3,7 +3,7 @@
 use safetensors::{Dtype, SafeTensors};
 
 use crate::support::{
-    refuses,
+    rejects,
     run::{Home, STEPS},
     text,
 };
@@ -54,13 +54,13 @@ fn resume_keeps_the_precision() {
         home.end_again(name, more);
         assert!(home.model(name) == model, "{name}");
         home.remove_model(name);
-        home.is_refused(name, &["--dtype", "f32"], &["with --dtype bf16"]);
+        home.is_rejected(name, &["--dtype", "f32"], &["with --dtype bf16"]);
     }
     let words = ["without --strategy", "cannot be resumed with one"];
-    home.is_refused("whole", &["--strategy", "full"], &words);
-    home.is_refused("parts", &[], &["with --strategy", "cannot be resumed without one"]);
+    home.is_rejected("whole", &["--strategy", "full"], &words);
+    home.is_rejected("parts", &[], &["with --strategy", "cannot be resumed without one"]);
     home.killed("single");
-    home.is_refused("single", &["--dtype", "bf16"], &["without --dtype"]);
+    home.is_rejected("single", &["--dtype", "bf16"], &["without --dtype"]);
 }
 
 #[test]
@@ -80,5 +80,5 @@ fn bf16_halves_gathered_bytes() {
         cells[2]
     };
     assert_eq!(bytes("f32"), 2 * bytes("bf16"));
-    refuses(&["train", "--dtype", "f16"], &["invalid value 'f16'", "hint: f16 loses small"]);
+    rejects(&["train", "--dtype", "f16"], &["invalid value 'f16'", "hint: f16 loses small"]);
 }

@@ -124,7 +124,7 @@ impl Workload<'_> {
             ("parameters", all * item),
             ("gradients of each device, and their sum", trained * (devices * item + single)),
             ("optimizer state", trained * (2 * single + masters)),
-            ("gradients under way", devices * 2 * largest * item),
+            ("gradient temporaries", devices * 2 * largest * item),
             ("activations", devices * self.tokens() * self.computed_bytes(self.sizes.layers)),
         ]
     }
@@ -155,10 +155,10 @@ impl Workload<'_> {
             ("optimizer state", sum(|rank| rank.optimizer_bytes)),
             ("gathered parameters", gathered.into()),
             ("gradients of a unit", sum(|rank| rank.unreduced_bytes)),
-            ("gradients under way", sum(|rank| rank.backward_bytes)),
+            ("gradient temporaries", sum(|rank| rank.backward_bytes)),
             ("activations", self.devices() * self.tokens() * of_token),
         ];
-        terms.extend(self.check.then_some(("gradients that are checked", whole)));
+        terms.extend(self.check.then_some(("checked gradients", whole)));
         Ok(terms)
     }
 

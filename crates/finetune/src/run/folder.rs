@@ -528,7 +528,7 @@ pub(crate) mod tests {
         )
     }
 
-    fn is_refused(path: &Path) -> bool {
+    fn is_rejected(path: &Path) -> bool {
         check_empty(path).is_err()
     }
 
@@ -536,17 +536,17 @@ pub(crate) mod tests {
     fn existing_run_is_never_overwritten() {
         let parent = tempfile::tempdir().unwrap();
         let run = parent.path().join("run");
-        assert!(!is_refused(&run));
+        assert!(!is_rejected(&run));
         RunFolder::create(&run, &spec()).unwrap();
         assert_eq!(Spec::read(&run).unwrap(), Some(spec()));
-        assert!(is_refused(&run));
+        assert!(is_rejected(&run));
         assert!(RunFolder::create(&run, &spec()).is_err(), "another program made it meanwhile");
 
         for name in [MODEL_FOLDER, METRICS, spec::FILE, CHECKPOINTS] {
             let other = parent.path().join(name.replace('.', "-"));
             fs::create_dir(&other).unwrap();
             fs::write(other.join(name), "kept").unwrap();
-            assert!(is_refused(&other));
+            assert!(is_rejected(&other));
             assert_eq!(fs::read_to_string(other.join(name)).unwrap(), "kept");
         }
         let file = RunFolder::create(&run.join(METRICS), &spec());

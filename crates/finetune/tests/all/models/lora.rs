@@ -34,8 +34,8 @@ fn unknown_layers_get_no_adapters() {
     let lora = Lora::new(["q_proj", "query"], 4, 8.).unwrap();
     let llama = golden.llama.clone().with_lora(lora);
     let builder = DataParallel::builder(&mesh, |vb| llama.declare(&vb)).by_units(llama.units());
-    let refused = builder.weights(&golden.folder).build(optimizer).unwrap_err().to_string();
-    assert!(refused.contains("query"), "{refused}");
+    let rejected = builder.weights(&golden.folder).build(optimizer).unwrap_err().to_string();
+    assert!(rejected.contains("query"), "{rejected}");
 }
 
 /// Checks losses and norms of steps, the adapters in a folder, and the logits of the merged model.
