@@ -214,7 +214,7 @@ impl Spec {
     /// Returns the latest session. Every run that was read or opened for training has one.
     #[expect(clippy::expect_used, reason = "says why it cannot fail")]
     pub fn session(&self) -> &Session {
-        self.sessions.last().expect("`check` rejects a run without sessions")
+        self.sessions.last().expect("every run that was read or started has a session")
     }
 
     /// Sets the identity.

@@ -46,7 +46,7 @@ pub struct Recipe {
             long,
             value_name = "N",
             requires = "lr_schedule",
-            help = "Number of warm-up steps before --lr-schedule [default: 0]"
+            help = "Number of warm-up steps of --lr-schedule [default: 0]"
         )
     )]
     #[serde(default, skip_serializing_if = "Option::is_none")]
