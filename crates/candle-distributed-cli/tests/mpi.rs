@@ -199,9 +199,9 @@ fn train_large(data: &Path, out: &str, more: &[&str]) -> Output {
 fn sharding_trains_model_above_process_limit() {
     let (home, data) = home();
     let at = |name: &str| home.path().join(name).to_str().unwrap().to_owned();
-    let refused = train_large(&data, &at("whole"), &[]);
-    let said = String::from_utf8(refused.stderr).unwrap();
-    assert_eq!(refused.status.code(), Some(2), "{said}");
+    let rejected = train_large(&data, &at("whole"), &[]);
+    let said = String::from_utf8(rejected.stderr).unwrap();
+    assert_eq!(rejected.status.code(), Some(2), "{said}");
     for words in ["would take about", "but its address space", "--strategy full"] {
         assert!(said.contains(words), "no {words:?} in {said}");
     }

@@ -17,8 +17,8 @@
 //! [`models`]: crate::models
 //! [`run`]: crate::run
 //! [`spec`]: crate::spec
-// The README's links go to the registry. Markdown uses the first of two link definitions, so on this
-// page the definitions above redirect them to the crate itself.
+// The README's links go to the registry. Markdown uses the first of two link definitions, so on
+// this page the definitions above redirect them to the crate itself.
 #![doc = include_str!("../README.md")]
 #![forbid(unsafe_code)]
 

@@ -1,5 +1,5 @@
-//! Exchange of indices, lengths and batches with other programs: every format holds the same numbers,
-//! and results appear as soon as their input is complete.
+//! Exchange of indices, lengths and batches with other programs: every format holds the same
+//! numbers, and results appear as soon as their input is complete.
 
 use std::{
     env, fs,
@@ -10,7 +10,7 @@ use std::{
 
 use serde_json::{Value, json};
 
-use crate::support::{command, file, json, refuses, run};
+use crate::support::{command, file, json, rejects, run};
 
 /// Runs a command, and returns its standard output.
 fn bytes(args: &[&str]) -> Vec<u8> {
@@ -72,14 +72,14 @@ fn sample_formats_hold_equal_indices() {
 #[test]
 fn arrays_hold_only_signed_indices() {
     let with = |more: &[&str], words: &[&str]| {
-        refuses(&[&["sample", "--len", "9", "--format", "npy"], more].concat(), words);
+        rejects(&[&["sample", "--len", "9", "--format", "npy"], more].concat(), words);
     };
     with(&["--mark-padding"], &["--mark-padding", "text or json", "npy"]);
     with(&["--locate", "3"], &["--locate", "text or json", "npy"]);
     // More samples than one data set may have.
     let mix = "9223372036854775808:1,1:1";
     let long = ["sample", "--mix", mix, "--count", "1", "--format", "npy"];
-    refuses(&long, &["9223372036854775809", "hint: --format text"]);
+    rejects(&long, &["9223372036854775809", "hint: --format text"]);
 }
 
 /// Opens a pseudoterminal.
@@ -180,14 +180,14 @@ fn lengths_are_read_in_every_format() {
     assert_eq!(twice[1]["indices"], json!([3, 4, 5]));
     assert_eq!(twice[1]["padded_length"], 70);
 
-    let refused = |args: &[&str], words: &[&str]| {
+    let rejected = |args: &[&str], words: &[&str]| {
         let batch = ["batch", "--strategy", "pad-to-max", "--max-batch-size", "3", "--lengths"];
-        refuses(&[&batch[..], args].concat(), &[words, &["hint: "]].concat());
+        rejects(&[&batch[..], args].concat(), &[words, &["hint: "]].concat());
     };
-    refused(&[&lines], &["l.jsonl does not hold a list of numbers", "--field NAME"]);
-    refused(&[&lines, "--field", "m"], &["line 1 of", "l.jsonl", "\"m\"", "no such field"]);
-    refused(&[&text, "--field", "n"], &["line 1 of", "l.txt"]);
-    refused(&[&write("wide", &header_of("(5, 2)")), "--count", "1"], &["wide has shape (5, 2)"]);
+    rejected(&[&lines], &["l.jsonl does not hold a list of numbers", "--field NAME"]);
+    rejected(&[&lines, "--field", "m"], &["line 1 of", "l.jsonl", "\"m\"", "no such field"]);
+    rejected(&[&text, "--field", "n"], &["line 1 of", "l.txt"]);
+    rejected(&[&write("wide", &header_of("(5, 2)")), "--count", "1"], &["wide has shape (5, 2)"]);
 }
 
 /// Returns the header of an array of this shape.
@@ -255,11 +255,11 @@ fn invalid_positions_are_named() {
         fs::write(order, positions).unwrap();
         for more in [&[][..], &ranks] {
             let args = [&batch[..], &["--max-tokens", "90"], more].concat();
-            refuses(&args, &[words, "order.txt", "hint: --order"]);
+            rejects(&args, &[words, "order.txt", "hint: --order"]);
         }
     }
     let stdin_twice = ["batch", "--lengths", "-", "--order", "-", "--strategy", "pack"];
-    refuses(&[&stdin_twice[..], &["--capacity", "9"]].concat(), &["standard input", "twice"]);
+    rejects(&[&stdin_twice[..], &["--capacity", "9"]].concat(), &["standard input", "twice"]);
 }
 
 #[test]
@@ -377,9 +377,9 @@ fn start_and_count_select_batches() {
         assert!(batches(&["--start", &end])["batches"].as_array().unwrap().is_empty());
     }
     let pack = ["batch", "--lengths", &path, "--strategy", "pack", "--capacity", "50"];
-    refuses(&[&pack[..], &["--start", "999"]].concat(), &["start 999 is beyond", "batches"]);
+    rejects(&[&pack[..], &["--start", "999"]].concat(), &["start 999 is beyond", "batches"]);
     let ranks = ["--world-size", "1", "--rank", "0"];
-    refuses(&[&pack[..], &ranks, &["--start", "999"]].concat(), &["start 999 is beyond"]);
+    rejects(&[&pack[..], &ranks, &["--start", "999"]].concat(), &["start 999 is beyond"]);
 }
 
 #[test]
@@ -404,15 +404,15 @@ fn batches_resume_where_they_stopped() {
 
     let batch = ["batch", "--lengths", &path, "--strategy", "sorted", "--max-tokens", "400"];
     let resume = ["--world-size", "2", "--rank", "0", "--resume", state];
-    refuses(&[&batch[..], &resume].concat(), &["other batches", "hint: resume with"]);
-    refuses(&[&batch[..], &resume[4..]].concat(), &["--world-size"]);
-    refuses(&[&batch[..], &["--save-state", state]].concat(), &["--world-size"]);
-    refuses(
+    rejects(&[&batch[..], &resume].concat(), &["other batches", "hint: resume with"]);
+    rejects(&[&batch[..], &resume[4..]].concat(), &["--world-size"]);
+    rejects(&[&batch[..], &["--save-state", state]].concat(), &["--world-size"]);
+    rejects(
         &[&batch[..], &resume, &["--shuffle", "--epoch", "3"]].concat(),
         &["--resume", "--epoch"],
     );
     let damaged = ["--world-size", "2", "--rank", "0", "--resume", &path];
-    refuses(&[&batch[..], &damaged].concat(), &["state of batches", "--save-state"]);
+    rejects(&[&batch[..], &damaged].concat(), &["state of batches", "--save-state"]);
 }
 
 #[test]

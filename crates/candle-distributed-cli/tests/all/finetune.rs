@@ -8,7 +8,7 @@ use serde_json::{Value, json};
 use crate::support::{
     command,
     finetune::{ModelHome, config, files, tensors},
-    golden, refuses,
+    golden, rejects,
     run::{replace, said},
     text, words,
 };
@@ -207,7 +207,7 @@ fn held_out_examples_are_not_trained() {
     let mut small = model.arguments("small", &["--init", "3", "--validation", "0.1"]);
     small.extend(["--steps", "1"].map(str::to_owned));
     let small: Vec<&str> = small.iter().map(String::as_str).collect();
-    refuses(&small, &["are held out, fewer than one step (96)", "hint: a larger --validation"]);
+    rejects(&small, &["are held out, fewer than one step (96)", "hint: a larger --validation"]);
 }
 
 #[test]
@@ -253,7 +253,7 @@ fn adapters_have_peft_format() {
     model.train("next", &["--steps", "1", "--model", &ended]);
 
     let unmatched = [&lora[..], &["--lora-on", "q_proj,query"]].concat();
-    is_refused(
+    is_rejected(
         &model,
         &unmatched,
         &["no linear layer of the model is named query", "hint: --lora-on"],
@@ -278,7 +278,7 @@ fn adapters_resume_and_shard() {
     let adapter = files(&model.at("whole/adapter"));
     fs::remove_dir_all(model.at("whole/adapter")).unwrap();
     let out = model.path("whole");
-    refuses(&resume(&out, &["--lora", "2"]), &["with --lora 4"]);
+    rejects(&resume(&out, &["--lora", "2"]), &["with --lora 4"]);
     text(&resume(&out, &["--strategy", "full"]));
     assert!(files(&model.at("whole/adapter")) == adapter);
     for (n, more) in [
@@ -296,13 +296,13 @@ fn adapters_resume_and_shard() {
     let page = fs::read_to_string(model.at("whole/report.html")).unwrap();
     assert!(page.contains("lora") && page.contains("started from"), "{page}");
     // A run that trained only adapters has no model.
-    is_refused(&model, &["--model", &out], &["holds adapters, but not their model"]);
+    is_rejected(&model, &["--model", &out], &["holds adapters, but not their model"]);
 }
 
 #[test]
 fn adapters_without_model_are_rejected() {
-    refuses(&["train", "--lora", "2"], &["adapters of rank 2 need a model", "hint: --model"]);
-    refuses(&["train", "--lora-alpha", "2"], &["--lora"]);
+    rejects(&["train", "--lora", "2"], &["adapters of rank 2 need a model", "hint: --model"]);
+    rejects(&["train", "--lora-alpha", "2"], &["--lora"]);
     let model = ModelHome::new();
     let base = model.path("new");
     let data = model.path("texts");
@@ -311,45 +311,45 @@ fn adapters_without_model_are_rejected() {
         (&["0"][..], "the rank of adapters is 0"),
         (&["1", "--lora-alpha", "0"], "the alpha of adapters is 0"),
     ] {
-        refuses(&[&train[..], options].concat(), &[words]);
+        rejects(&[&train[..], options].concat(), &[words]);
     }
 }
 
 /// Checks that a run is rejected with these words before anything is written.
-fn is_refused(model: &ModelHome, options: &[&str], words: &[&str]) {
-    let arguments = model.arguments("refused", options);
-    refuses(&arguments.iter().map(String::as_str).collect::<Vec<_>>(), words);
-    assert!(!model.at("refused").exists(), "{options:?}");
+fn is_rejected(model: &ModelHome, options: &[&str], words: &[&str]) {
+    let arguments = model.arguments("rejected", options);
+    rejects(&arguments.iter().map(String::as_str).collect::<Vec<_>>(), words);
+    assert!(!model.at("rejected").exists(), "{options:?}");
 }
 
 #[test]
 fn untrainable_models_are_rejected_by_name() {
     let model = ModelHome::new();
-    is_refused(&model, &[], &["has no model.safetensors", "hint: --init SEED of train"]);
+    is_rejected(&model, &[], &["has no model.safetensors", "hint: --init SEED of train"]);
     let init = ["--init", "3"];
     let with = |more: &[&'static str]| [&init[..], more].concat();
-    is_refused(&model, &with(&["--context", "49"]), &["--context is 49, must be 2 to 48"]);
-    is_refused(
+    is_rejected(&model, &with(&["--context", "49"]), &["--context is 49, must be 2 to 48"]);
+    is_rejected(
         &model,
         &with(&["--max-tokens", "25"]),
         &["--max-tokens is 25, must be at least 26"],
     );
-    is_refused(&model, &with(&["--batch-size", "0"]), &["--batch-size is 0"]);
-    is_refused(
+    is_rejected(&model, &with(&["--batch-size", "0"]), &["--batch-size is 0"]);
+    is_rejected(
         &model,
         &with(&["--rows", "packed", "--batch-size", "99"]),
         &["packed rows, but a step has 99", "hint: a smaller --batch-size"],
     );
-    is_refused(&model, &with(&["--lr", "0"]), &["--lr is 0"]);
-    is_refused(&model, &with(&["--validation", "1"]), &["a fraction 1 of 16 examples is 16"]);
-    is_refused(&model, &with(&["--n-layers", "3"]), &["--n-layers", "cannot be used with"]);
-    is_refused(
+    is_rejected(&model, &with(&["--lr", "0"]), &["--lr is 0"]);
+    is_rejected(&model, &with(&["--validation", "1"]), &["a fraction 1 of 16 examples is 16"]);
+    is_rejected(&model, &with(&["--n-layers", "3"]), &["--n-layers", "cannot be used with"]);
+    is_rejected(
         &model,
         &with(&["--context", "12"]),
         &["and the context is 12", "--overlong truncate"],
     );
     let new = model.path("new");
-    refuses(&["train", "--model", &new, "--init", "3"], &["--model needs --data"]);
+    rejects(&["train", "--model", &new, "--init", "3"], &["--model needs --data"]);
 
     let changed = |field: &str, value: Value| {
         let mut config = config();
@@ -357,11 +357,11 @@ fn untrainable_models_are_rejected_by_name() {
         fs::write(model.at("new/config.json"), config.to_string()).unwrap();
     };
     changed("architectures", json!(["GPT2LMHeadModel"]));
-    is_refused(&model, &init, &["architectures is", "GPT2LMHeadModel", "config.json"]);
+    is_rejected(&model, &init, &["architectures is", "GPT2LMHeadModel", "config.json"]);
     changed("rope_scaling", json!({"rope_type": "yarn", "factor": 2.0}));
-    is_refused(&model, &init, &["rope_scaling.type is yarn"]);
+    is_rejected(&model, &init, &["rope_scaling.type is yarn"]);
     changed("quantization_config", json!({"bits": 4}));
-    is_refused(&model, &init, &["quantized"]);
+    is_rejected(&model, &init, &["quantized"]);
 }
 
 #[test]
@@ -412,9 +412,9 @@ fn missing_and_extra_tensors_are_named() {
     let base = model.path("base/model");
     let deeper = model.at("base/model/config.json");
     replace(deeper.clone(), "\"num_hidden_layers\":2", "\"num_hidden_layers\":3");
-    is_refused(&model, &["--model", &base], &["9 of 30 parameters are missing"]);
+    is_rejected(&model, &["--model", &base], &["9 of 30 parameters are missing"]);
     replace(deeper, "\"num_hidden_layers\":3", "\"num_hidden_layers\":1");
-    is_refused(&model, &["--model", &base], &["9 of 21 tensors are not the model's"]);
+    is_rejected(&model, &["--model", &base], &["9 of 21 tensors are not the model's"]);
 }
 
 #[test]
@@ -434,11 +434,11 @@ fn resume_requires_same_model_and_options() {
         (&["--hidden", "32"], "the run started without --hidden"),
         (&["--n-heads", "4"], "the run started without --n-heads"),
     ] {
-        refuses(&resume(&out, more), &[words]);
+        rejects(&resume(&out, more), &[words]);
     }
     let config = model.at("new/config.json");
     replace(config.clone(), "\"rms_norm_eps\":1e-6", "\"rms_norm_eps\":1e-5");
-    refuses(
+    rejects(
         &resume(&out, &[]),
         &["is not the model that the run started with", "hint: give --model"],
     );
@@ -515,7 +515,7 @@ fn dry_run_predicts_memory_and_traffic() {
     let printed = text(&[&dry[..], &["--strategy", "full", "--lora", "2"]].concat());
     assert!(printed.contains("weights with adapters") && printed.contains("all_gather"));
     let limited = [&dry[..], &["--memory-limit", "1MiB"]].concat();
-    refuses(&limited, &["this process would take about", "--memory-limit"]);
+    rejects(&limited, &["this process would take about", "--memory-limit"]);
 }
 
 #[test]

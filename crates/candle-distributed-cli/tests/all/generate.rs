@@ -7,7 +7,7 @@ use serde_json::{Value, json};
 
 use crate::support::{
     finetune::ModelHome,
-    golden, json, refuses, run,
+    golden, json, rejects, run,
     run::{Home, copy},
     text,
 };
@@ -56,9 +56,9 @@ impl FolderCopy {
     }
 
     /// Checks that `generate` fails with these words and a hint.
-    fn is_refused(&self, words: &[&str]) {
+    fn is_rejected(&self, words: &[&str]) {
         let args = ["generate", self.path(), "--prompt", "a", "--max-tokens", "2"];
-        refuses(&args, &[&["\nhint: "], words].concat());
+        rejects(&args, &[&["\nhint: "], words].concat());
     }
 }
 
@@ -109,7 +109,7 @@ fn logits_never_replace_model_files() {
     let link = home.path().join("link");
     std::os::unix::fs::symlink(&weights, &link).unwrap();
     for file in [weights_path, &new, link.to_str().unwrap()] {
-        refuses(
+        rejects(
             &[&["generate", copy.path()], &more[..], &[file]].concat(),
             &["--logits", "which the model is read from", "\nhint: "],
         );
@@ -133,11 +133,11 @@ fn sampling_is_reproducible_by_seed() {
     assert_eq!(drawn("1"), drawn("1"));
     assert_ne!(drawn("1"), drawn("2"));
     let llama = golden("llama");
-    refuses(
+    rejects(
         &["generate", &llama, "--prompt", "a", "--temperature", "0"],
         &["the temperature is 0, must be above 0", "\nhint: "],
     );
-    refuses(&["generate", &llama, "--prompt", "a", "--seed", "1"], &["--temperature"]);
+    rejects(&["generate", &llama, "--prompt", "a", "--seed", "1"], &["--temperature"]);
 }
 
 #[test]
@@ -157,7 +157,7 @@ fn chat_uses_the_chat_template() {
     let with_system = generate(copy.path(), &[&more[..], &["--system", "Be brief."]].concat());
     let longer = with_system["prompt_ids"].as_array().unwrap();
     assert!(longer.ends_with(ids) && longer.len() > ids.len());
-    refuses(
+    rejects(
         &[&["generate", &golden("qwen2")], &more[..]].concat(),
         &["has no chat template for messages", "\nhint: "],
     );
@@ -175,73 +175,73 @@ fn unsupported_models_are_rejected() {
         ("intermediate_size", json!(80), "expected [80, 32]"),
     ] {
         let copy = FolderCopy::new("llama");
-        copy.set("config.json", field, value).is_refused(&[words, copy.path()]);
+        copy.set("config.json", field, value).is_rejected(&[words, copy.path()]);
     }
     let copy = FolderCopy::new("mistral");
     copy.set("config.json", "sliding_window", json!(64));
-    copy.is_refused(&["sliding_window is 64", "config.json"]);
+    copy.is_rejected(&["sliding_window is 64", "config.json"]);
     let copy = FolderCopy::new("llama");
     copy.set("config.json", "num_hidden_layers", json!(1));
-    copy.is_refused(&["9 of 21 tensors are not the model's (model.layers.1."]);
+    copy.is_rejected(&["9 of 21 tensors are not the model's (model.layers.1."]);
     let copy = FolderCopy::new("llama");
-    copy.write("model.safetensors", "PK").is_refused(&["model.safetensors: "]);
+    copy.write("model.safetensors", "PK").is_rejected(&["model.safetensors: "]);
 }
 
 #[test]
 fn incomplete_folders_are_rejected() {
-    refuses(
+    rejects(
         &["generate", "meta/llama", "--prompt", "a"],
         &["meta/llama is not a folder", "\nhint: ", "hf download"],
     );
     let copy = FolderCopy::new("llama");
-    copy.remove("config.json").is_refused(&["config.json", "hf download"]);
+    copy.remove("config.json").is_rejected(&["config.json", "hf download"]);
     let copy = FolderCopy::new("llama");
     copy.remove("model.safetensors").write("pytorch_model.bin", "PK");
-    copy.is_refused(&["has weights only in pytorch_model.bin", "save_pretrained"]);
-    copy.remove("pytorch_model.bin").is_refused(&["has no model.safetensors and no"]);
+    copy.is_rejected(&["has weights only in pytorch_model.bin", "save_pretrained"]);
+    copy.remove("pytorch_model.bin").is_rejected(&["has no model.safetensors and no"]);
     let copy = FolderCopy::new("llama");
-    copy.remove("tokenizer.json").is_refused(&["has no tokenizer.json", "AutoTokenizer"]);
+    copy.remove("tokenizer.json").is_rejected(&["has no tokenizer.json", "AutoTokenizer"]);
     let copy = FolderCopy::new("mistral");
     copy.remove("model-00002-of-00002.safetensors");
-    copy.is_refused(&["model-00002-of-00002.safetensors: "]);
+    copy.is_rejected(&["model-00002-of-00002.safetensors: "]);
     let copy = FolderCopy::new("mistral");
     copy.set("model.safetensors.index.json", "weight_map", json!({"a": "../a.safetensors"}));
-    copy.is_refused(&["\"../a.safetensors\"", "not a plain file name"]);
+    copy.is_rejected(&["\"../a.safetensors\"", "not a plain file name"]);
     copy.set("model.safetensors.index.json", "weight_map", json!({}));
-    copy.is_refused(&["model.safetensors.index.json: 21 of 21 parameters are missing"]);
+    copy.is_rejected(&["model.safetensors.index.json: 21 of 21 parameters are missing"]);
     let copy = FolderCopy::new("mistral");
     let shard = |n: u8| copy.0.path().join(format!("model-0000{n}-of-00002.safetensors"));
     let [first, mut second] = [1, 2].map(|n| safetensors::load(shard(n), &Device::Cpu).unwrap());
     second.insert("model.embed_tokens.weight".into(), first["model.embed_tokens.weight"].clone());
     safetensors::save(&second, shard(2)).unwrap();
-    copy.is_refused(&["model-00002-of", "model.embed_tokens.weight"]);
+    copy.is_rejected(&["model-00002-of", "model.embed_tokens.weight"]);
 }
 
 #[test]
 fn mismatched_tokenizers_are_rejected() {
     let copy = FolderCopy::new("llama");
     copy.set("config.json", "vocab_size", json!(319));
-    copy.is_refused(&["has number 319, but the model has 319 tokens"]);
+    copy.is_rejected(&["has number 319, but the model has 319 tokens"]);
     let copy = FolderCopy::new("llama");
     copy.set("tokenizer_config.json", "eos_token", Value::Null);
     copy.set("config.json", "eos_token_id", Value::Null);
-    copy.is_refused(&["no token of ", " ends a text"]);
+    copy.is_rejected(&["no token of ", " ends a text"]);
     let copy = FolderCopy::new("llama");
     copy.write("tokenizer.json", "{\"version\": \"1.0\"");
-    copy.is_refused(&["tokenizer.json: "]);
-    copy.write("tokenizer.json", "[]").is_refused(&["tokenizer.json: "]);
+    copy.is_rejected(&["tokenizer.json: "]);
+    copy.write("tokenizer.json", "[]").is_rejected(&["tokenizer.json: "]);
     let copy = FolderCopy::new("llama");
-    copy.write("chat_template.jinja", "{% for %}").is_refused(&["chat_template.jinja: "]);
+    copy.write("chat_template.jinja", "{% for %}").is_rejected(&["chat_template.jinja: "]);
 }
 
 #[test]
 fn unusable_prompts_are_rejected() {
     let long = "fog ".repeat(200);
-    refuses(
+    rejects(
         &["generate", &golden("llama"), "--prompt", &long],
         &["tokens, but the model has 128 positions", "\nhint: "],
     );
-    refuses(
+    rejects(
         &["generate", &golden("qwen2"), "--prompt", ""],
         &["the prompt has no token", "\nhint: "],
     );
@@ -261,10 +261,10 @@ fn byte_model_repeats_its_training_text() {
     assert_eq!((&found["prompt_ids"], &found["stop"]), (&json!(b"Line 7 of a"), &json!("end")));
     let long = generate(&run, &["--prompt", "L", "--max-tokens", "400"]);
     assert_eq!(long["stop"], "end", "{long}");
-    refuses(&["generate", &run, "--prompt", "a", "--chat"], &["has no chat template", "\nhint: "]);
-    refuses(&["generate", &run, "--prompt", ""], &["the prompt has no token", "\nhint: "]);
+    rejects(&["generate", &run, "--prompt", "a", "--chat"], &["has no chat template", "\nhint: "]);
+    rejects(&["generate", &run, "--prompt", ""], &["the prompt has no token", "\nhint: "]);
     fs::remove_dir_all(home.at("run/model")).unwrap();
-    refuses(&["generate", &run, "--prompt", "a"], &["has not ended", "\nhint: "]);
+    rejects(&["generate", &run, "--prompt", "a"], &["has not ended", "\nhint: "]);
 }
 
 #[test]
@@ -291,16 +291,16 @@ fn generate_accepts_runs_models_and_adapters() {
     ];
     assert!(others.iter().all(|other| *other == found), "{found} {others:?}");
 
-    refuses(&["generate", &adapter, "--prompt", "a"], &["holds adapters", "hint: ", "--adapter"]);
+    rejects(&["generate", &adapter, "--prompt", "a"], &["holds adapters", "hint: ", "--adapter"]);
     // These models have more or other layers.
     for other in ["qwen2", "mistral"].map(golden) {
         let other = [&["generate", &other, "--adapter", &adapter][..], &prompt].concat();
-        refuses(&other, &["\nhint: adapters are of one model"]);
+        rejects(&other, &["\nhint: adapters are of one model"]);
     }
     let missing = [&["generate", &base, "--adapter", &base][..], &prompt].concat();
-    refuses(&missing, &["adapter_config.json", "\nhint: "]);
+    rejects(&missing, &["adapter_config.json", "\nhint: "]);
     fs::rename(model.at("base"), model.at("moved")).unwrap();
-    refuses(&["generate", &run, "--prompt", "a"], &["is not a folder", "hint: ", "--adapter"]);
+    rejects(&["generate", &run, "--prompt", "a"], &["is not a folder", "hint: ", "--adapter"]);
     // Random weights exist nowhere else, so the model is written too.
     model.train("random", &["--steps", "1", "--init", "7", "--lora", "4"]);
     generate(&model.path("random"), &prompt);
@@ -347,7 +347,7 @@ fn train_rejects_unusable_prompts_early() {
         (&["--prompt", "a", "--temperature", "0"], "the temperature is 0, must be above 0"),
         (&["--temperature", "1"], "--prompt"),
     ] {
-        refuses(&[&train[..], more].concat(), &[words]);
+        rejects(&[&train[..], more].concat(), &[words]);
         assert!(!home.at("run").exists(), "{words}");
     }
 }

@@ -2,7 +2,7 @@
 
 use std::{fs, path::Path};
 
-use crate::support::{SUBCOMMANDS, command, golden, refuses, run, text};
+use crate::support::{SUBCOMMANDS, command, golden, rejects, run, text};
 
 #[test]
 fn help_lists_every_subcommand() {
@@ -105,7 +105,7 @@ fn completions_cover_subcommands_in_every_shell() {
         }
         assert!(script.contains("world-size"), "{shell}");
     }
-    refuses(&["completions", "tcsh"], &["tcsh", "bash"]);
+    rejects(&["completions", "tcsh"], &["tcsh", "bash"]);
 }
 
 #[test]

@@ -311,7 +311,7 @@ fn full_output_ends_the_program() {
 
 #[test]
 fn nested_launch_is_rejected() {
-    let refuses = |variables: &[(&str, &str)], words: &[&str]| {
+    let rejects = |variables: &[(&str, &str)], words: &[&str]| {
         let output = launch(2, &[], "true").envs(variables.iter().copied()).output().unwrap();
         let message = String::from_utf8(output.stderr).unwrap();
         assert_eq!(output.status.code(), Some(2), "{message}");
@@ -319,10 +319,10 @@ fn nested_launch_is_rejected() {
             assert!(message.contains(word), "{message}");
         }
     };
-    refuses(&[("RANK", "1"), ("WORLD_SIZE", "4")], &["rank 1 of 4", "launch starts the ranks"]);
-    refuses(&[("WORLD_SIZE", "4")], &["WORLD_SIZE", "RANK"]);
+    rejects(&[("RANK", "1"), ("WORLD_SIZE", "4")], &["rank 1 of 4", "launch starts the ranks"]);
+    rejects(&[("WORLD_SIZE", "4")], &["WORLD_SIZE", "RANK"]);
     let open_mpi = [("OMPI_COMM_WORLD_RANK", "0"), ("OMPI_COMM_WORLD_SIZE", "2")];
-    refuses(&open_mpi, &["Open MPI"]);
+    rejects(&open_mpi, &["Open MPI"]);
 
     let nested =
         format!("{} launch --processes 1 -- true", env!("CARGO_BIN_EXE_candle-distributed"));

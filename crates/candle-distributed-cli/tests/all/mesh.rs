@@ -2,7 +2,7 @@
 
 use serde_json::json;
 
-use crate::support::{command, json, refuses, text};
+use crate::support::{command, json, rejects, text};
 
 const SMALL: [&str; 5] = ["mesh", "--bytes", "4KiB,100", "--repetitions", "2"];
 
@@ -77,21 +77,21 @@ fn mesh_prints_thread_counts() {
 
 #[test]
 fn mesh_rejects_bad_input() {
-    refuses(&["mesh", "--axis", "data"], &["data", "data=2"]);
+    rejects(&["mesh", "--axis", "data"], &["data", "data=2"]);
     for axis in ["=2", "data=", "data=0", "data=-1", "data=2x"] {
-        refuses(&["mesh", "--axis", axis], &[axis, "at least 1"]);
+        rejects(&["mesh", "--axis", axis], &[axis, "at least 1"]);
     }
-    refuses(&["mesh", "--axis", "a=2", "--axis", "a=2"], &["two axes named a"]);
-    refuses(
+    rejects(&["mesh", "--axis", "a=2", "--axis", "a=2"], &["two axes named a"]);
+    rejects(
         &["mesh", "--axis", "a=2", "--axis", "b=3", "--world-size", "4"],
         &["grid of 6", "4 devices"],
     );
-    refuses(
+    rejects(
         &["mesh", "--axis", "a=65535", "--axis", "b=18446744073709551615"],
         &["18446744073709551615"],
     );
-    refuses(&["mesh", "--bytes", "0"], &["1 byte", "1.00 GiB"]);
-    refuses(&["mesh", "--bytes", "2GiB"], &["1.00 GiB"]);
-    refuses(&["mesh", "--repetitions", "0"], &["0"]);
-    refuses(&["mesh", "--device", "tpu"], &["tpu", "cpu"]);
+    rejects(&["mesh", "--bytes", "0"], &["1 byte", "1.00 GiB"]);
+    rejects(&["mesh", "--bytes", "2GiB"], &["1.00 GiB"]);
+    rejects(&["mesh", "--repetitions", "0"], &["0"]);
+    rejects(&["mesh", "--device", "tpu"], &["tpu", "cpu"]);
 }

@@ -1,7 +1,7 @@
 //! Pinned losses of runs, to detect any change.
 //!
-//! Matrix products differ in their last bits between processors. The file names the processor of its
-//! losses: on this processor, losses must be bit-identical, and elsewhere nearly equal.
+//! Matrix products differ in their last bits between processors. The file names the processor of
+//! its losses: on this processor, losses must be bit-identical, and elsewhere nearly equal.
 
 use std::{collections::BTreeMap, env, fs, path::PathBuf};
 

@@ -3,7 +3,7 @@
 use safetensors::{Dtype, SafeTensors};
 
 use crate::support::{
-    refuses,
+    rejects,
     run::{Home, STEPS},
     text,
 };
@@ -53,9 +53,9 @@ fn resume_keeps_the_precision() {
         assert!(home.model(name) == model, "{name}");
     }
     home.remove_model("whole");
-    home.is_refused("whole", &["--dtype", "f32"], &["with --dtype bf16"]);
+    home.is_rejected("whole", &["--dtype", "f32"], &["with --dtype bf16"]);
     home.killed("single");
-    home.is_refused("single", &["--dtype", "bf16"], &["without --dtype"]);
+    home.is_rejected("single", &["--dtype", "bf16"], &["without --dtype"]);
 }
 
 #[test]
@@ -75,5 +75,5 @@ fn bf16_halves_gathered_bytes() {
         cells[2]
     };
     assert_eq!(bytes("f32"), 2 * bytes("bf16"));
-    refuses(&["train", "--dtype", "f16"], &["invalid value 'f16'", "hint: f16 loses small"]);
+    rejects(&["train", "--dtype", "f16"], &["invalid value 'f16'", "hint: f16 loses small"]);
 }

@@ -3,7 +3,7 @@
 use std::fs;
 
 use crate::support::{
-    refuses,
+    rejects,
     run::{Home, STEPS, said},
 };
 
@@ -32,17 +32,17 @@ fn resume_keeps_the_schedule() {
         (&["--lr-schedule", "cosine", "--min-lr-rate", "0.2"], "with --min-lr-rate 0.1"),
         (&["--max-grad-norm", "1"], "with --max-grad-norm 0.3"),
     ] {
-        home.is_refused("run", more, &[words, "can only be resumed with the same"]);
+        home.is_rejected("run", more, &[words, "can only be resumed with the same"]);
     }
     home.killed("plain");
-    home.is_refused("plain", &["--max-grad-norm", "1"], &["without --max-grad-norm"]);
+    home.is_rejected("plain", &["--max-grad-norm", "1"], &["without --max-grad-norm"]);
 
     let run_json = home.at("run").join("run.json");
     let other = fs::read_to_string(&run_json)
         .unwrap()
         .replace("\"warmup_steps\": 2", "\"warmup_steps\": 1");
     fs::write(&run_json, other).unwrap();
-    home.is_refused("run", &[], &["run.json is damaged"]);
+    home.is_rejected("run", &[], &["run.json is damaged"]);
 }
 
 #[test]
@@ -67,13 +67,13 @@ fn run_starts_from_model_of_another() {
     home.remove_model("whole");
     fs::rename(&model, home.at("moved")).unwrap();
     let moved = home.path("moved");
-    home.is_refused("whole", &[], &["is not a folder", "hint: "]);
+    home.is_rejected("whole", &[], &["is not a folder", "hint: "]);
     let other = crate::support::golden("llama");
-    home.is_refused("whole", &["--model", &other], &["is not the model that"]);
+    home.is_rejected("whole", &["--model", &other], &["is not the model that"]);
     let resumed = home.resume("whole", &["--model", &moved]);
     assert!(resumed.status.success(), "{}", said(&resumed));
     home.killed("new");
-    home.is_refused("new", &["--model", &moved], &["without --model"]);
+    home.is_rejected("new", &["--model", &moved], &["without --model"]);
 }
 
 #[test]
@@ -109,6 +109,6 @@ fn invalid_schedules_are_rejected() {
             &["--optimizer-in-backward cannot be used with --max-grad-norm 2"],
         ),
     ] {
-        refuses(&[&["train"][..], args].concat(), words);
+        rejects(&[&["train"][..], args].concat(), words);
     }
 }

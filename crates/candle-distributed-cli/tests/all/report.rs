@@ -7,7 +7,7 @@ use std::{
     process::Command,
 };
 
-use crate::support::{file, refuses, text};
+use crate::support::{file, rejects, text};
 
 const SECTIONS: [&str; 7] =
     ["summary", "settings", "sample", "training", "plan", "batches", "coverage"];
@@ -106,8 +106,8 @@ fn out_option_moves_the_page() {
     text(&["report", run.to_str().unwrap(), "--out", out.to_str().unwrap()]);
     checked(&fs::read_to_string(out).unwrap());
     assert!(!run.join("report.html").exists());
-    refuses(&["report", dir.path().to_str().unwrap()], &["does not hold a run", "hint: ", "train"]);
-    refuses(&["report"], &["RUN_DIR"]);
+    rejects(&["report", dir.path().to_str().unwrap()], &["does not hold a run", "hint: ", "train"]);
+    rejects(&["report"], &["RUN_DIR"]);
 }
 
 #[test]
@@ -132,7 +132,7 @@ fn several_runs_are_compared() {
     // A page about one run shows the generated text.
     let single = self::page(&other);
     assert!(checked(&single).contains("Generated text"));
-    refuses(&["report", "a", "b", "c", "d", "e"], &["RUN_DIR"]);
+    rejects(&["report", "a", "b", "c", "d", "e"], &["RUN_DIR"]);
 }
 
 #[test]
@@ -157,8 +157,8 @@ fn chromium() -> Option<String> {
     })
 }
 
-/// Renders a page in a browser with this width and color scheme, and returns the pixels. Checks that
-/// the console of the browser is empty.
+/// Renders a page in a browser with this width and color scheme, and returns the pixels. Checks
+/// that the console of the browser is empty.
 fn screenshot(chromium: &str, page: &Path, (width, scheme): (u32, &str)) -> Vec<u8> {
     let folder = page.parent().unwrap();
     let png = folder.join(format!("{width}-{scheme}.png"));

@@ -3,7 +3,7 @@
 use std::{fs, path::Path, process::Stdio};
 
 use crate::support::{
-    SMALL, as_given, command, refuses,
+    SMALL, as_given, command, rejects,
     run::{Home, STEPS, contents, copy, replace, said},
     text,
 };
@@ -22,7 +22,7 @@ fn damaged_results_are_not_complete() {
     for (name, junk) in [("junk", "junk"), ("empty", "")] {
         fs::create_dir(home.at(name)).unwrap();
         fs::write(home.at(name).join("model"), junk).unwrap();
-        home.is_refused(name, &[], &["holds model, but no run.json", "hint: "]);
+        home.is_rejected(name, &[], &["holds model, but no run.json", "hint: "]);
     }
 
     // A damaged model does not count, and the last steps run again.
@@ -57,7 +57,7 @@ fn damaged_results_are_not_complete() {
         damage(&home.at(what).join("model/model.safetensors"));
         if home.at(what).join("model").is_file() {
             // The program does not remove a file that it did not write.
-            home.is_refused(what, &[], &["model is not a folder"]);
+            home.is_rejected(what, &[], &["model is not a folder"]);
             continue;
         }
         let resumed = home.resume(what, &[]);
@@ -93,7 +93,11 @@ fn foreign_checkpoint_is_never_loaded() {
         // Without an own checkpoint, resuming fails.
         let own = home.at("alone").join("checkpoints/step-0000000004");
         fs::remove_dir_all(own).unwrap();
-        home.is_refused("alone", &[], &["this is a checkpoint of run", "hint: ", "another folder"]);
+        home.is_rejected(
+            "alone",
+            &[],
+            &["this is a checkpoint of run", "hint: ", "another folder"],
+        );
         fs::remove_dir_all(home.at("alone")).unwrap();
     }
 }
@@ -130,7 +134,7 @@ fn running_run_is_locked() {
     while steps() == 0 {
         std::thread::yield_now();
     }
-    refuses(&args, &["is being trained by process", &first.id().to_string(), "hint: "]);
+    rejects(&args, &["is being trained by process", &first.id().to_string(), "hint: "]);
     let before = steps();
     while steps() <= before {
         std::thread::yield_now();
@@ -139,7 +143,7 @@ fn running_run_is_locked() {
     first.kill().unwrap();
     first.wait().unwrap();
     assert!(steps() > before);
-    home.is_refused("run", &["--steps", "9"], &["--steps 100000"]);
+    home.is_rejected("run", &["--steps", "9"], &["--steps 100000"]);
 }
 
 #[test]
@@ -203,9 +207,9 @@ fn run_without_settings_is_rejected() {
     home.killed("run");
     fs::remove_file(home.at("run").join("run.json")).unwrap();
     let data = home.path("text.txt");
-    home.is_refused("run", &[], &["this is a checkpoint of run"]);
+    home.is_rejected("run", &[], &["this is a checkpoint of run"]);
     let same = [&["--data", &data, "--steps", STEPS][..], &SMALL].concat();
-    home.is_refused("run", &same, &["but no run.json", "hint: "]);
+    home.is_rejected("run", &same, &["but no run.json", "hint: "]);
 }
 
 #[test]
@@ -214,10 +218,10 @@ fn failed_start_leaves_no_files() {
     let data = home.path("text.txt");
     let out = home.path("run");
     let train = ["train", "--data", &data, "--steps", "1", "--out", &out];
-    refuses(&[&train[..], &["--memory-limit", "10MiB"]].concat(), &["10.00 MiB", "--memory-limit"]);
+    rejects(&[&train[..], &["--memory-limit", "10MiB"]].concat(), &["10.00 MiB", "--memory-limit"]);
     for device in ["cuda", "metal"] {
         let limited = ["--device", device, "--memory-limit", "4GiB"];
-        refuses(&[&train[..], &limited].concat(), &["--memory-limit is for --device cpu"]);
+        rejects(&[&train[..], &limited].concat(), &["--memory-limit is for --device cpu"]);
     }
     assert!(!home.at("run").exists());
 
@@ -242,7 +246,7 @@ fn memory_limit_is_checked_early() {
     let home = Home::new();
     let (data, out) = (home.path("text.txt"), home.path("run"));
     let train = ["train", "--data", &data, "--steps", "1", "--context", "384", "--out", &out];
-    refuses(
+    rejects(
         &[&train[..], &["--world-size", "1000", "--memory-limit", "1GiB"]].concat(),
         &["would take about", "GiB", "1.00 GiB", "--memory-limit", "hint: --strategy full"],
     );
@@ -288,12 +292,12 @@ fn run_files_must_be_regular_files() {
         copy(&home.at("run"), &home.at(&endless));
         fs::remove_file(home.at(&endless).join(name)).unwrap();
         std::os::unix::fs::symlink("/dev/zero", home.at(&endless).join(name)).unwrap();
-        refuses(&["report", &home.path(&endless)], &[name, "is not a file"]);
+        rejects(&["report", &home.path(&endless)], &[name, "is not a file"]);
         home.resume(&endless, &[]);
         let piped = home.at(&endless).join(name);
         fs::remove_file(&piped).unwrap();
         assert!(std::process::Command::new("mkfifo").arg(&piped).status().unwrap().success());
-        refuses(&["report", &home.path(&endless)], &[name, "is not a file"]);
+        rejects(&["report", &home.path(&endless)], &[name, "is not a file"]);
     }
 }
 
@@ -409,9 +413,9 @@ fn unreadable_checkpoint_fails_with_hint() {
     fs::remove_file(&index).unwrap();
     // Even root cannot follow a link to itself.
     std::os::unix::fs::symlink("index.json", &index).unwrap();
-    let refused = home.resume("run", &[]);
-    assert_eq!(refused.status.code(), Some(1));
-    assert!(said(&refused).contains("move its folder away"), "{}", said(&refused));
+    let rejected = home.resume("run", &[]);
+    assert_eq!(rejected.status.code(), Some(1));
+    assert!(said(&rejected).contains("move its folder away"), "{}", said(&rejected));
 
     fs::rename(&newest, home.at("away")).unwrap();
     let resumed = home.resume("run", &[]);
@@ -450,6 +454,6 @@ fn too_many_devices_cause_warning() {
 
 #[test]
 fn deadline_must_be_positive() {
-    refuses(&["mesh", "--deadline", "0"], &["--deadline", "0"]);
+    rejects(&["mesh", "--deadline", "0"], &["--deadline", "0"]);
     text(&["mesh", "--deadline", "60", "--bytes", "1", "--repetitions", "1"]);
 }

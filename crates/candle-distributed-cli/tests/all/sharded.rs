@@ -6,7 +6,7 @@ use std::fs;
 use serde_json::Value;
 
 use crate::support::{
-    self, refuses, run,
+    self, rejects, run,
     run::{Home, STEPS, said},
     text,
 };
@@ -174,13 +174,13 @@ fn size_options_set_model_sizes() {
     // The run keeps its sizes, and rejects others.
     home.end_again("small", &["--strategy", "full"]);
     assert!(home.model("small") == file);
-    home.is_refused(
+    home.is_rejected(
         "small",
         &["--hidden", "48"],
         &["--hidden 24", "only be resumed with the same"],
     );
-    home.is_refused("small", &["--n-layers", "2"], &["--n-layers 3"]);
-    home.is_refused("small", &["--context", "128"], &["--context 16"]);
+    home.is_rejected("small", &["--n-layers", "2"], &["--n-layers 3"]);
+    home.is_rejected("small", &["--context", "128"], &["--context 16"]);
 }
 
 #[test]
@@ -209,7 +209,7 @@ fn conflicting_options_are_rejected() {
         (&["--dry-run", "--out", "run"], &["--dry-run", "--out"]),
         (&["--dry-run", "--steps", "3"], &["--dry-run", "--steps"]),
     ] {
-        refuses(&[&["train"][..], args].concat(), words);
+        rejects(&[&["train"][..], args].concat(), words);
     }
 }
 
@@ -273,10 +273,10 @@ fn train_limited(home: &Home, name: &str, more: &[&str]) -> std::process::Output
 fn sharding_trains_oversized_model() {
     let home = Home::new();
     // The run is rejected before the first step, with both sizes and a hint.
-    let refused = train_limited(&home, "whole", &[]);
-    assert_eq!(refused.status.code(), Some(2), "{}", said(&refused));
+    let rejected = train_limited(&home, "whole", &[]);
+    assert_eq!(rejected.status.code(), Some(2), "{}", said(&rejected));
     for words in ["would take about", "iB, but its address space", "hint: --strategy full"] {
-        assert!(said(&refused).contains(words), "{}", said(&refused));
+        assert!(said(&rejected).contains(words), "{}", said(&rejected));
     }
     assert!(!home.at("whole").exists());
 

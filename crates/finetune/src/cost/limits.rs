@@ -29,8 +29,8 @@ impl MemoryLimit {
     }
 }
 
-/// Returns the Linux limits of this process, one of `n_processes` of a run on this machine. On other
-/// systems the list is empty.
+/// Returns the Linux limits of this process, one of `n_processes` of a run on this machine. On
+/// other systems the list is empty.
 pub fn system_limits(n_processes: u64) -> Vec<MemoryLimit> {
     found_in(Path::new("/"), n_processes)
 }
@@ -73,8 +73,8 @@ fn total(meminfo: &str) -> Option<u64> {
     bytes("MemTotal:")?.checked_add(bytes("SwapTotal:")?)
 }
 
-/// Returns the limit files of the cgroups in a `/proc/PID/cgroup`, version 1 or 2, with the files of
-/// all outer groups, which limit their inner groups.
+/// Returns the limit files of the cgroups in a `/proc/PID/cgroup`, version 1 or 2, with the files
+/// of all outer groups, which limit their inner groups.
 fn group_files(list: &str) -> Vec<PathBuf> {
     let mut files = Vec::new();
     for line in list.lines() {

@@ -116,8 +116,8 @@ impl Workload<'_> {
         Ok(largest.expect("a world has ranks"))
     }
 
-    /// Returns the memory to generate text with the trained model, if this is more than the memory of
-    /// training or than `limit`. Generation needs the full model in single precision.
+    /// Returns the memory to generate text with the trained model, if this is more than the memory
+    /// of training or than `limit`. Generation needs the full model in single precision.
     ///
     /// # Errors
     ///
@@ -130,16 +130,16 @@ impl Workload<'_> {
         Ok((needed > most).then_some(needed))
     }
 
-    /// Returns the terms of an unsharded model: slots of a process share the variables, and divide the
-    /// optimizer state.
+    /// Returns the terms of an unsharded model: slots of a process share the variables, and divide
+    /// the optimizer state.
     fn whole_terms(&self) -> Vec<(&'static str, u128)> {
         let numel = |parameter: &ParameterInfo| u128::from(parameter.numel());
         let all: u128 = self.parameters.iter().map(numel).sum();
         let trained = self.parameters.iter().filter(|parameter| parameter.requires_grad());
         let trained: u128 = trained.map(numel).sum();
         let devices = self.devices();
-        // Besides the returned gradients, the backward pass has a zero tensor per added gradient, and
-        // the sum.
+        // Besides the returned gradients, the backward pass has a zero tensor per added gradient,
+        // and the sum.
         let largest = self.parameters.iter().map(numel).fold(0, u128::max);
         let single = Precision::F32.bytes();
         let item = self.precision.bytes();
@@ -149,7 +149,7 @@ impl Workload<'_> {
             ("parameters", all * (single + copies)),
             ("gradients of each device, and their sum", trained * (devices * item + single)),
             ("optimizer state", trained * 2 * single),
-            ("gradients under way", devices * 2 * largest * item),
+            ("gradient temporaries", devices * 2 * largest * item),
             ("activations", devices * self.tokens() * self.computed_bytes(self.sizes.layers)),
         ]
     }
@@ -180,15 +180,15 @@ impl Workload<'_> {
             ("optimizer state", sum(|rank| rank.optimizer_bytes)),
             ("gathered parameters", gathered.into()),
             ("gradients of a unit", sum(|rank| rank.unreduced_bytes)),
-            ("gradients under way", sum(|rank| rank.backward_bytes)),
+            ("gradient temporaries", sum(|rank| rank.backward_bytes)),
             ("activations", self.devices() * self.tokens() * of_token),
         ];
-        terms.extend(self.check.then_some(("gradients that are checked", whole)));
+        terms.extend(self.check.then_some(("checked gradients", whole)));
         Ok(terms)
     }
 
-    /// Returns the bytes that adapters add to the graphs of blocks, or `None` without adapters. Each
-    /// weight adds the product, the scaled product, the sum, and its gradient.
+    /// Returns the bytes that adapters add to the graphs of blocks, or `None` without adapters.
+    /// Each weight adds the product, the scaled product, the sum, and its gradient.
     fn adapted_bytes(&self) -> Option<u128> {
         let adapted: BTreeSet<&str> =
             self.parameters.iter().filter_map(|parameter| layer_of(parameter.name())).collect();

@@ -31,7 +31,8 @@ pub struct Sharding {
 }
 
 impl Default for Sharding {
-    /// Shards the rows of every parameter over all ranks, like `--strategy full` of the command line.
+    /// Shards the rows of every parameter over all ranks, like `--strategy full` of the command
+    /// line.
     fn default() -> Self {
         Self {
             strategy: Strategy::Full(Layout::Dim0),

@@ -54,8 +54,8 @@ tensor_tree!(BatchTensors { data: [ids, targets, packing] });
 tensor_tree!(RowPacking { data: [segment_ids, position_ids] });
 
 impl DataSet {
-    /// Lays examples out in rows for `devices` devices. Empty rows pad each step to a multiple of this
-    /// number.
+    /// Lays examples out in rows for `devices` devices. Empty rows pad each step to a multiple of
+    /// this number.
     pub(crate) fn new(examples: Examples, rows: Rows, devices: usize) -> Self {
         Self { examples, rows, devices }
     }

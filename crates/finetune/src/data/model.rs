@@ -13,8 +13,8 @@ use crate::{
 
 /// A model that is trained on [`BatchTensors`].
 ///
-/// One loop trains all models, with or without adapters, from folders or of bytes. A second loop would
-/// have to repeat locks, checkpoints, agreement between processes and recovery.
+/// One loop trains all models, with or without adapters, from folders or of bytes. A second loop
+/// would have to repeat locks, checkpoints, agreement between processes and recovery.
 #[derive(Clone, Debug)]
 pub(crate) struct Model(pub(crate) Llama);
 

@@ -26,8 +26,8 @@ pub(crate) const VALIDATION_STREAM: u64 = 2;
 const SEQUENCE_STREAM: u64 = 0;
 const BATCH_STREAM: u64 = 1;
 
-/// Returns the default maximum of padded tokens in a step: at least enough for one sequence of length
-/// `longest` per device.
+/// Returns the default maximum of padded tokens in a step: at least enough for one sequence of
+/// length `longest` per device.
 pub(crate) fn default_max_tokens(world_size: WorldSize, longest: usize) -> u64 {
     MAX_TOKENS.max(world_size.as_u64() * longest as u64)
 }
@@ -55,8 +55,8 @@ impl Batching {
 
 /// The batches of a run, epoch by epoch.
 ///
-/// Every process plans the steps of all devices, and the mesh splits them. The steps therefore do not
-/// depend on the number of devices, which may change when a run is resumed.
+/// Every process plans the steps of all devices, and the mesh splits them. The steps therefore do
+/// not depend on the number of devices, which may change when a run is resumed.
 #[derive(Debug)]
 pub(crate) struct BatchSchedule {
     order: DistributedSampler,

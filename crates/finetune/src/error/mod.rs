@@ -25,8 +25,8 @@ pub type Result<T, E = Error> = std::result::Result<T, E>;
 
 /// An error of model folders, texts, runs or generation.
 ///
-/// The message includes the cause in the same line, so [`source`](std::error::Error::source) does not
-/// repeat it.
+/// The message includes the cause in the same line, so [`source`](std::error::Error::source) does
+/// not repeat it.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {

@@ -25,7 +25,7 @@ pub enum RunError {
     },
     /// The description has changed since it was written.
     #[error(
-        "{} is damaged: seed, steps, text, max_tokens, finetune, recipe or sessions has changed",
+        "{} is damaged: seed, steps, text, max_tokens, finetune, recipe or sessions have changed",
         Printable(path.display())
     )]
     Damaged {

@@ -40,7 +40,8 @@ impl Chooser {
         u32::try_from(position).map_err(candle_core::Error::wrap)
     }
 
-    /// Returns a number from 0 up to 1 that depends only on the seed and the number of choices before.
+    /// Returns a number from 0 up to 1 that depends only on the seed and the number of choices
+    /// before.
     fn next_fraction(&mut self) -> f64 {
         let random = self.seed.derive(self.n_chosen).as_u64();
         self.n_chosen += 1;

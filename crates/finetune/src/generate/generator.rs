@@ -225,7 +225,7 @@ mod tests {
         let file = copy.path().join("model.safetensors");
         let tensors = safetensors::load(&file, &Device::Cpu).unwrap();
         let tensors: BTreeMap<String, Tensor> = tensors.into_iter().collect();
-        let refusal = |change: &dyn Fn(&mut BTreeMap<String, Tensor>)| {
+        let rejection = |change: &dyn Fn(&mut BTreeMap<String, Tensor>)| {
             let mut tensors = tensors.clone();
             change(&mut tensors);
             safetensors::save(&tensors.into_iter().collect(), &file).unwrap();
@@ -233,21 +233,21 @@ mod tests {
         };
         let tensor = Tensor::zeros(3, candle_core::DType::F32, &Device::Cpu).unwrap();
         let norm = "model.norm.weight";
-        let missing = refusal(&|tensors| drop(tensors.remove(norm))).unwrap_err();
+        let missing = rejection(&|tensors| drop(tensors.remove(norm))).unwrap_err();
         assert!(
             missing.contains("1 of 21 parameters are missing (model.norm.weight)"),
             "{missing}"
         );
         let bias = "model.layers.0.self_attn.q_proj.bias";
-        let more = refusal(&|tensors| drop(tensors.insert(bias.into(), tensor.clone())));
+        let more = rejection(&|tensors| drop(tensors.insert(bias.into(), tensor.clone())));
         let more = more.unwrap_err();
         assert!(more.contains(&format!("1 of 22 tensors are not the model's ({bias})")), "{more}");
-        let other = refusal(&|tensors| drop(tensors.insert(norm.into(), tensor.clone())));
+        let other = rejection(&|tensors| drop(tensors.insert(norm.into(), tensor.clone())));
         let other = other.unwrap_err();
         assert!(other.contains("has shape [3], expected [32]"), "{other}");
         // Folders of the first Llamas contain frequencies too.
         let old = "model.layers.0.self_attn.rotary_emb.inv_freq";
-        refusal(&|tensors| drop(tensors.insert(old.into(), tensor.clone()))).unwrap();
+        rejection(&|tensors| drop(tensors.insert(old.into(), tensor.clone()))).unwrap();
         fs::write(&file, "no tensors").unwrap();
         let fault = open(copy.path()).unwrap_err().to_string();
         assert!(fault.contains("model.safetensors: "), "{fault}");

@@ -10,7 +10,8 @@ use crate::error::generate::GenerateError;
 pub struct Generation {
     /// Maximum number of new tokens: 64 by default.
     pub max_tokens: usize,
-    /// Divisor of the logits for random tokens, or `None` (default) for the likeliest token each time.
+    /// Divisor of the logits for random tokens, or `None` (default) for the likeliest token each
+    /// time.
     pub temperature: Option<f64>,
     /// Seed of random tokens: 0 by default.
     pub seed: Seed,

@@ -3,7 +3,7 @@
 use candle_core::DType;
 
 use crate::models::{
-    error::{ModelError, refused},
+    error::{ModelError, field_error},
     scaling::RopeScaling,
 };
 
@@ -48,8 +48,8 @@ pub struct LlamaConfig {
 }
 
 impl LlamaConfig {
-    /// The limits of sizes and of the number of layers: above any model, and low enough that products
-    /// do not overflow.
+    /// The limits of sizes and of the number of layers: above any model, and low enough that
+    /// products do not overflow.
     const LARGEST: usize = 1 << 24;
     const MOST_LAYERS: usize = 1 << 14;
 
@@ -66,20 +66,20 @@ impl LlamaConfig {
             ("max_position_embeddings", self.max_position_embeddings, Self::LARGEST),
         ] {
             if !(1..=most).contains(&size) {
-                return Err(refused(field, &size, format!("1 to {most}")));
+                return Err(field_error(field, &size, format!("1 to {most}")));
             }
         }
         if !self.head_dim.is_multiple_of(2) {
-            return Err(refused("head_dim", &self.head_dim, "even".into()));
+            return Err(field_error("head_dim", &self.head_dim, "even".into()));
         }
         if !self.num_attention_heads.is_multiple_of(self.num_key_value_heads) {
             let expected = format!("a divisor of num_attention_heads {}", self.num_attention_heads);
-            return Err(refused("num_key_value_heads", &self.num_key_value_heads, expected));
+            return Err(field_error("num_key_value_heads", &self.num_key_value_heads, expected));
         }
         let width = self.num_attention_heads * self.head_dim;
         if width > Self::LARGEST {
             let expected = format!("at most {} / head_dim {}", Self::LARGEST, self.head_dim);
-            return Err(refused("num_attention_heads", &self.num_attention_heads, expected));
+            return Err(field_error("num_attention_heads", &self.num_attention_heads, expected));
         }
         for (field, value) in [
             ("rms_norm_eps", self.rms_norm_eps),
@@ -87,7 +87,7 @@ impl LlamaConfig {
             ("initializer_range", self.initializer_range),
         ] {
             if !(value > 0. && value.is_finite()) {
-                return Err(refused(field, &value, "a positive number".into()));
+                return Err(field_error(field, &value, "a positive number".into()));
             }
         }
         self.rope_scaling.check()?;

@@ -64,6 +64,10 @@ impl From<ModelError> for candle_core::Error {
 }
 
 /// Returns an error for a field with an unsupported value.
-pub(super) fn refused(field: &'static str, value: &dyn Display, expected: String) -> ModelError {
+pub(super) fn field_error(
+    field: &'static str,
+    value: &dyn Display,
+    expected: String,
+) -> ModelError {
     ModelError::Field { field, value: value.to_string(), expected }
 }

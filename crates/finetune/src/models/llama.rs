@@ -35,8 +35,9 @@ const MLP: &str = "mlp";
 const EMBED_UNIT: &str = "embed";
 const HEAD_UNIT: &str = "head";
 
-/// A decoder of the Llama family with its variables in [`Units`]: the embedding is the unit `embed`,
-/// each block is a unit (`model.layers.0`), and the last norm and the head form the unit `head`.
+/// A decoder of the Llama family with its variables in [`Units`]: the embedding is the unit
+/// `embed`, each block is a unit (`model.layers.0`), and the last norm and the head form the unit
+/// `head`.
 ///
 /// See the [module's](crate::models) example.
 #[derive(Clone, Debug)]
@@ -46,9 +47,8 @@ pub struct Llama {
 }
 
 impl Llama {
-    /// Patterns of the norms, usually without weight decay:
-    /// `.group("no_decay", Llama::NORMS)` of a builder. Patterns match whole components of a name, so
-    /// `norm` matches only the last norm.
+    /// Patterns of the norms, usually without weight decay: `.group("no_decay", Llama::NORMS)` of a
+    /// builder. Patterns match whole components of a name, so `norm` matches only the last norm.
     pub const NORMS: [&'static str; 3] = ["norm", INPUT_NORM, POST_ATTENTION_NORM];
 
     /// Makes a model of these sizes.
@@ -145,8 +145,8 @@ impl Llama {
         UnitRules::new().unit(EMBED_UNIT, [EMBEDDING]).unit(HEAD_UNIT, [NORM, self.head_name()])
     }
 
-    /// Returns patterns of tensors that may be in the weights without being variables: frequencies in
-    /// folders of the first Llamas, and a tied head.
+    /// Returns patterns of tensors that may be in the weights without being variables: frequencies
+    /// in folders of the first Llamas, and a tied head.
     pub(crate) fn unexpected_weights(&self) -> Vec<&'static str> {
         let head = self.config.tie_word_embeddings.then_some(HEAD);
         ["rotary_emb"].into_iter().chain(head).collect()
@@ -166,13 +166,13 @@ impl Llama {
     /// Returns the summed cross-entropy of each token's label given the tokens before it, with the
     /// number of counted labels.
     ///
-    /// `labels` [rows, length], `i64`, are not shifted, as in transformers: the first label of a row is
-    /// not predicted, and −100 is not counted.
+    /// `labels` [rows, length], `i64`, are not shifted, as in transformers: the first label of a
+    /// row is not predicted, and −100 is not counted.
     ///
     /// # Errors
     ///
-    /// The errors of [`logits`](Self::logits); also if the shape of the labels differs from the tokens,
-    /// or a label is not in the vocabulary.
+    /// The errors of [`logits`](Self::logits); also if the shape of the labels differs from the
+    /// tokens, or a label is not in the vocabulary.
     pub fn loss(&self, model: &Units, tokens: &Tokens, labels: &Tensor) -> Result<Loss> {
         let targets = shifted(labels)?;
         let n_targets = targets.ne(IGNORED)?.to_dtype(DType::F32)?.sum_all()?;

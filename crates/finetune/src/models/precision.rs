@@ -12,7 +12,8 @@ pub enum Precision {
     /// Single precision
     #[default]
     F32,
-    /// Half precision with the range of f32: half the memory for gathered parameters and activations
+    /// Half precision with the range of f32: half the memory for gathered parameters and
+    /// activations
     Bf16,
 }
 

@@ -9,7 +9,7 @@ use serde_json::Value;
 
 use crate::models::{
     config::LlamaConfig,
-    error::{ModelError, refused},
+    error::{ModelError, field_error},
     scaling::RopeScaling,
 };
 
@@ -133,7 +133,7 @@ impl LlamaConfig {
             return Err(ModelError::Quantized);
         }
         let fields: Fields = serde_json::from_str(json)?;
-        refuse_others(&fields, architecture)?;
+        check_supported(&fields, architecture)?;
         let rope = rope(&fields)?;
         Ok(LlamaConfig {
             vocab_size: fields.vocab_size,
@@ -163,32 +163,32 @@ fn architecture(found: &[String]) -> Result<Architecture, ModelError> {
     }
     let [(_, architecture)] = known[..] else {
         let names = ARCHITECTURES.map(|(name, _)| name).join(", ");
-        return Err(refused("architectures", &format!("{found:?}"), format!("one of {names}")));
+        return Err(field_error("architectures", &format!("{found:?}"), format!("one of {names}")));
     };
     Ok(architecture)
 }
 
 /// Rejects settings of unsupported models.
 #[expect(clippy::float_cmp, reason = "only exactly 1 is all of a head")]
-fn refuse_others(fields: &Fields, architecture: Architecture) -> Result<(), ModelError> {
+fn check_supported(fields: &Fields, architecture: Architecture) -> Result<(), ModelError> {
     if let Some(activation) = fields.hidden_act.as_ref().filter(|name| *name != "silu") {
-        return Err(refused("hidden_act", &activation, "silu".into()));
+        return Err(field_error("hidden_act", &activation, "silu".into()));
     }
     // Qwen 2 always has biases, and ignores this field.
     let has_bias = fields.attention_bias && architecture != Architecture::Qwen2;
     for (field, bias) in [("attention_bias", has_bias), ("mlp_bias", fields.mlp_bias)] {
         if bias {
-            return Err(refused(field, &bias, "false in this architecture".into()));
+            return Err(field_error(field, &bias, "false in this architecture".into()));
         }
     }
     if fields.attention_dropout != 0. {
         let expected = "0: dropout is not supported".into();
-        return Err(refused("attention_dropout", &fields.attention_dropout, expected));
+        return Err(field_error("attention_dropout", &fields.attention_dropout, expected));
     }
     let of_rope = [&fields.rope_scaling, &fields.rope_parameters];
     let of_rope = of_rope.into_iter().flatten().filter_map(|rope| rope.partial_rotary_factor);
     match of_rope.chain(fields.partial_rotary_factor).find(|&factor| factor != 1.) {
-        Some(factor) => Err(refused("partial_rotary_factor", &factor, "1".into())),
+        Some(factor) => Err(field_error("partial_rotary_factor", &factor, "1".into())),
         None => Ok(()),
     }
 }
@@ -199,7 +199,7 @@ fn key_value_heads(fields: &Fields, architecture: Architecture) -> Result<usize,
         (None, Architecture::Llama) => Ok(fields.num_attention_heads),
         // The default of transformers depends on its version.
         (None, Architecture::Qwen2 | Architecture::Mistral) => {
-            Err(refused("num_key_value_heads", &"missing", "given in this architecture".into()))
+            Err(field_error("num_key_value_heads", &"missing", "given in this architecture".into()))
         }
     }
 }
@@ -215,7 +215,7 @@ fn sliding_window(
         (_, Window::Given(window)) => Ok(window),
         (_, Window::Missing) => {
             let expected = "given in this architecture, null for none".into();
-            Err(refused("sliding_window", &"missing", expected))
+            Err(field_error("sliding_window", &"missing", expected))
         }
     }
 }
@@ -228,7 +228,7 @@ fn head_dim(fields: &Fields) -> Result<usize, ModelError> {
         None if heads > 0 && hidden.is_multiple_of(heads) => Ok(hidden / heads),
         None => {
             let expected = format!("a divisor of hidden_size {hidden}, or head_dim given");
-            Err(refused("num_attention_heads", &heads, expected))
+            Err(field_error("num_attention_heads", &heads, expected))
         }
     }
 }
@@ -274,12 +274,12 @@ fn scaling(rope: &Positions) -> Result<RopeScaling, ModelError> {
                 rope.original_max_position_embeddings,
             )?,
         }),
-        other => Err(refused("rope_scaling.type", &other, "default, linear or llama3".into())),
+        other => Err(field_error("rope_scaling.type", &other, "default, linear or llama3".into())),
     }
 }
 
 fn given<T>(field: &'static str, value: Option<T>) -> Result<T, ModelError> {
-    value.ok_or_else(|| refused(field, &"missing", "given for this type of scaling".into()))
+    value.ok_or_else(|| field_error(field, &"missing", "given for this type of scaling".into()))
 }
 
 fn dtype(fields: &Fields) -> Result<DType, ModelError> {
@@ -293,6 +293,6 @@ fn dtype(fields: &Fields) -> Result<DType, ModelError> {
         "float32" => Ok(DType::F32),
         "bfloat16" => Ok(DType::BF16),
         "float16" => Ok(DType::F16),
-        other => Err(refused("dtype", &other, "float32, bfloat16 or float16".into())),
+        other => Err(field_error("dtype", &other, "float32, bfloat16 or float16".into())),
     }
 }

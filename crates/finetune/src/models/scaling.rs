@@ -2,7 +2,7 @@
 
 use std::f64::consts::PI;
 
-use crate::models::error::{ModelError, refused};
+use crate::models::error::{ModelError, field_error};
 
 /// The scaling of rotary frequencies, which extends a model to longer sequences than in its first
 /// training: `rope_scaling` or `rope_parameters` of `config.json`.
@@ -17,8 +17,8 @@ pub enum RopeScaling {
         /// Divisor.
         factor: f64,
     },
-    /// Low frequencies are divided by a factor, high frequencies are kept, and frequencies in between
-    /// are interpolated, as in Llama 3.1.
+    /// Low frequencies are divided by a factor, high frequencies are kept, and frequencies in
+    /// between are interpolated, as in Llama 3.1.
     Llama3 {
         /// Divisor of low frequencies.
         factor: f64,
@@ -45,11 +45,11 @@ impl RopeScaling {
                 if !(low > 0. && high > low && high.is_finite()) {
                     let expected =
                         format!("a number above low_freq_factor {low}, which is positive");
-                    return Err(refused("rope_scaling.high_freq_factor", &high, expected));
+                    return Err(field_error("rope_scaling.high_freq_factor", &high, expected));
                 }
                 if original == 0 {
                     let field = "rope_scaling.original_max_position_embeddings";
-                    return Err(refused(field, &original, "at least 1".into()));
+                    return Err(field_error(field, &original, "at least 1".into()));
                 }
                 factor
             }
@@ -57,7 +57,7 @@ impl RopeScaling {
         if factor >= 1. && factor.is_finite() {
             Ok(())
         } else {
-            Err(refused("rope_scaling.factor", &factor, "a number of at least 1".into()))
+            Err(field_error("rope_scaling.factor", &factor, "a number of at least 1".into()))
         }
     }
 

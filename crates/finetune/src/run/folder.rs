@@ -69,15 +69,15 @@ pub(crate) fn folder_beside(folder: &Path) -> Result<AtomicFolder> {
     AtomicFolder::new(folder).map_err(|cause| Error::write(folder, cause))
 }
 
-/// Returns the checkpoints of the run with this description in `path`. Checkpoints of other runs are
-/// rejected.
+/// Returns the checkpoints of the run with this description in `path`. Checkpoints of other runs
+/// are rejected.
 pub fn checkpoints(path: &Path, spec: &Spec) -> Checkpoints {
     let checkpoints = Checkpoints::new(path.join(CHECKPOINTS)).run(spec.identity());
     if spec.allow_non_finite { checkpoints.allow_non_finite() } else { checkpoints }
 }
 
-/// Reads the metrics of the run in `path`, which are empty if the file is missing. Damaged lines are
-/// skipped with a warning.
+/// Reads the metrics of the run in `path`, which are empty if the file is missing. Damaged lines
+/// are skipped with a warning.
 ///
 /// # Errors
 ///
@@ -109,8 +109,8 @@ pub(crate) fn contents(path: &Path) -> Result<Vec<&'static str>> {
     Ok(found)
 }
 
-/// Returns true if the folder of checkpoints has complete or partial checkpoints. A run that failed to
-/// start leaves at most its lock there.
+/// Returns true if the folder of checkpoints has complete or partial checkpoints. A run that failed
+/// to start leaves at most its lock there.
 fn has_steps(checkpoints: &Path) -> Result<bool> {
     let entries = fs::read_dir(checkpoints).map_err(|cause| Error::io(checkpoints, cause))?;
     for entry in entries {
@@ -122,8 +122,8 @@ fn has_steps(checkpoints: &Path) -> Result<bool> {
     Ok(false)
 }
 
-/// The state of a run's folder. It changes when another process that trains the run saves a checkpoint
-/// or ends.
+/// The state of a run's folder. It changes when another process that trains the run saves a
+/// checkpoint or ends.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) struct RunSnapshot {
     spec: Option<Vec<u8>>,
@@ -134,8 +134,8 @@ pub(crate) struct RunSnapshot {
 }
 
 impl RunSnapshot {
-    /// Takes a snapshot. A snapshot from before the folder is read and a snapshot under the lock differ
-    /// if the run continued in between.
+    /// Takes a snapshot. A snapshot from before the folder is read and a snapshot under the lock
+    /// differ if the run continued in between.
     ///
     /// # Errors
     ///
@@ -276,8 +276,8 @@ impl RunFolder {
     /// Opens the folder of a run to resume it at `step`, or to start it.
     ///
     /// Metrics from `step` on are dropped, since the run repeats these steps. The file is backed up
-    /// first if lines are damaged, or if no checkpoint is left and the metrics are the only trace of
-    /// the steps.
+    /// first if lines are damaged, or if no checkpoint is left and the metrics are the only trace
+    /// of the steps.
     ///
     /// # Errors
     ///
@@ -425,8 +425,8 @@ impl RunFolder {
         partial.persist().map_err(|cause| Error::write(folder, cause))
     }
 
-    /// Records the fingerprint of the model before the model gets its name, so that no model is without
-    /// one.
+    /// Records the fingerprint of the model before the model gets its name, so that no model is
+    /// without one.
     fn set_fingerprint(&mut self, model: &Path) -> Result<()> {
         let failed = |cause| Error::io(model, cause);
         let names = model_files::names(model).map_err(failed)?;
@@ -437,7 +437,8 @@ impl RunFolder {
     }
 }
 
-/// Removes partial files and models of a killed run. Errors are ignored, since leftovers do no harm.
+/// Removes partial files and models of a killed run. Errors are ignored, since leftovers do no
+/// harm.
 fn remove_partial(run: &Path) {
     let Ok(entries) = fs::read_dir(run) else { return };
     for entry in entries.flatten() {
@@ -517,7 +518,7 @@ pub(crate) mod tests {
         )
     }
 
-    fn is_refused(path: &Path) -> bool {
+    fn is_rejected(path: &Path) -> bool {
         check_empty(path).is_err()
     }
 
@@ -525,17 +526,17 @@ pub(crate) mod tests {
     fn existing_run_is_never_overwritten() {
         let parent = tempfile::tempdir().unwrap();
         let run = parent.path().join("run");
-        assert!(!is_refused(&run));
+        assert!(!is_rejected(&run));
         RunFolder::create(&run, &spec()).unwrap();
         assert_eq!(Spec::read(&run).unwrap(), Some(spec()));
-        assert!(is_refused(&run));
+        assert!(is_rejected(&run));
         assert!(RunFolder::create(&run, &spec()).is_err(), "another program made it meanwhile");
 
         for name in [MODEL_FOLDER, METRICS, spec::FILE, CHECKPOINTS] {
             let other = parent.path().join(name.replace('.', "-"));
             fs::create_dir(&other).unwrap();
             fs::write(other.join(name), "kept").unwrap();
-            assert!(is_refused(&other));
+            assert!(is_rejected(&other));
             assert_eq!(fs::read_to_string(other.join(name)).unwrap(), "kept");
         }
         let file = RunFolder::create(&run.join(METRICS), &spec());

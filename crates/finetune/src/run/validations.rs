@@ -76,8 +76,8 @@ pub fn validations(path: &Path, steps: u64) -> Result<Vec<ValidationPoint>> {
     Ok(found)
 }
 
-/// Returns the results in a file, and the numbers of its damaged lines, from 1. A truncated last line
-/// is not counted as damage, since a killed run leaves one.
+/// Returns the results in a file, and the numbers of its damaged lines, from 1. A truncated last
+/// line is not counted as damage, since a killed run leaves one.
 fn parse(text: &[u8]) -> (Vec<ValidationPoint>, Vec<u64>) {
     let mut lines: Vec<&[u8]> = text.split(|&byte| byte == b'\n').collect();
     let last: Option<ValidationPoint> =

@@ -45,8 +45,8 @@ pub(crate) const FORMAT_VERSION: u32 = 1;
 
 /// The description of a run: its model, texts, training options and sessions.
 ///
-/// Two runs are the same if their [`identity`](Self::identity) is equal. A run can only be resumed with
-/// its original description.
+/// Two runs are the same if their [`identity`](Self::identity) is equal. A run can only be resumed
+/// with its original description.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Spec {
     /// Format version of the file.
@@ -282,7 +282,7 @@ impl Spec {
     /// Returns the latest session. Every run that was read or opened for training has one.
     #[expect(clippy::expect_used, reason = "says why it cannot fail")]
     pub fn session(&self) -> &Session {
-        self.sessions.last().expect("`check` rejects a run without sessions")
+        self.sessions.last().expect("every run that was read or started has a session")
     }
 
     /// Sets the identity.

@@ -10,8 +10,8 @@ use crate::{
     spec::variant_name,
 };
 
-/// Training options that affect the parameters, as `run.json` records them. `None` means the default
-/// of the run.
+/// Training options that affect the parameters, as `run.json` records them. `None` means the
+/// default of the run.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[cfg_attr(feature = "clap", derive(clap::Args), command(next_help_heading = "How it learns"))]
 pub struct Recipe {
@@ -46,7 +46,7 @@ pub struct Recipe {
             long,
             value_name = "N",
             requires = "lr_schedule",
-            help = "Number of warm-up steps before --lr-schedule [default: 0]"
+            help = "Number of warm-up steps of --lr-schedule [default: 0]"
         )
     )]
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -206,7 +206,8 @@ impl Recipe {
         self.dtype.unwrap_or(Precision::F32)
     }
 
-    /// Returns the trained adapters, on `layers` by default, or `None` if the model itself is trained.
+    /// Returns the trained adapters, on `layers` by default, or `None` if the model itself is
+    /// trained.
     ///
     /// # Errors
     ///
@@ -220,8 +221,8 @@ impl Recipe {
         }))
     }
 
-    /// Returns the options of AdamW: PyTorch's defaults except for the decay. The learning rate is set
-    /// before each step.
+    /// Returns the options of AdamW: PyTorch's defaults except for the decay. The learning rate is
+    /// set before each step.
     pub(crate) fn adamw(&self) -> ParamsAdamW {
         let usual = ParamsAdamW::default();
         ParamsAdamW { weight_decay: self.weight_decay.unwrap_or(usual.weight_decay), ..usual }

@@ -1,7 +1,7 @@
 //! The tokenizer of byte models.
 //!
-//! A folder with only a `config.json` is a model for experiments, without any download. Its tokenizer
-//! is saved with the weights in the standard format.
+//! A folder with only a `config.json` is a model for experiments, without any download. Its
+//! tokenizer is saved with the weights in the standard format.
 
 use serde_json::{Map, Value, json};
 
@@ -51,8 +51,8 @@ fn token((character, id): (char, u32)) -> (String, Value) {
     (character.to_string(), id.into())
 }
 
-/// Returns the characters that stand for bytes in tokenizers since GPT-2: printable Latin 1 characters
-/// for themselves, and U+0100 and following for all others, in order.
+/// Returns the characters that stand for bytes in tokenizers since GPT-2: printable Latin 1
+/// characters for themselves, and U+0100 and following for all others, in order.
 fn characters() -> impl Iterator<Item = char> {
     let mut others = '\u{100}'..;
     (0..=u8::MAX).map(move |byte| match byte {

@@ -1,8 +1,8 @@
 //! Renders conversations as text with a chat template.
 //!
-//! A template is a Jinja program. transformers runs it with trimmed blocks, the functions and filters
-//! below, and Python's string methods. A template does not mark answers, so an answer is defined as the
-//! text that a message of the assistant adds to the conversation before it.
+//! A template is a Jinja program. transformers runs it with trimmed blocks, the functions and
+//! filters below, and Python's string methods. A template does not mark answers, so an answer is
+//! defined as the text that a message of the assistant adds to the conversation before it.
 
 use std::{
     collections::BTreeMap,
@@ -187,9 +187,9 @@ fn reason(fault: &minijinja::Error) -> String {
     }
 }
 
-/// Returns Jinja as transformers configures it for chat templates, without `strftime_now`: a text with
-/// the current date would have other tokens tomorrow, and the run could not be resumed. Templates that
-/// use the function have a default date.
+/// Returns Jinja as transformers configures it for chat templates, without `strftime_now`: a text
+/// with the current date would have other tokens tomorrow, and the run could not be resumed.
+/// Templates that use the function have a default date.
 #[expect(clippy::expect_used, reason = "says why it cannot fail")]
 fn environment() -> Environment<'static> {
     let mut environment = Environment::new();

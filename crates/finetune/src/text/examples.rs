@@ -60,13 +60,13 @@ pub struct FileCounts {
 }
 
 impl Examples {
-    /// Reads the examples of a file, or of all files under a folder in the order of their names, with
-    /// at most `context` tokens each.
+    /// Reads the examples of a file, or of all files under a folder in the order of their names,
+    /// with at most `context` tokens each.
     ///
-    /// Each line of a `*.jsonl` file is an example: a string or `{"text"}` (all tokens are targets),
-    /// `{"prompt", "completion"}` (the completion is the target), or `{"messages"}` (the assistant's
-    /// messages are targets). All other files hold paragraphs of text. Hidden files are skipped, and
-    /// text files that are not UTF-8 too.
+    /// Each line of a `*.jsonl` file is an example: a string or `{"text"}` (all tokens are
+    /// targets), `{"prompt", "completion"}` (the completion is the target), or `{"messages"}` (the
+    /// assistant's messages are targets). All other files hold paragraphs of text. Hidden files are
+    /// skipped, and text files that are not UTF-8 too.
     ///
     /// # Errors
     ///
@@ -136,8 +136,8 @@ impl Examples {
         &self.example(index).ids
     }
 
-    /// Returns the labels of an example's tokens: the token itself for a target, and −100 otherwise.
-    /// Labels are not shifted.
+    /// Returns the labels of an example's tokens: the token itself for a target, and −100
+    /// otherwise. Labels are not shifted.
     pub fn labels(&self, index: u64) -> Vec<i64> {
         let Answered { ids, answers } = self.example(index);
         let mut labels = vec![IGNORED; ids.len()];
@@ -162,8 +162,8 @@ impl Examples {
         fingerprint.to_string()
     }
 
-    /// Splits off a fraction of the examples for validation, drawn with `seed`. Returns the training
-    /// examples and the validation examples, both in their original order.
+    /// Splits off a fraction of the examples for validation, drawn with `seed`. Returns the
+    /// training examples and the validation examples, both in their original order.
     ///
     /// # Errors
     ///

@@ -82,8 +82,8 @@ const PROMPT: &str = "prompt";
 const COMPLETION: &str = "completion";
 const MESSAGES: &str = "messages";
 
-// The fields of tools, in a line and in a message. They are rejected: templates render tools, but do
-// not get them here, so the model would be trained on another text.
+// The fields of tools, in a line and in a message. They are rejected: templates render tools, but
+// do not get them here, so the model would be trained on another text.
 const TOOLS: &str = "tools";
 const TOOL_CALLS: &str = "tool_calls";
 

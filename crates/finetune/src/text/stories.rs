@@ -1,7 +1,7 @@
 //! Built-in short stories, generated from a small grammar.
 //!
-//! A small model learns such text in a minute, as in Eldan and Li's *Tiny Stories* (arXiv 2305.07759),
-//! and a reader or the grammar can judge its sentences.
+//! A small model learns such text in a minute, as in Eldan and Li's *Tiny Stories* (arXiv
+//! 2305.07759), and a reader or the grammar can judge its sentences.
 
 use core_types::Seed;
 
@@ -60,8 +60,8 @@ pub(crate) fn parses(sentence: &str) -> bool {
 fn story(seed: Seed) -> String {
     let mut draws = Draws { seed, n_drawn: 0 };
     let chosen: Vec<&str> = SLOTS.iter().map(|(_, words)| draws.one_of(words)).collect();
-    // Neighbors in `SLOTS` may share a list of words, and must not get the same word: the friend needs
-    // another name than the hero, and the place must not be the home.
+    // Neighbors in `SLOTS` may share a list of words, and must not get the same word: the friend
+    // needs another name than the hero, and the place must not be the home.
     if chosen.windows(2).any(|pair| pair[0] == pair[1]) {
         return story(seed.derive(draws.n_drawn));
     }

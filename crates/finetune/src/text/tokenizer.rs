@@ -110,9 +110,9 @@ impl Tokenizer {
         self.ends.contains(&id)
     }
 
-    /// Returns the tokens of a text to continue: with tokens that the tokenizer adds before it, such as
-    /// a begin token, and without an end token that it adds after it. End tokens in the text itself
-    /// stay.
+    /// Returns the tokens of a text to continue: with tokens that the tokenizer adds before it,
+    /// such as a begin token, and without an end token that it adds after it. End tokens in the
+    /// text itself stay.
     ///
     /// # Errors
     ///
@@ -154,8 +154,8 @@ impl Tokenizer {
         Ok(Answered { ids, answers: vec![all] })
     }
 
-    /// Returns the tokens of a prompt, an answer and an end token. The answer and the end token are the
-    /// target. Prompt and answer are encoded separately, since a model gets only the prompt in
+    /// Returns the tokens of a prompt, an answer and an end token. The answer and the end token are
+    /// the target. Prompt and answer are encoded separately, since a model gets only the prompt in
     /// generation.
     ///
     /// # Errors
@@ -170,7 +170,8 @@ impl Tokenizer {
         Ok(Answered { ids, answers: vec![answer] })
     }
 
-    /// Returns the tokens of a conversation by the chat template. The assistant's messages are targets.
+    /// Returns the tokens of a conversation by the chat template. The assistant's messages are
+    /// targets.
     ///
     /// # Errors
     ///
@@ -368,8 +369,8 @@ impl SpecialTokens {
         given.map(|(name, token)| (name, token.text().to_owned())).collect()
     }
 
-    /// Returns the end token for training, and all tokens that end a generated text. The tokenizer's
-    /// end token takes precedence in training, since the model was pretrained with it.
+    /// Returns the end token for training, and all tokens that end a generated text. The
+    /// tokenizer's end token takes precedence in training, since the model was pretrained with it.
     fn ends(
         &self,
         folder: &Path,
@@ -474,7 +475,7 @@ mod tests {
         open_sized(folder, 320)
     }
 
-    fn refusal(model: &str, name: &str, change: impl FnOnce(&mut Value)) -> String {
+    fn rejection(model: &str, name: &str, change: impl FnOnce(&mut Value)) -> String {
         let copy = golden::changed(model, name, change);
         open(copy.path()).unwrap_err().to_string()
     }
@@ -561,7 +562,7 @@ mod tests {
         assert_eq!(prompt(), "ab");
         fs::write(copy.path().join("chat_template.jinja"), "{{ eos_token }}b").unwrap();
         assert_eq!(prompt(), "<|im_end|>b");
-        let fault = refusal("qwen2", "tokenizer_config.json", |config| {
+        let fault = rejection("qwen2", "tokenizer_config.json", |config| {
             config["chat_template"] = json!([{"name": "tools", "template": ""}]);
         });
         assert!(fault.contains("several chat templates, but none named \"default\""), "{fault}");
@@ -600,11 +601,11 @@ mod tests {
         fs::write(copy.path().join("config.json"), "{}").unwrap();
         let fault = open(copy.path()).unwrap_err();
         assert!(matches!(fault, Error::Tokenizer(TokenizerError::NoEnd { .. })), "{fault}");
-        let fault = refusal("llama", "tokenizer_config.json", |config| {
+        let fault = rejection("llama", "tokenizer_config.json", |config| {
             config["eos_token"] = "<end>".into();
         });
         assert!(fault.contains("eos_token \"<end>\" is not in tokenizer.json"), "{fault}");
-        let fault = refusal("llama", "config.json", |config| config["eos_token_id"] = 320.into());
+        let fault = rejection("llama", "config.json", |config| config["eos_token_id"] = 320.into());
         assert!(fault.contains("eos_token_id 320 is not in tokenizer.json"), "{fault}");
     }
 
@@ -618,7 +619,7 @@ mod tests {
 
     #[test]
     fn dropout_is_rejected_padding_is_ignored() {
-        let fault = refusal("llama", FILE, |file| file["model"]["dropout"] = json!(0.1));
+        let fault = rejection("llama", FILE, |file| file["model"]["dropout"] = json!(0.1));
         assert!(fault.contains("with dropout 0.1, tokens are random"), "{fault}");
         let copy = golden::changed("llama", FILE, |file| {
             file["truncation"] = json!({

@@ -10,8 +10,8 @@ pub(crate) struct Page {
 
 /// A block between two fences.
 ///
-/// The info string has a kind, then `ignore,why-reason`, `needs-tool` or `figures-vary`, with hyphens
-/// for spaces, since rustdoc reads the info string too.
+/// The info string has a kind, then `ignore,why-reason`, `needs-tool` or `figures-vary`, with
+/// hyphens for spaces, since rustdoc reads the info string too.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) struct Block {
     /// First line, counted from 1.

@@ -2,9 +2,9 @@
 //!
 //! A command follows `$ ` and continues in lines after `> `. Its exact output on both streams
 //! follows. `…` matches anything, and a line of `…` matches any lines. At `^C`, the command is
-//! interrupted. It must fail if the output has an `error:`, and succeed otherwise. If figures vary, a
-//! number with a decimal point matches any other number, and spaces and rules match any width, since
-//! tables are as wide as their figures.
+//! interrupted. It must fail if the output has an `error:`, and succeed otherwise. If figures vary,
+//! a number with a decimal point matches any other number, and spaces and rules match any width,
+//! since tables are as wide as their figures.
 
 use std::{
     env, fs,

@@ -46,8 +46,8 @@ impl ModelHome {
         self.at(name).to_str().unwrap().into()
     }
 
-    /// Returns the arguments of a run into the folder `out`, with the new model and the texts unless
-    /// `more` names others.
+    /// Returns the arguments of a run into the folder `out`, with the new model and the texts
+    /// unless `more` names others.
     pub(crate) fn arguments(&self, out: &str, more: &[&str]) -> Vec<String> {
         let new = self.path("new");
         let texts = self.path("texts");

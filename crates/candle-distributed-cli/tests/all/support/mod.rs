@@ -64,7 +64,7 @@ pub(crate) fn json(args: &[&str]) -> Value {
 
 /// Checks that a command rejects its input, prints nothing to stdout, and prints all of `words` to
 /// stderr.
-pub(crate) fn refuses(args: &[&str], words: &[&str]) {
+pub(crate) fn rejects(args: &[&str], words: &[&str]) {
     let output = run(args);
     let message = String::from_utf8(output.stderr).unwrap();
     assert_eq!(output.status.code(), Some(2), "{args:?}: {message}");

@@ -7,7 +7,7 @@ use std::{
     process::Output,
 };
 
-use crate::support::{command, refuses, text};
+use crate::support::{command, rejects, text};
 
 /// A folder with a text, and runs on it.
 pub(crate) struct Home(pub(crate) tempfile::TempDir);
@@ -83,11 +83,11 @@ impl Home {
     }
 
     /// Checks that resuming fails with these words, and changes no file.
-    pub(crate) fn is_refused(&self, name: &str, more: &[&str], words: &[&str]) {
+    pub(crate) fn is_rejected(&self, name: &str, more: &[&str], words: &[&str]) {
         let before = contents(&self.at(name));
         let out = self.path(name);
         let args = ["train", "--checkpoint-every", "4", "--resume", "--out", &out];
-        refuses(&[&args, more].concat(), words);
+        rejects(&[&args, more].concat(), words);
         assert!(contents(&self.at(name)) == before, "{name} has changed");
     }
 

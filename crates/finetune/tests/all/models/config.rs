@@ -20,7 +20,7 @@ fn changed(fields: &[(&str, Value)]) -> String {
     config.to_string()
 }
 
-fn refusal(fields: &[(&str, Value)]) -> String {
+fn rejection(fields: &[(&str, Value)]) -> String {
     let model = LlamaConfig::from_json(&changed(fields)).and_then(Llama::from_config);
     model.unwrap_err().to_string()
 }
@@ -131,11 +131,13 @@ fn unsupported_settings_are_rejected_by_name() {
         ("rms_norm_eps", json!(0.0), "rms_norm_eps is 0, it must be a positive number"),
         ("rope_theta", json!(-1.0), "rope_theta is -1, it must be a positive number"),
     ] {
-        let found = refusal(&[(field, value)]);
+        let found = rejection(&[(field, value)]);
         assert!(found.contains(expected), "{field}: {found}");
     }
     let per_layer = json!({"full_attention": {"rope_theta": 1e6, "rope_type": "default"}});
-    assert!(refusal(&[("rope_parameters", per_layer)]).contains("unknown field `full_attention`"));
+    assert!(
+        rejection(&[("rope_parameters", per_layer)]).contains("unknown field `full_attention`")
+    );
     let other = LlamaConfig::from_json(r#"{"architectures": ["GPT2LMHeadModel"], "n_embd": 8}"#);
     assert!(other.unwrap_err().to_string().starts_with("architectures is"));
     let missing = LlamaConfig::from_json(r#"{"architectures": ["LlamaForCausalLM"]}"#).unwrap_err();

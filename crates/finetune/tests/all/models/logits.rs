@@ -140,18 +140,18 @@ fn overlong_sequences_are_rejected() {
     let units = golden.units(&golden.variables());
     let row = |len: i64| ids(&[(0..len).collect()]);
     let logits = |tokens: Tokens| golden.llama.logits(&units, &tokens).map(drop);
-    let refused = |found: candle_core::Result<()>, length: usize| {
+    let rejected = |found: candle_core::Result<()>, length: usize| {
         let expected = format!("a sequence has {length} tokens, but the model has 128 positions");
         assert!(found.unwrap_err().to_string().contains(&expected));
     };
     logits(Tokens::rows(row(128))).unwrap();
-    refused(logits(Tokens::rows(row(129))), 129);
+    rejected(logits(Tokens::rows(row(129))), 129);
     // A packed row may be longer than its sequences.
     let segments = ids(&[(0..130).map(|n| n / 100).collect()]);
     let positions =
         |most: i64| ids(&[(0..130).map(|n| if n < 100 { n } else { most - 130 + n }).collect()]);
     logits(Tokens::packed(row(130), segments.clone(), positions(127))).unwrap();
-    refused(logits(Tokens::packed(row(130), segments, positions(129))), 129);
+    rejected(logits(Tokens::packed(row(130), segments, positions(129))), 129);
 }
 
 /// Returns the loss of a batch, and all gradients by name.

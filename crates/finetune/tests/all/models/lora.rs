@@ -34,8 +34,8 @@ fn unknown_layers_get_no_adapters() {
     let lora = Lora::new(["q_proj", "query"], 4, 8.).unwrap();
     let llama = golden.llama.clone().with_lora(lora);
     let builder = DataParallel::builder(&mesh, |vb| llama.declare(&vb)).by_units(llama.units());
-    let refused = builder.weights(&golden.folder).build(optimizer).unwrap_err().to_string();
-    assert!(refused.contains("query"), "{refused}");
+    let rejected = builder.weights(&golden.folder).build(optimizer).unwrap_err().to_string();
+    assert!(rejected.contains("query"), "{rejected}");
 }
 
 /// Checks losses and norms of steps, the adapters in a folder, and the logits of the merged model.
@@ -78,8 +78,9 @@ fn with_adapters(golden: &Golden) -> (Llama, Lora) {
     (golden.llama.clone().with_lora(lora.clone()), lora)
 }
 
-/// Trains a model and returns the losses and norms, and a folder with the final adapters and the merged
-/// model. It is a macro since both kinds of builders have the same methods without a common trait.
+/// Trains a model and returns the losses and norms, and a folder with the final adapters and the
+/// merged model. It is a macro since both kinds of builders have the same methods without a common
+/// trait.
 macro_rules! trained {
     ($golden:expr, $llama:expr, $lora:expr, $builder:expr) => {{
         let mut model = $builder
