@@ -31,7 +31,7 @@ pub(crate) fn finetune_folder(
         model: Some(model),
         data: Some(data),
         out: Some(out.clone()),
-        resume: true, // starts the run if there is none
+        resume: true, // or starts a new run
         steps: Some(40),
         batch_size: Some(2),
         validation: Some(0.2),

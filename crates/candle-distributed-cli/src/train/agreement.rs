@@ -1,4 +1,4 @@
-//! What the processes of a run must have in common, compared before anything is written.
+//! The comparison of the processes of a run, before anything is written.
 
 use candle_distributed::mesh::DeviceMesh;
 
@@ -7,22 +7,22 @@ use crate::{
     hint,
 };
 
-/// Checks that every process of a mesh says the same, in as many `words`: what it has and does,
-/// such as `has --steps 12`. What differs is an error in all of them, which the first one reports.
+/// Checks that every process of a mesh has the same `words`, such as `has --steps 12`. A difference is
+/// an error in all processes, and the first process reports it.
 pub(crate) fn compare(mesh: &DeviceMesh, words: &[String]) -> Result<()> {
-    // Processes whose --replicas differ have meshes that differ, and cannot even compare.
+    // Processes with different --replicas have different meshes, and cannot even compare.
     let said = gather(mesh, words).with_hint(hint::SAME_RUN)?;
     let difference = differences(&said);
     if difference.is_empty() {
         return Ok(());
     }
-    Err(of_first(mesh, || {
+    Err(first_reports(mesh, || {
         let different = format!("the processes do not start the same run: {difference}");
         Error::usage(different).hinted(hint::SAME_RUN)
     }))
 }
 
-/// What the processes of these ranks do not say alike.
+/// Describes the differences between processes, by the ranks of their first devices.
 fn differences(said: &[(usize, Vec<String>)]) -> String {
     let Some(((first, of_first), others)) = said.split_first() else { return String::new() };
     let mut differences = Vec::new();
@@ -34,8 +34,8 @@ fn differences(said: &[(usize, Vec<String>)]) -> String {
     differences.join("; ")
 }
 
-/// The error of a process if it is the first; the others end without a word.
-fn of_first(mesh: &DeviceMesh, error: impl FnOnce() -> Error) -> Error {
+/// Returns the error in the first process; the other processes end silently.
+fn first_reports(mesh: &DeviceMesh, error: impl FnOnce() -> Error) -> Error {
     if mesh.is_first_process() {
         error()
     } else {
@@ -43,10 +43,10 @@ fn of_first(mesh: &DeviceMesh, error: impl FnOnce() -> Error) -> Error {
     }
 }
 
-/// What each process says, by the rank of its first device.
+/// Returns the words of each process, by the rank of its first device.
 fn gather(mesh: &DeviceMesh, words: &[String]) -> Result<Vec<(usize, Vec<String>)>> {
     let texts = mesh.gather_texts(words)?.into_iter().enumerate();
-    // Only the first device of each process speaks.
+    // Only the first device of each process has words.
     Ok(texts.filter(|(_, words)| !words.is_empty()).collect())
 }
 

@@ -26,27 +26,27 @@ const STEPS: u32 = 45;
 /// Where the vertical axes are.
 const LEFT_OF_AXIS: i32 = 80;
 
-/// The colors of runs that are compared.
+/// The colors of compared runs.
 const COLORS: [RGBColor; MAX_RUNS] = [BLUE, ORANGE, GREEN, PURPLE];
-/// The color of what is known of examples that were held out.
+/// The color of losses on held-out examples.
 const HELD_OUT: RGBColor = ORANGE;
-/// As many runs as can be told apart.
+/// Maximum number of runs in a drawing: more colors look alike.
 pub(crate) const MAX_RUNS: usize = 4;
 
-/// The number of points drawn of each series at most.
+/// Maximum number of points of a series.
 const MAX_POINTS: usize = 1000;
 
-/// The smooth line is the mean over this share of the steps at each side.
+/// The smooth line is the mean over one in this many of all steps on each side.
 const SMOOTH_OVER: usize = 40;
 
 type Chart<'a, 'b> = ChartContext<'a, SVGBackend<'b>, Cartesian2d<RangedCoordu64, RangedCoordf64>>;
 
-/// An SVG document about one run: each number as points and as a smooth line. A panel of which
-/// nothing is known is left out.
+/// Draws one run as an SVG document: each quantity as points and as a smooth line. A panel without
+/// values is left out.
 pub(crate) fn draw(metrics: &Metrics, held_out: &[ValidationPoint]) -> Result<String> {
     let held_out = held_out.iter().filter(|found| found.loss.is_finite());
     let held_out: Vec<(u64, f64)> = held_out.map(|found| (found.step, found.loss)).collect();
-    let run = Run { steps: metrics.timed().collect(), held_out, color: BLUE, is_alone: true };
+    let run = DrawnRun { steps: metrics.timed().collect(), held_out, color: BLUE, is_alone: true };
     let mut legend =
         vec![(Mark::Dot, BLUE, "a step"), (Mark::Line, BLUE, "mean of the steps around it")];
     if run.steps.iter().any(|step| step.is_resumed) {
@@ -62,12 +62,12 @@ pub(crate) fn draw(metrics: &Metrics, held_out: &[ValidationPoint]) -> Result<St
     document([&title(metrics), &figures], &legend, &[run])
 }
 
-/// An SVG document about several runs, each with its name, as smooth lines.
+/// Draws several named runs as an SVG document of smooth lines.
 pub(crate) fn compare(runs: &[(&str, &Metrics)]) -> Result<String> {
     let colored = || runs.iter().zip(COLORS);
     let legend: Vec<_> = colored().map(|(&(name, _), color)| (Mark::Line, color, name)).collect();
-    let drawn: Vec<Run> = colored()
-        .map(|((_, metrics), color)| Run {
+    let drawn: Vec<DrawnRun> = colored()
+        .map(|((_, metrics), color)| DrawnRun {
             steps: metrics.timed().collect(),
             held_out: Vec::new(),
             color,
@@ -86,26 +86,26 @@ fn title(metrics: &Metrics) -> String {
     format!("loss {:.3} → {:.3} nats per token, {steps}", first.loss, last_loss(metrics))
 }
 
-/// The mean loss of the last tenth of the steps.
+/// Returns the mean loss of the last tenth of the steps.
 fn last_loss(metrics: &Metrics) -> f64 {
     metrics.last_loss((metrics.steps().len() / 10).max(1))
 }
 
-/// A run that is drawn.
-struct Run {
+/// A run in the drawing.
+struct DrawnRun {
     steps: Vec<TimedStep>,
-    /// The losses of examples that were held out, each with the number of steps done.
+    /// Losses on held-out examples, with their steps.
     held_out: Vec<(u64, f64)>,
     color: RGBColor,
-    /// Whether there is no other one, so that each step has a point.
+    /// Whether it is the only run, so that each step has a point.
     is_alone: bool,
 }
 
-/// A number that steps have.
+/// A number of each step.
 struct Quantity {
     name: &'static str,
     from_zero: bool,
-    /// Whether it is known of examples that were held out, too.
+    /// Whether held-out examples have it too.
     is_of_held_out: bool,
     of: fn(&TimedStep) -> Option<Ratio>,
 }
@@ -143,10 +143,10 @@ const QUANTITIES: [Quantity; 4] = [
 fn document(
     [title, figures]: [&str; 2],
     legend: &[(Mark, RGBColor, &str)],
-    runs: &[Run],
+    runs: &[DrawnRun],
 ) -> Result<String> {
     let series = |quantity: &Quantity| -> Vec<Series> {
-        let of_run = |run: &Run| Series {
+        let of_run = |run: &DrawnRun| Series {
             held_out: run.held_out.iter().filter(|_| quantity.is_of_held_out).copied().collect(),
             ..Series::new(&run.steps, quantity.of)
         };
@@ -179,7 +179,7 @@ fn document(
 fn draw_panel(
     area: &Area<'_>,
     quantity: &Quantity,
-    runs: &[Run],
+    runs: &[DrawnRun],
     series: &[Series],
     has_steps: bool,
 ) -> Drawn {
@@ -244,12 +244,12 @@ struct Ratio {
 }
 
 impl Ratio {
-    fn of_one(of: f64) -> Self {
+    fn single(of: f64) -> Self {
         Self { of, over: 1.0 }
     }
 }
 
-/// The values of a run in a panel, each with the number of steps done.
+/// The values of a run in a panel, with their steps.
 #[derive(Debug)]
 struct Series {
     points: Vec<(u64, f64)>,
@@ -258,8 +258,7 @@ struct Series {
 }
 
 impl Series {
-    /// Means of `ratio` where they are known and finite: of every step, and over the steps around
-    /// it.
+    /// Computes the finite values of `ratio`, step by step and as means over the steps around each.
     fn new(steps: &[TimedStep], ratio: impl Fn(&TimedStep) -> Option<Ratio>) -> Self {
         let ratios = steps.iter().filter_map(|step| Some((step.metrics.end(), ratio(step)?)));
         let known: Vec<_> =
@@ -282,12 +281,15 @@ impl Series {
     }
 }
 
-/// The values of an axis, with a little room above and below.
+/// Returns the range of an axis, with some space above and below.
 fn range(series: &[Series], from_zero: bool) -> (f64, f64) {
-    let points = |series: &'_ Series| [&series.points[..], &series.held_out].concat();
-    let values = || series.iter().flat_map(points).map(|(_, value)| value);
-    let low = values().fold(f64::INFINITY, f64::min);
-    let high = values().fold(f64::NEG_INFINITY, f64::max);
+    let mut low = f64::INFINITY;
+    let mut high = f64::NEG_INFINITY;
+    for &(_, value) in series.iter().flat_map(|series| series.points.iter().chain(&series.held_out))
+    {
+        low = low.min(value);
+        high = high.max(value);
+    }
     match high - low {
         // There is no point.
         extent if !extent.is_finite() => (0.0, 1.0),
@@ -315,16 +317,19 @@ pub(crate) mod tests {
         )
     }
 
-    /// The metrics of steps of these losses; JSON has no number for what is none.
+    /// Returns the metrics of steps with these losses; `null` is the JSON of a NaN.
     fn metrics(losses: &[f32]) -> Metrics {
-        let text = |&loss: &f32| if loss.is_finite() { loss.to_string() } else { "null".into() };
-        let lines = (0..).zip(losses).map(|(step, loss)| line(step, &text(loss), 1.0));
-        Metrics::parse(lines.collect::<String>().as_bytes())
+        let mut lines = String::new();
+        for (step, loss) in (0..).zip(losses) {
+            let loss = if loss.is_finite() { loss.to_string() } else { "null".into() };
+            lines += &line(step, &loss, 1.0);
+        }
+        Metrics::parse(lines.as_bytes())
     }
 
     fn series(losses: &[f32]) -> Series {
         let steps: Vec<TimedStep> = metrics(losses).timed().collect();
-        Series::new(&steps, |step| Some(Ratio::of_one(step.metrics.loss.into())))
+        Series::new(&steps, |step| Some(Ratio::single(step.metrics.loss.into())))
     }
 
     #[test]

@@ -1,4 +1,4 @@
-//! What a run shows to people and programs: progress bar, metrics, summary.
+//! The output of a run for people: progress bar, lines, summary, curve.
 
 use std::path::PathBuf;
 
@@ -62,7 +62,7 @@ impl Journal {
         })
     }
 
-    /// Prints what a check of the gradients has found.
+    /// Prints the result of a gradient check.
     pub(crate) fn show(&self, checked: &GradientReport) {
         self.bar.suspend(|| {
             output::message(|out| {
@@ -112,12 +112,12 @@ impl Journal {
         self.bar.suspend(|| output::message(|out| writeln!(out, "{line}")));
     }
 
-    /// Whether a line is printed after this many steps.
+    /// Returns true if a line is printed after this many steps.
     fn is_line(&self, done: u64) -> bool {
         done == self.steps || done.is_multiple_of(self.steps.div_ceil(LINES))
     }
 
-    /// Prints a summary of the run, whose model is saved.
+    /// Prints a summary of the run, after its model is saved.
     pub(crate) fn finish(&mut self, session: Option<&Session>) -> Result<()> {
         self.draw()?;
         self.bar.finish_and_clear();

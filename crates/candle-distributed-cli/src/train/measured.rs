@@ -1,4 +1,4 @@
-//! What a step takes and sends: predicted from the plan, beside what was measured.
+//! The memory and traffic of a step: predicted from the plan, and measured.
 
 use std::fmt;
 
@@ -11,13 +11,13 @@ use candle_distributed::{
 };
 use comfy_table::{CellAlignment, Table, TableComponent, presets};
 
-/// What was predicted, beside what was measured.
+/// Predictions and measurements.
 #[derive(Clone, Debug)]
 pub(crate) struct Comparison {
     pub(crate) memory: MemoryPrediction,
     /// The peak of a process's resident memory, where the system reports it.
     pub(crate) peak_bytes: Option<u64>,
-    /// Whether the devices are processors, whose memory is that of the process.
+    /// Whether the devices are processors, which use the memory of the process.
     pub(crate) on_processors: bool,
     /// Nothing is planned of a run that is not sharded.
     pub(crate) planned: Option<StepTraffic>,
@@ -30,8 +30,8 @@ pub(crate) const TRAFFIC_HEADS: [&str; 5] =
     ["a device in a step", "planned calls", "counted", "planned bytes", "counted"];
 
 impl Comparison {
-    /// A row for each term, and one for all of them. What is there before training is measured
-    /// alone, and so is the sum.
+    /// Returns a row for each term, and one for the sum. Only the memory before training and the sum
+    /// are measured.
     pub(crate) fn memory_rows(&self) -> Vec<Vec<String>> {
         let bytes = |bytes: u64| HumanBytes(bytes.into()).to_string();
         let mut rows: Vec<Vec<String>> = Vec::new();
@@ -44,7 +44,7 @@ impl Comparison {
         rows
     }
 
-    /// A row for each kind of collective that is planned or was called.
+    /// Returns a row for each planned or called kind of collective.
     pub(crate) fn traffic_rows(&self) -> Vec<Vec<String>> {
         let number = |number: u64| HumanCount(number.into()).to_string();
         let planned = self.planned.map(StepTraffic::kinds);
@@ -67,19 +67,19 @@ impl Comparison {
         self.counted.kinds().into_iter().enumerate().filter_map(row).collect()
     }
 
-    /// What to know of the tables.
+    /// Returns notes on the tables.
     pub(crate) fn notes(&self) -> [&'static str; 2] {
         let traffic = if self.planned.is_some() {
-            "bytes are those of a device's own parts and gradients; counted but not planned are \
-             the loss, the norm of the gradients, and what devices agree on"
+            "bytes count a device's own shards and gradients; counted but not planned are the loss, \
+             the norm of the gradients, and agreements between devices"
         } else {
             "the plan of a run that is not sharded sends nothing"
         };
         let memory = if self.on_processors {
             "measured is the largest resident memory that the system reports of a process"
         } else {
-            "predicted is a process whose devices are processors; measured is the resident memory \
-             of the process alone, without that of its devices"
+            "predicted is a process with processors as devices; measured is the resident memory of \
+             the process alone, without its devices"
         };
         [memory, traffic]
     }

@@ -1,5 +1,5 @@
-//! The training job of the `train` command: a model that learns to continue text, a small one over
-//! bytes or that of a Hugging Face folder.
+//! The parts of `train` that people see: journal, curve, measurements, signals; and the agreement of
+//! its processes.
 
 pub(crate) mod agreement;
 pub(crate) mod curve;

@@ -17,13 +17,13 @@ use signal_hook::{
 #[cfg(unix)]
 use crate::error;
 
-/// A flag that is set by Ctrl-C, by a scheduler, and by the end of the terminal that the program
-/// was started in.
+/// Returns a flag that is set by Ctrl-C, by a scheduler, and by the end of the terminal in which the
+/// program was started.
 ///
-/// A second Ctrl-C ends the program at once, but no other signal does: whoever sends SIGTERM to all
-/// processes of a job reaches the ranks twice, once directly and once by way of their launcher, and
-/// the checkpoint would be lost. For the same reason a SIGINT that comes right after the first one
-/// is not a second Ctrl-C.
+/// A second Ctrl-C ends the program at once, but no other signal does: a scheduler that sends SIGTERM
+/// to all processes of a job reaches each rank twice, directly and through its launcher, and the
+/// checkpoint would be lost. For the same reason a SIGINT right after the first one is not a second
+/// Ctrl-C.
 pub(crate) fn flag() -> Arc<AtomicBool> {
     let stop = Arc::new(AtomicBool::new(false));
     // Without a handler the signal ends the program at once, as it would any other.
@@ -38,9 +38,9 @@ pub(crate) fn flag() -> Arc<AtomicBool> {
     stop
 }
 
-/// Within this time after the first SIGINT others are the same one, which came by several ways: a
-/// launcher passes on what its processes get as well, if they are in one process group, and so does
-/// `timeout`. Nobody who sees that a program goes on to its next step is that quick.
+/// Within this time after the first SIGINT, another SIGINT is the same request on another path: a
+/// launcher in the same process group passes on its own signals, and so does `timeout`. A person who
+/// sees the program go on is slower.
 #[cfg(unix)]
 const SAME_REQUEST: Duration = Duration::from_secs(1);
 
@@ -54,13 +54,13 @@ fn end_when_asked_again(mut interrupts: Signals) {
     }
 }
 
-/// Whether a SIGINT that comes now is another one than the first.
+/// Returns true if a SIGINT at this time is a second request.
 #[cfg(unix)]
 fn is_asked_again(first: &mut Option<Instant>, now: Instant) -> bool {
     now.duration_since(*first.get_or_insert(now)) >= SAME_REQUEST
 }
 
-/// The signals that ask a program to end, but for those that it was started to ignore.
+/// Returns the signals that ask a program to end, without the signals that it was started to ignore.
 #[cfg(unix)]
 pub(crate) fn signals() -> Vec<i32> {
     let mut signals = vec![SIGINT, SIGTERM];
@@ -73,14 +73,14 @@ pub(crate) fn signals() -> Vec<i32> {
     vec![SIGINT, SIGTERM]
 }
 
-/// Whether the program was started by `nohup`, which has it ignore the end of its terminal. Only
-/// Linux says so.
+/// Returns true if the program was started by `nohup`, and so ignores the end of its terminal. Only
+/// Linux reports it.
 #[cfg(unix)]
 fn survives_its_terminal() -> bool {
     std::fs::read_to_string("/proc/self/status").is_ok_and(|status| is_ignored(&status, SIGHUP))
 }
 
-/// Whether a process with this `/proc/PID/status` ignores a signal.
+/// Returns true if a process with this `/proc/PID/status` ignores a signal.
 #[cfg(unix)]
 fn is_ignored(status: &str, signal: i32) -> bool {
     let ignored = status.lines().find_map(|line| line.strip_prefix("SigIgn:"));

@@ -529,5 +529,5 @@ fn files_without_examples_cause_warnings() {
     let said = String::from_utf8(output.stderr).unwrap();
     assert!(output.status.success(), "{said}");
     assert!(said.contains("warning: 1 file of --data skipped, as not UTF-8"), "{said}");
-    assert!(said.contains("warning: 1 file of --data beside those of lines"), "{said}");
+    assert!(said.contains("warning: 1 file of --data not .jsonl"), "{said}");
 }

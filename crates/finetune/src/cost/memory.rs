@@ -58,7 +58,7 @@ pub struct Workload<'a> {
 }
 
 impl Workload<'_> {
-    /// Sets whether gradients are checked first, for which a process has all of them.
+    /// Sets whether gradients are checked first, which takes memory for all of them.
     #[must_use]
     pub fn with_check(self, check: bool) -> Self {
         Self { check, ..self }
@@ -70,7 +70,7 @@ impl Workload<'_> {
         Self { base_bytes, ..self }
     }
 
-    /// Returns what the first rank sends in a step by the plan, or `None` if the run is not sharded.
+    /// Returns the planned traffic of the first rank in a step, or `None` if the run is not sharded.
     ///
     /// # Errors
     ///
@@ -96,8 +96,11 @@ impl Workload<'_> {
         terms.extend(self.adapted_bytes().map(|bytes| ("weights with adapters", bytes)));
         terms.extend(self.is_packed.then(|| ("masks of packed rows", self.mask_bytes())));
         terms.push(("kernels and allocator", kept_bytes(self.devices())));
-        let bytes = |(name, bytes)| (name, u64::try_from(bytes).unwrap_or(u64::MAX));
-        Ok(MemoryPrediction { terms: terms.into_iter().map(bytes).collect() })
+        let mut rounded = Vec::with_capacity(terms.len());
+        for (name, bytes) in terms {
+            rounded.push((name, u64::try_from(bytes).unwrap_or(u64::MAX)));
+        }
+        Ok(MemoryPrediction { terms: rounded })
     }
 
     /// Predicts the memory of the largest process, if all processes have equal numbers of ranks.

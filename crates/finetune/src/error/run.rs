@@ -56,7 +56,7 @@ pub enum RunError {
         contents: Vec<&'static str>,
     },
     /// A process does not see the folder that the first process writes into.
-    #[error("rank {rank} does not see what rank 0 writes into {}", Printable(path.display()))]
+    #[error("rank {rank} does not see the files of rank 0 in {}", Printable(path.display()))]
     NotShared {
         /// First rank of the process.
         rank: usize,

@@ -26,7 +26,7 @@ pub enum SpecError {
     ResumeMismatch {
         /// Option.
         name: &'static str,
-        /// Value that the run started with, if it had one; empty for `merge`, which has none.
+        /// Value that the run started with, if any; empty for the switch `merge`.
         started: Option<String>,
     },
     /// A path is not UTF-8, and `run.json` cannot record it.

@@ -207,7 +207,7 @@ impl Spec {
         }
     }
 
-    /// Plans the model of the run over so many devices.
+    /// Plans the model of the run over `world_size` devices.
     ///
     /// # Errors
     ///
@@ -222,7 +222,7 @@ impl Spec {
     ///
     /// # Errors
     ///
-    /// [`RunError::TextMismatch`] if the texts have changed, and those of [`Examples::read`].
+    /// [`RunError::TextMismatch`] if the texts have changed, and the errors of [`Examples::read`].
     pub fn first_epoch(&self) -> Result<FirstEpoch> {
         let folder = self.finetune.open_folder()?;
         let (text, examples, _) =
@@ -236,7 +236,7 @@ impl Spec {
     }
 
     /// Returns the work of the first process in the latest session, if the session recorded its memory;
-    /// `steps` are those of [`first_epoch`](Self::first_epoch).
+    /// `steps` comes from [`first_epoch`](Self::first_epoch).
     ///
     /// # Errors
     ///

@@ -33,7 +33,7 @@ impl RunOptions {
             folder: Some(path),
             weights,
             init: self.init,
-            // Nobody else has random weights, so adapters of them would be worth nothing alone.
+            // Random weights exist nowhere else, so their adapters alone would be useless.
             merge: self.merge || self.init.is_some(),
             ..self.new_inputs(&folder, Overlong::Error)?
         };
@@ -71,7 +71,7 @@ impl RunOptions {
         })
     }
 
-    /// Returns the inputs of a resumed run, whose folder may have moved.
+    /// Returns the inputs of a resumed run. The folder of the model may have moved.
     fn resumed_inputs(&self, known: &RunInputs) -> Result<(Folder, RunInputs)> {
         let mut inputs = known.clone();
         if let Some(model) = &self.model {

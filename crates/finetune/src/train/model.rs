@@ -143,7 +143,7 @@ mod tests {
         assert_near(&expected["bf16"], &steps(&settings, None, expected), [0.02, 0.05], "halves");
     }
 
-    /// The settings of a run that fine-tunes a model in so many steps.
+    /// Describes a run that fine-tunes a model.
     fn fine_tuned(model: &str, steps: u64, more: &Value) -> Spec {
         let folder = golden::folder(model);
         let finetune = RunInputs {
@@ -170,7 +170,7 @@ mod tests {
         Spec { steps, finetune, recipe, ..spec() }
     }
 
-    /// The loss and the norm of the gradients of each step on the batches that `expected` has.
+    /// Trains on the batches of `expected`, and returns the loss and the gradient norm of each step.
     fn steps(spec: &Spec, sharding: Option<&Sharding>, expected: &Value) -> Vec<(f64, f64)> {
         let mesh = DeviceMesh::cpu(2).unwrap();
         let mut model = TrainedModel::new(&mesh, spec, sharding).unwrap();
@@ -185,7 +185,7 @@ mod tests {
             .collect()
     }
 
-    /// A batch, of which all tokens but padding are predicted.
+    /// Makes a batch whose targets are all tokens but padding.
     fn tensors(batch: &Value) -> BatchTensors {
         let ids: Vec<Vec<u32>> = serde_json::from_value(batch["input_ids"].clone()).unwrap();
         let lengths: Vec<usize> = serde_json::from_value(batch["lengths"].clone()).unwrap();

@@ -10,7 +10,7 @@ use crate::{
     text::examples::Overlong,
 };
 
-/// The options of a run: which model learns from which texts, how, and where the run is stored.
+/// The options of a run: model, texts, batches, learning, sharding, and the folder of the run.
 ///
 /// `None` stands for the default of a new run, or for the value that a resumed run started with. A
 /// resumed run rejects other values, but for `out`, `data`, `sharding` and `checkpoint_every`, which
@@ -19,7 +19,7 @@ use crate::{
 pub struct RunOptions {
     /// Folder of the run, or `None` for the next free one under `runs`.
     pub out: Option<PathBuf>,
-    /// Whether to resume the run in `out`, or to start it if there is none.
+    /// Whether to resume the run in `out`, or to start it if it is new.
     pub resume: bool,
     /// Folder of the model, as Hugging Face's tools write it or of a run that has ended, or `None` for
     /// a small new model of bytes.
@@ -30,7 +30,7 @@ pub struct RunOptions {
     pub hidden: Option<usize>,
     /// Number of attention heads of the small model: 4 by default.
     pub n_heads: Option<usize>,
-    /// Seed of random weights, in place of those in the folder of the model.
+    /// Seed of random weights, which replace the weights in the folder of the model.
     pub init: Option<u64>,
     /// File or folder of the texts, or `None` for short stories that the small model learns from.
     pub data: Option<PathBuf>,

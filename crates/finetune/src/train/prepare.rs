@@ -42,7 +42,7 @@ pub enum Start {
     Train(Box<PreparedRun>),
 }
 
-/// A run with its texts in memory, of which nothing is written yet.
+/// A run with its texts in memory, before anything is written.
 #[derive(Debug)]
 #[non_exhaustive]
 pub struct PreparedRun {
@@ -70,8 +70,8 @@ pub struct PreparedRun {
 }
 
 impl RunOptions {
-    /// Reads what the run needs, and checks all that can be checked before the run is trained on so
-    /// many devices. Nothing is written.
+    /// Reads the model, the texts and the checkpoints, and checks the run for `world_size` devices.
+    /// Nothing is written.
     ///
     /// # Errors
     ///
@@ -153,7 +153,7 @@ impl RunOptions {
         let spec = Spec {
             data: path,
             allow_non_finite: spec.allow_non_finite || self.allow_non_finite,
-            // The model in the folder, if any, is not that of a run with steps left.
+            // A model in the folder belongs to another run, since this one has steps left.
             model_files: vec![],
             model_fingerprint: None,
             ..spec
@@ -186,7 +186,7 @@ impl RunOptions {
         Ok(spec)
     }
 
-    /// Returns the most tokens of a step, in which the longest sequence must fit.
+    /// Returns the most tokens of a step, at least as many as the longest sequence has.
     fn checked_max_tokens(&self, inputs: &RunInputs, world_size: WorldSize) -> Result<u64> {
         let longest = inputs.context;
         let of_sequences = inputs.batch_size.map(|n| n.saturating_mul(longest as u64));
@@ -271,13 +271,13 @@ impl PreparedRun {
     ///
     /// # Errors
     ///
-    /// [`Error::Plan`](crate::Error::Plan) if the parameters cannot be sharded over so many ranks.
+    /// [`Error::Plan`](crate::Error::Plan) if the parameters cannot be sharded over the devices of the run.
     pub fn plan(&self) -> Result<RunPlan> {
         self.spec.plan(self.sharding.as_ref(), self.world_size)
     }
 
-    /// Returns the work of the process whose first rank, and the rank after its last, are `ranks`;
-    /// `steps` are those of [`steps`](Self::steps).
+    /// Returns the work of the process with these ranks, from the first to the one after the last;
+    /// `steps` comes from [`steps`](Self::steps).
     pub fn workload<'a>(&'a self, steps: &'a [Vec<Batch>], ranks: (u64, u64)) -> Workload<'a> {
         Workload {
             sizes: self.model.sizes(),
@@ -294,8 +294,8 @@ impl PreparedRun {
         }
     }
 
-    /// Trains two steps that are not saved, and returns what the first device of this process sent in
-    /// the second.
+    /// Trains two steps without saving them, and returns the traffic of this process's first device in
+    /// the second step.
     ///
     /// # Errors
     ///

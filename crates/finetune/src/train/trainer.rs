@@ -160,8 +160,8 @@ impl Trainer {
         })
     }
 
-    /// Sets a flag by which another thread, or a signal, stops the run after the current step. Of
-    /// several processes, it is enough if one is asked to stop.
+    /// Sets a flag with which another thread, or a signal, stops the run after the current step. The
+    /// flag of one process stops all.
     #[must_use]
     pub fn stop_on(self, stop: Arc<AtomicBool>) -> Self {
         Self { stop, ..self }
@@ -177,7 +177,7 @@ impl Trainer {
         &self.run
     }
 
-    /// Returns this session, in the first process once the run has begun; others have none.
+    /// Returns this session in the first process once the run has begun, and `None` in others.
     pub fn session(&self) -> Option<&Session> {
         self.folder.as_ref().map(RunFolder::session)
     }
@@ -339,7 +339,7 @@ impl Trainer {
         Products { spec: &self.run.spec, folder: &self.run.folder, is_first }
     }
 
-    /// Writes the folder of the model, of which each process may have a shard.
+    /// Writes the folder of the model; each process writes its shards.
     fn finish(&mut self) -> Result<()> {
         let products = self.products();
         if let Some(lora) = self.model.model.lora().filter(|_| products.merges()) {
@@ -360,7 +360,7 @@ impl Trainer {
         self.folder.as_mut().map_or(Ok(()), RunFolder::end_session)
     }
 
-    /// Names the step of numbers that are not finite: all processes end after the same step.
+    /// Adds the step to an error about numbers that are not finite.
     fn located(&mut self, error: Error) -> Result<Error> {
         let Some(StepPosition { epoch, learning_rate, ref state }) = self.step else {
             return Ok(error);
@@ -420,7 +420,7 @@ fn with_tokens(metrics: StepMetrics, batches: &[Batch]) -> StepMetrics {
     metrics.batch(sequences, sum(|batch| batch.real_tokens), sum(Batch::padded_tokens))
 }
 
-/// Returns true if an error says that numbers are not finite, for which all processes end a step.
+/// Returns true if all processes end a step because numbers are not finite.
 fn is_not_finite(error: &dist_train::Error) -> bool {
     matches!(
         error,
@@ -472,14 +472,17 @@ mod tests {
 
     /// Trains to the end, and returns the names of the events.
     fn events(trainer: Trainer) -> Vec<&'static str> {
-        let name = |event| match event {
-            Event::Step { .. } => "step",
-            Event::Validated { .. } => "validated",
-            Event::Saved { .. } => "saved",
-            Event::Stopped { .. } => "stopped",
-            Event::Finished => "finished",
-        };
-        trainer.map(|event| name(event.unwrap())).collect()
+        let mut names = Vec::new();
+        for event in trainer {
+            names.push(match event.unwrap() {
+                Event::Step { .. } => "step",
+                Event::Validated { .. } => "validated",
+                Event::Saved { .. } => "saved",
+                Event::Stopped { .. } => "stopped",
+                Event::Finished => "finished",
+            });
+        }
+        names
     }
 
     #[test]
@@ -584,7 +587,7 @@ mod tests {
         assert_eq!(events(trainer(&resume)), ["step", "finished"]);
     }
 
-    /// Returns a trainer whose model has a parameter that is NaN.
+    /// Returns a trainer of a model with a NaN parameter.
     fn trainer_of_nan(options: &RunOptions) -> Trainer {
         let mut trainer = trainer(options);
         let model = trainer.run.spec.trained_model().unwrap();
@@ -598,8 +601,8 @@ mod tests {
         let builder = builder.init_with(values).uneven(Uneven::Pad);
         let is_allowed = options.allow_non_finite;
         let builder = if is_allowed { builder.allow_non_finite() } else { builder };
-        let adam = |group: Group| AdamW::new_lr(group.vars, 0.1);
-        trainer.model.trained = builder.build(adam).unwrap();
+        trainer.model.trained =
+            builder.build(|group: Group| AdamW::new_lr(group.vars, 0.1)).unwrap();
         trainer
     }
 

@@ -1,11 +1,11 @@
-//! `train --dry-run`: two steps that write nothing, and what was predicted of them.
+//! `train --dry-run`: two steps that write nothing, with their predicted memory and traffic.
 
 use candle_distributed::{finetune::PreparedRun, mesh::DeviceMesh, train::peak_bytes};
 
 use crate::{commands::train::Args, devices::Place, error::Result, train::measured::Comparison};
 
 impl Args {
-    /// Trains two steps of a run that is never saved, and prints what they took and sent.
+    /// Trains two steps without saving them, and prints their memory and traffic.
     pub(super) fn rehearse(
         &self,
         mesh: &DeviceMesh,

@@ -17,14 +17,14 @@ use crate::{
 };
 
 impl Args {
-    /// Refuses a limit of a device whose use of memory is not known beforehand.
+    /// Rejects a limit for a device with unknown use of memory.
     pub(super) fn check_limit(&self) -> Result<()> {
         if self.memory_limit.is_none() || self.devices.is_cpu() {
             return Ok(());
         }
         Err(Error::usage(
-            "--memory-limit is for --device cpu, whose memory is that of the process: what a run \
-             takes of another device's is not known beforehand",
+            "--memory-limit is for --device cpu, which uses the memory of the process: the use of \
+             other devices is not known beforehand",
         ))
     }
 
@@ -46,7 +46,7 @@ impl Args {
             let is_sharded = run.sharding.is_some();
             return Err(if is_sharded { error.hinted(hint::MEMORY_OF_PARTS) } else { error });
         }
-        // The system does not say what it does then: it may have room elsewhere.
+        // The run may still succeed: other processes may free memory, or swap may grow.
         let together = needed.saturating_mul(place.processes_here());
         if let Some(bytes) = machine_bytes().filter(|&bytes| bytes < together) {
             output::warning(format_args!(

@@ -33,9 +33,9 @@ const CHECKPOINT_EVERY: u64 = 50;
 
 /// Train a language model on text, on several devices at once.
 ///
-/// Without --model it is a small one whose tokens are bytes.
+/// Without --model it is a small model of bytes.
 #[derive(Debug, clap::Args)]
-#[expect(clippy::struct_excessive_bools, reason = "each is a switch of its own")]
+#[expect(clippy::struct_excessive_bools, reason = "each is a separate switch")]
 #[command(after_help = examples![
     "# About a minute on short stories; the run is saved in the next free folder under runs"
     "candle-distributed train"
@@ -58,14 +58,14 @@ pub(crate) struct Args {
     data: Option<PathBuf>,
     #[command(flatten)]
     devices: DeviceArgs,
-    /// Number of optimizer steps [default: 300, or those of the run that is resumed]
+    /// Number of optimizer steps [default: 300, or the number of a resumed run]
     #[arg(long)]
     steps: Option<u64>,
     /// Most tokens in a step of all devices, padding included [default: 4096, or one longest sequence
     /// per device if that is more]
     #[arg(long, value_name = "N")]
     max_tokens: Option<u64>,
-    /// Seed of the parameters and the shuffles [default: 0, or that of the run that is resumed]
+    /// Seed of the parameters and the shuffles [default: 0, or the seed of a resumed run]
     #[arg(long)]
     seed: Option<u64>,
     /// Folder for metrics, checkpoints and the model; without --resume it must not hold a run yet
@@ -90,8 +90,8 @@ pub(crate) struct Args {
     /// each part of the model; a wrong gradient ends the run
     #[arg(long)]
     check: bool,
-    /// Train two steps without writing anything, and print what was predicted of their memory and
-    /// traffic beside what was measured
+    /// Train two steps without writing anything, and print their predicted and measured memory and
+    /// traffic
     #[arg(long, conflicts_with_all = ["out", "steps", "check", "checkpoint_every"])]
     dry_run: bool,
 
@@ -104,14 +104,14 @@ pub(crate) struct Args {
     #[command(flatten)]
     recipe: Recipe,
 
-    /// Number of blocks [default: 2, or those of the run that is resumed]
+    /// Number of blocks [default: 2, or the number of a resumed run]
     #[arg(long, value_name = "N", help_heading = "The model")]
     n_layers: Option<usize>,
-    /// Width of the residual stream [default: 128, or that of the run that is resumed]
+    /// Width of the residual stream [default: 128, or the width of a resumed run]
     #[arg(long, value_name = "N", help_heading = "The model")]
     hidden: Option<usize>,
-    /// Number of attention heads, which divide the width [default: 4, or those of the run that is
-    /// resumed]
+    /// Number of attention heads, which divide the width [default: 4, or the number of a
+    /// resumed run]
     #[arg(long, value_name = "N", help_heading = "The model")]
     n_heads: Option<usize>,
     /// The longest sequence, in tokens, which are bytes without --model [default: the longest text,
@@ -129,7 +129,7 @@ struct FinetuneArgs {
     /// that has ended, on --data [default: a small new one]
     #[arg(long, value_name = "FOLDER", conflicts_with_all = ["n_layers", "hidden", "n_heads"])]
     model: Option<PathBuf>,
-    /// Begin with random weights of this seed, for which a config.json is enough [default: the weights
+    /// Begin with random weights of this seed, which needs only a config.json [default: the weights
     /// of --model; without one, --seed]
     #[arg(long, value_name = "SEED")]
     init: Option<u64>,
@@ -140,18 +140,18 @@ struct FinetuneArgs {
     /// --max-tokens has room for]
     #[arg(long, value_name = "N", conflicts_with = "max_tokens")]
     batch_size: Option<u64>,
-    /// What becomes of texts that are longer than --context [default: split; with --model error]
+    /// Treatment of texts that are longer than --context [default: split; with --model error]
     #[arg(long, value_enum)]
     overlong: Option<Overlong>,
-    /// Fraction of the examples that nothing is learnt from: the loss on them is in
-    /// validation.jsonl, and what did best on them in the folder `best`
+    /// Fraction of the examples to hold out: the loss on them is in validation.jsonl, and the model
+    /// with the least such loss in the folder `best`
     #[arg(long, value_name = "FRACTION")]
     validation: Option<f64>,
     /// Number of steps from one validation to the next [default: 50]
     #[arg(long, value_name = "N", requires = "validation")]
     validate_every: Option<u64>,
-    /// Write the model with the effect of its adapters beside these; --init does so by itself, as
-    /// nobody else has its random weights
+    /// Also write the model with its adapters merged; --init implies this, since its random weights
+    /// exist nowhere else
     #[arg(long, requires = "lora")]
     merge: bool,
 }
@@ -329,7 +329,7 @@ impl Args {
         match &error {
             finetune::Error::Run(RunError::Diverged { checkpoint, .. }) => {
                 let last = match checkpoint {
-                    Some(step) => format!("the last checkpoint is that of step {step}"),
+                    Some(step) => format!("the last checkpoint was written after step {step}"),
                     None => "there is no checkpoint yet".into(),
                 };
                 let typed = self.typed();
@@ -362,7 +362,7 @@ impl Args {
         parts.into_iter().flatten().collect()
     }
 
-    /// Returns what all processes must say alike, of the run and of their arguments.
+    /// Describes the run and the arguments, which must be equal in all processes.
     fn words(&self, start: &Result<Start>) -> Vec<String> {
         let run = match start {
             Err(_) => return vec!["cannot start".into()],
@@ -439,7 +439,7 @@ fn warn_of_files(examples: &Examples) {
     if files.of_lines > 0 && files.of_texts > 0 {
         let texts = HumanCount(files.of_texts.into()).with_noun("file");
         output::warning(format_args!(
-            "{texts} of --data beside those of lines: every paragraph there is an example"
+            "{texts} of --data not .jsonl: every paragraph there is an example"
         ));
     }
 }
@@ -519,7 +519,7 @@ mod tests {
         assert_eq!(unwritten(&[]), None);
         assert!(unwritten(&["--lora", "1", "--strategy", "full"]).is_some());
 
-        // What is held out takes memory as well.
+        // Held-out examples take memory as well.
         let args = train(&["--batch-size", "1", "--validation", "0.5"]);
         let place = args.devices.place(DEFAULT_WORLD_SIZE).unwrap();
         assert_eq!(prepare(&args, place).steps().unwrap().len(), 2);

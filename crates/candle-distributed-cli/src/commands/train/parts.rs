@@ -1,4 +1,4 @@
-//! The options of `train` for a model in parts.
+//! The sharding options of `train`.
 
 use candle_distributed::{
     finetune::cost::{Keep, Sharding},
@@ -12,12 +12,12 @@ use crate::{
     strategy::StrategyArgs,
 };
 
-/// How the model is sharded, if it is.
+/// The sharding of the model.
 #[derive(Clone, Debug, clap::Args)]
 pub(super) struct ShardingArgs {
     #[command(flatten)]
     what: StrategyArgs,
-    /// What each unit of a sharded model keeps from its forward to its backward pass [default:
+    /// Values that each unit of a sharded model keeps from its forward to its backward pass [default:
     /// inputs]
     #[arg(long, value_enum, help_heading = "Sharding")]
     keep: Option<Keep>,
@@ -31,10 +31,10 @@ pub(super) struct ShardingArgs {
 }
 
 impl ShardingArgs {
-    /// How the model is to be sharded over so many devices, if it is.
+    /// Returns the sharding over `world_size` devices, or `None` if every device has the whole model.
     pub(super) fn asked(&self, world_size: WorldSize) -> Result<Option<Sharding>> {
         let Some(strategy) = self.what.asked()? else {
-            return match self.option_of_parts() {
+            return match self.sharding_option() {
                 Some(option) => Err(Error::usage(format!(
                     "{option} needs a --strategy: without one every device has the whole model"
                 ))),
@@ -56,17 +56,19 @@ impl ShardingArgs {
         }))
     }
 
-    /// How many of the devices share a copy of the model, if copies divide them.
+    /// Returns the number of devices that share a copy of the model, or `None` if the copies do not
+    /// divide the devices.
     fn devices_of_copy(&self, world_size: WorldSize) -> Option<usize> {
         let replicas = usize::try_from(self.what.replicas()).ok()?;
         let devices = world_size.as_usize().checked_div(replicas)?;
         (devices * replicas == world_size.as_usize()).then_some(devices)
     }
 
-    /// The axes of the devices: those that share a copy of the model are neighbors, along the last
-    /// one.
+    /// Returns the axes of the devices: the devices that share a copy of the model are neighbors along
+    /// the last axis.
     ///
-    /// They follow from the options alone. A process that cannot start meets those that can.
+    /// The axes follow from the options alone, so that a process that cannot start still joins the
+    /// mesh.
     pub(super) fn grid(&self, world_size: WorldSize) -> DeviceMeshBuilder {
         let grid = DeviceMesh::builder();
         let devices = world_size.as_usize();
@@ -74,13 +76,13 @@ impl ShardingArgs {
             Some(of_copy) if of_copy < devices => {
                 grid.axis("replicas", devices / of_copy).axis("shards", of_copy)
             }
-            // What does not divide them is refused when the run starts.
+            // Copies that do not divide the devices are rejected when the run starts.
             Some(_) | None => grid.axis(DeviceMesh::AXIS, devices),
         }
     }
 
-    /// An option that has no meaning for a model that is whole, if one is given.
-    fn option_of_parts(&self) -> Option<&'static str> {
+    /// Returns a given option that only applies to sharded models.
+    fn sharding_option(&self) -> Option<&'static str> {
         let options = [
             ("--replicas", self.what.replicas.is_some()),
             ("--keep", self.keep.is_some()),
@@ -90,7 +92,7 @@ impl ShardingArgs {
         options.into_iter().find_map(|(option, is_given)| is_given.then_some(option))
     }
 
-    /// The options as they are typed when the run is resumed, each with a space before it.
+    /// Returns the options to type when the run is resumed, each with a space before it.
     pub(super) fn typed(&self) -> String {
         let keep = self.keep.map(|keep| format!(" --keep {}", help::typed(keep)));
         let prefetch = self.prefetch.map(|units| format!(" --prefetch {units}"));

@@ -1,4 +1,4 @@
-//! What the model of a run writes at the end.
+//! The text that the model of a run writes at the end.
 
 use std::path::Path;
 
@@ -17,14 +17,14 @@ use crate::{error::Result, hint, output, sampling::SamplingArgs};
 const MOST_TOKENS: usize = 64;
 const MOST_BYTES: usize = 320;
 
-/// From what text the model writes on, and how.
+/// The prompt of the text, and the sampling.
 #[derive(Clone, Debug, clap::Args)]
 pub(super) struct WritingArgs {
     /// Let the model write on from this text at the end, as `generate` does with the folder of the run
     /// [default: the beginning of the first text]
     #[arg(long, value_name = "TEXT", conflicts_with = "dry_run")]
     prompt: Option<String>,
-    /// Let the model write nothing at the end, for which the first process reads it back, whole and in
+    /// Let the model write nothing at the end: the first process would read it back whole and in
     /// single precision
     #[arg(long, conflicts_with_all = ["prompt", "dry_run"])]
     no_sample: bool,
@@ -33,7 +33,7 @@ pub(super) struct WritingArgs {
 }
 
 impl WritingArgs {
-    /// The options as they are typed, each with a space before it.
+    /// Returns the options to type again, each with a space before it.
     pub(super) fn typed(&self) -> String {
         let prompt = self.prompt.as_ref();
         let prompt = prompt.map(|prompt| format!(" --prompt {}", hint::in_shell(prompt)));
@@ -41,7 +41,7 @@ impl WritingArgs {
         [prompt, self.sampling.typed(), no_sample].into_iter().flatten().collect()
     }
 
-    /// Refuses a prompt that the model could not write on from, before it is trained.
+    /// Rejects an invalid prompt before the model is trained.
     pub(super) fn check(&self, run: &PreparedRun) -> Result<()> {
         let Some(prompt) = &self.prompt else { return Ok(()) };
         self.sampling.generation(run.spec.seed).check().map_err(finetune::Error::from)?;
@@ -50,9 +50,9 @@ impl WritingArgs {
         Ok(())
     }
 
-    /// The text that the model writes on from, if there is one.
+    /// Returns the prompt, or `None` without a text at the end.
     pub(super) fn prompt(&self, run: &PreparedRun) -> Result<Option<String>> {
-        /// As many as show what kind of text it is.
+        /// Enough to show the kind of text.
         const N_TOKENS: usize = 16;
         if self.no_sample {
             return Ok(None);
@@ -62,13 +62,13 @@ impl WritingArgs {
         }
         let first: Vec<u32> = run.examples().ids(0).iter().take(N_TOKENS).copied().collect();
         let first = run.folder.tokenizer().decode(&first, false)?;
-        // A character that is cut through is none.
+        // The last token may end within a character.
         let whole = first.trim_end_matches(char::REPLACEMENT_CHARACTER);
         Ok((!whole.is_empty()).then(|| whole.to_owned()))
     }
 
-    /// Prints what the model of the run that has ended in `path` writes, and keeps it for its report.
-    /// The run is complete, whatever becomes of that.
+    /// Prints a text of the model of the ended run in `path`, and saves it for the report. The run is
+    /// complete even if this fails.
     pub(super) fn write(&self, path: &Path, prompt: &str, settings: &Spec) -> Result<()> {
         match self.written(path, prompt, settings) {
             Ok(text) => output::text(|out| writeln!(out, "the model writes:\n{text}")),
@@ -89,7 +89,7 @@ impl WritingArgs {
     }
 }
 
-/// Says that the model is not read back to write: it would take so much of this process.
+/// Warns that the model is too large to be read back for a text.
 pub(super) fn say_too_large(bytes: u64) {
     output::warning(format_args!(
         "the model writes nothing: whole, it would take about {}, more than this process was to \
