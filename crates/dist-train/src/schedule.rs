@@ -22,7 +22,7 @@ use crate::error::{Error, Result};
 /// use dist_train::Schedule;
 ///
 /// let schedule = Schedule::cosine(1000).warmup(100).floor(0.1);
-/// the first update
+/// assert_eq!(schedule.factor(0), 0.01); // the first update
 /// assert_eq!(schedule.factor(99), 1.0);
 /// assert_eq!(schedule.factor(550), 0.55);
 /// assert_eq!(schedule.factor(5000), 0.1);

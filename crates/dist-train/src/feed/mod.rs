@@ -25,7 +25,7 @@ use crate::error::{Error, Result};
 /// use dist_train::feed;
 ///
 /// let texts = ["to be", "or not", "to be"];
-/// from a sampler
+/// let indices = [2, 0, 1]; // from a sampler
 /// let bytes = move |index: usize| Tensor::new(texts[index].as_bytes(), &Device::Cpu);
 /// for (batch, index) in feed(indices).threads(2).collate(bytes)?.zip(indices) {
 ///     assert_eq!(batch?.to_vec1::<u8>()?, texts[index].as_bytes());

@@ -204,7 +204,8 @@ impl<O: Optimizer> Slot<O> {
         let summed: Vec<usize> = sums.iter().map(|&(position, _)| position).collect();
         let mut grads = GradStore::default();
         for (position, sum) in sums {
-            // As it is: what a half cannot hold, an optimizer with masters can use.
+            // Gradients stay in single precision for half-precision variables, because master
+            // weights use the extra digits.
             grads.insert(&self.vars[position].var, scaled(sum, factor)?);
         }
         self.step_each(&grads, |of_vars| of_vars.vars.iter().any(|var| summed.contains(var)))
@@ -216,7 +217,7 @@ impl<O: Optimizer> Slot<O> {
         self.step_each(&GradStore::default(), |of_vars| !of_vars.has_stepped)
     }
 
-    /// Lets some optimizers make a step.
+    /// Makes a step of the optimizers that are due.
     fn step_each(
         &mut self,
         grads: &GradStore,
@@ -252,7 +253,7 @@ impl<O: StatefulOptimizer> Slot<O> {
                 }
                 None => None,
             };
-            // So that a checkpoint says nothing of the type in which a parameter is stored.
+            // With master weights a checkpoint does not depend on the dtype of the variable.
             let value = master.unwrap_or_else(|| var.var.as_detached_tensor());
             state.add(local_slot, key, value)?;
         }

@@ -78,8 +78,8 @@ impl Batch {
     }
 }
 
-/// Agrees with all replicas on the loss of a batch that updates nothing. Returns it beside this
-/// slot's part, with what came with the latter.
+/// Agrees with all replicas on the loss of a batch without an update. Returns the local part, the
+/// loss of the batch, and the local attached tensors.
 pub(crate) fn agree_alone(
     ctx: &Replica,
     rules: &Rules,

@@ -91,7 +91,9 @@ pub(super) fn run(engine: &impl Engine, ranks: usize) {
             assert_same(&ahead(&tested, keep, prefetch), &expected);
         }
     }
-    assert_same(&mixed(&tested), &mixed(&threads));
+    let in_halves = mixed(&threads, false);
+    assert_same(&mixed(&tested, false), &in_halves);
+    assert_same(&mixed(&tested, true), &in_halves);
     in_backward(&tested, &expected);
     accumulated(&tested, &threads);
     traffic(&tested, Box::new(Full::default()));
@@ -112,10 +114,12 @@ fn ahead(mesh: &DeviceMesh, keep: Keep, prefetch: usize) -> Vec<Tensor> {
     all
 }
 
-/// Parameters that are gathered in half precision, with one unit ahead.
-fn mixed(mesh: &DeviceMesh) -> Vec<Tensor> {
-    let builder = FullyShard::builder(mesh, build).by_units(rules()).keep(Keep::Graph);
-    let builder = builder.mixed_precision(DType::BF16, DType::F32).prefetch(1);
+/// Trains in half precision; sharded, with one unit prefetched.
+fn mixed(mesh: &DeviceMesh, is_sharded: bool) -> Vec<Tensor> {
+    let builder = DataParallel::builder(mesh, build).by_units(rules());
+    let builder = builder.mixed_precision(DType::BF16, DType::F32);
+    let builder =
+        if is_sharded { builder.fully_shard().keep(Keep::Graph).prefetch(1) } else { builder };
     let mut model = builder.build(adam).unwrap();
     let step = |step| number(model.step(batch(mesh, step), loss).unwrap().loss);
     let mut all: Vec<Tensor> = (0..5).map(step).collect();

@@ -97,11 +97,12 @@ fn beginnings(engine: &impl Engine, ranks: usize) {
     // The same variables, with other options in the second process.
     let layers: Constructor =
         |vb| Ok([linear_no_bias(3, 2, vb.pp("a"))?, linear_no_bias(3, 2, vb.pp("b"))?]);
-    let options: [(&str, SetOption); 9] = [
+    let options: [(&str, SetOption); 10] = [
         ("freeze", |builder| builder.freeze(["a"])),
         ("buffers", |builder| builder.buffers(["a"])),
         ("group", |builder| builder.group("a", ["a"])),
         ("allow_unused", |builder| builder.allow_unused(["a"])),
+        ("mixed_precision", |builder| builder.mixed_precision(DType::BF16, DType::F32)),
         ("in_axes", |builder| builder.in_axes(P::replicate())),
         ("uneven", |builder| builder.uneven(Uneven::Pad)),
         ("clip_grad_norm", |builder| builder.clip_grad_norm(1.0)),

@@ -134,7 +134,7 @@ fn first_variables(
         if let Some(var) = known {
             return Ok(var);
         }
-        // A layer sets its buffers, so there is one copy of them: that which it computes with.
+        // Layers set buffers themselves, so a buffer has one copy, in the dtype the model computes in.
         let dtype = match role {
             Role::Buffer => config.precision.computed(declared.dtype),
             Role::Trained(_) | Role::Frozen => declared.dtype,
