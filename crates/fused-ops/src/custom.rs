@@ -1,6 +1,4 @@
-//! Operations with a backward of one's own.
-//!
-//! `torch.autograd.Function` and `jax.custom_vjp` do the same.
+//! Custom backward functions, like `torch.autograd.Function` and `jax.custom_vjp`.
 
 use std::sync::{Arc, OnceLock};
 
@@ -11,11 +9,12 @@ use crate::{
     error::{Error, Result},
 };
 
-/// Returns a copy of `output` with a backward of your own, which computes the gradients of `inputs`.
+/// Returns a copy of `output` with a backward of your own, which computes the gradients of
+/// `inputs`.
 ///
 /// candle's own custom operations have at most three inputs, and compute when they are applied.
-/// Here `output` is computed before, from any number of inputs, on any device; its own history is
-/// dropped. Each backward pass of candle calls `backward` at most once, without a lock, with the
+/// Here the caller has already computed `output`, from any number of inputs, on any device; its own
+/// history is dropped. Each backward pass of candle calls `backward` at most once, without a lock, with the
 /// output and its gradient. `backward` returns a gradient for each input in turn, of the input's
 /// shape. The gradient of an input that does not [track](Tensor::track_op) operations is dropped,
 /// and the gradient of a variable may be `None`.
@@ -26,13 +25,15 @@ use crate::{
 ///
 /// # Errors
 ///
-/// [`Candle`](crate::Error::Candle) if candle cannot copy the output. In the backward pass, what
-/// `backward` returns, and if it leaves out the gradient of a tracked input that is no variable, or
-/// returns another number of gradients than there are inputs.
+/// Returns [`Candle`](crate::Error::Candle) if candle cannot copy the output.
+///
+/// The backward pass of candle returns the errors of `backward`. It also fails if the number of
+/// gradients differs from the number of inputs, or if a tracked input that is not a variable gets
+/// no gradient.
 ///
 /// # Examples
 ///
-/// A product whose gradient is counted double:
+/// A product with a doubled gradient:
 ///
 /// ```
 /// use candle_core::{Device, Var};
@@ -62,16 +63,16 @@ where
     record_copy(inputs, output, CustomBackward { backward, wanted })
 }
 
-/// Returns the gradients of all variables that `output` depends on, where its own is `grad`:
-/// PyTorch's `output.backward(grad)`.
+/// Returns the gradients of all variables that `output` depends on, starting from its gradient
+/// `grad`, like PyTorch's `output.backward(grad)`.
 ///
 /// # Shapes
 ///
-/// `grad` is of the shape of `output`.
+/// `grad` has the shape of `output`.
 ///
 /// # Errors
 ///
-/// [`Candle`](crate::Error::Candle) with what candle's backward pass returns.
+/// Returns [`Candle`](crate::Error::Candle) if the shapes differ or candle's backward pass fails.
 ///
 /// # Examples
 ///
@@ -87,12 +88,12 @@ pub fn backward_from(output: &Tensor, grad: Tensor) -> Result<GradStore> {
     Ok(seed(output, grad)?.backward()?)
 }
 
-/// Differentiates several outputs at once, each with its gradient: PyTorch's
+/// Differentiates several outputs at once, each with its gradient, like PyTorch's
 /// `torch.autograd.backward(outputs, grads)`.
 ///
 /// # Errors
 ///
-/// As [`backward_from`].
+/// Returns the errors of [`backward_from`].
 ///
 /// # Examples
 ///
@@ -114,8 +115,8 @@ pub fn backward_from_many(
     Ok(all.backward()?)
 }
 
-/// Returns a scalar without meaning; candle's backward starts from it with `grad` as the gradient
-/// of `output`.
+/// Returns a scalar whose backward pass starts at `output` with the gradient `grad`. The scalar has
+/// no value of its own.
 fn seed(output: &Tensor, grad: Tensor) -> Result<Tensor> {
     if grad.shape() != output.shape() {
         return Err(candle_core::Error::msg(format!(
@@ -128,18 +129,19 @@ fn seed(output: &Tensor, grad: Tensor) -> Result<Tensor> {
     seeded(output, grad)
 }
 
-/// Returns copies of `outputs` with one backward of your own: [`with_backward`] for several outputs.
+/// Returns copies of `outputs` with one backward of your own, like [`with_backward`] for several
+/// outputs.
 ///
-/// `backward` gets the outputs, and the gradient of each output that the pass used. Integer outputs
-/// have no gradient, and are returned unchanged.
+/// `backward` gets the outputs and their gradients, with `None` for an output that the pass did not
+/// use. Integer outputs have no gradient, and are returned without a history.
 ///
 /// # Errors
 ///
-/// As [`with_backward`].
+/// Returns the errors of [`with_backward`].
 ///
 /// # Examples
 ///
-/// A sum and a difference that are differentiated collected:
+/// A sum and a difference with a common backward:
 ///
 /// ```
 /// use candle_core::{Device, Var};
@@ -173,9 +175,9 @@ where
     };
     let collected =
         Arc::new(CollectedGradients { outputs: OnceLock::new(), grads: Mailbox::default() });
-    let nothing = Tensor::zeros(outputs.len(), DType::F32, tracked.device())?;
-    // candle comes to it when it has been to all outputs, which start from it.
-    let token = with_backward(inputs, &nothing, {
+    // All outputs depend on the token, so candle visits it after the outputs.
+    let zeros = Tensor::zeros(outputs.len(), DType::F32, tracked.device())?;
+    let token = with_backward(inputs, &zeros, {
         let collected = Arc::clone(&collected);
         move |_, grad| {
             let outputs = collected.outputs.get();
@@ -194,21 +196,23 @@ where
             continue;
         }
         let collected = Arc::clone(&collected);
-        let nothing = nothing.clone();
+        let zeros = zeros.clone();
         results.push(with_backward(&[&token], output, move |_, grad| {
-            Ok(vec![Some(collected.grads.leave(index, grad, &nothing)?)])
+            let token_grad = collected.grads.leave(index, grad, &zeros)?;
+            Ok(vec![Some(token_grad)])
         })?);
     }
-    // Store the outputs without their history: with it, each output would hold itself.
+    // Store the outputs without their history, since a history would refer back to them and never
+    // be freed.
     collected.outputs.get_or_init(|| results.iter().map(Tensor::detach).collect());
     Ok(results)
 }
 
-/// Several outputs of one operation.
+/// The outputs of one operation, and their gradients in the current backward pass.
 struct CollectedGradients {
-    /// There when the backward pass begins.
+    /// Set before any backward pass begins.
     outputs: OnceLock<Vec<Tensor>>,
-    /// Gradients of the outputs, from these to the inputs.
+    /// Gradients that the outputs pass to the token.
     grads: Mailbox<Tensor>,
 }
 
@@ -220,11 +224,11 @@ struct CustomBackward<F> {
 /// The use of an input's gradient in candle's backward pass.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum GradientUse {
-    /// Drop it: candle would keep it without using it.
+    /// Dropped, because candle would store it without using it.
     No,
-    /// Return it if there is one: it belongs to a variable.
+    /// Returned if there is one: the input is a variable.
     Optional,
-    /// It panics without.
+    /// Required: candle panics without it.
     Yes,
 }
 
@@ -288,7 +292,7 @@ mod tests {
     fn inputs_get_their_own_gradients() {
         for n_inputs in 1..9_usize {
             let vars: Vec<Var> = (0..n_inputs).map(|n| var(n as f64)).collect();
-            // Every other one is not a variable itself.
+            // Every second input is not a variable itself.
             let inputs: Vec<Tensor> = vars
                 .iter()
                 .enumerate()

@@ -96,7 +96,8 @@ fn record_outputs<B: MultiBackward<OUTPUTS>, const OUTPUTS: usize>(
     let results: Vec<_> = results.collect::<Result<_>>()?;
     let results: [Tensor; OUTPUTS] =
         results.try_into().map_err(|_| candle_core::Error::msg("an output is missing"))?;
-    // Store the outputs without their history: with it, each output would hold itself.
+    // Store the outputs without their history, since a history would refer back to them and never
+    // be freed.
     shared.outputs.get_or_init(|| results.each_ref().map(Tensor::detach));
     Ok(results)
 }

@@ -3,7 +3,8 @@
 use candle_core::{Result, Tensor};
 use candle_nn::{Module, VarBuilder};
 
-/// [`embedding`](crate::embedding()) with its table, in the place of `candle_nn::Embedding`.
+/// An embedding layer, which replaces `candle_nn::Embedding` and calls
+/// [`embedding`](crate::embedding()).
 ///
 /// # Examples
 ///
@@ -25,10 +26,9 @@ pub struct Embedding {
 }
 
 impl Embedding {
-    /// Makes an embedding of this table [rows, hidden size].
+    /// Creates a layer with this table [rows, hidden size].
     ///
-    /// `hidden_size` is not needed, since the table has it; it is there because candle-nn's
-    /// constructor asks for it.
+    /// The second argument is ignored. It exists because candle-nn's constructor has it.
     pub fn new(embeddings: Tensor, _hidden_size: usize) -> Self {
         Self { embeddings }
     }
@@ -56,7 +56,7 @@ impl From<candle_nn::Embedding> for Embedding {
 ///
 /// # Errors
 ///
-/// If the table cannot be loaded.
+/// Returns an error if the table cannot be loaded.
 pub fn embedding(in_size: usize, out_size: usize, vb: VarBuilder<'_>) -> Result<Embedding> {
     candle_nn::embedding(in_size, out_size, vb).map(Embedding::from)
 }
