@@ -39,8 +39,7 @@ pub struct PaddingReport {
     pub batches: u64,
     /// Number of sequences in these batches.
     pub sequences: u64,
-    /// Tokens without padding in all batches, in 128 bits because only each single batch fits into
-    /// 64.
+    /// Tokens without padding in all batches. Each batch fits into 64 bits, but their sum may not.
     pub real_tokens: u128,
     /// Tokens with padding in all batches.
     pub padded_tokens: u128,
@@ -50,7 +49,7 @@ pub struct PaddingReport {
     pub skipped: u64,
     /// Sequences truncated because they are too long.
     pub truncated: u64,
-    /// Sequences dropped because they cannot fill the multiple.
+    /// Sequences dropped because they cannot fill the batch size multiple.
     pub dropped: u64,
 }
 
@@ -81,7 +80,7 @@ impl PaddingReport {
         }
     }
 
-    /// Returns the report without batches: only skipped, truncated and dropped sequences.
+    /// Returns only the counts of skipped, truncated and dropped sequences.
     pub(crate) fn drop_counts(&self) -> Self {
         let &Self { skipped, truncated, dropped, .. } = self;
         Self { skipped, truncated, dropped, ..Self::default() }
@@ -89,8 +88,8 @@ impl PaddingReport {
 
     /// Returns the fraction of real tokens; 1.0 if there are no tokens.
     ///
-    /// Compare it only at similar numbers of batches: batches of one sequence have no padding, but
-    /// are slow.
+    /// Compare it only for similar numbers of batches: batches of one sequence have no padding, but
+    /// training on them is slow.
     pub fn efficiency(&self) -> f64 {
         if self.padded_tokens == 0 {
             1.0
