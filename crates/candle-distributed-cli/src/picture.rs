@@ -13,7 +13,9 @@ use plotters::{
 
 use crate::error::Result;
 
+/// The result of drawing.
 pub(crate) type Drawn<T = ()> = Result<T, DrawingAreaErrorKind<io::Error>>;
+/// An area of a picture, with coordinates in pixels.
 pub(crate) type Area<'a> = DrawingArea<SVGBackend<'a>, Shift>;
 
 pub(crate) const FONT: &str = "sans-serif";
@@ -33,7 +35,9 @@ const AFTER: Pos = Pos { h_pos: HPos::Left, v_pos: VPos::Center };
 pub(crate) const INK: RGBColor = RGBColor(45, 49, 58);
 pub(crate) const FAINT: RGBColor = RGBColor(105, 111, 123);
 pub(crate) const GRID: RGBColor = RGBColor(226, 229, 234);
+/// The color of a plan that fits its budget.
 pub(crate) const FITS: RGBColor = RGBColor(23, 120, 75);
+/// The color of a limit, and of a plan beyond its limit.
 pub(crate) const LIMIT: RGBColor = RGBColor(192, 38, 45);
 
 // Okabe and Ito's palette, which stays distinguishable for color-blind readers and in grayscale.
@@ -91,7 +95,7 @@ pub(crate) fn document(size: (u32, u32), draw: impl FnOnce(Area<'_>) -> Drawn) -
     Ok(document.replacen(">\n", &format!(">\n{}", style_element()), 1).trim_end().to_owned() + "\n")
 }
 
-/// Strips a document for inclusion in an HTML page, which has the [`STYLE`] itself.
+/// Prepares a document for an HTML page with the [`STYLE`]: removes its style and its namespace.
 pub(crate) fn inline(document: &str) -> String {
     document.replacen(&style_element(), "", 1).replacen(
         " xmlns=\"http://www.w3.org/2000/svg\"",
@@ -111,7 +115,7 @@ fn hex(RGBColor(red, green, blue): RGBColor) -> String {
 /// Draws the title of a picture, with its figures below.
 pub(crate) fn heading(area: &Area<'_>, title: &str, figures: &str, color: RGBColor) -> Drawn {
     let (width, _) = area.dim_in_pixel();
-    // A long title gets smaller letters, to fit on one line.
+    // Shrink a long title to fit on one line: a bold character is about half as wide as high.
     let size = (1.9 * f64::from(width) / title.chars().count().max(1) as f64).min(21.0);
     let style = TextStyle::from((FONT, size, FontStyle::Bold)).color(&INK);
     area.draw(&Text::new(title, (LEFT, 14), style))?;
@@ -134,7 +138,7 @@ pub(crate) fn legend(
     entries: &[(Mark, RGBColor, &str)],
 ) -> Drawn {
     for &(mark, color, name) in entries {
-        sample(area, mark, color, (x, y))?;
+        draw_symbol(area, mark, color, (x, y))?;
         let style = TextStyle::from((FONT, TEXT)).color(&INK).pos(AFTER);
         area.draw(&Text::new(name, (x + 24, y), style))?;
         x += 24 + text_width(name) + 24;
@@ -143,7 +147,7 @@ pub(crate) fn legend(
 }
 
 /// Draws the symbol of a legend entry.
-fn sample(area: &Area<'_>, mark: Mark, color: RGBColor, (x, y): (i32, i32)) -> Drawn {
+fn draw_symbol(area: &Area<'_>, mark: Mark, color: RGBColor, (x, y): (i32, i32)) -> Drawn {
     match mark {
         Mark::Block => {
             area.draw(&Rectangle::new([(x + 3, y - 6), (x + 16, y + 7)], color.filled()))
@@ -177,7 +181,7 @@ fn char_width(char: char) -> i32 {
     }
 }
 
-/// Styles the axes of a picture: horizontal grid lines at the numbers on the left, nothing else.
+/// Styles the axes of a picture: horizontal grid lines at the labels of the y axis, and no others.
 pub(crate) fn plain<X: Ranged, Y: Ranged, B: DrawingBackend>(
     axes: &mut MeshStyle<'_, '_, X, Y, B>,
 ) {
@@ -201,15 +205,13 @@ impl Ticks {
         reason = "a logarithm is small, and not negative where it is cast"
     )]
     pub(crate) fn up_to(highest: f64) -> Self {
-        const UNITS: [(f64, &str); 6] =
-            [(1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e4, "k")];
+        const UNITS: [(f64, &str); 5] =
+            [(1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M")];
 
-        let reached = UNITS.into_iter().find(|(from, _)| highest >= *from);
-        let (unit, name) = reached.map_or((1.0, ""), |(from, name)| {
-            // `k` starts at 10,000: four digits are easy to read without it.
-            (if name == "k" { 1e3 } else { from }, name)
-        });
-        // Ticks are a tenth of the axis apart, or a fifth.
+        let large = UNITS.into_iter().find(|(unit, _)| highest >= *unit);
+        // `k` starts at 10,000: four digits are easy to read without it.
+        let (unit, name) = large.unwrap_or(if highest >= 1e4 { (1e3, "k") } else { (1.0, "") });
+        // Ticks are at least a tenth of the axis apart, so two digits after its first suffice.
         let decimals = (2.0 - (highest / unit).log10().floor()).clamp(0.0, 12.0) as usize;
         Self { unit, name, decimals }
     }

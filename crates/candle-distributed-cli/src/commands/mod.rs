@@ -14,17 +14,17 @@ pub(crate) mod train;
 
 use crate::error::{Error, Result};
 
-/// Returns the number of results to print out of `len`: from `start` on, at most `count`. An error
-/// calls the results `what`.
+/// Returns the number of results to print: at most `count`, from `start` on, of `len` results. The
+/// error message calls the results `what`.
 pub(crate) fn count(start: u64, count: Option<u64>, len: u64, what: &str) -> Result<u64> {
-    let left = len
-        .checked_sub(start)
-        .ok_or_else(|| Error::usage(format!("start {start} is beyond {len} {what}")))?;
+    let left = len.checked_sub(start).ok_or_else(|| {
+        Error::usage(format!("--start {start} is beyond the end of {len} {what}"))
+    })?;
     Ok(count.map_or(left, |count| count.min(left)))
 }
 
 /// Converts a number of results, at most the length of an iterator, to `usize`.
-#[expect(clippy::expect_used, reason = "says why it cannot fail")]
+#[expect(clippy::expect_used, reason = "the message gives the reason")]
 pub(crate) fn iterator_count(n: u64) -> usize {
     usize::try_from(n).expect("at most the length of an iterator, which is a usize")
 }
