@@ -13,9 +13,9 @@ pub enum GradientError {
     /// The gradients of some parameters do not match the loss.
     #[error(
         "the gradients of {} of {prefixes} parts of the model are wrong: {}. An operation between \
-         them and the loss has a wrong backward pass or, next to a residual, none. candle-nn's \
-         LayerNorm, RmsNorm, softmax_last_dim and rope have none: use fused_ops::layers and \
-         fused_ops, which candle_distributed exports as `ops`",
+         them and the loss has a wrong backward pass, or none and a residual around it. \
+         candle-nn's LayerNorm, RmsNorm, softmax_last_dim and rope have no backward pass: use \
+         fused_ops::layers and fused_ops, which candle_distributed exports as `ops`",
         wrong.len(), Listed(&wrong.iter().map(WrongSlope).collect::<Vec<_>>())
     )]
     Wrong {
@@ -30,14 +30,14 @@ pub enum GradientError {
          draws new numbers each time: draw them from the replica's rng"
     )]
     NotRepeatable {
-        /// The loss.
+        /// The loss of the first evaluation.
         first: f64,
         /// The loss of the second evaluation.
         second: f64,
     },
 }
 
-/// Displays a wrong slope next to the expected slope.
+/// Displays the slope of a prefix and the expected slope.
 struct WrongSlope<'a>(&'a PrefixCheck);
 
 impl fmt::Display for WrongSlope<'_> {

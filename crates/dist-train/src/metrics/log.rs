@@ -55,7 +55,7 @@ pub struct MetricsLog {
 
 impl MetricsLog {
     /// Opens a file to resume it after `done` steps, or creates it and its folder. Lines of later
-    /// steps, which the resumed run took after its checkpoint, are dropped, and so are
+    /// steps are dropped, since the run takes these steps again, and so are
     /// [damaged](Metrics::damaged) lines. Starts the clock of the session.
     ///
     /// Backs up the whole file as `metrics.damaged-0001.jsonl` if lines are damaged, and as
@@ -70,7 +70,7 @@ impl MetricsLog {
         if let Some(folder) = path.parent() {
             fs::create_dir_all(folder).at(folder)?;
         }
-        keep_before(&path, done)?;
+        truncate(&path, done)?;
         let file = File::options().create(true).append(true).open(&path).at(&path)?;
         Ok(Self { path, file, start: Instant::now() })
     }
@@ -104,14 +104,14 @@ impl MetricsLog {
     }
 }
 
-/// Drops the lines of the steps from `end` on.
-fn keep_before(path: &Path, end: u64) -> Result<()> {
+/// Drops damaged lines and the lines of the steps from `end` on, after a backup if one is needed.
+fn truncate(path: &Path, end: u64) -> Result<()> {
     let text = match fs::read(path) {
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(()),
         text => text.at(path)?,
     };
     let mut metrics = Metrics::parse(&text);
-    if metrics.steps().is_empty() && !is_begun(&text) {
+    if metrics.steps().is_empty() && !is_first_line_start(&text) {
         return Err(Error::NoMetrics { path: path.to_owned() });
     }
     if !metrics.damaged().is_empty() {
@@ -125,17 +125,16 @@ fn keep_before(path: &Path, end: u64) -> Result<()> {
     if kept == text { Ok(()) } else { files::write(path, &kept).at(path) }
 }
 
-/// Returns true if a file without a step may come from a run that was killed while it wrote its
-/// first line.
-fn is_begun(text: &[u8]) -> bool {
+/// Returns true if the text is empty or the start of a first line, as a killed run may leave it.
+fn is_first_line_start(text: &[u8]) -> bool {
     let start: &[u8] = br#"{"step":"#;
     text.is_empty() || (text.starts_with(start) && !text.contains(&b'\n'))
 }
 
-/// Backs up a file, and warns about its dropped lines.
-fn back_up(path: &Path, word: &str, text: &[u8]) -> Result<()> {
-    let copy = files::back_up(path, word, text).at(path)?;
-    tracing::warn!("{} has {word} lines, backed up as {}", path.display(), copy.display());
+/// Backs up a file with `kind` lines, and warns about it.
+fn back_up(path: &Path, kind: &str, text: &[u8]) -> Result<()> {
+    let copy = files::back_up(path, kind, text).at(path)?;
+    tracing::warn!("{} has {kind} lines, backed up as {}", path.display(), copy.display());
     Ok(())
 }
 
@@ -151,7 +150,7 @@ pub fn peak_bytes() -> Option<u64> {
     peak_in(&fs::read_to_string("/proc/self/status").ok()?)
 }
 
-/// Returns the high-water mark in the text of a `/proc/PID/status`.
+/// Returns the peak resident memory in bytes from the text of a `/proc/PID/status`.
 fn peak_in(status: &str) -> Option<u64> {
     let mark = status.lines().find_map(|line| line.strip_prefix("VmHWM:"))?;
     mark.trim().strip_suffix(" kB")?.parse::<u64>().ok()?.checked_mul(1024)
@@ -219,7 +218,7 @@ mod tests {
     fn unsaved_and_damaged_metrics_are_backed_up() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("metrics.jsonl");
-        // A file with a name that a careless writer could use for itself.
+        // An unrelated file with the name of a temporary file, which must not be overwritten.
         fs::write(folder.path().join("metrics.partial"), "mine").unwrap();
         let written = || {
             let mut log = MetricsLog::open(&path, 0).unwrap();
