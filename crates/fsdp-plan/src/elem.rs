@@ -7,9 +7,9 @@ use serde::{Deserialize, Deserializer, Serialize, Serializer, de};
 /// The type of the elements of a parameter.
 ///
 /// Names follow safetensors headers, and ggml for the block types of quantized checkpoints. A
-/// **block** is the smallest unit that cannot be cut: one element of most types, several elements
-/// that share whole bytes below 8 bits ([`ElemType::F4`]), or elements that share a scale in ggml
-/// types ([`ElemType::Q4_0`] and the following).
+/// **block** is the smallest number of elements that cannot be cut: one for most types, the elements
+/// that fill whole bytes for types below 8 bits ([`ElemType::F4`]), or the elements that share a
+/// scale for ggml types ([`ElemType::Q4_0`] and the following).
 ///
 /// # Examples
 ///
@@ -80,15 +80,15 @@ pub enum ElemType {
     Q8_0,
     /// ggml: 32 elements of 8 bits, a scale and a sum.
     Q8_1,
-    /// ggml: 256 elements of 2 bits with scales for each 16.
+    /// ggml: 256 elements of 2 bits, with scales for each 16 elements.
     Q2K,
-    /// ggml: 256 elements of 3 bits with scales for each 16.
+    /// ggml: 256 elements of 3 bits, with scales for each 16 elements.
     Q3K,
-    /// ggml: 256 elements of 4 bits with scales for each 32.
+    /// ggml: 256 elements of 4 bits, with scales for each 32 elements.
     Q4K,
-    /// ggml: 256 elements of 5 bits with scales for each 32.
+    /// ggml: 256 elements of 5 bits, with scales for each 32 elements.
     Q5K,
-    /// ggml: 256 elements of 6 bits with scales for each 16.
+    /// ggml: 256 elements of 6 bits, with scales for each 16 elements.
     Q6K,
     /// ggml: 256 elements of 8 bits, a scale and sums.
     Q8K,
@@ -154,8 +154,8 @@ impl ElemType {
         TABLE[self as usize].3
     }
 
-    /// Returns true if parameters of this type can be trained: floats of at least 8 bits that are
-    /// not scales.
+    /// Returns true if parameters of this type can be trained: real and complex floats of at least 8
+    /// bits, except scales.
     pub(crate) const fn is_trainable(self) -> bool {
         TABLE[self as usize].4
     }
@@ -165,8 +165,8 @@ impl ElemType {
         n_elems / self.block_numel() * self.block_bytes()
     }
 
-    /// Returns the bytes of `n_elems` elements, rounded up to whole blocks. The result is wide
-    /// because sums over a whole cluster exceed 64 bits.
+    /// Returns the bytes of `n_elems` elements, rounded up to whole blocks. Both numbers
+    /// have 128 bits, because sums over a cluster may exceed 64 bits.
     pub(crate) fn bytes(self, n_elems: u128) -> u128 {
         let n_blocks = match self.block_numel() {
             1 => n_elems, // avoids a 128-bit division for nearly all types
