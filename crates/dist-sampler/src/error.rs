@@ -20,7 +20,7 @@ pub enum Error {
         /// Limit on the length.
         max: u64,
     },
-    /// The order must be cached, and its indices do not fit into 32 bits.
+    /// The data set is too long for an order that must be cached, since cached indices have 32 bits.
     #[error("data set of length {len} is too long for a cached order, the limit is {max}")]
     TooLongToShuffle {
         /// Requested length.
@@ -126,9 +126,7 @@ pub enum Error {
     #[error("no sampler of the mixture has a weight above 0")]
     NoMixtureWeight,
     /// The cycle of a mixture is too long.
-    #[error(
-        "the weights of the mixture repeat after {turns} turns, the limit is {max}; round them"
-    )]
+    #[error("the mixture has a cycle of {turns} entries, the limit is {max}; round its weights")]
     MixtureCycle {
         /// Length of the cycle: the sum of the weights over their greatest common divisor.
         turns: u64,
