@@ -1,4 +1,4 @@
-//! Golden model folders, with results of transformers.
+//! Golden model folders of the tests, with outputs of the Python package transformers.
 
 use std::{fs, path::PathBuf};
 
@@ -21,7 +21,7 @@ pub(crate) fn json(model: &str, name: &str) -> Value {
     serde_json::from_str(&fs::read_to_string(path(model).join(name)).unwrap()).unwrap()
 }
 
-/// Reads the conversations rendered by transformers.
+/// Reads conversations and their texts, as rendered by transformers.
 pub(crate) fn chat() -> Value {
     let path = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("tests/golden/chat.json");
     serde_json::from_str(&fs::read_to_string(path).unwrap()).unwrap()
