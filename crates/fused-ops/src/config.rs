@@ -24,20 +24,19 @@ pub enum Activation {
 pub struct AttentionConfig {
     /// Hides keys of later positions from a query. Default: `false`.
     ///
-    /// The last query has the position of the last key, so fewer queries than keys continue a
-    /// sequence. (PyTorch's `is_causal` aligns the first ones instead; for equal numbers of queries
-    /// and keys the two agree.)
+    /// The last query has the position of the last key. If there are fewer queries than keys, the
+    /// queries are the end of the sequence. (PyTorch's `is_causal` aligns the first query with the
+    /// first key instead. For equal numbers of queries and keys the two agree.)
     pub causal: bool,
-    /// The factor of q·kᵀ. Default: `None`, one over the root of the heads' size.
+    /// The factor of q·kᵀ. Default: `None`, 1 / √(head size).
     pub scale: Option<f64>,
     /// The number of keys of each sequence in the batch; later keys are padding, hidden from every
-    /// query. Default: `None`, all.
+    /// query. Default: `None`, no padding.
     pub key_lengths: Option<Vec<usize>>,
     /// The mask to add to the scores, of any shape that broadcasts to [batch, heads, queries,
     /// keys]. Default: `None`.
     ///
-    /// It gets no gradient. If all scores of a query are −∞, its result is NaN, as in the composed
-    /// form.
+    /// It gets no gradient. If all scores of a query are −∞, its result is NaN, as without fusion.
     pub mask: Option<Tensor>,
 }
 
@@ -70,21 +69,21 @@ impl AttentionConfig {
 
 /// The key of the random numbers that choose the dropped elements.
 ///
-/// The same key drops the same elements, so each use in a step needs another `call`: say, step ·
-/// layers + layer.
+/// The same key drops the same elements, so each dropout of a run needs another `call`, for example
+/// step · layers + layer.
 ///
-/// A part of a tensor, such as the rows of one device, drops the elements that the whole would drop
-/// there if `offset` says where the part begins.
+/// With the right `offset`, a slice of a tensor, such as the rows of one device, drops the same
+/// elements as the full tensor.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[expect(
     clippy::exhaustive_structs,
-    reason = "it is a place in the numbers of a generator: its key, and how far from their start"
+    reason = "a seed, a stream and a position identify a random number"
 )]
 pub struct DropoutKey {
-    /// The run's.
+    /// The seed of the run.
     pub seed: u64,
-    /// The number of this dropout among the dropouts with this seed.
+    /// The number of this dropout among all dropouts with this seed.
     pub call: u64,
-    /// The index of the tensor's first element in the whole; 0 if the tensor is the whole.
+    /// The index of the slice's first element in the full tensor; 0 for a full tensor.
     pub offset: u64,
 }

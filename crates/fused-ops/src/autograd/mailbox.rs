@@ -6,22 +6,23 @@ use candle_core::Tensor;
 
 use crate::error::Result;
 
-/// The messages that the backward passes of one operation leave between its nodes.
+/// Messages between the nodes of one operation, in all of its backward passes.
 ///
 /// Several passes may run at once: on several threads, and nested on one thread, since a rayon
-/// thread that waits for a kernel may begin another pass. candle does not identify a pass, but it
-/// carries the gradient of a token from node to node within the pass. So that gradient holds
-/// tickets: a node that leaves a message adds its ticket, and the node that reads the gradient
-/// takes the messages of the tickets. A message of a failed pass is never taken, and is dropped
-/// with the graph.
+/// thread that waits for a kernel may start another pass. candle does not identify a pass, but it
+/// passes the gradient of a token from node to node. This gradient is used for tickets: a node that
+/// sends a message adds the message's ticket to the gradient, and the receiving node takes the
+/// messages with the tickets in the gradient. A message of a failed pass is never taken, and is
+/// dropped with the graph.
 #[derive(Debug)]
 pub(crate) struct Mailbox<T>(Mutex<Vec<PassMessage<T>>>);
 
 #[derive(Debug)]
 struct PassMessage<T> {
-    /// Unique among the letters of a mailbox, and not 0. A `u16` is exact in f32, which all devices
-    /// can add.
+    /// Nonzero number, unique among the messages of a mailbox. It has 16 bits because tickets are
+    /// stored in f32, which all devices can add and which represents them exactly.
     ticket: u16,
+    /// Index of the sender.
     index: usize,
     content: T,
 }
@@ -33,9 +34,9 @@ impl<T> Default for Mailbox<T> {
 }
 
 impl<T> Mailbox<T> {
-    /// Leaves `content`, and returns the gradient that carries its ticket to `token` at `index`.
+    /// Stores `content`, and returns a gradient of `token` with its ticket at `index`.
     ///
-    /// The token has one dimension, with an element for each node.
+    /// The token has one dimension, with an element for each sender.
     pub(crate) fn leave(&self, index: usize, content: T, token: &Tensor) -> Result<Tensor> {
         let ticket = self.put(index, content)?;
         let mut tickets = vec![0_f32; token.elem_count()];
@@ -44,39 +45,40 @@ impl<T> Mailbox<T> {
     }
 
     fn put(&self, index: usize, content: T) -> Result<u16> {
-        let mut letters = self.lock();
+        let mut messages = self.lock();
         let ticket = (1..=u16::MAX)
-            .find(|ticket| letters.iter().all(|letter| letter.ticket != *ticket))
+            .find(|ticket| messages.iter().all(|message| message.ticket != *ticket))
             .ok_or_else(|| {
                 candle_core::Error::msg(format!(
-                    "{} backward passes through one operation have not ended",
-                    letters.len()
+                    "{} messages of unfinished backward passes are pending in one operation",
+                    messages.len()
                 ))
             })?;
-        letters.push(PassMessage { ticket, index, content });
+        messages.push(PassMessage { ticket, index, content });
         Ok(ticket)
     }
 
-    /// Takes the messages of this pass, each with its index. `grad`, the gradient of the token, has
-    /// their tickets.
+    /// Takes the messages whose tickets are in `grad`, the gradient of the token; returns each with
+    /// its index.
     pub(crate) fn take(&self, grad: &Tensor) -> Result<Vec<(usize, T)>> {
-        // This pass has left a letter at least, so a single letter is its own. Without this case
-        // each operation would wait for a GPU to read the tickets.
-        if let Some(letter) = self.take_single() {
-            return Ok(vec![letter]);
+        // This pass has stored at least one message, so a single message belongs to it. This case
+        // avoids reading the tickets from a GPU, which would wait for the GPU.
+        if let Some(message) = self.take_single() {
+            return Ok(vec![message]);
         }
-        let tickets: Vec<u32> = grad.to_vec1::<f32>()?.into_iter().map(f32::to_bits).collect();
-        let mut letters = self.lock();
-        let taken = letters.extract_if(.., |letter: &mut PassMessage<T>| {
-            tickets.contains(&f32::from(letter.ticket).to_bits())
+        let tickets = grad.to_vec1::<f32>()?;
+        let mut messages = self.lock();
+        let taken = messages.extract_if(.., |message: &mut PassMessage<T>| {
+            let ticket = f32::from(message.ticket).to_bits();
+            tickets.iter().any(|found| found.to_bits() == ticket)
         });
-        Ok(taken.map(|letter| (letter.index, letter.content)).collect())
+        Ok(taken.map(|message| (message.index, message.content)).collect())
     }
 
     fn take_single(&self) -> Option<(usize, T)> {
-        let mut letters = self.lock();
-        let letter = if letters.len() == 1 { letters.pop() } else { None };
-        letter.map(|letter| (letter.index, letter.content))
+        let mut messages = self.lock();
+        let message = if messages.len() == 1 { messages.pop() } else { None };
+        message.map(|message| (message.index, message.content))
     }
 
     /// Locks the messages. A thread that panicked under the lock left only complete messages.

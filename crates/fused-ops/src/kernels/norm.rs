@@ -1,7 +1,7 @@
 //! Root-mean-square and layer normalization of rows, with their gradients.
 //!
-//! Neither keeps anything for the backward pass: mean and scale of a row are found again from the
-//! row, which has to be read anyway.
+//! The forward pass stores nothing for the backward pass, which recomputes the mean and the scale
+//! of a row, since it reads the row anyway.
 
 use pulp::NullaryFnOnce;
 
@@ -22,7 +22,7 @@ pub(crate) enum Norm {
     Layer,
 }
 
-/// x + y.
+/// Returns x + y.
 pub(crate) fn add<T: Float>(x: &[T], y: &[T]) -> Vec<T> {
     vec_of_blocks(x.len(), ELEMENTS_PER_BLOCK, |block, out: &mut FillBlock<'_, T>| {
         let x = block_of(x, block, ELEMENTS_PER_BLOCK);
@@ -47,7 +47,7 @@ impl<T: Float> NullaryFnOnce for AddRows<'_, '_, T> {
     }
 }
 
-/// Returns the rows x·weight + bias, with x normalized.
+/// Returns normalized(x)·weight + bias for each row x.
 pub(crate) fn forward<T: Float>(
     norm: Norm,
     x: &[T],
@@ -89,7 +89,7 @@ impl<T: Float> NullaryFnOnce for ForwardKernel<'_, '_, T> {
     }
 }
 
-/// Returns the shift and the scale that normalize a row.
+/// Returns the mean to subtract from a row, and the scale to multiply it with.
 #[inline(always)]
 fn statistics<T: Float>(norm: Norm, x: &[T], epsilon: T) -> (T, T) {
     let n = T::round_from_f64(x.len() as f64);
@@ -105,11 +105,12 @@ fn statistics<T: Float>(norm: Norm, x: &[T], epsilon: T) -> (T, T) {
 pub(crate) struct Gradients<T> {
     pub(crate) x: Vec<T>,
     pub(crate) weight: Vec<T>,
+    /// Zeros for [`Norm::Rms`].
     pub(crate) bias: Vec<T>,
 }
 
-/// Returns the gradients, where `grad` is the gradient of the result, and `other_grad` another
-/// gradient of x to add.
+/// Returns the gradients of the inputs for the gradient `grad` of the result. `other_grad`, if any,
+/// is added to the gradient of x.
 pub(crate) fn backward<T: Float>(
     norm: Norm,
     x: &[T],
@@ -162,25 +163,24 @@ impl<T: Float> NullaryFnOnce for BackwardKernel<'_, '_, T> {
     fn call(self) -> GradientPart<T> {
         let Self { norm, weight, other_grad, epsilon, out, .. } = self;
         let width = weight.len();
-        let n = T::round_from_f64(weight.len() as f64);
+        let n = T::round_from_f64(width as f64);
         let mut part = GradientPart::new(width);
         let rows = self.x.chunks_exact(width).zip(self.grad.chunks_exact(width));
         for (row, (x, grad)) in rows.enumerate() {
             let (mean, scale) = statistics(norm, x, epsilon);
             // With y = (x − mean) · scale: dx = scale · (g·w − mean of g·w − y · mean of g·w·y).
-            let projection = sum3(grad, weight, x, |g, w, x| g * w * (x - mean)) * scale / n;
-            let shift = match norm {
+            let mean_gwy = sum3(grad, weight, x, |g, w, x| g * w * (x - mean)) * scale / n;
+            let mean_gw = match norm {
                 Norm::Rms => T::ZERO,
                 Norm::Layer => sum2(grad, weight, |g, w| g * w) / n,
             };
-            let of_norm =
-                |g: T, w: T, x: T| (g * w - shift - (x - mean) * scale * projection) * scale;
+            let dx = |g: T, w: T, x: T| (g * w - mean_gw - (x - mean) * scale * mean_gwy) * scale;
             match other_grad {
-                None => out.push3(grad, weight, x, of_norm),
+                None => out.push3(grad, weight, x, dx),
                 Some(other_grad) => {
                     let other_grad = &other_grad[row * width..][..width];
                     out.push4(grad, weight, x, other_grad, |g, w, x, other_grad| {
-                        of_norm(g, w, x) + other_grad
+                        dx(g, w, x) + other_grad
                     })
                 }
             };
