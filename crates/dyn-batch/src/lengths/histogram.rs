@@ -2,7 +2,7 @@
 
 #![expect(
     clippy::cast_possible_truncation,
-    reason = "counts, positions and table entries fit into the memory that has them"
+    reason = "sequences in memory are counted, and lengths are compared with `TABLE_LEN`"
 )]
 
 use std::{collections::BTreeMap, ops::Range};
@@ -14,7 +14,7 @@ pub(crate) struct LengthRun {
     pub(crate) count: u64,
 }
 
-/// Lengths below this bound are counted in a table, and longer ones in a map.
+/// Lengths below this bound have an entry in a table; longer lengths have one in a map.
 const TABLE_LEN: u64 = 1 << 20;
 
 /// The number of sequences of each length.
@@ -33,7 +33,7 @@ impl LengthHistogram {
         counter.finish()
     }
 
-    /// Returns a run per length, ascending.
+    /// Returns the runs in ascending order of their lengths.
     pub(crate) fn runs(&self) -> &[LengthRun] {
         &self.runs
     }
@@ -43,7 +43,7 @@ impl LengthHistogram {
         self.runs.iter().map(|run| run.count).sum()
     }
 
-    /// Returns the histogram of a range of the sorted sequences.
+    /// Returns the histogram of the sequences at these positions in the sorted order.
     pub(crate) fn range(&self, range: Range<usize>) -> Self {
         let mut runs = Vec::new();
         let mut run_start = 0;
@@ -71,12 +71,13 @@ impl LengthCounter {
     pub(crate) fn add(&mut self, length: u64) {
         match self.short.get_mut(length as usize) {
             Some(count) if length < TABLE_LEN => *count += 1,
-            Some(_) | None => self.add_new(length),
+            Some(_) | None => self.add_outside_table(length),
         }
     }
 
+    /// Counts a length beyond the table, which grows if the length is short.
     #[cold]
-    fn add_new(&mut self, length: u64) {
+    fn add_outside_table(&mut self, length: u64) {
         if length < TABLE_LEN {
             self.short.resize((length as usize + 1).next_power_of_two(), 0);
             self.short[length as usize] += 1;
@@ -127,7 +128,7 @@ impl SortSlots {
     #[inline]
     #[expect(
         clippy::expect_used,
-        reason = "`SequenceLengths` must return the same length each time"
+        reason = "`SequenceLengths` must return equal lengths in each pass"
     )]
     pub(crate) fn take(&mut self, length: u64) -> usize {
         let next = if length < TABLE_LEN {

@@ -1,29 +1,31 @@
-//! The cut with the fewest padded tokens among all cuts into the fewest batches, by dynamic
+//! The cut into the fewest batches and, among these cuts, with the fewest padded tokens, by dynamic
 //! programming.
 //!
-//! A layer is the set of prefixes of the groups that need the same number of batches; layers are
-//! consecutive. The last batch of a prefix starts where a prefix of the previous layer ends. The
-//! best start is a totally monotone choice: a longer group costs more for every other group in its
-//! batch. Ties go to the first start.
+//! A prefix is the first groups in sorted order, identified by their number. A layer is the range
+//! of prefixes that need the same number of batches. The last batch of a prefix starts where a
+//! prefix of the previous layer ends. The best start never decreases from prefix to prefix, because
+//! a longer group costs more for every other group in its batch. Ties go to the first start.
 //!
-//! A stretch is a run of prefixes in a layer whose last groups have the same padded length. The
-//! order of two starts does not depend on the prefix, only the range of starts does. So a stretch
-//! visits each start once, and the middle stretch of a layer halves the starts for the stretches on
-//! both sides (see [`minima`](crate::lengths::minima)). A million sequences have a few thousand
-//! lengths, so most layers have one or two stretches. Prefix by prefix the algorithm takes two to
-//! four times as long.
+//! A stretch is a range of prefixes in a layer whose last groups have the same padded length.
+//! Within a stretch, all prefixes rank the starts equally and differ only in the starts that they
+//! can reach. So the costs of a stretch are computed once per start, and the best starts of a
+//! layer's middle stretch bound the starts of the stretches before and after it (see
+//! [`minima`](crate::lengths::minima)). A million sequences have a few thousand lengths, so most
+//! layers have one or two stretches. An algorithm without stretches takes two to four times as
+//! long.
 
 #![expect(
     clippy::cast_possible_truncation,
-    reason = "at most 2^32 sequences are arranged together, and tables are no longer"
+    reason = "at most 2^32 sequences are sorted together, so all positions fit into 32 bits"
 )]
 
 use std::ops::{Add, Mul, Range};
 
-/// Groups with the same padded length, which the longest sequence of each determines.
+/// Consecutive groups with the same padded length, which is the padded length of a group's longest
+/// sequence.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct LengthLevel {
-    /// Number of groups up to the last of this level.
+    /// Number of groups in this level and all shorter levels.
     pub(super) end: usize,
     pub(super) padded_length: u64,
     /// Limit on the groups of a batch whose longest group has this level.
@@ -35,7 +37,7 @@ pub(super) fn ends(levels: &[LengthLevel]) -> Vec<usize> {
     let Some(&LengthLevel { end: n_groups, padded_length, .. }) = levels.last() else {
         return Vec::new();
     };
-    // 64-bit costs take half of the time.
+    // Costs of 64 bits halve the time, so use them if no cost overflows.
     let starts = match padded_length.checked_mul(n_groups as u64 + 1) {
         Some(_) => starts::<u64>(levels, n_groups),
         None => starts::<u128>(levels, n_groups),
@@ -80,11 +82,11 @@ fn push_stretches(
 ) -> usize {
     let mut end = first;
     while let Some(&level) = levels.peek() {
-        // A batch that starts in the previous layer and ends in this level reaches up to here.
-        let reached = first.saturating_add(level.max_groups).min(level.end + 1);
-        if end < reached {
-            stretches.push(PrefixStretch { prefixes: end..reached, level });
-            end = reached;
+        // One past the last prefix of this level that a batch from the previous layer can reach.
+        let stretch_end = first.saturating_add(level.max_groups).min(level.end + 1);
+        if end < stretch_end {
+            stretches.push(PrefixStretch { prefixes: end..stretch_end, level });
+            end = stretch_end;
         }
         if end <= level.end {
             break;
@@ -94,13 +96,13 @@ fn push_stretches(
     end
 }
 
-/// The prefixes that need equally many batches, and their padded tokens.
+/// The prefixes that need the same number of batches, and their padded tokens.
 struct PrefixLayer<C> {
     prefixes: Range<usize>,
     costs: Vec<C>,
 }
 
-/// The prefixes of a layer with the same level of their last groups.
+/// The prefixes of a layer whose last groups are in the same level.
 struct PrefixStretch {
     prefixes: Range<usize>,
     level: LengthLevel,
@@ -121,17 +123,18 @@ struct StartChoice<'a, C> {
 }
 
 impl<C: TokenCount> StartChoice<'_, C> {
-    /// Chooses for these stretches, with best starts in `candidates`.
+    /// Chooses the starts of these stretches among `candidates`.
     #[expect(clippy::expect_used, reason = "batches can start in the previous layer")]
     fn choose(&mut self, stretches: &[PrefixStretch], candidates: Range<usize>) {
         let middle = stretches.len() / 2;
         let Some(stretch) = stretches.get(middle) else { return };
-        let (earliest, latest) = self.choose_in(stretch, candidates.clone()).expect("a start");
+        let (earliest, latest) =
+            self.choose_in(stretch, candidates.clone()).expect("a start for each prefix");
         self.choose(&stretches[..middle], candidates.start..earliest + 1);
         self.choose(&stretches[middle + 1..], latest..candidates.end);
     }
 
-    /// Chooses for one stretch, and returns the starts for its first and its last prefix.
+    /// Chooses the starts of one stretch, and returns the starts of its first and its last prefix.
     fn choose_in(
         &mut self,
         stretch: &PrefixStretch,
@@ -142,12 +145,13 @@ impl<C: TokenCount> StartChoice<'_, C> {
         let mut start = candidates.end;
         let mut best: Option<(C, usize)> = None;
         let mut latest = None;
-        // Go backward, because the last prefix reaches the fewest starts.
+        // Go backward: the last prefix reaches the fewest starts, and each other prefix reaches all
+        // starts of the prefixes after it.
         for prefix in stretch.prefixes.clone().rev() {
             let earliest = stretch.first_start(prefix).max(candidates.start);
             while earliest < start {
                 start -= 1;
-                // Cost up to the previous layer's end; the rest is equal for all starts.
+                // Cost without the groups of this layer, which cost the same for all starts.
                 let cost = self.previous.costs[start - self.previous.prefixes.start]
                     + C::from((first - start) as u64) * length;
                 if best.is_none_or(|(least, _)| cost <= least) {
