@@ -93,7 +93,7 @@ fn check(params: &ParamsAdamW) -> Result<()> {
 impl Optimizer for AdamW {
     type Config = ParamsAdamW;
 
-    /// Creates an optimizer with a state of zeros.
+    /// Creates an optimizer; all of its state is zero.
     ///
     /// # Errors
     ///
@@ -104,7 +104,7 @@ impl Optimizer for AdamW {
         Ok(Self { vars: VariableStates::new(vars, &["exp_avg", "exp_avg_sq"])?, params })
     }
 
-    /// Updates the variables with a gradient; integer variables are never updated.
+    /// Updates the variables that have a gradient, except integer variables.
     fn step(&mut self, grads: &GradStore) -> Result<()> {
         check(&self.params)?;
         self.vars.update_each(grads, |state, grad| update(state, &self.params, grad))
@@ -141,16 +141,18 @@ fn update(state: &mut VariableState, params: &ParamsAdamW, grad: &Tensor) -> Res
     Ok(())
 }
 
-/// The factors of a step, which equal candle's factors.
+/// The factors of a step, computed like candle's.
 struct AdamRule {
     beta1: f64,
     beta2: f64,
-    /// Bias corrections: both means start at zero, so they are too small by these factors.
+    /// Bias correction of the mean, which starts at zero.
     mean_scale: f64,
+    /// Bias correction of the variance, which starts at zero.
     variance_scale: f64,
     eps: f64,
     lr: f64,
-    kept: f64,
+    /// Factor of the variable, for weight decay.
+    decay: f64,
 }
 
 impl AdamRule {
@@ -163,7 +165,7 @@ impl AdamRule {
             variance_scale: 1.0 / (1.0 - beta2.powi(step)),
             eps,
             lr,
-            kept: 1.0 - lr * weight_decay,
+            decay: 1.0 - lr * weight_decay,
         }
     }
 }
@@ -180,7 +182,7 @@ impl Rule<2> for AdamRule {
             variance.scaled(self.beta2)?.plus(&grad.squared()?.scaled(1.0 - self.beta2)?)?;
         let deviation = variance.scaled(self.variance_scale)?.root()?.affine(1.0, self.eps)?;
         let change = mean.scaled(self.mean_scale)?.over(&deviation)?.scaled(self.lr)?;
-        Ok((value.scaled(self.kept)?.minus(&change)?, [mean, variance]))
+        Ok((value.scaled(self.decay)?.minus(&change)?, [mean, variance]))
     }
 }
 
