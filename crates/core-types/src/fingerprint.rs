@@ -9,22 +9,23 @@ use std::{
 
 use crate::index::Seed;
 
-/// Bytes of a file read at a time: whole words, so that only the last word of a file is short.
+/// The number of bytes read at a time: a multiple of the word size, so that only the last word of a
+/// file may be incomplete.
 const PART_BYTES: usize = 1 << 20;
 
 /// A hash of a sequence of words and byte strings, the same on every machine and in every version
 /// of Rust.
 ///
-/// It tells whether two data sets, orders or calls are equal: a saved state is compared with its
+/// Use it to compare data sets, orders or calls: a saved state is compared with its
 /// weights, and processes compare their collectives. The order of words matters. It is not
 /// cryptographic: collisions can be constructed.
 ///
-/// Each word is hashed with its position, and the hashes are added. So hashes do not depend on each
-/// other, and the processor computes several at once.
+/// Each word is hashed with its position, and the hashes are added. So the hashes are independent,
+/// and the processor computes several at once.
 ///
 /// # Determinism
 ///
-/// Tests pin the values: a state of one version is read by the next.
+/// Tests pin the values, so that a new version reads the states of old versions.
 ///
 /// # Examples
 ///
@@ -47,12 +48,12 @@ impl Fingerprint {
         Self { sum: 0, n_words: 0 }
     }
 
-    /// Returns the fingerprint of a file, equal to [`write_bytes`](Self::write_bytes) of its content, without loading
-    /// the whole file.
+    /// Returns the fingerprint of a file, equal to [`write_bytes`](Self::write_bytes) of its
+    /// content, without loading the whole file.
     ///
     /// # Errors
     ///
-    /// An [`io::Error`] if the file cannot be read.
+    /// Returns an [`io::Error`] if the file cannot be read.
     pub fn read(path: &Path) -> io::Result<Self> {
         let mut file = File::open(path)?;
         let mut fingerprint = Self::new();
