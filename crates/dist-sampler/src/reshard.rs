@@ -2,7 +2,8 @@
 //!
 //! In a contiguous partition a world leaves the ends of its ranks' ranges unread. Most of these
 //! ends have equal lengths and distances, so a few [`RangeRun`]s describe all of them. If several
-//! worlds read one epoch in turn, their ranges are stacked: merged, they would be as many as ranks.
+//! worlds read one epoch in turn, each world's unread ranges are indexes into the positions that
+//! the previous world left unread. As positions, they might need one range per rank.
 
 use std::ops::Range;
 
@@ -72,10 +73,11 @@ impl UnreadRanges {
         }
     }
 
-    /// Adds the unread positions of `n_stretches` contiguous stretches of `len` positions from
-    /// `start` on, if the first `consumed` of each are read.
+    /// Adds the unread ends of `n_stretches` adjacent stretches of `len` positions each. The first
+    /// stretch begins at `start`, and the first `consumed` positions of each stretch are read.
     pub(crate) fn push_stretches(&mut self, start: u64, len: u64, n_stretches: u64, consumed: u64) {
         if consumed == 0 || n_stretches < 2 {
+            // The unread positions are one range.
             let end = start + len * n_stretches;
             self.push(start.saturating_add(consumed)..end);
         } else if consumed < len {
@@ -132,9 +134,9 @@ pub(crate) struct UnreadPositions {
 
 impl From<Range<u64>> for UnreadPositions {
     fn from(range: Range<u64>) -> Self {
-        let mut left = UnreadRanges::default();
-        left.push(range);
-        Self { worlds: vec![left] }
+        let mut unread = UnreadRanges::default();
+        unread.push(range);
+        Self { worlds: vec![unread] }
     }
 }
 
@@ -161,19 +163,19 @@ impl UnreadPositions {
         self.worlds.iter().try_fold(position, |position, world| world.index_of(position))
     }
 
-    /// Keeps only the positions at the indexes in `left`.
+    /// Keeps only the positions at the indexes in `unread`.
     #[must_use]
-    pub(crate) fn then(mut self, left: UnreadRanges) -> Self {
-        if left.len == self.len() {
+    pub(crate) fn then(mut self, unread: UnreadRanges) -> Self {
+        if unread.len == self.len() {
             return self;
         }
         match self.last().only_range() {
-            // Positions without gaps are merged, so that a gapless result stays one range.
+            // Indexes into a single range need no world of their own: shifted, they replace it.
             Some(range) => {
                 self.worlds.pop();
-                self.worlds.push(left.shifted(range.start));
+                self.worlds.push(unread.shifted(range.start));
             }
-            None => self.worlds.push(left),
+            None => self.worlds.push(unread),
         }
         self
     }
