@@ -8,7 +8,8 @@ use super::{
 };
 use crate::{arithmetic::index, error::Result, plan::ShardingPlan};
 
-/// The largest temporary memory of a rank within a step, in 64 bits once it is known to fit.
+/// The peak temporary memory of a rank in a step, by category. `T` is `u128` during the
+/// computation, and `u64` after [`fit`](StepPeak::fit).
 #[derive(Clone, Copy, Debug)]
 pub(super) struct StepPeak<T> {
     pub(super) gathered: T,
@@ -47,7 +48,7 @@ impl StepPeak<u128> {
         self.gathered + self.unreduced + self.backward + self.activations
     }
 
-    /// Converts to 64 bits.
+    /// Converts to 64 bits, or returns an error if a category needs more.
     pub(super) fn fit(self) -> Result<StepPeak<u64>> {
         Ok(StepPeak {
             gathered: fit(self.gathered, "the bytes gathered at the same time")?,
@@ -77,12 +78,13 @@ impl GatheredUnit {
     }
 }
 
-/// Returns the largest total of gathered parameters: kept units, and the largest run of other
-/// units.
+/// Returns the peak of gathered parameters: all kept units, and the largest run of other units that
+/// prefetching gathers at the same time.
 fn gathered_bytes(model: &CostModel, units: &[GatheredUnit]) -> u128 {
     let mut kept_bytes = 0;
     let mut other_bytes = Vec::new();
     for unit in units {
+        // A unit without parameters to gather is not prefetched.
         if unit.is_kept {
             kept_bytes += unit.bytes;
         } else if unit.is_sent || unit.bytes > 0 {
@@ -94,16 +96,16 @@ fn gathered_bytes(model: &CostModel, units: &[GatheredUnit]) -> u128 {
     kept_bytes + largest_run
 }
 
-/// Returns the largest total of unreduced gradients: one unit, and the previous unit if candle's runtime reduces it at
-/// the same time.
+/// Returns the peak of unreduced gradients: one unit, and the previous unit if candle's runtime
+/// reduces it at the same time.
 fn peak_unreduced_bytes(model: &CostModel, units: &[u128]) -> u128 {
     let overlaps = model.runtime == Runtime::Candle && model.prefetch() > 0;
     let run = if overlaps { units.len().clamp(1, 2) } else { 1 };
     units.windows(run).map(|units| units.iter().sum()).fold(0, u128::max)
 }
 
-/// Returns the unreduced gradients of a unit. With an optimizer in the backward pass they include a rank's part of the
-/// reduced gradients, which no other field counts.
+/// Returns the unreduced gradients of a unit, in bytes. With an optimizer in the backward pass they
+/// include a rank's part of the reduced gradients, which no other field counts.
 fn unreduced_bytes(plan: &ShardingPlan, model: &CostModel, unit: &UnitTally<'_>) -> u128 {
     let unreduced = match model.runtime {
         Runtime::Torch => sent_bytes(plan, &unit.reduced),
@@ -115,12 +117,12 @@ fn unreduced_bytes(plan: &ShardingPlan, model: &CostModel, unit: &UnitTally<'_>)
     unreduced + unit.reduced.largest_part(plan).bytes() + unit.copies.payload_bytes
 }
 
-/// Returns the bytes of a buffer. In a group of one PyTorch sends nothing and has no buffer.
+/// Returns the bytes of PyTorch's buffer. In a group of one it sends nothing and has no buffer.
 fn sent_bytes(plan: &ShardingPlan, buffer: &CallBuffer) -> u128 {
     if plan.shard_group() == WorldSize::ONE { 0 } else { buffer.bytes() }
 }
 
-/// Returns the bytes of kept inputs and of graphs that exist at the same time.
+/// Returns the peak of activations, in bytes: stored inputs of units, and graphs.
 fn activation_bytes(model: &CostModel, units: &[GatheredUnit]) -> u128 {
     let Some(activations) = model.activations else { return 0 };
     let n_freed = match model.runtime {
