@@ -1,4 +1,4 @@
-//! Writing of a checkpoint.
+//! Writes a checkpoint.
 
 use std::{
     fs,
@@ -49,11 +49,12 @@ impl<'a> CheckpointWriter<'a> {
         Self { checkpoints, mesh, lock, step, final_path, partial }
     }
 
-    /// Writes the checkpoint: all processes write their slots, and the first one writes the rest.
+    /// Writes the checkpoint: all processes write their slots, and the first process writes the
+    /// index.
     pub(super) fn write(&self, tensors: &StateDict, state: &impl Serialize) -> Result<()> {
         self.check_others()?;
-        let begun = self.mesh.all_ok(self.begin(tensors, state));
-        let written = begun.and_then(|state| self.write_files(tensors, state));
+        let prepared = self.mesh.all_ok(self.prepare(tensors, state));
+        let written = prepared.and_then(|state| self.write_files(tensors, state));
         if written.is_err() && self.mesh.is_first_process() {
             // If this fails, the next save removes the folder.
             drop(fs::remove_dir_all(&self.partial));
@@ -63,8 +64,9 @@ impl<'a> CheckpointWriter<'a> {
 
     /// Checks that all processes write the same checkpoint.
     fn check_others(&self) -> Result<()> {
-        let run = self.checkpoints.run.as_deref().map(str::as_bytes);
-        let run = run.map_or(0, |name| 1 + u64::from(Checksum::compute(name).get()));
+        let name = self.checkpoints.run.as_deref().map(str::as_bytes);
+        // 0 means that the run has no name.
+        let run = name.map_or(0, |name| 1 + u64::from(Checksum::compute(name).get()));
         if let Some((_, other)) = self.mesh.find_mismatch(self.step)? {
             return Err(Error::step_mismatch(&self.final_path, self.step, other));
         }
@@ -74,8 +76,8 @@ impl<'a> CheckpointWriter<'a> {
         }
     }
 
-    /// Creates the folder, in the first process, and converts the run's state to JSON.
-    fn begin(&self, tensors: &StateDict, state: &impl Serialize) -> Result<Value> {
+    /// Converts the run's state to JSON, and creates the folder in the first process.
+    fn prepare(&self, tensors: &StateDict, state: &impl Serialize) -> Result<Value> {
         let found = tensors.slots.len();
         let expected = self.mesh.devices().len();
         if found != expected {
@@ -91,7 +93,7 @@ impl<'a> CheckpointWriter<'a> {
         Ok(state)
     }
 
-    /// Removes folders of interrupted processes. A folder that cannot be removed does no harm.
+    /// Removes partial checkpoints of interrupted runs. One that cannot be removed is harmless.
     fn remove_partial(&self) -> Result<()> {
         for partial in names::partial(&self.checkpoints.folder)? {
             if !self.lock.is_over(partial.writer_id) {
@@ -117,12 +119,12 @@ impl<'a> CheckpointWriter<'a> {
         match self.checkpoints.open_verified(path) {
             Ok(_) => Err(Error::Exists { path: path.clone(), step: self.step }),
             Err(error) if Severity::from_error(&error) == Severity::Damage => {
-                tracing::warn!("{} is written again: {error}", path.display());
+                tracing::warn!("replacing the damaged checkpoint {}: {error}", path.display());
                 remove_folder(path)
             }
             Err(error) => {
                 let name = names::moved_name(self.step, self.lock.writer_id);
-                tracing::warn!("{} is renamed to {name}: {error}", path.display());
+                tracing::warn!("renaming the checkpoint {} to {name}: {error}", path.display());
                 rename(path, &path.with_file_name(name))
             }
         }
@@ -155,7 +157,7 @@ impl<'a> CheckpointWriter<'a> {
         Ok(written)
     }
 
-    /// Gathers the files of all slots from the files of each process's slots.
+    /// Gathers the files of all slots. `local` contains the files of this process's slots.
     fn gather_files(&self, local: &[Option<WrittenFile>]) -> Result<Vec<IndexedFile>> {
         let numbers: Vec<_> = local.iter().copied().map(to_numbers).collect();
         let all = self.mesh.gather_numbers(&numbers)?;
@@ -180,7 +182,7 @@ impl<'a> CheckpointWriter<'a> {
         Ok(())
     }
 
-    /// Removes damaged checkpoints, and checkpoints with enough complete newer ones.
+    /// Removes damaged checkpoints, and checkpoints beyond the number to keep.
     ///
     /// A checkpoint that cannot be opened for another reason stays, because it may belong to
     /// another run. A checkpoint that cannot be removed stays with a warning in the log; the new
@@ -197,12 +199,12 @@ impl<'a> CheckpointWriter<'a> {
                     n_newer += 1;
                     continue;
                 }
+                Ok(_) => {}
                 Err(error) if Severity::from_error(&error) != Severity::Damage => {
                     self.lock.warn_once(path, format_args!("an old checkpoint stays: {error}"));
                     continue;
                 }
-                Ok(_) => {}
-                Err(error) => tracing::warn!("a damaged checkpoint is removed: {error}"),
+                Err(error) => tracing::warn!("removing a damaged checkpoint: {error}"),
             }
             if let Err(error) = self.retire(step, path) {
                 self.lock.warn_once(path, format_args!("an old checkpoint stays: {error}"));
@@ -210,8 +212,8 @@ impl<'a> CheckpointWriter<'a> {
         }
     }
 
-    /// Removes a checkpoint after renaming it, so that a half-removed one never looks complete, and
-    /// a process that outlives its group finds no folder to write to.
+    /// Removes a checkpoint. It is renamed first, so that a half-removed checkpoint never looks
+    /// complete, and a process that outlives its group cannot write to it.
     fn retire(&self, step: u64, path: &Path) -> Result<()> {
         let name = names::partial_name(step, self.lock.writer_id);
         let partial = self.checkpoints.folder.join(name);
@@ -220,14 +222,13 @@ impl<'a> CheckpointWriter<'a> {
     }
 }
 
-/// Encodes a file's length and checksum for the other processes; the length is 0 if there is no
-/// file.
+/// Encodes a file's length and checksum to exchange them; the length is 0 if there is no file.
 fn to_numbers(written: Option<WrittenFile>) -> [u64; 2] {
     written.map_or([0; 2], |WrittenFile { bytes, header }| [bytes, header.get().into()])
 }
 
 fn from_numbers([bytes, header]: [u64; 2]) -> Option<WrittenFile> {
-    #[expect(clippy::expect_used, reason = "it is the number of a checksum")]
+    #[expect(clippy::expect_used, reason = "encoded from a checksum")]
     let header = u32::try_from(header).expect("a checksum has 32 bits");
     (bytes > 0).then_some(WrittenFile { bytes, header: header.into() })
 }
