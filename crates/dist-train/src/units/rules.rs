@@ -24,7 +24,7 @@ use crate::error::sharding::ShardingError;
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 #[must_use]
 pub struct UnitRules {
-    /// Units with the prefixes of their variables' names, in order of definition.
+    /// Names of units and prefixes of their parameters, in order of definition.
     named: Vec<(String, Vec<String>)>,
 }
 
@@ -37,7 +37,7 @@ pub(crate) struct Member {
 }
 
 impl UnitRules {
-    /// Returns rules with numbered blocks only.
+    /// Creates rules for numbered blocks only.
     pub fn new() -> Self {
         Self::default()
     }
@@ -45,11 +45,11 @@ impl UnitRules {
     /// Assigns the parameters under a prefix of name components to the unit `name`: `norm` matches
     /// `norm.weight` but not `norm2.weight`.
     ///
-    /// If all of them are under the unit's own name, its builder has them without this prefix, like
-    /// a block. A unit of several places keeps full names.
+    /// If the names of all its parameters begin with the unit's name, the unit's variable builder
+    /// drops this prefix, as for a block. Otherwise it has full names.
     ///
-    /// A parameter may be in several units, such as an embedding that the head uses again: it is
-    /// gathered for each of them, and its gradients are added up.
+    /// A parameter may be in several units, such as an embedding that the head uses too: each unit
+    /// gathers it, and its gradients are added up.
     pub fn unit<S: Into<String>>(
         mut self,
         name: impl Into<String>,
@@ -72,11 +72,11 @@ impl UnitRules {
         self.check(parameters)?;
         let mut order: Vec<&str> = Vec::new();
         let mut names: BTreeMap<&str, Vec<&str>> = BTreeMap::new();
-        let mut homeless = Vec::new();
+        let mut unassigned = Vec::new();
         for parameter in parameters {
             let units = self.units_of(parameter);
             if units.is_empty() {
-                homeless.push(parameter.name().to_owned());
+                unassigned.push(parameter.name().to_owned());
             }
             for unit in units {
                 let members = names.entry(unit).or_default();
@@ -86,10 +86,13 @@ impl UnitRules {
                 members.push(parameter.name());
             }
         }
-        if !homeless.is_empty() {
-            return Err(ShardingError::NoUnit { parameters: homeless });
+        if !unassigned.is_empty() {
+            return Err(ShardingError::NoUnit { parameters: unassigned });
         }
-        Ok(order.into_iter().map(|unit| (unit.to_owned(), members(unit, &names[unit]))).collect())
+        Ok(order
+            .into_iter()
+            .map(|unit| (unit.to_owned(), unit_members(unit, &names[unit])))
+            .collect())
     }
 
     /// Returns the units of a parameter; a plan counts it for the first one.
@@ -101,9 +104,10 @@ impl UnitRules {
             .map(|(unit, _)| unit.as_str())
             .collect();
         match named[..] {
-            // The planner's rule for numbered layers. The planner's root unit has an empty name,
-            // and is not a unit here.
-            [] => Some(parameter.unit()).filter(|unit| !unit.is_empty()).into_iter().collect(),
+            // The planner's root unit has an empty name, and is not a unit here.
+            [] if parameter.unit().is_empty() => Vec::new(),
+            // The planner's rule for numbered layers.
+            [] => vec![parameter.unit()],
             _ => named,
         }
     }
@@ -118,8 +122,8 @@ impl UnitRules {
         let own = [unit.to_owned()];
         let rule = self.named.iter().find(|(name, _)| name == unit);
         let prefixes = rule.map_or(&own[..], |(_, prefixes)| prefixes);
-        let of_unit: Vec<&str> = names.filter(|name| is_under_any(name, prefixes)).collect();
-        members(unit, &of_unit)
+        let unit_names: Vec<&str> = names.filter(|name| is_under_any(name, prefixes)).collect();
+        unit_members(unit, &unit_names)
     }
 
     fn check(&self, parameters: &[ParameterInfo]) -> Result<(), ShardingError> {
@@ -141,10 +145,11 @@ impl UnitRules {
     }
 }
 
-fn members(unit: &str, names: &[&str]) -> Vec<Member> {
+/// Returns the members of a unit with these variables.
+fn unit_members(unit: &str, names: &[&str]) -> Vec<Member> {
     let inner: Option<Vec<&str>> = names.iter().map(|name| inner_name(name, unit)).collect();
-    // Full names are kept if a variable has exactly the unit's name, because it would have no inner
-    // name.
+    // Use full names if a variable has exactly the unit's name, since its inner name would be
+    // empty.
     let inner = inner.filter(|inner| inner.iter().all(|name| !name.is_empty()));
     names
         .iter()
@@ -233,16 +238,16 @@ mod tests {
 
     #[test]
     fn invalid_rules_are_rejected() {
-        let refused = |rules: UnitRules| units(&rules, &NAMES).unwrap_err();
+        let reject = |rules: UnitRules| units(&rules, &NAMES).unwrap_err();
         let parameters = ["tokens.weight", "norm.weight", "head.weight"].map(str::to_owned);
         assert_eq!(
-            refused(UnitRules::new()),
+            reject(UnitRules::new()),
             ShardingError::NoUnit { parameters: parameters.to_vec() }
         );
         let (unit, prefix) = ("e".to_owned(), "token".to_owned());
         let expected = ShardingError::UnmatchedPrefix { unit: unit.clone(), prefix };
-        assert_eq!(refused(UnitRules::new().unit("e", ["token"])), expected);
+        assert_eq!(reject(UnitRules::new().unit("e", ["token"])), expected);
         let twice = UnitRules::new().unit("e", ["tokens"]).unit("e", ["head"]);
-        assert_eq!(refused(twice), ShardingError::SameUnit { unit });
+        assert_eq!(reject(twice), ShardingError::SameUnit { unit });
     }
 }
