@@ -1,4 +1,4 @@
-//! The folder of a model: its sizes, its weights and its tokenizer.
+//! The folder of a model: its configuration, its weights and its tokenizer.
 
 use std::{
     collections::BTreeSet,
@@ -18,12 +18,12 @@ use crate::{
     text::tokenizer::{self, Tokenizer},
 };
 
-/// The weights, in one file or in several with an index.
+/// The file with all weights, or the index of several files.
 const ONE_FILE: &str = "model.safetensors";
 const INDEX: &str = "model.safetensors.index.json";
 
 /// Extensions of unsupported weight files.
-const OTHER_WEIGHTS: [&str; 5] = ["bin", "pt", "pth", "gguf", "h5"];
+const UNSUPPORTED_EXTENSIONS: [&str; 5] = ["bin", "pt", "pth", "gguf", "h5"];
 
 /// A model of the Llama family as Hugging Face's tools write and read it.
 ///
@@ -64,8 +64,8 @@ impl Folder {
     ///
     /// # Errors
     ///
-    /// [`Error::Folder`] if the model is not of the Llama family, [`Error::Tokenizer`] if a token of
-    /// the tokenizer is not in the model's vocabulary, or if no token ends a text.
+    /// Returns [`Error::Folder`] if the model is not of the Llama family, and [`Error::Tokenizer`]
+    /// if the tokenizer has a token outside the model's vocabulary or no end-of-text token.
     pub fn open(path: &Path) -> Result<Self> {
         if !path.is_dir() {
             return Err(FolderError::NotAFolder { path: path.into() }.into());
@@ -83,11 +83,11 @@ impl Folder {
         Ok(Self { path: path.to_owned(), config, llama, tokenizer })
     }
 
-    /// Makes a byte model from a `config.json`, without a folder on disk.
+    /// Creates a byte model from a `config.json`, without a folder on disk.
     ///
     /// # Errors
     ///
-    /// The errors of [`open`](Self::open).
+    /// Returns the errors of [`open`](Self::open).
     pub(crate) fn from_config(config: String) -> Result<Self> {
         let llama = parse(Path::new(CONFIG), &config)?;
         let path = PathBuf::new();
@@ -109,7 +109,7 @@ impl Folder {
     ///
     /// # Errors
     ///
-    /// [`Error::Json`] if a number is beyond the range of its type.
+    /// Returns [`Error::Json`] if a number is beyond the range of its type.
     pub fn config(&self) -> Result<Value> {
         serde_json::from_str(&self.config).map_err(|cause| Error::Json {
             path: self.path.join(CONFIG),
@@ -132,30 +132,32 @@ impl Folder {
     ///
     /// # Errors
     ///
-    /// [`FolderError::NoWeights`] or [`FolderError::OtherFormat`] without safetensors,
-    /// [`FolderError::Weights`] if they are damaged or incomplete.
+    /// Returns [`FolderError::NoWeights`] or [`FolderError::OtherFormat`] if there are no
+    /// safetensors files, and [`FolderError::Weights`] if they are damaged or incomplete.
     pub fn weights(&self) -> Result<StoredWeights> {
         if [ONE_FILE, INDEX].iter().any(|name| self.path.join(name).is_file()) {
             return Ok(StoredWeights::open(&self.path).map_err(|e| FolderError::from(Box::new(e)))?);
         }
         let path = self.path.clone();
-        Err(match other_weights(&self.path)? {
+        Err(match unsupported_weights(&self.path)? {
             Some(file) => FolderError::OtherFormat { path, file },
             None => FolderError::NoWeights { path },
         }
         .into())
     }
 
-    /// Returns a fingerprint of the weight files in hexadecimal digits.
+    /// Returns a fingerprint of the weight files in hexadecimal digits. It combines the
+    /// fingerprints of the files.
     ///
     /// # Errors
     ///
-    /// The errors of [`weights`](Self::weights), and [`Error::Io`] if a file cannot be read.
+    /// Returns the errors of [`weights`](Self::weights), and [`Error::Io`] if a file cannot be
+    /// read.
     pub(crate) fn weights_fingerprint(&self) -> Result<String> {
         let mut fingerprint = Fingerprint::new();
         for path in self.weights()?.files() {
-            let of_file = Fingerprint::read(path).map_err(|cause| Error::io(path, cause))?;
-            fingerprint.write_bytes(of_file.to_string().as_bytes());
+            let file = Fingerprint::read(path).map_err(|cause| Error::io(path, cause))?;
+            fingerprint.write_bytes(file.to_string().as_bytes());
         }
         Ok(fingerprint.to_string())
     }
@@ -169,20 +171,20 @@ fn parse(file: &Path, config: &str) -> Result<Llama, FolderError> {
 
 /// Returns true if a folder has weights of any format.
 fn has_weights(path: &Path) -> Result<bool> {
-    let has_own = [ONE_FILE, INDEX].iter().any(|name| path.join(name).exists());
-    Ok(has_own || other_weights(path)?.is_some())
+    let has_safetensors = [ONE_FILE, INDEX].iter().any(|name| path.join(name).exists());
+    Ok(has_safetensors || unsupported_weights(path)?.is_some())
 }
 
 /// Returns the name of an unsupported weight file, if there is one.
-fn other_weights(path: &Path) -> Result<Option<String>> {
+fn unsupported_weights(path: &Path) -> Result<Option<String>> {
     let names: io::Result<BTreeSet<OsString>> = fs::read_dir(path)
         .and_then(|entries| entries.map(|entry| entry.map(|entry| entry.file_name())).collect());
     let names = names.map_err(|cause| Error::io(path, cause))?;
-    let found = names.iter().find(|name| is_other_weights(name));
+    let found = names.iter().find(|name| is_unsupported(name));
     Ok(found.map(|name| name.to_string_lossy().into_owned()))
 }
 
-fn is_other_weights(name: &OsStr) -> bool {
+fn is_unsupported(name: &OsStr) -> bool {
     let extension = Path::new(name).extension().and_then(OsStr::to_str);
-    extension.is_some_and(|extension| OTHER_WEIGHTS.contains(&extension))
+    extension.is_some_and(|extension| UNSUPPORTED_EXTENSIONS.contains(&extension))
 }
