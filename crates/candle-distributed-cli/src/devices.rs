@@ -109,12 +109,12 @@ impl Place {
         if self.is_first() { output::text(write) } else { Ok(()) }
     }
 
-    /// Returns true if this process has all devices of the run.
+    /// Returns true if the run has no other process.
     pub(crate) fn is_alone(self) -> bool {
         self.devices_in_process == self.placement.world_size().as_usize()
     }
 
-    /// Returns the ranks of this process as the first and one past the last.
+    /// Returns the range of this process's ranks: the first one, and one past the last.
     pub(crate) fn ranks(self) -> (u64, u64) {
         let first = self.placement.rank().as_u64();
         (first, first + self.devices_in_process as u64)
@@ -145,7 +145,8 @@ impl Place {
 }
 
 impl DeviceArgs {
-    /// Returns the device options as the user types them, each after a space.
+    /// Returns `--world-size` and `--device` as the user types them, each after a space, without
+    /// unset options.
     pub(crate) fn typed(&self) -> String {
         let world_size = self.world_size.map(|world_size| format!(" --world-size {world_size}"));
         let device = match self.device {
@@ -155,8 +156,8 @@ impl DeviceArgs {
         world_size.into_iter().chain(device).collect()
     }
 
-    /// Returns the place of this process. The world has `default` devices unless an option or the
-    /// launcher sets the number.
+    /// Returns the place of this process. The run has `default` devices unless `--world-size` or
+    /// the launcher sets the number.
     pub(crate) fn place(&self, default: u64) -> Result<Place> {
         match self.engine {
             Engine::Threads => {
@@ -175,10 +176,10 @@ impl DeviceArgs {
     }
 
     #[cfg(any(feature = "mpi", feature = "nccl"))]
-    fn place_among_processes(&self, how: &str) -> Result<Place> {
+    fn place_among_processes(&self, example: &str) -> Result<Place> {
         let Some(launched) = LaunchEnv::from_env()? else {
             return Err(Error::usage(format!(
-                "this engine needs a launcher to start its processes: {how}"
+                "this engine needs a launcher to start its processes: {example}"
             )));
         };
         let placement = launched.placement();
@@ -216,9 +217,10 @@ impl DeviceArgs {
         let mesh = self.open(grid)?;
         let outcome = place.agrees_with(&mesh).and_then(|()| job(&mesh));
         if outcome.as_ref().is_err_and(|error| !error.is_of_all()) {
-            // Dropping the last mesh of a process waits until the other processes drop theirs. They
-            // may be waiting for this process in a collective, which would be a deadlock. Without
-            // the drop, this process exits and the others fail.
+            // Only this process may have failed. Dropping the last mesh of a process waits until
+            // the other processes drop theirs, and they may be waiting for this process in a
+            // collective, which would be a deadlock. Without the drop, this process exits and the
+            // others fail.
             std::mem::forget(mesh);
         }
         outcome
@@ -283,7 +285,6 @@ fn warn_of_devices(n_devices: usize) {
 /// candle replaces an invalid number by the number of cores, and does not limit a valid one.
 fn warn_of_threads(variable: &str) {
     let Some(value) = env::var_os(variable) else { return };
-    // Without the number of cores, there is nothing to compare with.
     let Ok(cores) = thread::available_parallelism().map(usize::from) else { return };
     match value.to_str().and_then(|value| value.parse::<usize>().ok()) {
         None | Some(0) => output::warning(format_args!(

@@ -402,7 +402,7 @@ fn failed_sample_does_not_fail_run() {
     assert!(!model.at("silent/sample.txt").exists());
     // A folder is not replaced.
     fs::create_dir_all(model.at("taken/sample.txt")).unwrap();
-    assert!(run("taken", &[]).contains("the model writes nothing: "));
+    assert!(run("taken", &[]).contains("cannot generate a sample: "));
 }
 
 #[test]

@@ -258,7 +258,7 @@ impl Args {
         let path = self.carry_out(mesh, place, *run)?;
         match (prompt.filter(|_| place.is_first()), unwritten) {
             (Some(_), Some(bytes)) => {
-                writing::say_too_large(bytes);
+                writing::warn_too_large(bytes);
                 Ok(())
             }
             (Some(prompt), None) => self.writing.write(&path, &prompt, &settings),

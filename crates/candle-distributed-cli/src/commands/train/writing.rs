@@ -1,4 +1,4 @@
-//! The text that the model of a run writes at the end.
+//! The sample that `train` generates with the trained model at the end of a run.
 
 use std::path::Path;
 
@@ -13,19 +13,20 @@ use candle_distributed::{
 
 use crate::{error::Result, hint, output, sampling::SamplingArgs};
 
-/// The most new tokens, as many as are read at a glance, of a model with words and of one with bytes.
-const MOST_TOKENS: usize = 64;
-const MOST_BYTES: usize = 320;
+/// The maximum number of new tokens with a tokenizer of words: a few lines of text.
+const MAX_TOKENS: usize = 64;
+/// The maximum number of new tokens if tokens are bytes.
+const MAX_BYTES: usize = 320;
 
-/// The prompt of the text, and the sampling.
+/// The options of the sample.
 #[derive(Clone, Debug, clap::Args)]
 pub(super) struct WritingArgs {
-    /// Let the model write on from this text at the end, as `generate` does with the folder of the run
-    /// [default: the beginning of the first text]
+    /// Prompt of the sample that the model generates at the end, like `generate` with the run's
+    /// folder [default: the beginning of the first text]
     #[arg(long, value_name = "TEXT", conflicts_with = "dry_run")]
     prompt: Option<String>,
-    /// Let the model write nothing at the end: the first process would read it back whole and in
-    /// single precision
+    /// Do not generate a sample at the end (rank 0 needs memory for the full model in single
+    /// precision)
     #[arg(long, conflicts_with_all = ["prompt", "dry_run"])]
     no_sample: bool,
     #[command(flatten)]
@@ -33,7 +34,7 @@ pub(super) struct WritingArgs {
 }
 
 impl WritingArgs {
-    /// Returns the options to type again, each with a space before it.
+    /// Returns the options to repeat when the run is resumed, each after a space.
     pub(super) fn typed(&self) -> String {
         let prompt = self.prompt.as_ref();
         let prompt = prompt.map(|prompt| format!(" --prompt {}", hint::in_shell(prompt)));
@@ -50,7 +51,7 @@ impl WritingArgs {
         Ok(())
     }
 
-    /// Returns the prompt, or `None` without a text at the end.
+    /// Returns the prompt, or `None` if no sample is generated.
     pub(super) fn prompt(&self, run: &PreparedRun) -> Result<Option<String>> {
         /// Enough to show the kind of text.
         const N_TOKENS: usize = 16;
@@ -63,37 +64,37 @@ impl WritingArgs {
         let first: Vec<u32> = run.examples().ids(0).iter().take(N_TOKENS).copied().collect();
         let first = run.folder.tokenizer().decode(&first, false)?;
         // The last token may end within a character.
-        let whole = first.trim_end_matches(char::REPLACEMENT_CHARACTER);
-        Ok((!whole.is_empty()).then(|| whole.to_owned()))
+        let prompt = first.trim_end_matches(char::REPLACEMENT_CHARACTER);
+        Ok((!prompt.is_empty()).then(|| prompt.to_owned()))
     }
 
-    /// Prints a text of the model of the ended run in `path`, and saves it for the report. The run is
-    /// complete even if this fails.
+    /// Generates a sample with the model of the completed run in `path`, prints it, and saves it
+    /// for the report. A failure is only a warning, since the run is complete.
     pub(super) fn write(&self, path: &Path, prompt: &str, settings: &Spec) -> Result<()> {
-        match self.written(path, prompt, settings) {
+        match self.generate(path, prompt, settings) {
             Ok(text) => output::text(|out| writeln!(out, "the model writes:\n{text}")),
             Err(error) => {
-                output::warning(format_args!("the model writes nothing: {}", error.chain()));
+                output::warning(format_args!("cannot generate a sample: {}", error.chain()));
                 Ok(())
             }
         }
     }
 
-    fn written(&self, path: &Path, prompt: &str, settings: &Spec) -> Result<String> {
+    fn generate(&self, path: &Path, prompt: &str, settings: &Spec) -> Result<String> {
         let generator = open_generator(path, None)?;
-        let most = if settings.finetune.folder.is_some() { MOST_TOKENS } else { MOST_BYTES };
-        let options = self.sampling.generation(settings.seed).with_max_tokens(most);
+        let max = if settings.finetune.folder.is_some() { MAX_TOKENS } else { MAX_BYTES };
+        let options = self.sampling.generation(settings.seed).with_max_tokens(max);
         let text = generator.generate(Prompt::Text(prompt), &options)?.text;
         output::file(&sample_in(path), text.as_bytes())?;
         Ok(text)
     }
 }
 
-/// Warns that the model is too large to be read back for a text.
-pub(super) fn say_too_large(bytes: u64) {
+/// Warns that the full model is too large to generate a sample.
+pub(super) fn warn_too_large(bytes: u64) {
     output::warning(format_args!(
-        "the model writes nothing: whole, it would take about {}, more than this process was to \
-         take for the run",
+        "cannot generate a sample: the full model needs about {}, more than the memory limit of \
+         this process",
         HumanBytes(bytes.into())
     ));
     output::hint(hint::WRITE_LATER);
@@ -104,9 +105,8 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_run_that_writes_nothing_is_resumed_to_write_nothing() {
-        let nothing =
-            WritingArgs { prompt: None, no_sample: true, sampling: SamplingArgs::default() };
-        assert_eq!(nothing.typed(), " --no-sample");
+    fn no_sample_is_repeated_on_resume() {
+        let args = WritingArgs { prompt: None, no_sample: true, sampling: SamplingArgs::default() };
+        assert_eq!(args.typed(), " --no-sample");
     }
 }
