@@ -200,21 +200,21 @@ impl DeviceArgs {
         matches!(self.device, DeviceArg::Cpu)
     }
 
-    /// Runs `job` on the devices of `grid`, after [`Place::share_cores`].
+    /// Runs `job` on the devices of `builder`, after [`Place::share_cores`].
     pub(crate) fn run_on<T>(
         &self,
         place: Place,
-        grid: DeviceMeshBuilder,
+        builder: DeviceMeshBuilder,
         job: impl FnOnce(&DeviceMesh) -> Result<T>,
     ) -> Result<T> {
-        let grid = match self.deadline {
-            Some(seconds) => grid.deadline(Duration::from_secs(seconds)),
-            None => grid,
+        let builder = match self.deadline {
+            Some(seconds) => builder.deadline(Duration::from_secs(seconds)),
+            None => builder,
         };
         if self.is_cpu() && place.is_first() {
             warn_of_devices(place.devices_here);
         }
-        let mesh = self.open(grid)?;
+        let mesh = self.open(builder)?;
         let outcome = place.agrees_with(&mesh).and_then(|()| job(&mesh));
         if outcome.as_ref().is_err_and(|error| !error.is_of_all()) {
             // Only this process may have failed. Dropping the last mesh of a process waits until
@@ -226,7 +226,7 @@ impl DeviceArgs {
         outcome
     }
 
-    fn open(&self, grid: DeviceMeshBuilder) -> Result<DeviceMesh> {
+    fn open(&self, builder: DeviceMeshBuilder) -> Result<DeviceMesh> {
         #[cfg(feature = "mpi")]
         if let Engine::Mpi = self.engine {
             let device = match self.device {
@@ -235,21 +235,21 @@ impl DeviceArgs {
                     return Err(Error::usage("--engine mpi needs --device cpu"));
                 }
             };
-            return Ok(grid.mpi(device)?);
+            return Ok(builder.mpi(device)?);
         }
         #[cfg(feature = "nccl")]
         if let Engine::Nccl = self.engine {
-            return self.open_nccl(grid);
+            return self.open_nccl(builder);
         }
         Ok(match self.device {
-            DeviceArg::Cpu => grid.cpu(),
-            DeviceArg::Cuda => grid.cuda(),
-            DeviceArg::Metal => grid.metal(),
+            DeviceArg::Cpu => builder.cpu(),
+            DeviceArg::Cuda => builder.cuda(),
+            DeviceArg::Metal => builder.metal(),
         }?)
     }
 
     #[cfg(feature = "nccl")]
-    fn open_nccl(&self, grid: DeviceMeshBuilder) -> Result<DeviceMesh> {
+    fn open_nccl(&self, builder: DeviceMeshBuilder) -> Result<DeviceMesh> {
         if !matches!(self.device, DeviceArg::Cuda) {
             return Err(Error::usage("--engine nccl needs --device cuda"));
         }
@@ -262,7 +262,7 @@ impl DeviceArgs {
             launched.local_rank().ok_or_else(|| Error::usage("the launcher sets no local rank"))?;
         let store =
             self.store.clone().ok_or_else(|| Error::usage("--engine nccl needs a --store"))?;
-        Ok(grid.nccl(launched.placement(), local.as_usize(), &NcclStore::File(store))?)
+        Ok(builder.nccl(launched.placement(), local.as_usize(), &NcclStore::File(store))?)
     }
 }
 
