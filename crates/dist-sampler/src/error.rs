@@ -20,7 +20,8 @@ pub enum Error {
         /// Limit on the length.
         max: u64,
     },
-    /// The data set is too long for an order that must be cached, since cached indices have 32 bits.
+    /// The data set is too long for an order that must be cached, since cached indices have 32
+    /// bits.
     #[error("data set of length {len} is too long for a cached order, the limit is {max}")]
     TooLongToShuffle {
         /// Requested length.

@@ -7,9 +7,9 @@ use serde::{Deserialize, Deserializer, Serialize, Serializer, de};
 /// The type of the elements of a parameter.
 ///
 /// Names follow safetensors headers, and ggml for the block types of quantized checkpoints. A
-/// **block** is the smallest number of elements that cannot be cut: one for most types, the elements
-/// that fill whole bytes for types below 8 bits ([`ElemType::F4`]), or the elements that share a
-/// scale for ggml types ([`ElemType::Q4_0`] and the following).
+/// **block** is the smallest number of elements that cannot be cut: one for most types, the
+/// elements that fill whole bytes for types below 8 bits ([`ElemType::F4`]), or the elements that
+/// share a scale for ggml types ([`ElemType::Q4_0`] and the following).
 ///
 /// # Examples
 ///
@@ -154,8 +154,8 @@ impl ElemType {
         TABLE[self as usize].3
     }
 
-    /// Returns true if parameters of this type can be trained: real and complex floats of at least 8
-    /// bits, except scales.
+    /// Returns true if parameters of this type can be trained: real and complex floats of at least
+    /// 8 bits, except scales.
     pub(crate) const fn is_trainable(self) -> bool {
         TABLE[self as usize].4
     }
