@@ -1,5 +1,5 @@
-//! Sequences per second of each strategy. Compare a run with one before it, on the same machine:
-//! the numbers by themselves say little.
+//! Sequences per second of each strategy. Compare two runs on one machine; the times of a single
+//! run depend on the machine.
 
 #![allow(clippy::cast_possible_truncation, reason = "the data sets are small")]
 
@@ -17,7 +17,7 @@ use integration_tests::lengths;
 
 const N: u64 = 1_000_000;
 
-/// Drains a sampler and returns what its batches cost.
+/// Drains a sampler and returns its padding report.
 fn drain(sampler: &DynamicBatchSampler<&[u32]>) -> PaddingReport {
     let mut batches = sampler.iter();
     batches.by_ref().for_each(|batch| {
@@ -29,29 +29,29 @@ fn drain(sampler: &DynamicBatchSampler<&[u32]>) -> PaddingReport {
 fn strategies(criterion: &mut Criterion) {
     let bucket = DynamicBatchStrategy::Bucket(Buckets::Width(Buckets::DEFAULT_WIDTH));
     let config = |strategy| BatchConfig::default().with_strategy(strategy);
-    let of_tokens = |strategy| config(strategy).with_max_tokens(16_384);
+    let with_budget = |strategy| config(strategy).with_max_tokens(16_384);
     let cases = [
         ("pad_to_max", config(DynamicBatchStrategy::PadToMax).with_max_batch_size(32)),
-        ("bucket", of_tokens(bucket)),
-        ("dynamic", of_tokens(DynamicBatchStrategy::Dynamic)),
+        ("bucket", with_budget(bucket)),
+        ("dynamic", with_budget(DynamicBatchStrategy::Dynamic)),
         (
             "dynamic_multiple_2",
-            of_tokens(DynamicBatchStrategy::Dynamic).with_batch_size_multiple(2),
+            with_budget(DynamicBatchStrategy::Dynamic).with_batch_size_multiple(2),
         ),
         (
             "window_128",
-            of_tokens(DynamicBatchStrategy::Sorted { window: Some(128), cut: Cut::Greedy }),
+            with_budget(DynamicBatchStrategy::Sorted { window: Some(128), cut: Cut::Greedy }),
         ),
         (
             "window_128_optimal",
-            of_tokens(DynamicBatchStrategy::Sorted { window: Some(128), cut: Cut::Optimal }),
+            with_budget(DynamicBatchStrategy::Sorted { window: Some(128), cut: Cut::Optimal }),
         ),
     ];
     for (data, lengths) in [("web_1M", lengths::WEB.draw(N)), ("squad_1M", lengths::SQUAD.draw(N))]
     {
         for (operation, config) in &cases {
             let Ok(sampler) = DynamicBatchSampler::new(lengths.as_slice(), config.clone()) else {
-                panic!("{config:?} contradicts itself");
+                panic!("invalid configuration: {config:?}");
             };
             let mut group = criterion.benchmark_group(format!("batch/{operation}"));
             group.throughput(Throughput::Elements(N)).sample_size(20);
@@ -67,11 +67,13 @@ fn strategies(criterion: &mut Criterion) {
     }
 }
 
-/// Plans of a whole data set: sorted and cut, or packed; beside them the sorting of the standard
-/// library and the rule of fairseq in plain Rust, which take no notice of a multiple.
+/// Times plans of a whole data set: sorted and cut, or packed.
+///
+/// `plain_sort_and_cut` is the floor: the sort of the standard library, then fairseq's rule without
+/// its multiple of the batch size.
 fn plans(criterion: &mut Criterion) {
     let sorted = |cut| DynamicBatchStrategy::Sorted { window: None, cut };
-    // Beside the usual lengths those with a few hundred different ones, and a long tail of them.
+    // SQuAD has only a few hundred different lengths, and the chats have a long tail.
     let data_sets = [
         ("web_1M", &lengths::WEB, N, 16_384, 8192),
         ("web_10M", &lengths::WEB, 10 * N, 16_384, 8192),
@@ -92,7 +94,7 @@ fn plans(criterion: &mut Criterion) {
             let config =
                 BatchConfig::default().with_strategy(strategy.clone()).with_max_tokens(*max_tokens);
             let Ok(sampler) = DynamicBatchSampler::new(lengths.as_slice(), config) else {
-                panic!("{operation}")
+                panic!("invalid configuration for {operation}")
             };
             group.bench_function(format!("{operation}/{data}"), |bencher| {
                 bencher.iter(|| sampler.iter().count());
@@ -104,7 +106,8 @@ fn plans(criterion: &mut Criterion) {
                 order.sort_by_key(|&index| lengths[index as usize]);
                 let mut batches: Vec<Vec<u32>> = vec![Vec::new()];
                 for index in order {
-                    let (last, length) = (batches.len() - 1, u64::from(lengths[index as usize]));
+                    let length = u64::from(lengths[index as usize]);
+                    let last = batches.len() - 1;
                     if (batches[last].len() as u64 + 1) * length > max_tokens {
                         batches.push(Vec::new());
                     }
@@ -118,7 +121,7 @@ fn plans(criterion: &mut Criterion) {
     }
 }
 
-/// The steps of one rank of 8, planned for the first time and from a saved state.
+/// Times the plan of one rank of 8, for a new epoch and for a saved state.
 fn steps(criterion: &mut Criterion) {
     let lengths = lengths::WEB.draw(N);
     let strategy = DynamicBatchStrategy::Sorted { window: None, cut: Cut::Optimal };
@@ -127,13 +130,13 @@ fn steps(criterion: &mut Criterion) {
     let (Ok(batches), Ok(placement)) =
         (DynamicBatchSampler::new(lengths.as_slice(), config), placement)
     else {
-        panic!("the configuration contradicts itself")
+        panic!("invalid configuration")
     };
     let config = DistributedConfig::default().with_shuffle(Seed::new(1)).with_cost(Cost::ATTENTION);
     let Ok(sampler) = DistributedBatchSampler::new(batches, placement, config) else {
-        panic!("no sampler")
+        panic!("cannot build the sampler")
     };
-    let Ok(mut steps) = sampler.epoch(Epoch::ZERO, 0..N) else { panic!("no steps") };
+    let Ok(mut steps) = sampler.epoch(Epoch::ZERO, 0..N) else { panic!("cannot plan the epoch") };
     let half = steps.len() / 2;
     assert!(steps.nth(half - 1).is_some());
     let state = steps.state();

@@ -1,13 +1,13 @@
-//! What checksums cost: a checkpoint of 400 MB, and the same bytes in a file without them.
+//! The cost of checksums: 400 MB saved as a checkpoint, and as a plain file without them.
 //!
 //! ```text
 //! cargo bench -p benches --bench checkpoint -- [folder] [rounds]
 //! ```
 //!
-//! The bytes are written as they lie in memory, then as a checkpoint with checksums alone, and as
-//! one that is searched for what is not finite, too, which is the default. All are brought to disk.
-//! Prints a line per round, and the medians. A folder in memory (`/dev/shm`) shows the cost beside
-//! nothing but copies.
+//! Each round writes the bytes as a plain file, as a checkpoint with checksums only, and as a
+//! checkpoint that is also searched for non-finite values, which is the default. All three are
+//! synced to disk. Prints a line per round, and the medians. In a memory folder (`/dev/shm`) the
+//! checksums compete with copies alone.
 
 #![allow(clippy::print_stdout, reason = "the lines are the result")]
 
@@ -44,35 +44,30 @@ fn main() -> Result<()> {
         None if is_test => 1,
         None => 11,
     };
-    // `cargo test --benches` only wants to know whether it runs.
+    // `cargo test --benches` passes `--test`: small tensors are enough.
     let rows = if is_test { 2 } else { 2000 };
     let folder = parent.join(format!("checkpoint-bench-{}", process::id()));
     fs::create_dir_all(&folder)?;
-    let measured = measure(&folder, rows, rounds);
+    let result = measure(&folder, rows, rounds);
     fs::remove_dir_all(&folder)?;
-    measured
+    result
 }
 
-/// The seconds that a round took: writing a plain file, saving a checkpoint with checksums alone
-/// and one that is searched as well, loading it.
-type Round = [f64; 4];
+/// Seconds of one round: plain file, checkpoint with checksums only, default checkpoint, load.
+type RoundTimes = [f64; 4];
 
 fn measure(folder: &Path, rows: usize, rounds: usize) -> Result<()> {
     let mesh = DeviceMesh::cpu(1)?;
-    let random = Init::Uniform { lo: -1., up: 1. };
-    let layers = |vb: VarBuilder<'_>| -> candle_core::Result<Vec<Tensor>> {
-        let layer = |n| vb.get_with_hints((rows, 1000), &format!("layers.{n}.weight"), random);
-        (0..N_TENSORS).map(layer).collect()
-    };
-    // Without momentum, so that the parameters are all that is written.
-    let mut model = DataParallel::builder(&mesh, layers).build(|group| SGD::new(group.vars, 0.))?;
+    // Without momentum, a checkpoint holds the parameters only.
+    let mut model = DataParallel::builder(&mesh, |vb| declare_weights(rows, &vb))
+        .build(|group| SGD::new(group.vars, 0.))?;
     let state = model.state_dict()?;
     let bytes = model.parameters()?.into_values().map(|tensor| {
         let mut bytes = Vec::new();
         tensor.write_bytes(&mut bytes).map(|()| bytes)
     });
     let bytes = bytes.collect::<candle_core::Result<Vec<_>>>()?;
-    let mut all = Vec::new();
+    let mut times = Vec::new();
     for _ in 0..rounds {
         let written = write_plain(&folder.join("plain"), &bytes)?;
         let save = |checkpoints: &Checkpoints| -> Result<f64> {
@@ -85,19 +80,30 @@ fn measure(folder: &Path, rows: usize, rounds: usize) -> Result<()> {
         let checkpoints = Checkpoints::new(folder.join("checkpoints"));
         let searched = save(&checkpoints)?;
         let start = Instant::now();
-        let load = |checkpoint: &Checkpoint| model.load(checkpoint);
-        let (checkpoint, ()) = checkpoints.load_latest(&mesh, load)?.ok_or("no checkpoint")?;
+        let latest =
+            checkpoints.load_latest(&mesh, |checkpoint: &Checkpoint| model.load(checkpoint))?;
+        let (checkpoint, ()) = latest.ok_or("no checkpoint")?;
         let loaded = start.elapsed().as_secs_f64();
         assert_eq!(checkpoint.step(), 1);
         fs::remove_dir_all(folder.join("checkpoints"))?;
-        all.push([written, summed, searched, loaded]);
+        times.push([written, summed, searched, loaded]);
         print("round", [written, summed, searched, loaded]);
     }
-    print("medians", [0, 1, 2, 3].map(|column| median(&all, column)));
+    print("medians", [0, 1, 2, 3].map(|column| median(&times, column)));
     Ok(())
 }
 
-fn print(name: &str, [plain, summed, searched, loaded]: Round) {
+/// Declares the weights, drawn at random.
+fn declare_weights(rows: usize, vb: &VarBuilder<'_>) -> candle_core::Result<Vec<Tensor>> {
+    let random = Init::Uniform { lo: -1., up: 1. };
+    let mut weights = Vec::with_capacity(N_TENSORS);
+    for n in 0..N_TENSORS {
+        weights.push(vb.get_with_hints((rows, 1000), &format!("layers.{n}.weight"), random)?);
+    }
+    Ok(weights)
+}
+
+fn print(name: &str, [plain, summed, searched, loaded]: RoundTimes) {
     println!(
         "{name}: plain {plain:.3} s, with checksums {summed:.3} s ({:.3}), and searched \
          {searched:.3} s ({:.3}), loaded {loaded:.3} s",
@@ -106,7 +112,7 @@ fn print(name: &str, [plain, summed, searched, loaded]: Round) {
     );
 }
 
-/// Writes bytes, and nothing else, to one file; returns the seconds that it took.
+/// Writes the tensors' bytes to one file, without checksums, and returns the seconds.
 fn write_plain(path: &Path, tensors: &[Vec<u8>]) -> Result<f64> {
     let start = Instant::now();
     let mut file = File::create(path)?;
@@ -119,7 +125,7 @@ fn write_plain(path: &Path, tensors: &[Vec<u8>]) -> Result<f64> {
     Ok(seconds)
 }
 
-fn median(rounds: &[Round], column: usize) -> f64 {
+fn median(rounds: &[RoundTimes], column: usize) -> f64 {
     let mut times: Vec<f64> = rounds.iter().map(|round| round[column]).collect();
     times.sort_by(f64::total_cmp);
     times[times.len() / 2]

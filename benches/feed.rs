@@ -1,14 +1,13 @@
-//! How much of the time in which batches are made a thread hides behind the steps that take them:
-//! one slot, whose step leaves a core free, and a batch that takes half as long as its step.
+//! The share of batch-making time that a feed thread hides behind training steps, on one slot that
+//! leaves a core free. A batch takes half as long as a step.
 //!
 //! ```text
 //! cargo bench -p benches --bench feed -- [batches]
 //! ```
 //!
-//! Prints the time of a batch, of a step, of a step beside a thread that makes batches for nobody
-//! (what the machine gives to two threads that know nothing of each other), of both in turn and of
-//! both with a thread that makes batches ahead; the last by what share of the batches' time it is
-//! shorter.
+//! Prints mean times: of a batch, of a step, of a step while an unrelated thread makes batches (the
+//! slowdown that the machine causes), of batch and step in turn, and of a step fed by a thread.
+//! Then the time that the feed saves, as a share of the batch time.
 
 #![allow(clippy::print_stdout, reason = "the lines are the result")]
 #![allow(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "numbers are small")]
@@ -33,54 +32,55 @@ const HIDDEN: usize = 512;
 type Model = DistributedModel<Linear, AdamW>;
 
 fn main() -> std::result::Result<(), Box<dyn std::error::Error>> {
-    // A share of two for the one slot: on two cores, it leaves the other to the feed.
+    // Half of the cores for the one slot; on two cores, the other is free for the feed.
     init_threads(2)?;
     let args: Vec<String> = std::env::args().skip(1).filter(|arg| !arg.starts_with("--")).collect();
     let n = args.first().map_or(Ok(100), |arg| arg.parse())?;
     let mesh = DeviceMesh::cpu(1)?;
     let mut model = DataParallel::builder(&mesh, |vb| linear(HIDDEN, HIDDEN, vb))
         .build(|group| AdamW::new(group.vars, ParamsAdamW::default()))?;
-    let rounds = calibrated(&mut model)?;
+    let rounds = calibrate_rounds(&mut model)?;
 
-    let batch = time(n, || black_box(collated(0, rounds)).map(drop))?;
-    let ready = collated(0, rounds)?;
-    let step = time(n, || trained(&mut model, ready.clone()))?;
-    let beside = beside_another(rounds, || time(n, || trained(&mut model, ready.clone())))?;
-    let mut serial = (0..n).map(|index| collated(index, rounds));
-    let serial = time(n, || serial.next().map_or(Ok(()), |batch| trained(&mut model, batch?)))?;
-    let mut fed = feed(0..n).threads(1).collate(move |index| collated(index, rounds))?;
-    let fed = time(n, || fed.next().map_or(Ok(()), |batch| trained(&mut model, batch?)))?;
+    let batch = time(n, || black_box(make_batch(0, rounds)).map(drop))?;
+    let ready = make_batch(0, rounds)?;
+    let step = time(n, || train_step(&mut model, ready.clone()))?;
+    let contended = with_busy_thread(rounds, || time(n, || train_step(&mut model, ready.clone())))?;
+    let mut serial = (0..n).map(|index| make_batch(index, rounds));
+    let serial = time(n, || serial.next().map_or(Ok(()), |batch| train_step(&mut model, batch?)))?;
+    let mut fed = feed(0..n).threads(1).collate(move |index| make_batch(index, rounds))?;
+    let fed = time(n, || fed.next().map_or(Ok(()), |batch| train_step(&mut model, batch?)))?;
 
     let hidden = (serial.as_secs_f64() - fed.as_secs_f64()) / batch.as_secs_f64();
-    println!("batch {batch:.2?}  step {step:.2?}, beside another thread {beside:.2?}");
+    println!("batch {batch:.2?}  step {step:.2?}, with another busy thread {contended:.2?}");
     println!("in turn {serial:.2?}  fed {fed:.2?}");
     println!("hidden: {:.0} % of the batches' time", 100. * hidden);
     Ok(())
 }
 
-/// As many rounds as make a batch take half as long as its step.
-fn calibrated(model: &mut Model) -> Result<usize> {
-    let ready = collated(0, 1)?;
-    let step = time(20, || trained(model, ready.clone()))?;
+/// Returns the number of rounds that make a batch take half as long as a step.
+fn calibrate_rounds(model: &mut Model) -> Result<usize> {
+    let ready = make_batch(0, 1)?;
+    let step = time(20, || train_step(model, ready.clone()))?;
     let rounds = 4;
-    let batch = time(20, || black_box(collated(0, rounds)).map(drop))?;
+    let batch = time(20, || black_box(make_batch(0, rounds)).map(drop))?;
     let wanted = rounds as f64 * step.as_secs_f64() / 2. / batch.as_secs_f64();
     Ok((wanted.round() as usize).max(1))
 }
 
-fn trained(model: &mut Model, batch: Tensor) -> Result<()> {
-    let loss = |_: &Replica, model: &Linear, x: Tensor| model.forward(&x)?.sqr()?.mean_all();
-    model.step(batch, loss).map(drop).map_err(candle_core::Error::wrap)
+fn train_step(model: &mut Model, batch: Tensor) -> Result<()> {
+    let step = model
+        .step(batch, |_: &Replica, model: &Linear, x: Tensor| model.forward(&x)?.sqr()?.mean_all());
+    step.map(drop).map_err(candle_core::Error::wrap)
 }
 
-/// What `f` returns, run beside a thread that makes a batch and rests as long, over and over.
-fn beside_another<R>(rounds: usize, f: impl FnOnce() -> R) -> R {
+/// Runs `f` while another thread makes batches, and rests as long after each.
+fn with_busy_thread<R>(rounds: usize, f: impl FnOnce() -> R) -> R {
     let is_over = AtomicBool::new(false);
     thread::scope(|scope| {
         scope.spawn(|| {
             while !is_over.load(Ordering::Relaxed) {
                 let start = Instant::now();
-                drop(black_box(collated(0, rounds)));
+                drop(black_box(make_batch(0, rounds)));
                 thread::sleep(start.elapsed());
             }
         });
@@ -90,8 +90,8 @@ fn beside_another<R>(rounds: usize, f: impl FnOnce() -> R) -> R {
     })
 }
 
-/// A batch that takes longer the more rounds its numbers are mixed in.
-fn collated(index: usize, rounds: usize) -> Result<Tensor> {
+/// Makes a batch by mixing its numbers `rounds` times.
+fn make_batch(index: usize, rounds: usize) -> Result<Tensor> {
     let mut state = index as u32;
     let mut values = vec![0_u32; ROWS * HIDDEN];
     for _ in 0..rounds {
@@ -104,7 +104,7 @@ fn collated(index: usize, rounds: usize) -> Result<Tensor> {
     Tensor::from_iter(values, &Device::Cpu)?.reshape((ROWS, HIDDEN))?.to_dtype(DType::F32)
 }
 
-/// The mean time of a call of `f`.
+/// Returns the mean time of `n` calls of `f`.
 fn time(n: usize, mut f: impl FnMut() -> Result<()>) -> Result<Duration> {
     let start = Instant::now();
     for _ in 0..n {

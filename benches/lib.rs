@@ -1,11 +1,10 @@
-//! What benches that train say of their process. This package exists for its benches.
+//! Processor time and peak memory of a bench, for the benches that train.
 
 use std::fs;
 
 use candle_distributed::train;
 
-/// Processor time of this process, in seconds; its clock ticks a hundred times a second. 0 where the
-/// system does not say.
+/// Returns the processor time of this process in seconds, in steps of 10 ms; 0 if unavailable.
 #[must_use]
 pub fn processor_seconds() -> f64 {
     let stat = fs::read_to_string("/proc/self/stat").unwrap_or_default();
@@ -15,7 +14,7 @@ pub fn processor_seconds() -> f64 {
     ticks.iter().sum::<f64>() / 100.0
 }
 
-/// The most memory that this process has had, in MiB. 0 where the system does not say.
+/// Returns the peak memory of this process in MiB, or 0 if unavailable.
 #[must_use]
 pub fn peak_mib() -> u64 {
     train::peak_bytes().unwrap_or(0) / (1 << 20)

@@ -1,14 +1,13 @@
-//! Fine-tuning steps of a Llama from a folder of Hugging Face: the other half of
-//! `peers/hf_llama.py`, which makes the folder and trains the same model on the same tokens.
+//! Fine-tuning steps of a Llama from a Hugging Face folder. `peers/hf_llama.py` makes the folder,
+//! and trains the same model on the same tokens.
 //!
 //! ```text
 //! cargo bench -p benches --bench llama -- FOLDER [form] [slots] [rows] [length] [steps]
 //! ```
 //!
 //! Forms are `units` under data parallel, and `sharded`, `graph` and `gathered` as in `step.rs`.
-//! Prints one line: the least and the median time of a step, tokens per second by the median,
-//! processor time per step, the memory of the process at its peak, and the losses of the first two
-//! steps and the last.
+//! Prints one line: minimum and median time of a step, tokens per second at the median, processor
+//! time per step, peak memory of the process, and the losses of the first two steps and the last.
 
 #![allow(clippy::print_stdout, reason = "the line is the result")]
 
@@ -28,10 +27,10 @@ static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
 
 type Outcome<T> = Result<T, Box<dyn std::error::Error>>;
 
-/// What trains on a batch and returns its loss.
-type Trained = Box<dyn FnMut((Tensor, Tensor)) -> Outcome<f64>>;
+/// Trains on a batch and returns its loss.
+type TrainStep = Box<dyn FnMut((Tensor, Tensor)) -> Outcome<f64>>;
 
-struct Config {
+struct BenchConfig {
     folder: PathBuf,
     form: String,
     slots: usize,
@@ -40,8 +39,8 @@ struct Config {
     steps: usize,
 }
 
-impl Config {
-    /// The arguments, unless there is no folder.
+impl BenchConfig {
+    /// Parses the arguments. Returns `None` if they name no folder.
     fn from_args() -> Outcome<Option<Self>> {
         let args: Vec<String> = env::args().skip(1).filter(|arg| !arg.starts_with("--")).collect();
         let number = |index: usize, default| -> Outcome<usize> {
@@ -63,10 +62,10 @@ fn adam(group: Group) -> candle_core::Result<AdamW> {
     AdamW::new(group.vars, ParamsAdamW { lr: 1e-3, ..ParamsAdamW::default() })
 }
 
-fn trained(config: &Config, llama: &Llama, mesh: &DeviceMesh) -> Outcome<Trained> {
-    let of_rows = llama.clone();
+fn build_step(config: &BenchConfig, llama: &Llama, mesh: &DeviceMesh) -> Outcome<TrainStep> {
+    let own_llama = llama.clone();
     let loss = move |_: &Replica, model: &Units, (ids, labels): (Tensor, Tensor)| {
-        of_rows.loss(model, &Tokens::rows(ids), &labels)
+        own_llama.loss(model, &Tokens::rows(ids), &labels)
     };
     let keep = match config.form.as_str() {
         "units" => {
@@ -78,7 +77,7 @@ fn trained(config: &Config, llama: &Llama, mesh: &DeviceMesh) -> Outcome<Trained
         "sharded" => Keep::Inputs,
         "graph" => Keep::Graph,
         "gathered" => Keep::Gathered,
-        other => return Err(format!("there is no form {other}").into()),
+        other => return Err(format!("unknown form {other}").into()),
     };
     let mut model = FullyShard::builder(mesh, |vb| llama.declare(&vb))
         .by_units(llama.units())
@@ -88,31 +87,32 @@ fn trained(config: &Config, llama: &Llama, mesh: &DeviceMesh) -> Outcome<Trained
     Ok(Box::new(move |batch| Ok(model.step(batch, loss.clone())?.loss)))
 }
 
-/// The same tokens as the peer's: the labels are the ids.
-fn tokens(config: &Config, vocabulary: usize) -> Outcome<Tensor> {
+/// Returns the tokens that the peer trains on, which are also the labels.
+fn tokens(config: &BenchConfig, vocabulary: usize) -> Outcome<Tensor> {
     let mut state = 12345_u64;
-    let mut next = || {
+    let mut ids = Vec::with_capacity(config.rows * config.length);
+    for _ in 0..config.rows * config.length {
         state =
             state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
-        Ok(u32::try_from((state >> 33) % vocabulary as u64)?)
-    };
-    let ids: Vec<u32> = (0..config.rows * config.length).map(|_| next()).collect::<Outcome<_>>()?;
+        ids.push(u32::try_from((state >> 33) % vocabulary as u64)?);
+    }
     Ok(Tensor::from_vec(ids, (config.rows, config.length), &Device::Cpu)?)
 }
 
 fn main() -> Outcome<()> {
-    let Some(config) = Config::from_args()? else {
-        println!("no folder is named, see the first lines of benches/llama.rs");
+    let Some(config) = BenchConfig::from_args()? else {
+        println!("no folder given; see the first lines of benches/llama.rs");
         return Ok(());
     };
     let text = fs::read_to_string(config.folder.join("config.json"))?;
     let llama = Llama::from_config(LlamaConfig::from_json(&text)?)?;
     init_threads(config.slots)?;
     let mesh = DeviceMesh::cpu(config.slots)?;
-    let mut step = trained(&config, &llama, &mesh)?;
+    let mut step = build_step(&config, &llama, &mesh)?;
     let ids = tokens(&config, llama.config().vocab_size)?;
     let labels = ids.to_dtype(DType::I64)?;
-    let (mut times, mut losses) = (Vec::new(), Vec::new());
+    let mut times = Vec::new();
+    let mut losses = Vec::new();
     let warm_up = config.steps / 4;
     let mut processor = 0.0;
     for number in 0..config.steps {
@@ -137,6 +137,6 @@ fn main() -> Outcome<()> {
         peak_mib(),
         [losses[0], losses[1], losses[losses.len() - 1]],
     );
-    assert!(losses[losses.len() - 1] < losses[0], "it learns");
+    assert!(losses[losses.len() - 1] < losses[0], "the loss did not fall");
     Ok(())
 }

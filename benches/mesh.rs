@@ -1,4 +1,4 @@
-//! Mesh: what a parallel call costs beside the same work in plain candle.
+//! Parallel calls and training steps on a mesh, compared with the same work in plain candle.
 
 use std::{hint::black_box, thread, time::Duration};
 
@@ -12,7 +12,7 @@ use criterion::{BenchmarkId, Criterion, Throughput, criterion_group, criterion_m
 
 type Outcome = Result<(), Box<dyn std::error::Error>>;
 
-/// A function that does next to nothing: what is left is the cost of a call.
+/// Times a function that does almost nothing, which leaves the overhead of a call.
 fn call(c: &mut Criterion) -> Outcome {
     let x = Tensor::zeros((8, 4), DType::F32, &Device::Cpu)?;
     let mut group = c.benchmark_group("mesh/call_tiny");
@@ -29,7 +29,7 @@ fn call(c: &mut Criterion) -> Outcome {
     Ok(())
 }
 
-/// A chain of matrix products, batch-parallel.
+/// Times a chain of matrix products, parallel over the batch.
 fn matmul(c: &mut Criterion) -> Outcome {
     const SIZE: usize = 256;
     let x = Tensor::ones((2 * SIZE, SIZE), DType::F32, &Device::Cpu)?;
@@ -56,8 +56,7 @@ fn matmul(c: &mut Criterion) -> Outcome {
     Ok(())
 }
 
-/// Sums over two replicas inside the function: a hundred in one call, of which the call itself is a
-/// small part.
+/// Times sums over two replicas: a hundred in one call, so that the call itself hardly counts.
 fn psum(c: &mut Criterion) -> Outcome {
     const ROUNDS: u64 = 100;
     let mesh = DeviceMesh::cpu(2)?;
@@ -84,7 +83,7 @@ fn psum(c: &mut Criterion) -> Outcome {
     Ok(())
 }
 
-/// Sums over two replicas, of which each keeps its half: a hundred in one call.
+/// Times sums over two replicas that each keep one half: a hundred in one call.
 fn psum_scatter(c: &mut Criterion) -> Outcome {
     const ROUNDS: u64 = 100;
     let mesh = DeviceMesh::cpu(2)?;
@@ -107,8 +106,10 @@ fn psum_scatter(c: &mut Criterion) -> Outcome {
     Ok(())
 }
 
-/// Sums of 1 MB over two replicas, beside two threads that read and write as much: each adds up one
-/// half of two tensors, and writes it.
+/// Times sums of 1 MB over two replicas.
+///
+/// The floor is two plain threads with the same memory traffic: each adds one half of two tensors
+/// and writes the sum.
 fn psum_beside_threads(c: &mut Criterion) -> Outcome {
     const ROUNDS: u64 = 100;
     const LEN: usize = (1 << 20) / size_of::<f32>();
@@ -147,26 +148,26 @@ fn add(left: &[f32], right: &[f32], sum: &mut [f32]) {
     items.zip(black_box(&mut *sum)).for_each(|((left, right), sum)| *sum = left + right);
 }
 
-/// 64 MB that one of four replicas has.
+/// Times the broadcast of 64 MB from one of four replicas.
 fn broadcast(c: &mut Criterion) -> Outcome {
     const LEN: usize = (64 << 20) / size_of::<f32>();
     let root = Tensor::ones(LEN, DType::F32, &Device::Cpu)?;
     let zero = Tensor::zeros(1, DType::F32, &Device::Cpu)?.broadcast_as(LEN)?;
-    let of_root = DeviceMesh::cpu(4)?.pmap(move |ctx, ()| {
+    let from_root = DeviceMesh::cpu(4)?.pmap(move |ctx, ()| {
         let x = if ctx.slot() == 0 { &root } else { &zero };
         ctx.broadcast(x, 0, ALL)
     });
-    let last: Vec<f32> = of_root.call_sharded(())?.shards()[3].narrow(0, LEN - 1, 1)?.to_vec1()?;
+    let last: Vec<f32> =
+        from_root.call_sharded(())?.shards()[3].narrow(0, LEN - 1, 1)?.to_vec1()?;
     assert_eq!(last[0].to_bits(), 1_f32.to_bits());
     let mut group = c.benchmark_group("mesh/broadcast");
     group.throughput(Throughput::Bytes(64 << 20)).sample_size(10);
-    group.bench_function("64MB_4", |b| b.iter(|| of_root.call_sharded(())));
+    group.bench_function("64MB_4", |b| b.iter(|| from_root.call_sharded(())));
     group.finish();
     Ok(())
 }
 
-/// The parameters of a transformer of 176 MiB in 14 units, of which each slot has rows: all of them
-/// gathered, one unit after the other, by one collective for each unit.
+/// Times gathering a transformer of 176 MiB in 14 units, sharded by rows: one collective per unit.
 fn gather_units(c: &mut Criterion) -> Outcome {
     const UNITS: usize = 14;
     const SIZE: usize = 524;
@@ -178,10 +179,14 @@ fn gather_units(c: &mut Criterion) -> Outcome {
         ("norm.weight", &[SIZE]),
         ("norm.bias", &[SIZE]),
     ];
-    let declare = |vb: VarBuilder<'_>| {
-        let mut names = (0..UNITS).flat_map(|unit| SHAPES.map(|(name, shape)| (unit, name, shape)));
-        names.try_for_each(|(unit, name, shape)| vb.pp("h").pp(unit).get(shape, name).map(drop))
-    };
+    fn declare(vb: &VarBuilder<'_>) -> candle_core::Result<()> {
+        for unit in 0..UNITS {
+            for (name, shape) in SHAPES {
+                vb.pp("h").pp(unit).get(shape, name)?;
+            }
+        }
+        Ok(())
+    }
     let gather = |_: &Replica, model: &Units, x: Tensor| {
         for unit in 0..UNITS {
             model.unit(&format!("h.{unit}"), &x, |vb, x| {
@@ -198,8 +203,8 @@ fn gather_units(c: &mut Criterion) -> Outcome {
     group.throughput(Throughput::Bytes(bytes as u64)).sample_size(10);
     for slots in [2, 4] {
         let mesh = DeviceMesh::cpu(slots)?;
-        let mut model =
-            FullyShard::builder(&mesh, declare).build(|group| SGD::new(group.vars, 0.0))?;
+        let mut model = FullyShard::builder(&mesh, |vb| declare(&vb))
+            .build(|group| SGD::new(group.vars, 0.0))?;
         let x = Tensor::zeros((slots, 1), DType::F32, &Device::Cpu)?;
         assert_eq!(model.units().count(), UNITS);
         model.evaluate(x.clone(), gather)?;
@@ -211,7 +216,7 @@ fn gather_units(c: &mut Criterion) -> Outcome {
     Ok(())
 }
 
-/// 64 MB cut in two and put together: in a new tensor, and in one that is kept.
+/// Times scattering and gathering 64 MB, into a new tensor and into a reused one.
 fn scatter_and_gather(c: &mut Criterion) -> Outcome {
     let mesh = DeviceMesh::cpu(2)?;
     let x = Tensor::ones((2, 8 << 20), DType::F32, &Device::Cpu)?;
@@ -226,15 +231,18 @@ fn scatter_and_gather(c: &mut Criterion) -> Outcome {
     Ok(())
 }
 
-/// A model whose step is mostly matrix products, as most are.
+/// A model dominated by matrix products.
 struct Mlp(Vec<Linear>);
 
 impl Mlp {
     #[allow(clippy::needless_pass_by_value, reason = "models are built of builders by value")]
     fn new(vb: VarBuilder<'_>) -> candle_core::Result<Self> {
         let sizes = [512, 1024, 1024, 512];
-        let layer = |(n, size): (usize, &[usize])| linear(size[0], size[1], vb.pp(n));
-        Ok(Self(sizes.windows(2).enumerate().map(layer).collect::<candle_core::Result<_>>()?))
+        let mut layers = Vec::new();
+        for (n, size) in sizes.windows(2).enumerate() {
+            layers.push(linear(size[0], size[1], vb.pp(n))?);
+        }
+        Ok(Self(layers))
     }
 
     fn loss(&self, x: &Tensor) -> candle_core::Result<Tensor> {
@@ -242,10 +250,10 @@ impl Mlp {
     }
 }
 
-/// One step of training with AdamW, 2,048 rows: in plain candle, and over slots.
+/// Times one training step with AdamW on 2,048 rows, over slots and in plain candle.
 ///
-/// Run it with `RAYON_NUM_THREADS` and `CANDLE_NUM_THREADS` 1 for what the mesh makes of two cores,
-/// and with 2 for what candle makes of them by itself.
+/// With `RAYON_NUM_THREADS` and `CANDLE_NUM_THREADS` set to 1, only slots run in parallel; with 2,
+/// candle's operations do as well.
 fn training_step(c: &mut Criterion) -> Outcome {
     let x = Tensor::randn(0_f32, 1., (2048, 512), &Device::Cpu)?;
     let adam = |vars| AdamW::new(vars, ParamsAdamW::default());
@@ -268,8 +276,7 @@ fn training_step(c: &mut Criterion) -> Outcome {
     Ok(())
 }
 
-/// How long it takes until a call whose first replica fails, while the other waits for it, has
-/// returned to its caller.
+/// Times a call in which one replica fails while the other waits for it.
 fn failure(c: &mut Criterion) -> Outcome {
     let mesh = DeviceMesh::cpu(2)?;
     let x = Tensor::zeros((2, 1), DType::F32, &Device::Cpu)?;
@@ -303,7 +310,7 @@ fn all(c: &mut Criterion) {
     ];
     for bench in benches {
         if let Err(error) = bench(c) {
-            panic!("a bench cannot run: {error}");
+            panic!("bench failed: {error}");
         }
     }
 }

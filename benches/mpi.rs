@@ -1,10 +1,9 @@
-//! Sums over processes: `psum` of a mesh beside MPI's own call, on 2 and on 4 ranks of this
-//! machine; and lists, gathered and reduced at once and under way.
+//! Sums over processes, on 2 and 4 ranks of this machine: the mesh's `psum` and MPI's `allreduce`.
+//! Then lists of tensors, gathered and reduced, blocking and non-blocking.
 //!
-//! Not with criterion, which decides by itself how often to measure: all ranks must do the same
-//! number of calls. The program starts itself under `mpirun`, in turn as one and as the other,
-//! since MPI begins once in a process. Run it with `cargo bench -p benches --features mpi --bench
-//! mpi`.
+//! Criterion chooses the number of calls itself, but all ranks must make equally many, so this
+//! program times its own calls. It starts itself under `mpirun` once per mode, since a process can
+//! initialize MPI only once. Run it with `cargo bench -p benches --features mpi --bench mpi`.
 
 #![allow(clippy::unwrap_used, reason = "a bench fails by panicking")]
 #![allow(clippy::print_stdout, reason = "this is a report")]
@@ -24,30 +23,31 @@ use ferrompi::{Mpi, ReduceOp};
 #[global_allocator]
 static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
 
-/// Bytes of single-precision numbers, and how many calls are measured.
+/// Message sizes in bytes, each with its number of timed calls.
 const SIZES: [(usize, usize); 5] =
     [(4 << 10, 3000), (16 << 10, 2000), (256 << 10, 500), (4 << 20, 100), (64 << 20, 12)];
-/// What is measured: a mesh's sum, and MPI's into memory that is new and that is kept.
+/// Timed calls: the mesh's sum, and MPI's into new and into reused memory.
 const MODES: [&str; 3] = ["psum", "allreduce-new", "allreduce-kept"];
 const ROUNDS: usize = 3;
 
-/// What is done with lists of four tensors of so many bytes in all, of which each rank owns a part.
+/// Timed calls on lists of four tensors that are sharded over the ranks.
 const LISTS: [&str; 4] = ["gather", "start gather", "reduce", "start reduce"];
+/// Total bytes of a list, each with its number of timed calls.
 const LIST_SIZES: [(usize, usize); 3] = [(4 << 10, 1000), (4 << 20, 50), (64 << 20, 8)];
 
 fn main() {
     if LaunchEnv::from_env().unwrap().is_some() {
-        as_rank(&env::args().nth(1).unwrap());
+        run_as_rank(&env::args().nth(1).unwrap());
     } else {
         [2, 4].into_iter().for_each(report);
         [2, 4].into_iter().for_each(report_lists);
     }
 }
 
-/// Runs all modes in turn, and prints the best median of each.
+/// Runs all modes, and prints the best median of each.
 fn report(ranks: usize) {
-    let best = best_of(ranks, &MODES);
-    println!("{ranks} ranks, µs: {}, psum over each of the others", MODES.join(", "));
+    let best = best_medians(ranks, &MODES);
+    println!("{ranks} ranks, µs: {}; psum divided by each of the others", MODES.join(", "));
     for (bytes, _) in SIZES {
         let [psum, new, kept] = MODES.map(|mode| best[&(bytes, mode)]);
         println!(
@@ -58,9 +58,9 @@ fn report(ranks: usize) {
     }
 }
 
-/// Runs all of them in turn, and prints the best median of each.
+/// Runs all operations on lists, and prints the best median of each.
 fn report_lists(ranks: usize) {
-    let best = best_of(ranks, &LISTS);
+    let best = best_medians(ranks, &LISTS);
     println!("{ranks} ranks, µs: {}", LISTS.join(", "));
     for (bytes, _) in LIST_SIZES {
         let figures = LISTS.map(|mode| format!("{:>9.1}", best[&(bytes, mode)]));
@@ -68,8 +68,8 @@ fn report_lists(ranks: usize) {
     }
 }
 
-/// The best median of each mode and size.
-fn best_of<'m>(ranks: usize, modes: &[&'m str]) -> BTreeMap<(usize, &'m str), f64> {
+/// Returns the best median of each mode and size, in microseconds.
+fn best_medians<'m>(ranks: usize, modes: &[&'m str]) -> BTreeMap<(usize, &'m str), f64> {
     let mut best: BTreeMap<(usize, &str), f64> = BTreeMap::new();
     for _ in 0..ROUNDS {
         for mode in modes {
@@ -93,16 +93,16 @@ fn best_of<'m>(ranks: usize, modes: &[&'m str]) -> BTreeMap<(usize, &'m str), f6
     best
 }
 
-fn as_rank(mode: &str) {
+fn run_as_rank(mode: &str) {
     match mode {
-        "psum" => over_mesh(),
-        "allreduce-new" => direct(true),
-        "allreduce-kept" => direct(false),
-        list => lists(LISTS.into_iter().find(|mode| *mode == list).unwrap()),
+        "psum" => time_psum(),
+        "allreduce-new" => time_allreduce(true),
+        "allreduce-kept" => time_allreduce(false),
+        list => time_list(LISTS.into_iter().find(|mode| *mode == list).unwrap()),
     }
 }
 
-fn lists(mode: &'static str) {
+fn time_list(mode: &'static str) {
     let mesh = DeviceMesh::builder().mpi(Device::Cpu).unwrap();
     for (bytes, calls) in LIST_SIZES {
         let n_items = bytes / 16;
@@ -113,7 +113,8 @@ fn lists(mode: &'static str) {
             let own = layout.runs(ctx.slot()).iter().map(own).collect::<Result<Vec<_>>>()?;
             let mut seconds = Vec::new();
             for call in 0..calls + calls / 10 {
-                let (own, list) = (own.clone(), vec![whole.clone(); 4]);
+                let own = own.clone();
+                let list = vec![whole.clone(); 4];
                 let start = Instant::now();
                 let n_results = match mode {
                     "gather" => ctx.gather_runs(own, &layout, ALL)?.len(),
@@ -133,17 +134,18 @@ fn lists(mode: &'static str) {
     }
 }
 
-/// Four tensors of so many items, of each of which each rank owns a part.
+/// Returns the layout of four tensors of `n_items` items, split evenly over the ranks.
 fn layout(n_items: usize, ranks: usize) -> RunLayout {
     let share = n_items / ranks;
-    let of_rank = |rank: usize| {
-        let run = |tensor| Run { tensor, items: rank * share..(rank + 1) * share };
-        (0..4).map(run).collect()
-    };
-    RunLayout::new("list", vec![(n_items, DType::F32); 4], (0..ranks).map(of_rank)).unwrap()
+    let mut runs_by_rank: Vec<Vec<Run>> = Vec::new();
+    for rank in 0..ranks {
+        let items = rank * share..(rank + 1) * share;
+        runs_by_rank.push((0..4).map(|tensor| Run { tensor, items: items.clone() }).collect());
+    }
+    RunLayout::new("list", vec![(n_items, DType::F32); 4], runs_by_rank).unwrap()
 }
 
-fn over_mesh() {
+fn time_psum() {
     let mesh = DeviceMesh::builder().mpi(Device::Cpu).unwrap();
     for (bytes, calls) in SIZES {
         let run = mesh.pmap(move |ctx, _: Tensor| {
@@ -167,7 +169,7 @@ fn over_mesh() {
     }
 }
 
-fn direct(new: bool) {
+fn time_allreduce(new: bool) {
     let mpi = Mpi::init().unwrap();
     let world = mpi.world();
     for (bytes, calls) in SIZES {

@@ -1,11 +1,12 @@
-//! Operations that train: forward with backward, ours beside what can be composed of candle's.
+//! Forward and backward of operations: our fused form, and the same composed of candle's
+//! operations.
 //!
-//! Both forms get the same inputs, and must agree on the result, before they are timed. That ours
-//! is the fused form, not a fallback, shows in the graph: one operation between the inputs and the
-//! result (two where it has a token between them, as `mlp`).
+//! Both forms get the same inputs and must agree on the result before they are timed. Ours must
+//! also be fused, not a fallback: its graph has one operation between inputs and result, or two for
+//! `mlp`, which puts a token between them.
 //!
-//! `graph` does nothing to its input: what it takes is candle's own share of each of the others,
-//! which lays down zeros for the gradients of the result and of the input and adds to them.
+//! `graph` only reshapes its input. Its time is candle's share of every other bench: zero-filling
+//! the gradients of result and input, and adding to them.
 
 use std::{hint::black_box, time::Duration};
 
@@ -13,20 +14,20 @@ use candle_core::{D, DType, Device, Result, Tensor, Var};
 use candle_distributed::ops::{self, Activation, AttentionConfig, CrossEntropyConfig, DropoutKey};
 use criterion::{Criterion, criterion_group, criterion_main};
 
-/// The processor's allocator would give each result new pages; this is that of the command line.
+/// The command line's allocator. The system's would map new pages for each result.
 #[global_allocator]
 static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
 
-/// A form of an operation.
-type Form<'a> = &'a dyn Fn(&[Tensor]) -> Result<Tensor>;
+/// One form of an operation, applied to its inputs.
+type OperationForm<'a> = &'a dyn Fn(&[Tensor]) -> Result<Tensor>;
 
 /// Times both forms of an operation on variables of these shapes.
 fn compare(
     c: &mut Criterion,
     name: &str,
     shapes: &[&[usize]],
-    fused: Form<'_>,
-    composed: Form<'_>,
+    fused: OperationForm<'_>,
+    composed: OperationForm<'_>,
 ) -> Result<()> {
     let vars: Vec<_> = shapes.iter().map(|shape| variable(shape)).collect::<Result<_>>()?;
     let inputs: Vec<_> = vars.iter().map(|var| var.as_tensor().clone()).collect();
@@ -41,23 +42,25 @@ fn compare(
     Ok(())
 }
 
-/// Numbers whose spread is that of activations.
+/// Returns a variable with numbers spread like activations.
 fn variable(shape: &[usize]) -> Result<Var> {
     let n: usize = shape.iter().product();
-    let number = |i: usize| ((i * 7919 + i / 31) % 2003) as f32 / 1000.0 - 1.0;
-    let numbers = (0..n).map(number).collect::<Vec<_>>();
+    let numbers: Vec<_> =
+        (0..n).map(|i| ((i * 7919 + i / 31) % 2003) as f32 / 1000.0 - 1.0).collect();
     Var::from_tensor(&Tensor::from_vec(numbers, shape, &Device::Cpu)?)
 }
 
-/// Both forms give one result, and ours in one operation.
+/// Checks that both forms agree, and that ours is a single operation.
 fn check(name: &str, ours: &Tensor, theirs: &Tensor) -> Result<()> {
     let largest = |x: Tensor| x.abs()?.flatten_all()?.max(0)?.to_scalar::<f32>();
-    let (off, largest) = (largest((ours - theirs)?)?, largest(theirs.clone())?);
-    assert!(off <= 1e-4 * largest, "{name}: {off} of {largest}");
+    let error = largest((ours - theirs)?)?;
+    let largest = largest(theirs.clone())?;
+    assert!(error <= 1e-4 * largest, "{name}: error {error}, largest item {largest}");
     let nodes = |y: &Tensor| y.sorted_nodes().iter().filter(|node| !node.is_variable()).count();
-    let (ours, theirs) = (nodes(ours), nodes(theirs));
+    let ours = nodes(ours);
+    let theirs = nodes(theirs);
     let expected = if name == "mlp" { 2 } else { 1 };
-    assert!(ours == expected && theirs >= 1, "{name}: {ours} operations beside {theirs}");
+    assert!(ours == expected && theirs >= 1, "{name}: {ours} operations, composed {theirs}");
     Ok(())
 }
 
@@ -94,8 +97,8 @@ fn rows(c: &mut Criterion) -> Result<()> {
 
 fn dropout(c: &mut Criterion) -> Result<()> {
     let key = DropoutKey { seed: 1, call: 2, offset: 0 };
-    // candle's draws other numbers, so the reference gets ours; what it would take to draw them is
-    // timed with it.
+    // candle draws other numbers, so the composed form applies our mask. It still draws its own, to
+    // count the time.
     let ones = Tensor::ones(ROWS, DType::F32, &Device::Cpu)?;
     let mask = ops::dropout(&ones, 0.1, key)?;
     compare(c, "dropout", &[ROWS], &|t| Ok(ops::dropout(&t[0], 0.1, key)?), &|t| {
@@ -137,7 +140,8 @@ fn linear(c: &mut Criterion) -> Result<()> {
             },
         )?;
     }
-    let (up, down) = (&[2048, 512][..], &[512, 2048][..]);
+    let up = &[2048, 512][..];
+    let down = &[512, 2048][..];
     let relu = Activation::Relu;
     compare(
         c,
@@ -152,7 +156,8 @@ fn rope(c: &mut Criterion) -> Result<()> {
     let angles = Tensor::arange(0.0_f32, 256.0 * 32.0, &Device::Cpu)
         .and_then(|angles| angles.affine(1e-3, 0.0)?.reshape((256, 32)));
     let angles = angles?;
-    let (cos, sin) = (angles.cos()?, angles.sin()?);
+    let cos = angles.cos()?;
+    let sin = angles.sin()?;
     compare(c, "rope", &[&[4, 8, 256, 64]], &|t| Ok(ops::rope(&t[0], &cos, &sin)?), &|t| {
         candle_nn::rotary_emb::rope_slow(&t[0], &cos, &sin)
     })?;
@@ -161,12 +166,14 @@ fn rope(c: &mut Criterion) -> Result<()> {
     })
 }
 
-/// Causal attention of 4,096 positions in sequences of 128, 256 and 1,024.
+/// Times causal attention over 4,096 positions, in sequences of 128, 256 and 1,024.
 fn attention(c: &mut Criterion) -> Result<()> {
     for (length, heads, size) in [(128, 4, 32), (256, 8, 64), (1024, 4, 128)] {
         let shape = &[4096 / length, length, heads, size][..];
-        let hidden = |row: usize, column| if column > row { f32::NEG_INFINITY } else { 0.0 };
-        let mask: Vec<f32> = (0..length * length).map(|i| hidden(i / length, i % length)).collect();
+        let mut mask = vec![0_f32; length * length];
+        for row in 0..length {
+            mask[row * length + row + 1..(row + 1) * length].fill(f32::NEG_INFINITY);
+        }
         let mask = Tensor::from_vec(mask, (length, length), &Device::Cpu)?;
         compare(
             c,
@@ -189,7 +196,7 @@ fn attention(c: &mut Criterion) -> Result<()> {
 fn all(c: &mut Criterion) {
     for bench in [graph, rows, loss, linear, rope, attention] {
         if let Err(error) = bench(c) {
-            panic!("a bench cannot run: {error}");
+            panic!("bench failed: {error}");
         }
     }
 }

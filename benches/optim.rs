@@ -1,5 +1,5 @@
-//! A step of an optimizer on 7.4 million parameters: ours beside candle's. The peer's half is
-//! `peers/torch_optim.py`, with the same shapes.
+//! Optimizer steps on 7.4 million parameters, ours and candle's. `peers/torch_optim.py` measures
+//! PyTorch's with the same shapes.
 
 use std::time::Duration;
 
@@ -8,12 +8,11 @@ use candle_distributed::train::{AdamW, ParamsSgd, Sgd};
 use candle_nn::{Optimizer, ParamsAdamW, SGD};
 use criterion::{BenchmarkId, Criterion, Throughput, criterion_group, criterion_main};
 
-/// The processor's allocator would give each of candle's temporaries new pages; this is that of the
-/// command line.
+/// The command line's allocator. The system's would map new pages for each of candle's temporaries.
 #[global_allocator]
 static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
 
-/// The parameters of a transformer with 8 blocks of width 256 over 2,048 tokens.
+/// Returns the shapes of a transformer with 8 blocks of width 256 over 2,048 tokens.
 fn shapes() -> Vec<Vec<usize>> {
     let mut shapes = vec![vec![2048, 256], vec![2048, 256], vec![256]];
     for _ in 0..8 {
@@ -23,8 +22,8 @@ fn shapes() -> Vec<Vec<usize>> {
     shapes
 }
 
-/// Variables and their gradients, of which those of matrices are transposed if they are to be, as
-/// candle's `Linear` gets them.
+/// Returns variables and gradients. With `transposed`, the gradients of matrices are transposed
+/// views, like the ones that candle's `Linear` gets.
 fn variables(dtype: DType, transposed: bool) -> Result<(Vec<Var>, GradStore)> {
     let mut grads = GradStore::default();
     let mut vars = Vec::new();
@@ -41,7 +40,7 @@ fn variables(dtype: DType, transposed: bool) -> Result<(Vec<Var>, GradStore)> {
     Ok((vars, grads))
 }
 
-/// Times the steps of an optimizer, which must change the variables.
+/// Times the steps of an optimizer, and checks that they change the variables.
 fn time<O: Optimizer>(
     c: &mut Criterion,
     name: &str,
@@ -51,7 +50,7 @@ fn time<O: Optimizer>(
 ) -> Result<()> {
     let n_items: usize = vars.iter().map(|var| var.elem_count()).sum();
     let first = vars[0].clone();
-    let before = first.copy()?;
+    let initial = first.copy()?;
     let mut optimizer = make(vars)?;
     let mut group = c.benchmark_group("optim");
     group.sample_size(10).measurement_time(Duration::from_secs(1));
@@ -64,10 +63,10 @@ fn time<O: Optimizer>(
     });
     group.finish();
     if !is_run {
-        // Another one was asked for.
+        // The command line selects another bench.
         return Ok(());
     }
-    let change = (first.as_tensor() - before)?.abs()?.sum_all()?;
+    let change = (first.as_tensor() - initial)?.abs()?.sum_all()?;
     assert!(
         change.to_dtype(DType::F32)?.to_scalar::<f32>()? > 0.0,
         "{name}/{library} changes nothing"
@@ -82,10 +81,10 @@ fn adamw(c: &mut Criterion) -> Result<()> {
         ("adamw_f32_transposed", DType::F32, true),
         ("adamw_bf16", DType::BF16, false),
     ] {
-        let make = |vars| AdamW::new(vars, params.clone());
-        time(c, name, "ours", variables(dtype, transposed)?, make)?;
-        let make = |vars| candle_nn::AdamW::new(vars, params.clone());
-        time(c, name, "candle", variables(dtype, transposed)?, make)?;
+        let ours = |vars| AdamW::new(vars, params.clone());
+        time(c, name, "ours", variables(dtype, transposed)?, ours)?;
+        let candles = |vars| candle_nn::AdamW::new(vars, params.clone());
+        time(c, name, "candle", variables(dtype, transposed)?, candles)?;
     }
     Ok(())
 }

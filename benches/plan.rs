@@ -62,7 +62,7 @@ fn read(criterion: &mut Criterion) {
     group.finish();
 }
 
-/// All that it takes from the bytes of a header to the totals of all ranks.
+/// Times the whole way from the bytes of a header to the totals of all ranks.
 fn header_to_totals(criterion: &mut Criterion) {
     let file = fixtures::deepseek_v3();
     let mut group = criterion.benchmark_group("plan/header_to_totals");
@@ -117,7 +117,7 @@ fn cost(criterion: &mut Criterion) {
     group.finish();
 }
 
-/// Small models on many ranks, most of which own nothing of a tensor.
+/// Times the costs of small models on many ranks. Most ranks own no part of a tensor.
 fn small(criterion: &mut Criterion) {
     let mut group = criterion.benchmark_group("plan/cost_small");
     for (model, manifest) in [("gpt2", fixtures::GPT2), ("llama_8b", fixtures::LLAMA)] {
@@ -155,7 +155,8 @@ fn shards(criterion: &mut Criterion) {
 
 fn reshard(criterion: &mut Criterion) {
     let from = ragged(&deepseek(), N_RANKS);
-    let (resized, anew) = (from.resized(world(12_288)).unwrap(), ragged(&deepseek(), 12_288));
+    let resized = from.resized(world(12_288)).unwrap();
+    let anew = ragged(&deepseek(), 12_288);
     let middle = Placement::new(6144, 12_288).unwrap().rank();
     let mut group = criterion.benchmark_group("plan/reshard");
     for (name, to) in [("resized", &resized), ("anew", &anew)] {

@@ -1,8 +1,8 @@
-//! Sampler: one rank's epoch in every order, single reads and seeks, beside the floor of writing
-//! numbers to memory.
+//! Sampler: one rank's epoch in every order, single reads and seeks. The floor is writing
+//! consecutive numbers to memory.
 //!
-//! `CANDLE_DISTRIBUTED_BENCH_LEN` sets the length of the data set; figures beside those of the
-//! peers are for 100 million.
+//! `CANDLE_DISTRIBUTED_BENCH_LEN` sets the length of the data set; comparisons with other packages
+//! use 100 million.
 
 #![allow(clippy::unwrap_used, reason = "a bench that cannot be set up must not run")]
 #![allow(clippy::cast_possible_truncation, reason = "a rank's share fits the memory")]
@@ -21,7 +21,7 @@ fn len() -> u64 {
     std::env::var("CANDLE_DISTRIBUTED_BENCH_LEN").map_or(1_000_000, |len| len.parse().unwrap())
 }
 
-/// Rank 3 of 8, strided.
+/// Returns the strided sampler of rank 3 of 8.
 fn sampler(len: u64, order: Order) -> DistributedSampler {
     let config = SamplerConfig::default()
         .with_order(order)
@@ -30,7 +30,7 @@ fn sampler(len: u64, order: Order) -> DistributedSampler {
     DistributedSampler::new(len, Placement::new(3, WORLD).unwrap(), config).unwrap()
 }
 
-/// Go to the next epoch and write all of the rank's indices to a warm buffer.
+/// Times the move to the next epoch, and writing all of the rank's indices to a warm buffer.
 fn epoch(c: &mut Criterion) {
     let share = len() / WORLD;
     let mut buffer = vec![0; share as usize];
@@ -60,7 +60,8 @@ fn epoch(c: &mut Criterion) {
     group.finish();
 }
 
-/// A run that resumes: make a sampler, go to its epoch, read all of the rank's indices.
+/// Times the start of a resumed run: build a sampler, set its epoch, read all of the rank's
+/// indices.
 fn first_epoch(c: &mut Criterion) {
     let share = len() / WORLD;
     let mut buffer = vec![0; share as usize];
@@ -79,7 +80,7 @@ fn first_epoch(c: &mut Criterion) {
     group.finish();
 }
 
-/// The same through the iterator, as a loader reads it.
+/// Times the iterator over the streaming order, as a data loader reads it.
 fn iterate(c: &mut Criterion) {
     let sampler = sampler(len(), Order::Streaming);
     let mut group = c.benchmark_group("sampler/iterate");
@@ -90,7 +91,7 @@ fn iterate(c: &mut Criterion) {
     group.finish();
 }
 
-/// What it costs to make a sampler of 10^12 samples, to go anywhere in it, and to find a sample.
+/// Times building a sampler of 10^12 samples, seeking in it, and locating a sample.
 fn random_access(c: &mut Criterion) {
     const TRILLION: u64 = 1_000_000_000_000;
     let mut group = c.benchmark_group("sampler/random_access");
@@ -123,7 +124,7 @@ fn random_access(c: &mut Criterion) {
     group.finish();
 }
 
-/// One rank's share of ten million weighted draws over a million weights.
+/// Times one rank's share of ten million weighted draws over a million weights.
 fn weighted(c: &mut Criterion) {
     const DRAWS: u64 = 10_000_000;
     let weights: Vec<f64> = (0..1_000_000).map(|i| f64::from(i % 1000) + 0.5).collect();

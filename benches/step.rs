@@ -1,20 +1,24 @@
-//! A training step of a small transformer over bytes: fused operations beside composed ones, on
-//! virtual devices of a processor. The peers' halves are `peers/torch_train.py` and
-//! `peers/jax_train.py`, with the same model and arguments.
+//! Training steps of a small transformer over bytes, with fused and with composed operations, on
+//! virtual CPU devices. `peers/torch_train.py` and `peers/jax_train.py` train the same model and
+//! take the same arguments.
 //!
 //! ```text
 //! cargo bench -p benches --bench step -- [form] [slots] [hidden] [layers] [heads] [context] [rows] [steps] \
 //!     [prefetch] [bytes per second]
 //! ```
 //!
-//! Forms are `fused` and `composed` operations under data parallel, and one loss by units, of fused
-//! operations, under data parallel (`units`) and fully sharded (`sharded`, `graph` with graphs kept,
-//! `gathered` with parameters and graphs kept, `in-backward` with optimizers that run inside the
-//! backward pass). With `prefetch`, units are gathered ahead; with a bandwidth, a network of it is
-//! simulated between the slots, and waited for by sleeping.
+//! Forms:
 //!
-//! Prints one line: the least and the median time of a step, processor time per step, the memory of
-//! the process at its peak, and the losses of the first two steps and the last.
+//! - `fused`, `composed`: the whole model, under data parallel.
+//! - `units`: fused operations by units, under data parallel.
+//! - `sharded`: the same loss, fully sharded; `graph` keeps graphs, `gathered` keeps parameters and
+//!   graphs, `in-backward` runs the optimizers inside the backward pass.
+//!
+//! `prefetch` is the number of units to gather ahead. With a bandwidth, slots sleep as long as a
+//! network of that speed would take.
+//!
+//! Prints one line: minimum and median time of a step, processor time per step, peak memory of the
+//! process, and the losses of the first two steps and the last.
 
 #![allow(clippy::print_stdout, reason = "the line is the result")]
 
@@ -36,7 +40,7 @@ use candle_nn::{Module, Optimizer, ParamsAdamW, VarBuilder};
 static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
 
 #[derive(Clone, Copy, Debug, PartialEq)]
-enum Form {
+enum StepForm {
     Fused,
     Composed,
     Units,
@@ -46,8 +50,8 @@ enum Form {
     InBackward,
 }
 
-impl Form {
-    fn of_name(name: Option<&String>) -> Self {
+impl StepForm {
+    fn from_name(name: Option<&String>) -> Self {
         match name.map(String::as_str) {
             None | Some("fused") => Self::Fused,
             Some("composed") => Self::Composed,
@@ -56,14 +60,14 @@ impl Form {
             Some("graph") => Self::Graph,
             Some("gathered") => Self::Gathered,
             Some("in-backward") => Self::InBackward,
-            Some(other) => panic!("there is no form {other}"),
+            Some(other) => panic!("unknown form {other}"),
         }
     }
 }
 
 #[derive(Clone, Copy)]
-struct Config {
-    form: Form,
+struct StepConfig {
+    form: StepForm,
     slots: usize,
     hidden: usize,
     layers: usize,
@@ -75,7 +79,7 @@ struct Config {
     bytes_per_second: usize,
 }
 
-impl Config {
+impl StepConfig {
     fn from_args() -> Self {
         let args: Vec<String> =
             std::env::args().skip(1).filter(|arg| !arg.starts_with("--")).collect();
@@ -83,7 +87,7 @@ impl Config {
             args.get(index).and_then(|arg| arg.parse().ok()).unwrap_or(default)
         };
         Self {
-            form: Form::of_name(args.first()),
+            form: StepForm::from_name(args.first()),
             slots: number(1, 2),
             hidden: number(2, 128),
             layers: number(3, 2),
@@ -99,16 +103,16 @@ impl Config {
 
 const VOCABULARY: usize = 256;
 
-struct Model {
-    config: Config,
+struct Transformer {
+    config: StepConfig,
     tokens: Embedding,
     positions: Embedding,
-    blocks: Vec<Block>,
+    blocks: Vec<TransformerBlock>,
     norm: RmsNorm,
     head: Linear,
 }
 
-struct Block {
+struct TransformerBlock {
     attention_norm: RmsNorm,
     qkv: Linear,
     out: Linear,
@@ -117,8 +121,8 @@ struct Block {
     down: Linear,
 }
 
-impl Block {
-    fn new(Config { hidden, .. }: Config, vb: &VarBuilder<'_>) -> Result<Self> {
+impl TransformerBlock {
+    fn new(StepConfig { hidden, .. }: StepConfig, vb: &VarBuilder<'_>) -> Result<Self> {
         Ok(Self {
             attention_norm: rms_norm(hidden, 1e-5, vb.pp("attention_norm"))?,
             qkv: linear_no_bias(hidden, 3 * hidden, vb.pp("qkv"))?,
@@ -129,12 +133,14 @@ impl Block {
         })
     }
 
-    /// The block as a unit: with its own norm, and not that of the next one.
+    /// Computes the block as a unit, beginning with its own norm; `Transformer::fused` joins that
+    /// norm to the block before.
     fn forward(&self, heads: usize, x: &Tensor) -> Result<Tensor> {
         let qkv = self.qkv.forward(&self.attention_norm.forward(x)?)?;
         let mixed = ops::attention_packed(&qkv, heads, heads, &AttentionConfig::causal())?;
         let (x, normed) = self.mlp_norm.forward_add(x, &self.out.forward(&mixed)?)?;
-        let (up, down) = (self.up.weight(), self.down.weight());
+        let up = self.up.weight();
+        let down = self.down.weight();
         x + ops::mlp(&normed, up, None, Activation::Relu, down, None)?
     }
 }
@@ -143,9 +149,9 @@ fn rules() -> UnitRules {
     UnitRules::new().unit("embed", ["tokens", "positions"]).unit("head", ["norm", "head"])
 }
 
-/// The loss by units, of the same layers.
-fn by_units(config: Config, model: &Units, ids: &Tensor, weights: Tensor) -> Result<Tensor> {
-    let Config { hidden, layers, heads, context, .. } = config;
+/// Computes the loss by units, with the layers of [`Transformer`].
+fn by_units(config: StepConfig, model: &Units, ids: &Tensor, weights: Tensor) -> Result<Tensor> {
+    let StepConfig { hidden, layers, heads, context, .. } = config;
     let inputs = ids.narrow(1, 0, context)?.contiguous()?;
     let targets = ids.narrow(1, 1, context)?.contiguous()?;
     let mut x = model.unit("embed", &inputs, move |vb, inputs| {
@@ -154,9 +160,9 @@ fn by_units(config: Config, model: &Units, ids: &Tensor, weights: Tensor) -> Res
         tokens.forward(inputs)?.broadcast_add(positions.embeddings())
     })?;
     for layer in 0..layers {
-        let block =
-            move |vb: VarBuilder<'_>, x: &Tensor| Block::new(config, &vb)?.forward(heads, x);
-        x = model.unit(&format!("blocks.{layer}"), &x, block)?;
+        x = model.unit(&format!("blocks.{layer}"), &x, move |vb, x: &Tensor| {
+            TransformerBlock::new(config, &vb)?.forward(heads, x)
+        })?;
     }
     model.unit("head", &(x, targets, weights), move |vb, (x, targets, weights)| {
         let normed = rms_norm(hidden, 1e-5, vb.pp("norm"))?.forward(x)?;
@@ -166,10 +172,11 @@ fn by_units(config: Config, model: &Units, ids: &Tensor, weights: Tensor) -> Res
     })
 }
 
-impl Model {
-    fn new(config: Config, vb: &VarBuilder<'_>) -> Result<Self> {
-        let Config { hidden, layers, context, .. } = config;
-        let blocks = (0..layers).map(|layer| Block::new(config, &vb.pp(format!("blocks.{layer}"))));
+impl Transformer {
+    fn new(config: StepConfig, vb: &VarBuilder<'_>) -> Result<Self> {
+        let StepConfig { hidden, layers, context, .. } = config;
+        let blocks = (0..layers)
+            .map(|layer| TransformerBlock::new(config, &vb.pp(format!("blocks.{layer}"))));
         Ok(Self {
             config,
             tokens: embedding(VOCABULARY, hidden, vb.pp("tokens"))?,
@@ -183,7 +190,7 @@ impl Model {
     fn loss(&self, ids: &Tensor, weights: &Tensor) -> Result<Tensor> {
         let inputs = ids.narrow(1, 0, self.config.context)?.contiguous()?;
         let targets = ids.narrow(1, 1, self.config.context)?.contiguous()?;
-        if self.config.form == Form::Composed {
+        if self.config.form == StepForm::Composed {
             self.composed(&inputs, &targets, weights)
         } else {
             self.fused(&inputs, &targets, weights)
@@ -198,7 +205,8 @@ impl Model {
             let qkv = block.qkv.forward(&normed)?;
             let mixed = ops::attention_packed(&qkv, heads, heads, &AttentionConfig::causal())?;
             (x, normed) = block.mlp_norm.forward_add(&x, &block.out.forward(&mixed)?)?;
-            let (up, down) = (block.up.weight(), block.down.weight());
+            let up = block.up.weight();
+            let down = block.down.weight();
             let mlp = ops::mlp(&normed, up, None, Activation::Relu, down, None)?;
             let next = self.blocks.get(index + 1).map_or(&self.norm, |next| &next.attention_norm);
             (x, normed) = next.forward_add(&x, &mlp)?;
@@ -234,12 +242,14 @@ impl Model {
     }
 
     fn attend(&self, qkv: &Tensor, mask: &Tensor) -> Result<Tensor> {
-        let Config { heads, hidden, .. } = self.config;
+        let StepConfig { heads, hidden, .. } = self.config;
         let (batch, length, _) = qkv.dims3()?;
         let size = hidden / heads;
         let qkv =
             qkv.reshape((batch, length, 3, heads, size))?.permute((2, 0, 3, 1, 4))?.contiguous()?;
-        let (query, key, value) = (qkv.get(0)?, qkv.get(1)?, qkv.get(2)?);
+        let query = qkv.get(0)?;
+        let key = qkv.get(1)?;
+        let value = qkv.get(2)?;
         let scores = (query.matmul(&key.t()?)? / (size as f64).sqrt())?.broadcast_add(mask)?;
         let mixed = candle_nn::ops::softmax(&scores, D::Minus1)?.matmul(&value)?;
         mixed.transpose(1, 2)?.reshape((batch, length, hidden))
@@ -247,25 +257,24 @@ impl Model {
 }
 
 fn causal_mask(length: usize) -> Result<Tensor> {
-    let at = |i: usize| if i % length > i / length { f32::NEG_INFINITY } else { 0.0 };
-    Tensor::from_vec(
-        (0..length * length).map(at).collect::<Vec<_>>(),
-        (length, length),
-        &Device::Cpu,
-    )
+    let mut mask = vec![0_f32; length * length];
+    for row in 0..length {
+        mask[row * length + row + 1..(row + 1) * length].fill(f32::NEG_INFINITY);
+    }
+    Tensor::from_vec(mask, (length, length), &Device::Cpu)
 }
 
-/// The same bytes as the peers'.
-#[allow(clippy::cast_possible_truncation, reason = "a byte is cut out of the state")]
-fn data(config: Config) -> Result<(Tensor, Tensor)> {
-    let Config { rows, context, .. } = config;
+/// Returns the bytes that the peers train on, and a weight of 1 for each target.
+#[allow(clippy::cast_possible_truncation, reason = "a token is below 128")]
+fn training_data(config: StepConfig) -> Result<(Tensor, Tensor)> {
+    let StepConfig { rows, context, .. } = config;
     let mut state = 12345_u64;
-    let mut next = || {
+    let mut ids = Vec::with_capacity(rows * (context + 1));
+    for _ in 0..rows * (context + 1) {
         state =
             state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
-        ((state >> 33) % 96 + 32) as u32
-    };
-    let ids: Vec<_> = (0..rows * (context + 1)).map(|_| next()).collect();
+        ids.push(((state >> 33) % 96 + 32) as u32);
+    }
     let weights = vec![1_f32; rows * context];
     Ok((
         Tensor::from_vec(ids, (rows, context + 1), &Device::Cpu)?,
@@ -273,57 +282,58 @@ fn data(config: Config) -> Result<(Tensor, Tensor)> {
     ))
 }
 
-fn loss(_: &Replica, model: &Model, (ids, weights): (Tensor, Tensor)) -> Result<Loss> {
+fn loss(_: &Replica, model: &Transformer, (ids, weights): (Tensor, Tensor)) -> Result<Loss> {
     let tokens = weights.sum_all()?;
     Ok(Loss::sum(model.loss(&ids, &weights)?, tokens))
 }
 
 type Outcome<T> = std::result::Result<T, Box<dyn std::error::Error>>;
 
-/// What trains on a batch and returns its loss.
-type Trained = Box<dyn FnMut((Tensor, Tensor)) -> Outcome<f64>>;
+/// Trains on a batch and returns its loss.
+type TrainStep = Box<dyn FnMut((Tensor, Tensor)) -> Outcome<f64>>;
 
 fn adam(group: Group) -> Result<AdamW> {
     AdamW::new(group.vars, ParamsAdamW { lr: 1e-3, ..ParamsAdamW::default() })
 }
 
-fn trained(config: Config, mesh: &DeviceMesh) -> Outcome<Trained> {
-    let of_units = move |_: &Replica, model: &Units, (ids, weights): (Tensor, Tensor)| {
+fn build_step(config: StepConfig, mesh: &DeviceMesh) -> Outcome<TrainStep> {
+    let units_loss = move |_: &Replica, model: &Units, (ids, weights): (Tensor, Tensor)| {
         let tokens = weights.sum_all()?;
         Ok(Loss::sum(by_units(config, model, &ids, weights)?, tokens))
     };
-    let layers = move |vb: VarBuilder<'_>| Model::new(config, &vb);
+    let layers = move |vb: VarBuilder<'_>| Transformer::new(config, &vb);
     let with_options: fn(ModelBuilder<'_, Units>) -> ModelBuilder<'_, Units> = match config.form {
-        Form::Fused | Form::Composed => {
+        StepForm::Fused | StepForm::Composed => {
             let builder = DataParallel::builder(mesh, layers).uneven(Uneven::Pad);
             let mut model = builder.build(adam)?;
             return Ok(Box::new(move |batch| Ok(model.step(batch, loss)?.loss)));
         }
-        Form::Units => {
+        StepForm::Units => {
             let builder = DataParallel::builder(mesh, layers).by_units(rules());
             let mut model = builder.uneven(Uneven::Pad).build(adam)?;
-            return Ok(Box::new(move |batch| Ok(model.step(batch, of_units)?.loss)));
+            return Ok(Box::new(move |batch| Ok(model.step(batch, units_loss)?.loss)));
         }
-        Form::Sharded => |builder| builder,
-        Form::Graph => |builder| builder.keep(Keep::Graph),
-        Form::Gathered => |builder| builder.keep(Keep::Gathered),
-        Form::InBackward => |builder| builder.optimizer_in_backward(),
+        StepForm::Sharded => |builder| builder,
+        StepForm::Graph => |builder| builder.keep(Keep::Graph),
+        StepForm::Gathered => |builder| builder.keep(Keep::Gathered),
+        StepForm::InBackward => |builder| builder.optimizer_in_backward(),
     };
     let builder = FullyShard::builder(mesh, layers).by_units(rules()).uneven(Uneven::Pad);
     let mut model = with_options(builder).prefetch(config.prefetch).build(adam)?;
-    Ok(Box::new(move |batch| Ok(model.step(batch, of_units)?.loss)))
+    Ok(Box::new(move |batch| Ok(model.step(batch, units_loss)?.loss)))
 }
 
 fn main() -> Outcome<()> {
-    let config = Config::from_args();
+    let config = StepConfig::from_args();
     let mesh = DeviceMesh::builder().axis(DeviceMesh::AXIS, config.slots);
     let mesh = match NonZeroU64::new(config.bytes_per_second as u64) {
         Some(bytes_per_second) => mesh.simulated_bandwidth(bytes_per_second).cpu()?,
         None => mesh.cpu()?,
     };
-    let mut step = trained(config, &mesh)?;
-    let (ids, weights) = data(config)?;
-    let (mut times, mut losses) = (Vec::new(), Vec::new());
+    let mut step = build_step(config, &mesh)?;
+    let (ids, weights) = training_data(config)?;
+    let mut times = Vec::new();
+    let mut losses = Vec::new();
     let warm_up = config.steps / 4;
     let mut processor = 0.0;
     for number in 0..config.steps {
@@ -347,6 +357,6 @@ fn main() -> Outcome<()> {
         peak_mib(),
         [losses[0], losses[1], losses[losses.len() - 1]],
     );
-    assert!(losses[losses.len() - 1] < losses[0], "it learns");
+    assert!(losses[losses.len() - 1] < losses[0], "the loss did not fall");
     Ok(())
 }

@@ -1,14 +1,14 @@
 #!/usr/bin/env python3
 """Times published Python packages that batch or pack sequences of many lengths, for docs/benchmarks.md.
 
-Batching puts sequences of similar length together, so that padding each to the longest of its batch stays within
---max-tokens; packing lays several, end to end, into bins of --capacity. The lengths look like those of web documents,
-they come from the same recipe as those of our own tests and benches, and they are made before the clock starts. So
-are imports, and a warm-up on the first lengths, which compiles what is compiled late. After the clock stops, each
-result is checked: every sequence must be in it once, and nothing may be larger than allowed.
+Batching groups sequences of similar length, padded to the longest in the batch, within --max-tokens; packing places
+several sequences end to end in bins of --capacity. The lengths have the distribution of web documents and come from
+the recipe of our own tests and benches. Lengths, imports and a warm-up, which triggers late compilation, come before
+the clock starts. After the clock stops, each result is checked: it must contain every sequence once, and no batch or
+bin may be too large.
 
 Standard output is one Markdown table, progress goes to standard error. A package that cannot be imported is skipped
-with a line that says so; a measurement that breaks says so too, and the exit status is then 1.
+with a message. A measurement that fails prints its error, and the exit status is then 1.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ import sys
 import time
 from typing import Any, Callable, Iterator, NamedTuple
 
-# Before anything that reads them is imported: one core, no network.
+# Use one core and no network. Set the variables before the imports that read them.
 os.environ.update(OMP_NUM_THREADS="1", OPENBLAS_NUM_THREADS="1", MKL_NUM_THREADS="1", NUMBA_NUM_THREADS="1")
 os.environ.update(HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1", DO_NOT_TRACK="1", AXOLOTL_DO_NOT_TRACK="1")
 
@@ -38,8 +38,8 @@ except ModuleNotFoundError:
 
 from sampler import load_average, machine, version
 
-# Web documents in tokens: lognormal, median 430, sigma 1.05, clipped to 8..8192. The quantile function at p / 2^32,
-# linear in between.
+# Token counts of web documents: lognormal, median 430, sigma 1.05, clipped to 8..8192. Each knot is the quantile at
+# p / 2^32; the function is linear between knots.
 WEB_SEED = 101
 WEB_KNOTS = """
     0:8 2147484:14 8589935:21 21474836:29 42949673:37 85899346:50 150323855:64 214748365:77 322122547:95
@@ -51,16 +51,16 @@ WEB_KNOTS = """
     4037269258:2198 4080218931:2417 4123168604:2703 4166118277:3094 4209067950:3718 4230542787:4205
     4252017623:4956 4264902525:5681 4277787427:6984 4286377361:8192 4294967296:8192
 """
-WEB_CHECK = 144239848069  # Of the first 20000 draws: each times its rank, counted from 1, and summed.
+WEB_CHECK = 144239848069  # The sum of the first 20000 draws, each times its position, counted from 1.
 
 SMALLER = (1_000, 10_000, 100_000)
 WARM_UP = 2_000
 RUNS = 3
-ENOUGH_SECONDS = 20.0  # A case that has taken longer than this is not run again.
+ENOUGH_SECONDS = 20.0  # The time after which a case is not repeated.
 
 
 def draw(n: int) -> np.ndarray:
-    """The first `n` lengths. Sums and products of numpy's unsigned 64-bit arrays wrap, as SplitMix64 needs it."""
+    """Returns the first `n` lengths. Unsigned 64-bit sums and products wrap in numpy, as SplitMix64 requires."""
     p, length = np.array([knot.split(":") for knot in WEB_KNOTS.split()], dtype=np.uint64).T
     z = np.uint64(WEB_SEED) + np.arange(1, n + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
@@ -72,15 +72,18 @@ def draw(n: int) -> np.ndarray:
 
 
 class Result(NamedTuple):
-    """`flat`: the lengths in the order of the batches; `starts`: where in it each batch begins."""
+    """Lengths in batch order in `flat`, and the index of the first length of each batch in `starts`."""
 
     flat: np.ndarray
     starts: np.ndarray
 
 
 class Case(NamedTuple):
-    """`load` imports the package and tells its version. `prepare` builds the input and returns the part to be timed;
-    `read` turns what that returns into a `Result`."""
+    """One measurement of a package.
+
+    `load` imports the package and returns its version. `prepare` builds the input and returns the function to time;
+    `read` converts the return value of that function to a `Result`.
+    """
 
     peer: str
     call: str
@@ -91,7 +94,7 @@ class Case(NamedTuple):
 
 
 def fairseq_load() -> str:
-    """Loads the Cython module under its own name, but not all of fairseq, which needs old versions of much."""
+    """Loads only the Cython module: the rest of fairseq needs old versions of many packages."""
     fairseq = importlib.util.find_spec("fairseq")
     for root in (fairseq.submodule_search_locations or ()) if fairseq else ():
         for suffix in importlib.machinery.EXTENSION_SUFFIXES:
@@ -111,11 +114,11 @@ def fairseq_batch(lengths: np.ndarray, max_tokens: int, is_sorted: bool = False)
     batch_by_size_vec = sys.modules["fairseq.data.data_utils_fast"].batch_by_size_vec
 
     def sort() -> tuple[np.ndarray, np.ndarray]:
-        # fairseq's own data sets sort by this kind.
+        # fairseq's own data sets use this kind of sort.
         order = np.argsort(lengths, kind="mergesort")
         return order, lengths[order]
 
-    # No limit on the number of sequences, and any batch size.
+    # Allow any number of sequences and any batch size.
     if is_sorted:
         order, ordered = sort()
         return lambda: batch_by_size_vec(order, ordered, max_tokens, -1, 1)
@@ -130,9 +133,9 @@ def axolotl_load() -> str:
 def axolotl_pack(lengths: np.ndarray, capacity: int, is_decreasing: bool = False) -> Callable[[], Any]:
     from axolotl.utils.samplers.multipack import pack_parallel
 
-    # The type of the lengths, the groups of 100000 and the one process are what axolotl's MultipackBatchSampler does
-    # unless told otherwise, at most 200 sequences in a bin is what its configuration does. Decreasing lengths are
-    # better off in one group: of ten, the first would be all of the longest.
+    # The dtype of the lengths, the groups of 100000 and the single process are the defaults of axolotl's
+    # MultipackBatchSampler; the limit of 200 sequences in a bin is its configuration's default. Decreasing lengths use
+    # one group: of ten groups, the first would hold all the longest sequences.
     lengths = lengths.astype(np.int32)
     group_size = len(lengths) if is_decreasing else 100_000
     pack = functools.partial(
@@ -160,7 +163,7 @@ def trl_pack(lengths: np.ndarray, capacity: int, batch_size: int | None = None) 
     import pyarrow
     from trl.data_utils import pack_dataset
 
-    # It packs tokens, not lengths: of one byte each here, the cheapest that there are.
+    # pack_dataset packs tokens instead of lengths, so use the cheapest tokens: one byte each.
     ends = np.concatenate(([0], np.cumsum(lengths)))
     tokens = pyarrow.LargeListArray.from_arrays(ends, np.zeros(ends[-1], dtype=np.int8))
     dataset = datasets.Dataset(datasets.table.InMemoryTable(pyarrow.table({"input_ids": tokens})))
@@ -170,14 +173,14 @@ def trl_pack(lengths: np.ndarray, capacity: int, batch_size: int | None = None) 
 
 def read_indices(batches: Any, lengths: np.ndarray) -> Result:
     indices = np.concatenate(batches)
-    assert np.array_equal(np.sort(indices), np.arange(len(lengths))), "not every sequence is in one batch"
+    assert np.array_equal(np.sort(indices), np.arange(len(lengths))), "a sequence is missing or in several batches"
     return Result(lengths[indices], starts([len(batch) for batch in batches]))
 
 
 def read_dataset(dataset: Any, lengths: np.ndarray) -> Result:
     column = dataset.with_format("arrow")["seq_lengths"][:].combine_chunks()
     flat = column.flatten().to_numpy()
-    assert np.array_equal(np.sort(flat), np.sort(lengths)), "not every sequence is in one bin"
+    assert np.array_equal(np.sort(flat), np.sort(lengths)), "a sequence is missing or in several bins"
     return Result(flat, starts(column.value_lengths().to_numpy()))
 
 
@@ -201,7 +204,7 @@ CASES = (
     case(FAIRSEQ, "argsort, `batch_by_size_vec`", fairseq_batch, read_indices),
     case(
         FAIRSEQ,
-        "`batch_by_size_vec` alone, of lengths sorted before",
+        "`batch_by_size_vec` alone, lengths already sorted",
         functools.partial(fairseq_batch, is_sorted=True),
         read_indices,
     ),
@@ -223,7 +226,7 @@ def main() -> int:
     args = parse_args()
     lengths = draw(max(args.n, 20_000))
     check = int((np.arange(1, 20_001) * lengths[:20_000]).sum())
-    assert check == WEB_CHECK, f"the recipe has a typo: its check sum is {check}"
+    assert check == WEB_CHECK, f"the recipe has a typo: its checksum is {check}"
     if min(args.max_tokens, args.capacity) < lengths.max():
         sys.exit(f"the longest sequence has {lengths.max()} tokens: raise --max-tokens or --capacity")
     print(f"{machine()}, load average {load_average()}", file=sys.stderr)
@@ -235,7 +238,7 @@ def main() -> int:
             continue
         try:
             release = cases[0].load()
-        except Exception as error:  # Broken installations raise whatever they like.
+        except Exception as error:  # Broken installations raise any kind of error.
             missing = "not installed" if isinstance(error, ModuleNotFoundError) else "import fails"
             print(f"{peer}: skipped, {missing}: {(str(error).splitlines() or [''])[0]}", file=sys.stderr)
             skipped += 1
@@ -256,10 +259,10 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--n", type=int, default=1_000_000, help="sequences (default %(default)s)")
     parser.add_argument("--max-tokens", type=int, default=16_384, help="padded tokens in a batch (default %(default)s)")
     parser.add_argument("--capacity", type=int, default=8_192, help="tokens in a packed bin (default %(default)s)")
-    parser.add_argument("--only", default="", metavar="TEXT", help="the cases whose peer and call contain TEXT")
+    parser.add_argument("--only", default="", metavar="TEXT", help="run only the cases with TEXT in their peer and call")
     args = parser.parse_args()
     if args.n < 1:
-        parser.error("--n starts at 1")
+        parser.error("--n must be at least 1")
     return args
 
 
@@ -280,20 +283,20 @@ def measure(case: Case, lengths: np.ndarray, args: argparse.Namespace) -> Iterat
         result = case.read(batches, sequences)
         count = len(result.starts)
         if case.pads:
-            # A batch takes as much as its longest, times how many it has.
+            # The padded size of a batch is its longest length times its number of sequences.
             longest = np.maximum.reduceat(result.flat, result.starts)
             tokens = longest * np.diff(result.starts, append=n)
             total = tokens.sum()
         else:
             tokens = np.add.reduceat(result.flat, result.starts, dtype=np.int64)
             total = count * allowed
-        assert tokens.max() <= allowed, f"{tokens.max()} tokens where {allowed} are allowed"
+        assert tokens.max() <= allowed, f"{tokens.max()} tokens, but the limit is {allowed}"
         yield [f"{n}", f"{statistics.median(seconds):.4g}", f"{count}", f"{sequences.sum() / total:.5f}"]
 
 
 @contextlib.contextmanager
 def no_garbage_collection() -> Iterator[None]:
-    """Millions of small lists make Python look for cycles again and again, which is not the peer's fault."""
+    """Disables the search for cycles: millions of small lists would trigger it again and again."""
     gc.collect()
     gc.disable()
     try:
@@ -305,7 +308,7 @@ def no_garbage_collection() -> Iterator[None]:
 def print_table(head: list[str], rows: list[list[str]]) -> None:
     columns = list(zip(head, *rows))
     widths = [max(map(len, column)) for column in columns]
-    # Numbers to the right: the last four columns.
+    # Align the last four columns, the numbers, to the right.
     right = [place >= len(head) - 4 for place in range(len(head))]
     rule = ["-" * (width - 1) + ":" if is_right else "-" * width for width, is_right in zip(widths, right)]
     for row in (head, rule, *rows):

@@ -1,10 +1,11 @@
-"""Compares what our program computes for a folder with transformers, and for adapters with PEFT.
+"""Compares the output of our program for a model folder with transformers, and for adapters with PEFT.
 
     python hf_folder.py PROGRAM FOLDER [ADAPTER]
 
-PROGRAM is `candle-distributed`; FOLDER holds a model in Hugging Face's form, such as `train --model` writes, and ADAPTER
-adapters for it. Tokens of three prompts and of what follows them must be equal, logits of all tokens within 1e-4, and no
-tensor may be missing or left over. Prints one line per prompt, and exits with 1 if anything differs.
+PROGRAM is `candle-distributed`; FOLDER holds a model in the Hugging Face layout, for example the output of
+`train --model`, and ADAPTER holds adapters for it. For three prompts the tokens of the prompt and of its continuation
+must be equal, and all logits must agree within 1e-4. No tensor may be missing or unused. Prints one line per prompt,
+and exits with 1 after a difference.
 """
 
 import json
@@ -20,11 +21,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 PROMPTS = ["When the fog came in", "3 and 1 is ", "Straße 🗼, zwölf"]
 TOKENS = 16
-MOST = 1e-4
+MAX_DIFFERENCE = 1e-4
 
 
 def ours(program, folder, adapter, prompt):
-    """What our program writes after a prompt, and its logits."""
+    """Returns the continuation that our program generates for a prompt, and its logits."""
     with tempfile.NamedTemporaryFile(suffix=".safetensors") as file:
         command = [program, "generate", folder, "--prompt", prompt, "--max-tokens", str(TOKENS), "--ignore-eos"]
         command += ["--logits", file.name, "--format", "json"]
@@ -34,25 +35,25 @@ def ours(program, folder, adapter, prompt):
         return written, load_file(file.name)["logits"]
 
 
-def opened(folder, adapter):
-    """The model of transformers, and the tensors that it lacks, does not know, or finds in another shape."""
+def open_model(folder, adapter):
+    """Returns the model in transformers, and the names of missing, unknown and wrongly shaped tensors."""
     model, found = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
     wrong = [name for names in found.values() for name in names]
     if adapter:
-        with warnings.catch_warnings(record=True) as said:
+        with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             model = PeftModel.from_pretrained(model, adapter)
-        wrong += [str(warning.message) for warning in said if "adapter keys" in str(warning.message)]
+        wrong += [str(warning.message) for warning in caught if "adapter keys" in str(warning.message)]
     return model.eval(), wrong
 
 
 def main():
     program, folder, adapter = (sys.argv[1:] + [None])[:3]
-    model, wrong = opened(folder, adapter)
+    model, wrong = open_model(folder, adapter)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     is_equal = not wrong
     for name in wrong:
-        print(f"not as it was written: {name}")
+        print(f"missing, unknown or wrongly shaped: {name}")
     for prompt in PROMPTS:
         written, logits = ours(program, folder, adapter, prompt)
         ids = written["prompt_ids"] + written["ids"]
@@ -63,10 +64,10 @@ def main():
         difference = (logits - theirs).abs().max().item()
         same_prompt = tokenizer(prompt).input_ids == written["prompt_ids"]
         same_text = tokenizer.decode(ids, skip_special_tokens=True) == written["text"]
-        is_equal &= difference <= MOST and same_prompt and same_text and greedy == ids
-        print(f"{prompt!r}: {len(ids)} tokens, logits of deviation {theirs.std():.2f} differ by {difference:.1e}, "
-              f"tokens of the prompt {'equal' if same_prompt else 'DIFFER'}, text {'equal' if same_text else 'DIFFERS'}, "
-              f"what follows {'equal' if greedy == ids else 'DIFFERS'}")
+        is_equal &= difference <= MAX_DIFFERENCE and same_prompt and same_text and greedy == ids
+        print(f"{prompt!r}: {len(ids)} tokens, logits with deviation {theirs.std():.2f} differ by {difference:.1e}, "
+              f"prompt tokens {'equal' if same_prompt else 'DIFFER'}, text {'equal' if same_text else 'DIFFERS'}, "
+              f"continuation {'equal' if greedy == ids else 'DIFFERS'}")
     sys.exit(not is_equal)
 
 

@@ -1,11 +1,11 @@
-"""Fine-tuning steps of a Llama in transformers: the other half of `benches/llama.rs`.
+"""Times the fine-tuning steps of `benches/llama.rs` in transformers.
 
     python hf_llama.py FOLDER [threads] [rows] [length] [steps]
 
-Makes a random model of 15 million parameters in FOLDER if there is none, which both halves train on the same tokens, and
-so with the same losses. Attention is `sdpa`, the optimizer the fused AdamW of torch. Prints one line: the least and the
-median time of a step, tokens per second by the median, processor time per step, the memory of the process at its peak
-and after its imports, and the losses of the first two steps and the last.
+Makes a random model of 15 million parameters in FOLDER if it has none. Both programs train this model on the same tokens,
+so their losses are equal. Attention is `sdpa`, and the optimizer is torch's fused AdamW. Prints one line: the minimum
+and the median time of a step, tokens per second by the median, processor time per step, peak memory, memory after the
+imports, and the losses of the first two steps and of the last step.
 """
 
 import os
@@ -42,7 +42,7 @@ def make(folder):
 
 
 def tokens(rows, length, vocabulary):
-    """The same tokens as ours."""
+    """Returns the tokens of our bench."""
     state, ids = 12345, []
     for _ in range(rows * length):
         state = (state * 6364136223846793005 + 1442695040888963407) & (2**64 - 1)

@@ -1,10 +1,9 @@
-"""A training step of the transformer of `benches/step.rs` in JAX.
+"""Times the training step of `benches/step.rs` in JAX.
 
     python jax_train.py [jit|shard_map] [devices] [hidden] [layers] [heads] [context] [rows] [steps]
 
-`shard_map` runs on as many virtual devices as `devices` says, each with its share of the rows. Prints one line: the least
-and the median time of a step, processor time per step, the peak of the process's memory, and the losses of the first two
-steps and the last.
+`shard_map` divides the rows among `devices` virtual devices. Prints one line: the minimum and the median time of a step,
+processor time per step, peak memory, and the losses of the first two steps and of the last step.
 """
 
 import os
@@ -22,7 +21,7 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 if MODE == "shard_map":
     os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={DEVICES}"
 
-import jax  # noqa: E402  (its devices follow from the environment)
+import jax  # noqa: E402  (the environment sets the number of devices)
 import jax.numpy as jnp  # noqa: E402
 import numpy as np  # noqa: E402
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P  # noqa: E402
@@ -95,7 +94,7 @@ def body(p, m, v, step, ids, weights):
 
 
 def data():
-    """The same bytes as ours."""
+    """Returns the bytes of our bench."""
     state, ids = 12345, []
     for _ in range(ROWS * (CONTEXT + 1)):
         state = (state * 6364136223846793005 + 1442695040888963407) & (2**64 - 1)

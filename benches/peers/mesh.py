@@ -1,20 +1,20 @@
 #!/usr/bin/env python3
-"""Times published Python packages that run one function on several devices, for docs/benchmarks.md.
+"""Times published Python packages that run a function on several devices, for docs/benchmarks.md.
 
-The devices are the processor, taken for two: JAX makes them in one process, PyTorch has a process with one thread for
-each, which talk through gloo over the loopback interface. The sections are
+The devices are virtual and share the processor: JAX creates them in one process; PyTorch has a process with one thread
+for each, which communicate with gloo over the loopback interface. The sections are
 
-- `jax_call`: one call of a function that does next to nothing (8 x 4 negated), on 2 devices and on 4. Resident means
-  that arguments lie on the devices before and results stay there; from host to host it is numpy to numpy.
-- `jax_psum` and `gloo`: the sum over two devices of 4 KB, 1 MB and 16 MB on each.
+- `jax_call`: one call of a cheap function (the negation of 8 x 4 numbers), on 2 devices and on 4. In the `resident`
+  cases arguments and results stay on the devices; in `host_to_host` both are numpy arrays.
+- `jax_psum` and `gloo`: the sum over two devices, with 4 KB, 1 MB and 16 MB on each.
 - `jax_host`: 64 MB from two devices to the host and back.
-- `jax_train` and `torch_train`: a training step with AdamW of 256 rows through a perceptron of three layers,
-  data-parallel on two devices and on one.
+- `jax_train` and `torch_train`: a training step with AdamW and 256 rows of a perceptron with three layers, on one device
+  and data-parallel on two.
 
-Each part of a section runs in a process of its own, one after the other: how many devices JAX sees is fixed when it
-starts. Imports, inputs, compilation and a warm-up come before the clock, and results are checked. Standard output is
-one line per figure, `name: median µs (min)`, progress goes to standard error. A package that cannot be imported is
-skipped with a line that says so; a part that breaks says so too, and the exit status is then 1.
+Each part of a section runs in a separate process, one after the other, because JAX fixes its number of devices when it
+starts. Imports, inputs, compilation and a warm-up come before the clock starts, and results are checked. Standard output
+is one line per figure, `name: median µs (min)`, progress goes to standard error. A package that cannot be imported is
+skipped with a message. A part that fails prints its error, and the exit status is then 1.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from typing import Any, Callable, Iterator, NamedTuple
 from sampler import load_average, machine, version
 
 WORLD = 2
-# Bytes on each device, and how often they are summed up.
+# The number of bytes on each device, and the number of sums.
 SIZES = {"4 KB": (4 << 10, 3000), "1 MB": (1 << 20, 500), "16 MB": (16 << 20, 60)}
 ROWS = 256
 WIDTHS = (512, 2048, 2048, 512)
@@ -51,7 +51,7 @@ class Figure(NamedTuple):
 
 
 class Part(NamedTuple):
-    """`run` yields the figures for so many devices, processes or threads; `one_core` leaves it one core of all."""
+    """`run` yields the figures for a number of devices, processes or threads; `one_core` pins it to one core."""
 
     section: str
     module: str
@@ -67,11 +67,11 @@ class Part(NamedTuple):
 def sample(
     run: Callable[[Any], Any], calls: int, prepare: Callable[[], Any] = lambda: None
 ) -> tuple[list[float], Any]:
-    """Seconds of each call, and the last result. Arguments are made and old results freed while the clock stands."""
+    """Returns the seconds of each call and the last result. The time excludes new arguments and freed results."""
     for _ in range(WARM_UP):
         result = run(prepare())
     seconds = []
-    # Cycles of the packages' own are not what a single call costs.
+    # Garbage collection is not part of the cost of a single call.
     gc.collect()
     gc.disable()
     for _ in range(calls):
@@ -85,7 +85,7 @@ def sample(
 
 
 def jax_mesh(devices: int) -> tuple[Any, Any, Any]:
-    """The mesh of all devices; the sharding along its one axis, and the one that leaves all on each."""
+    """Returns the mesh of all devices, the sharding along its only axis, and the replicated sharding."""
     import jax
     import numpy as np
     from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -126,10 +126,10 @@ def jax_psum(devices: int) -> Iterator[Figure]:
 
     mesh, sharded, whole = jax_mesh(devices)
     for size, (n_bytes, calls) in SIZES.items():
-        # One row for each device: all ones, all twos.
+        # Make one row for each device: all ones, all twos.
         host = np.repeat(np.arange(1, devices + 1, dtype=np.float32)[:, None], n_bytes // 4, axis=1)
         resident = jax.device_put(host, sharded)
-        # Whichever way, each device has its own copy of the sum, as after an all-reduce.
+        # With either spec each device has its own copy of the sum, as after an all-reduce.
         for kind, specs in {"input kept": whole.spec, "input donated": sharded.spec}.items():
             body = jax.shard_map(
                 lambda x: jax.lax.psum(x, "data"), mesh=mesh, in_specs=sharded.spec, out_specs=specs, check_vma=False
@@ -140,7 +140,7 @@ def jax_psum(devices: int) -> Iterator[Figure]:
             if kind == "input kept":
                 seconds, _ = sample(lambda _: psum(resident).block_until_ready(), calls)
             else:
-                # The memory of one sum is that of the next, which would grow without end were it not zero.
+                # Each sum is the argument of the next, so start with zeros, which do not grow.
                 last = jax.device_put(np.zeros_like(host), sharded)
 
                 def again(_: None) -> None:
@@ -160,7 +160,7 @@ def jax_host(devices: int) -> Iterator[Figure]:
     resident = jax.device_put(host, sharded).block_until_ready()
 
     def unread() -> Any:
-        """The same array anew, because one that was read keeps what it gave."""
+        """Returns a new array with the same shards: an array that was read caches its host copy."""
         parts = [shard.data for shard in resident.addressable_shards]
         return jax.make_array_from_single_device_arrays(resident.shape, sharded, parts)
 
@@ -181,12 +181,12 @@ def jax_host(devices: int) -> Iterator[Figure]:
     seconds, result = sample(lambda _: jax.device_put(host, sharded).block_until_ready(), calls)
     assert np.array_equal(result, host)
     starts = [shard.data.unsafe_buffer_pointer() for shard in result.addressable_shards]
-    assert not any(host.ctypes.data <= start < host.ctypes.data + host.nbytes for start in starts), "nothing was copied"
+    assert not any(host.ctypes.data <= start < host.ctypes.data + host.nbytes for start in starts), "not copied"
     yield Figure(f"jax/scatter/device_put/64 MB/{devices}", seconds, host.nbytes)
 
 
 def perceptron() -> tuple[list[tuple[Any, Any]], Any, Any]:
-    """The weights (inputs x outputs) and biases of each layer, the inputs and the targets."""
+    """Returns the weights (inputs x outputs) and biases of each layer, the inputs and the targets."""
     import numpy as np
 
     random = np.random.default_rng(0)
@@ -227,13 +227,13 @@ def jax_train(devices: int) -> Iterator[Figure]:
 
         return (jax.tree.map(update, layers, first, second), first, second, count), loss
 
-    # Without the check the gradients stay those of one device until they are averaged here.
+    # Without the check each device has its own gradients until the average in `step`.
     specs = {"in_specs": (whole.spec, sharded.spec, sharded.spec), "out_specs": (whole.spec, whole.spec)}
     parallel = jax.shard_map(step, mesh=mesh, **specs, check_vma=False) if devices > 1 else step
     parallel = jax.jit(parallel, donate_argnums=0)
     zeros = jax.tree.map(jnp.zeros_like, layers)
     state = jax.device_put((layers, zeros, zeros, jnp.float32(0)), whole)
-    # Both zeros would be one buffer, which cannot be donated twice.
+    # Copy the zeros: a buffer cannot be donated twice.
     state = jax.tree.map(jnp.copy, state)
     x, y = jax.device_put((x, y), sharded)
     losses = []
@@ -250,10 +250,10 @@ def jax_train(devices: int) -> Iterator[Figure]:
 
 
 def check_losses(losses: list[float]) -> None:
-    """Every kind of step here must learn the same; PyTorch and JAX differ in the fifth digit."""
+    """Checks the losses: every kind of step must learn the same; PyTorch and JAX differ in the fifth digit."""
     expected = {0: 0.33609, 5: 0.25033}
     for step, loss in expected.items():
-        assert abs(losses[step] - loss) < 1e-4, f"the losses are {losses[:12]}, not {loss} at {step}"
+        assert abs(losses[step] - loss) < 1e-4, f"the losses are {losses[:12]}, but step {step} must have {loss}"
 
 
 def torch_process(rank: int, world: int, directory: str, body: Callable[..., Any], outcomes: Any) -> None:
@@ -273,7 +273,7 @@ def torch_process(rank: int, world: int, directory: str, body: Callable[..., Any
 
 
 def torch_processes(world: int, body: Callable[..., Any]) -> Iterator[Figure]:
-    """The figures that rank 0 measures while the others do the same."""
+    """Runs `body` in `world` processes, and returns the figures of rank 0."""
     import torch.multiprocessing
 
     outcomes = torch.multiprocessing.get_context("spawn").Queue()
@@ -298,7 +298,7 @@ def gloo_all_reduce(world: int, rank: int) -> Iterator[Figure]:
         tensor = torch.full((n_bytes // 4,), rank + 1.0)
         dist.all_reduce(tensor)
         assert (tensor == world * (world + 1) / 2).all()
-        # It writes over its argument: what is not zero would grow without end.
+        # all_reduce overwrites its argument, so start with zeros, which do not grow.
         tensor.zero_()
         seconds, _ = sample(lambda _: dist.all_reduce(tensor), calls)
         yield Figure(f"torch/gloo_all_reduce/{size}/{world}", seconds, n_bytes)
@@ -309,7 +309,7 @@ def gloo(devices: int) -> Iterator[Figure]:
 
 
 def torch_steps(world: int, rank: int) -> Iterator[Figure]:
-    """Steps of one process, or of one of several under DistributedDataParallel."""
+    """Times the training steps of one process; `world` processes use DistributedDataParallel."""
     import torch
     from torch.nn.parallel import DistributedDataParallel
 
@@ -378,7 +378,7 @@ SECTIONS = tuple(dict.fromkeys(part.section for part in PARTS))
 def main() -> int:
     args = parse_args()
     if args.child:
-        # On a line of its own, whatever the packages said before.
+        # Begin a new line after any output of the packages.
         print("\n" + json.dumps(measure(next(part for part in PARTS if part.name == args.child))))
         return 0
     print(f"{machine()}, load average {load_average()}", file=sys.stderr)
@@ -394,7 +394,7 @@ def main() -> int:
                     print(f"  {outcome_kind}: {outcome[outcome_kind]}", file=sys.stderr, flush=True)
                     has_failed |= outcome_kind == "failed"
             figures = [Figure(*figure) for figure in outcome.get("figures", ())]
-            # A step is compared with that of the first part, which has one core or one thread.
+            # Compare steps with the first part, which has one core or one thread.
             first = first or figures
             for place, figure in enumerate(figures):
                 is_step = section.endswith("train") and figures is not first
@@ -410,7 +410,7 @@ def parse_args() -> argparse.Namespace:
     args = parser.parse_args()
     unknown = [section for section in args.sections if section not in SECTIONS]
     if unknown:
-        parser.error(f"there is no section {unknown[0]}: choose from {choices}")
+        parser.error(f"unknown section {unknown[0]}: choose from {choices}")
     return args
 
 
@@ -425,11 +425,11 @@ def line(figure: Figure, base: Figure | None) -> str:
 
 
 def run_child(part: Part) -> dict[str, Any]:
-    """One part in a fresh process; its figures, or the reason why there are none."""
+    """Runs a part in a fresh process, and returns its figures or the reason of its failure."""
     environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
     flags = [os.environ.get("XLA_FLAGS", ""), f"--xla_force_host_platform_device_count={part.devices}"]
     environment["XLA_FLAGS"] = " ".join(flags).strip()
-    # Without it gloo asks for the address of the machine's name, which not every machine knows.
+    # Without this variable gloo resolves the host name, which fails on some machines.
     environment["GLOO_SOCKET_IFNAME"] = "lo0" if sys.platform == "darwin" else "lo"
     command = [sys.executable, os.path.abspath(__file__), f"--child={part.name}"]
     done = subprocess.run(
@@ -437,21 +437,21 @@ def run_child(part: Part) -> dict[str, Any]:
     )
     if done.returncode == 0:
         return json.loads(done.stdout.splitlines()[-1])
-    said = done.stderr.strip().splitlines()
-    return {"failed": f"exit status {done.returncode}" + (f": {said[-1]}" if said else "")}
+    errors = done.stderr.strip().splitlines()
+    return {"failed": f"exit status {done.returncode}" + (f": {errors[-1]}" if errors else "")}
 
 
 def measure(part: Part) -> dict[str, Any]:
     if part.one_core:
         if not hasattr(os, "sched_setaffinity"):
-            return {"skipped": "this system cannot leave a process one core"}
-        # Before the package counts the cores and starts that many threads.
+            return {"skipped": "this system cannot pin a process to one core"}
+        # Pin the process before the package counts the cores and starts a thread for each.
         os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
     try:
         importlib.import_module(part.module)
     except ModuleNotFoundError as error:
         return {"skipped": f"not installed: {error}"}
-    except Exception as error:  # Broken installations raise whatever they like.
+    except Exception as error:  # Broken installations raise any kind of error.
         return {"skipped": f"import fails: {type(error).__name__}: {str(error).splitlines()[0]}"}
     package = part.module.split(".")[0]
     return {

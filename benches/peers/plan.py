@@ -1,14 +1,14 @@
 #!/usr/bin/env python3
-"""Times published Python packages that decide which device holds what of a model, for docs/benchmarks.md.
+"""Times published Python packages that distribute a model over devices, for docs/benchmarks.md.
 
-`device_map` is Accelerate's `infer_auto_device_map`, which gives whole layers to the devices of one machine.
-`load_plan` is the load planner of torch.distributed.checkpoint for one rank: a checkpoint of --saved ranks is read by
---loaded ranks, both with every tensor cut along dimension 0 as `fully_shard` does.
+`device_map` is Accelerate's `infer_auto_device_map`, which assigns whole layers to the devices of one machine.
+`load_plan` is the load planner of torch.distributed.checkpoint for one rank: --loaded ranks read a checkpoint of --saved
+ranks, and every tensor is cut along dimension 0 as in `fully_shard`.
 
-FILE lists the tensors of a model, in one of the formats of tests/fixtures/models. Nothing of it is allocated, and no
-process talks to another. Imports and inputs (a tree of empty modules; the checkpoint's metadata) are made before the
-clock starts, and results are checked after it stops. Standard output is one Markdown table, progress goes to standard
-error. The peak is the largest resident size of the process, inputs included, so give each operation its own.
+FILE lists the tensors of a model, in one of the formats of tests/fixtures/models. The script allocates no weights and
+uses one process. Imports and inputs (a tree of empty modules; the checkpoint's metadata) come before the clock starts,
+and results are checked after it stops. Standard output is one Markdown table, progress goes to standard error. The peak
+is the largest resident size of the process, inputs included, so run each operation in a separate process.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import sys
 import time
 from typing import Any, Callable, Iterator, NamedTuple
 
-# Before anything that reads it is imported: one core.
+# Use one core. Set the variables before the imports that read them.
 os.environ.update(OMP_NUM_THREADS="1", OPENBLAS_NUM_THREADS="1", MKL_NUM_THREADS="1")
 
 from sampler import load_average, machine, peak_bytes, version
@@ -42,7 +42,7 @@ class Tensor(NamedTuple):
 
 
 class Case(NamedTuple):
-    """`run` is the part to be timed, `read` checks what it returns and says it in words."""
+    """One measurement: `run` is timed, `read` checks its result and describes it in words."""
 
     peer: str
     packages: tuple[str, ...]
@@ -52,7 +52,7 @@ class Case(NamedTuple):
 
 
 def read_tensors(path: pathlib.Path) -> list[Tensor]:
-    """A manifest is an object of tensors; a recipe is a template for each layer and each expert."""
+    """Reads the tensors of a manifest, or of a recipe, which has a template for each layer and each expert."""
     content = json.loads(path.read_text(encoding="utf-8"))
     if "groups" not in content:
         return [Tensor(name, tensor["shape"], tensor["dtype"]) for name, tensor in content.items()]
@@ -63,7 +63,7 @@ def read_tensors(path: pathlib.Path) -> list[Tensor]:
 
     tensors = [fill(entry) for entry in content["before"]]
     for group in content["groups"]:
-        # Neighbours with {e} are listed together, expert by expert.
+        # Consecutive templates with {e} are repeated together for each expert.
         runs: list[tuple[int, list[Any]]] = []
         for entry in group["tensors"]:
             experts = group["experts"] if "{e}" in entry[0] else 1
@@ -74,7 +74,7 @@ def read_tensors(path: pathlib.Path) -> list[Tensor]:
             for experts, entries in runs:
                 tensors += [fill(entry, l=layer, e=expert) for expert in range(experts) for entry in entries]
     tensors += [fill(entry) for entry in content["after"]]
-    assert len(tensors) == content["tensors"], f"{len(tensors)} tensors where {content['tensors']} are promised"
+    assert len(tensors) == content["tensors"], f"{len(tensors)} tensors, but the file states {content['tensors']}"
     return tensors
 
 
@@ -83,8 +83,8 @@ def device_map(tensors: list[Tensor], args: argparse.Namespace) -> Iterator[Case
     from accelerate import infer_auto_device_map
     from accelerate.utils import get_balanced_memory
 
-    logging.getLogger("accelerate").setLevel(logging.ERROR)  # It warns of every device that this machine lacks.
-    # The Hugging Face class of a decoder layer is what must not be split; only its name counts.
+    logging.getLogger("accelerate").setLevel(logging.ERROR)  # It warns about every device that this machine lacks.
+    # Accelerate recognizes the layers that must not be split by the name of their class.
     layer_class = type("DecoderLayer", (torch.nn.Module,), {})
     model = torch.nn.Module()
     for name, shape, dtype in tensors:
@@ -109,7 +109,7 @@ def device_map(tensors: list[Tensor], args: argparse.Namespace) -> Iterator[Case
         for name, tensor in model.state_dict().items():
             place = next(result[prefix] for prefix in prefixes(name) if prefix in result)
             used[place] = used.get(place, 0) + tensor.numel() * tensor.element_size()
-        # What does not fit goes to disk.
+        # Layers that do not fit are on disk.
         disk = used.pop("disk", 0)
         assert max(used.values()) <= memory and set(used) <= set(limits)
         mean = (sum(used.values()) + disk) / args.devices
@@ -146,7 +146,7 @@ def load_plan(tensors: list[Tensor], args: argparse.Namespace) -> Iterator[Case]
 
     def read(items: list[Any]) -> str:
         found = sum(math.prod(item.lengths) for item in items)
-        assert found == wanted, f"{found} elements are read where the rank has {wanted}"
+        assert found == wanted, f"{found} elements are read, but the rank has {wanted}"
         return f"{len(items)} reads of {chunks} chunks"
 
     ranks = f"{args.saved} to {args.loaded} ranks, rank {args.rank}"
@@ -173,7 +173,7 @@ def load_plan(tensors: list[Tensor], args: argparse.Namespace) -> Iterator[Case]
 
 
 def cut(shape: list[int], world: int, rank: int) -> Any:
-    """What `rank` holds of a tensor that `fully_shard` cuts: equal rows, the last may have fewer or none."""
+    """Returns the shard of `rank` in `fully_shard`: equal numbers of rows, fewer or none on the last ranks."""
     import torch
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
@@ -184,7 +184,7 @@ def cut(shape: list[int], world: int, rank: int) -> Any:
 
 
 def checkpoint(tensors: list[Tensor], world: int) -> Any:
-    """The metadata that `world` ranks save. Torch takes the parts of ranks without rows for one and lists it once."""
+    """Returns the metadata of a checkpoint of `world` ranks. Torch lists the empty shards as a single chunk."""
     import torch
     from torch.distributed.checkpoint.metadata import Metadata, TensorProperties, TensorStorageMetadata
 
@@ -199,7 +199,7 @@ def checkpoint(tensors: list[Tensor], world: int) -> Any:
 
 @contextlib.contextmanager
 def one_rank(rank: int, world: int) -> Iterator[Any]:
-    """A mesh as `rank` sees it, in a process group that sends nothing."""
+    """Opens the mesh of `rank` in a fake process group, which sends no data."""
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
     from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -227,7 +227,7 @@ def sharded(tensors: list[Tensor], mesh: Any) -> dict[str, Any]:
 
 
 def check_metadata() -> None:
-    """Sees that `checkpoint` makes what torch's own save planners make, where it is small enough to ask them."""
+    """Checks that `checkpoint` equals the metadata of torch's own save planners for a small model."""
     from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
     world = 7
@@ -282,14 +282,14 @@ def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("operation", choices=OPERATIONS)
     parser.add_argument("file", type=pathlib.Path, metavar="FILE", help="a manifest or a recipe")
-    parser.add_argument("--devices", type=int, default=8, help="of device_map (default %(default)s)")
+    parser.add_argument("--devices", type=int, default=8, help="devices of device_map (default %(default)s)")
     parser.add_argument("--memory", type=float, default=192, help="GB of each device (default %(default)s)")
-    parser.add_argument("--saved", type=int, default=4096, help="ranks that saved (default %(default)s)")
-    parser.add_argument("--loaded", type=int, default=3072, help="ranks that load (default %(default)s)")
-    parser.add_argument("--rank", type=int, help="the rank that is timed (default: half of --loaded)")
+    parser.add_argument("--saved", type=int, default=4096, help="ranks of the saved checkpoint (default %(default)s)")
+    parser.add_argument("--loaded", type=int, default=3072, help="ranks that load it (default %(default)s)")
+    parser.add_argument("--rank", type=int, help="the timed rank (default: half of --loaded)")
     args = parser.parse_args()
     if min(args.devices, args.saved, args.loaded) < 1:
-        parser.error("--devices, --saved and --loaded start at 1")
+        parser.error("--devices, --saved and --loaded must be at least 1")
     if args.rank is None:
         args.rank = args.loaded // 2
     if not 0 <= args.rank < args.loaded:

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Prints the times of installed Python packages over ours, one measured after the other.
+"""Prints the ratios of installed Python packages' times to ours.
 
 Run it in the root of the repository: `peers/bin/python benches/peers/run.py [TEXT]`. TEXT selects our benches by id.
 """
@@ -11,9 +11,10 @@ import re
 import subprocess
 import sys
 
-PSUMS = 101  # sums in one pass of our bench
+PSUMS = 101  # The number of sums in one pass of our bench.
 
-# (what, the peer's module, script with arguments, part of its figure's name, our bench, repetitions in one pass of it)
+# (measurement, the peer's module, script with arguments, part of its figure's name, our bench, repetitions in one pass
+# of our bench)
 PAIRS = [
     ("a rank's epoch of 10 million, in torch's order", "torch",
      "sampler.py --len 10000000 --only torch/epoch_shuffled", "torch/epoch_shuffled", "sampler/epoch/torch", 1),
@@ -37,7 +38,7 @@ PAIRS = [
     ("a sum of 16 MB over 2 devices", "torch", "mesh.py gloo", "gloo_all_reduce/16 MB", "mesh/psum_2/16MB", PSUMS),
 ]
 
-# The length that the peers get, and one thread for each device.
+# The length in the arguments of the peers, and one thread for each device.
 SETTINGS = {"CANDLE_DISTRIBUTED_BENCH_LEN": "10000000", "CANDLE_NUM_THREADS": "1", "RAYON_NUM_THREADS": "1"}
 HOME = os.path.join("target", "criterion")
 
@@ -47,24 +48,24 @@ def main():
     pairs = [pair for pair in PAIRS if text in pair[4]]
     missing = {pair[1] for pair in pairs if importlib.util.find_spec(pair[1]) is None}
     for peer in sorted(missing):
-        print(f"{peer} is not installed, so it is left out; see benches/peers/README.md", file=sys.stderr)
+        print(f"skipping {peer}, which is not installed; see benches/peers/README.md", file=sys.stderr)
     pairs = [pair for pair in pairs if pair[1] not in missing]
     if not pairs:
         sys.exit("no peer is installed")
     run_ours(sorted({pair[4] for pair in pairs}))
     figures = {script: run_theirs(script) for script in sorted({pair[2] for pair in pairs})}
-    print("| what | our bench | our time | peer | its time | ratio |\n|---|---|---|---|---|---|")
-    for what, peer, script, figure, bench, repetitions in pairs:
+    print("| measurement | our bench | our time | peer | its time | ratio |\n|---|---|---|---|---|---|")
+    for title, peer, script, figure, bench, repetitions in pairs:
         theirs = next((seconds for name, seconds in figures[script] if figure in name), None)
         if theirs is None:
-            print(f"{peer}, {what}: no figure", file=sys.stderr)
+            print(f"{peer}, {title}: no figure", file=sys.stderr)
             continue
         ours = median(bench) / repetitions
-        print(f"| {what} | `{bench}` | {time(ours)} | {peer} {version(peer)} | {time(theirs)} | {theirs / ours:.3g} |")
+        print(f"| {title} | `{bench}` | {time(ours)} | {peer} {version(peer)} | {time(theirs)} | {theirs / ours:.3g} |")
 
 
 def run_ours(benches):
-    """Runs these benches and no others; an id begins with the name of its file."""
+    """Runs only these benches; an id begins with the name of its file."""
     files = sorted({bench.split("/")[0] for bench in benches})
     command = ["cargo", "bench", "-p", "benches"] + [word for file in files for word in ("--bench", file)]
     command += ["--", f"^({'|'.join(benches)})$"]
@@ -73,7 +74,7 @@ def run_ours(benches):
 
 
 def median(bench):
-    """Returns the seconds of one pass, as criterion stored them."""
+    """Returns the median time of one pass in seconds, from the files of criterion."""
     for folder, _, names in os.walk(HOME):
         if os.path.basename(folder) == "new" and "benchmark.json" in names:
             with open(os.path.join(folder, "benchmark.json"), encoding="utf8") as file:
@@ -81,11 +82,11 @@ def median(bench):
                     continue
             with open(os.path.join(folder, "estimates.json"), encoding="utf8") as file:
                 return json.load(file)["median"]["point_estimate"] / 1e9
-    sys.exit(f"criterion has no result of {bench}")
+    sys.exit(f"criterion has no result for {bench}")
 
 
 def run_theirs(script):
-    """Returns the figures that a script prints, by name and in seconds; a script that fails has none."""
+    """Returns the names and seconds of the figures that a script prints, or no figures if the script fails."""
     name, *arguments = script.split()
     path = os.path.join(os.path.dirname(os.path.abspath(__file__)), name)
     run = subprocess.run([sys.executable, path, *arguments], stdout=subprocess.PIPE, text=True, check=False)
@@ -96,7 +97,7 @@ def run_theirs(script):
 
 
 def figures_of(text):
-    """Reads an object, a Markdown table, or lines `name: median µs (min)`."""
+    """Reads figures from a JSON object, a Markdown table, or lines `name: median µs (min)`."""
     if text.startswith("{"):
         return [(f"{one['peer']}/{one['operation']}", one["seconds"]) for one in json.loads(text)["results"]]
     if text.startswith("|"):
@@ -108,7 +109,7 @@ def figures_of(text):
 
 
 def version(module):
-    """Returns the version of the package that has a module."""
+    """Returns the version of the package that contains a module."""
     package = importlib.metadata.packages_distributions().get(module, [module])[0]
     try:
         return importlib.metadata.version(package)
@@ -117,7 +118,7 @@ def version(module):
 
 
 def time(seconds):
-    """Returns a time in the unit that suits it."""
+    """Returns a time in seconds, milliseconds or microseconds, depending on its size."""
     for unit, factor in [("s", 1), ("ms", 1e3), ("µs", 1e6)]:
         if seconds * factor >= 1 or unit == "µs":
             return f"{seconds * factor:.2f} {unit}"

@@ -1,15 +1,14 @@
 #!/usr/bin/env python3
 """Times the samplers of published Python packages, for the comparison in docs/benchmarks.md.
 
-Each measurement runs in a process of its own, one after the other, so that its peak memory is its own and not that
-of the largest case before it. A process imports the package, checks it on a small data set, builds the input
-(weights, where there are any), and only then starts the clock and takes the baseline of its memory: neither imports
-nor inputs count against a peer. The clock runs from making the sampler until the iterator says that it is exhausted.
-The indices are drained by the cheapest loop that Python has, so that the time is the peer's and not that of a loop
-body.
+Each measurement runs in a separate process, one after the other, so that earlier cases do not affect its peak memory.
+The process imports the package, checks it on a small data set and builds the input (weights, if needed) before it
+starts the clock and reads the baseline of its memory: imports and inputs do not count against a peer. The time covers
+the construction of the sampler and the whole iteration. Python's cheapest loop consumes the indices, so that the loop
+adds little to the peer's time.
 
 Standard output is one JSON object, progress goes to standard error. A package that cannot be imported is listed under
-`skipped`; a measurement that breaks is listed under `failed`, and the exit status is then 1.
+`skipped`. A measurement that fails is listed under `failed`, and the exit status is then 1.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ FORMAT_VERSION = 1
 
 
 class Job(NamedTuple):
-    """What to sample: `weights` and `draws` are for weighted draws, `len` for epochs."""
+    """The sizes of a measurement: `weights` and `draws` for weighted draws, `len` for epochs."""
 
     len: int
     world: int
@@ -43,7 +42,7 @@ class Job(NamedTuple):
 
 
 class Case(NamedTuple):
-    """A peer's sampler. `prepare` builds the input and returns what makes the sampler: the part to be timed."""
+    """A peer's sampler. `prepare` builds the input and returns a function that makes the sampler, which is timed."""
 
     peer: str
     packages: tuple[str, ...]
@@ -142,11 +141,11 @@ def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--len", type=int, default=100_000_000, help="samples in the data set (default %(default)s)")
     parser.add_argument("--world", type=int, default=8, help="number of ranks (default %(default)s)")
-    parser.add_argument("--rank", type=int, default=3, help="the rank that is timed (default %(default)s)")
+    parser.add_argument("--rank", type=int, default=3, help="the timed rank (default %(default)s)")
     parser.add_argument("--weights", type=int, default=1_000_000, help="weights to draw from (default %(default)s)")
     parser.add_argument("--draws", type=int, default=10_000_000, help="weighted draws (default %(default)s)")
     parser.add_argument("--repeats", type=int, default=1, help="processes per case; medians are reported")
-    parser.add_argument("--only", default="", metavar="TEXT", help="the cases whose PEER/OPERATION contains TEXT")
+    parser.add_argument("--only", default="", metavar="TEXT", help="run only the cases with TEXT in PEER/OPERATION")
     parser.add_argument("--child", choices=[case.name for case in CASES], help=argparse.SUPPRESS)
     args = parser.parse_args()
     if not 0 <= args.rank < args.world:
@@ -154,7 +153,7 @@ def parse_args() -> argparse.Namespace:
     if min(args.len, args.draws) < 2 * args.world:
         parser.error("every rank needs two indices: raise --len or --draws, or lower --world")
     if args.weights < 1 or args.repeats < 1:
-        parser.error("--weights and --repeats start at 1")
+        parser.error("--weights and --repeats must be at least 1")
     return args
 
 
@@ -186,7 +185,7 @@ def compare(cases: list[Case], job: Job, repeats: int) -> dict[str, Any]:
 
 
 def summary(case: Case, job: Job, runs: list[dict[str, Any]]) -> dict[str, Any]:
-    # Only SPDL divides weighted draws among ranks; the others make and return all of them.
+    # Only SPDL divides weighted draws among ranks; the other peers return all draws.
     shared = not case.is_weighted or case.peer == "spdl"
     return {
         "peer": case.peer,
@@ -204,15 +203,15 @@ def summary(case: Case, job: Job, runs: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def run_child(case: Case, job: Job) -> dict[str, Any]:
-    """One measurement in a fresh process; its result, or the reason why there is none."""
+    """Runs a measurement in a fresh process, and returns its result or the reason of its failure."""
     options = [f"--{key}={value}" for key, value in job._asdict().items()]
     command = [sys.executable, os.path.abspath(__file__), f"--child={case.name}", *options]
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, check=False)
     if done.returncode == 0:
         return json.loads(done.stdout)
     # A negative status is a signal; 9 most often means that memory ran out.
-    said = done.stderr.strip().splitlines()
-    return {"failed": f"exit status {done.returncode}" + (f": {said[-1]}" if said else "")}
+    errors = done.stderr.strip().splitlines()
+    return {"failed": f"exit status {done.returncode}" + (f": {errors[-1]}" if errors else "")}
 
 
 def measure(case: Case, job: Job) -> dict[str, Any]:
@@ -220,7 +219,7 @@ def measure(case: Case, job: Job) -> dict[str, Any]:
         importlib.import_module(case.module)
     except ModuleNotFoundError as error:
         return {"skipped": f"not installed: {error}"}
-    except Exception as error:  # Broken installations raise whatever they like.
+    except Exception as error:  # Broken installations raise any kind of error.
         return {"skipped": f"import fails: {type(error).__name__}: {str(error).splitlines()[0]}"}
     check(case, job.world)
     make = case.prepare(job)
@@ -230,7 +229,7 @@ def measure(case: Case, job: Job) -> dict[str, Any]:
 
 
 def check(case: Case, world: int) -> None:
-    """Sees that the sampler does what the case says, and warms up what it imports late."""
+    """Checks the sampler's indices on a small data set, and triggers its late imports."""
     small = Job(len=50 * world, world=world, rank=0, weights=50 * world, draws=50 * world)
     ranks = [[int(index) for index in case.prepare(small._replace(rank=rank))()] for rank in range(world)]
     drain(case.prepare(small))
@@ -250,12 +249,12 @@ def drain(make: Callable[[], Any]) -> dict[str, Any]:
     indices = iter(sampler)
     next(indices)
     first = time.perf_counter()
-    # All but the last in C code; then exactly one must be left.
+    # Consume all remaining indices but one in C code; then exactly one must be left.
     deque(islice(indices, len(sampler) - 2), maxlen=0)
     last = next(indices, None)
     rest = next(indices, None)
     end = time.perf_counter()
-    assert last is not None and rest is None, "the sampler does not have the length that it claims"
+    assert last is not None and rest is None, "the sampler has another number of indices than its length"
     return {"indices": len(sampler), "seconds_to_first": first - start, "seconds": end - start}
 
 
@@ -276,7 +275,7 @@ def version(packages: tuple[str, ...]) -> str:
 
 
 def load_average() -> float | None:
-    """Of the last minute: more than about 1 before a case says that something else used the machine."""
+    """Returns the load of the last minute. Above 1 before a case, another program is using the machine."""
     return round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None
 
 

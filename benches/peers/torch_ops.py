@@ -1,10 +1,10 @@
-"""Forward with backward of single operations in PyTorch, on the shapes of `benches/ops.rs`.
+"""Times the forward and backward passes of single operations in PyTorch, with the shapes of `benches/ops.rs`.
 
     python torch_ops.py [threads]
 
-Each line has the name of a bench and the median time of one forward with its backward, in milliseconds. The loss is the
-sum of the result, as there; gradients are made anew each time. `graph` is a view: what the library itself takes for a
-forward and a backward of so many elements.
+Each line has the name of a bench and the median time of one forward and backward pass in milliseconds. As in our bench,
+the loss is the sum of the result, and each pass allocates new gradients. `graph` measures a view: the overhead of the
+library for a forward and backward pass of this size.
 """
 
 import statistics

@@ -1,8 +1,8 @@
-"""A step of an optimizer on the 7.4 million parameters of `benches/optim.rs` in PyTorch.
+"""Times an optimizer step in PyTorch with the 7.4 million parameters of `benches/optim.rs`.
 
     python torch_optim.py [threads]
 
-Prints a line for each optimizer: the least and the median time of a step in milliseconds.
+Prints a line for each optimizer: the minimum and the median time of a step in milliseconds.
 """
 
 import statistics
@@ -36,7 +36,7 @@ def run(name, make, dtype):
         optimizer.step()
         times.append((time.perf_counter() - start) * 1e3)
     times = times[10:]
-    print(f"{name}: least {min(times):.1f} ms, median {statistics.median(times):.1f} ms")
+    print(f"{name}: minimum {min(times):.1f} ms, median {statistics.median(times):.1f} ms")
 
 
 def main():

@@ -1,13 +1,12 @@
-"""A training step of the transformer of `benches/step.rs` in PyTorch.
+"""Times the training step of `benches/step.rs` in PyTorch.
 
     python torch_train.py [eager|ddp|fsdp|fsdp-checkpoint] [threads] [hidden] [layers] [heads] [context] [rows] [steps]
 
-`ddp` starts as many processes as `threads` says, of one thread each, and so does `fsdp`, with `fully_shard` of each block
-and of the model; `fsdp-checkpoint` computes blocks again in the backward pass. Attention is
-`scaled_dot_product_attention`, the optimizer the fused AdamW. Prints one line: the least and the median time of a step,
-processor time per step over all processes, the memory of the process, and the losses of the first two steps and the
-last. Of several processes it is their memory together, less what they take once torch is loaded and a small model was
-trained.
+`ddp` and `fsdp` start `threads` processes of one thread each; `fsdp` calls `fully_shard` on each block and on the model,
+and `fsdp-checkpoint` also recomputes blocks in the backward pass. Attention is `scaled_dot_product_attention`, and the
+optimizer is the fused AdamW. Prints one line: the minimum and the median time of a step, processor time per step over
+all processes, peak memory, and the losses of the first two steps and of the last step. The memory of several processes
+is their sum, less their memory after torch is loaded and a small model is trained.
 """
 
 import os
@@ -69,7 +68,7 @@ class Model(nn.Module):
 
 
 def data(rows, context):
-    """The same bytes as ours."""
+    """Returns the bytes of our bench."""
     state, ids = 12345, []
     for _ in range(rows * (context + 1)):
         state = (state * 6364136223846793005 + 1442695040888963407) & (2**64 - 1)
@@ -84,7 +83,7 @@ def processor_seconds():
 
 
 def resident(key):
-    """A size in `/proc/self/status`, in MiB."""
+    """Returns a size from `/proc/self/status` in MiB."""
     with open("/proc/self/status") as status:
         return next(int(line.split()[1]) for line in status if line.startswith(key)) / 1024
 
@@ -150,11 +149,11 @@ def worker(rank, mode, world, port, sizes, rows, steps):
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), GLOO_SOCKET_IFNAME="lo")
     torch.set_num_threads(1)
     dist.init_process_group("gloo", rank=rank, world_size=world)
-    # What libraries keep is there before the measurement.
+    # Train a small model first, so that the libraries' own memory is not measured.
     run([16, 1, 2, 8], world, 2, rank, world, mode)
     before = resident("VmRSS")
     with open("/proc/self/clear_refs", "w") as marks:
-        marks.write("5")  # The high-water mark is that of what follows.
+        marks.write("5")  # Reset the high-water mark.
     times, processor, losses = run(sizes, rows, steps, rank, world, mode)
     total = torch.tensor([processor, resident("VmHWM") - before], dtype=torch.float64)
     dist.all_reduce(total)

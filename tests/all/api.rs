@@ -1,22 +1,21 @@
-//! What users rely on besides behavior: the paths of the umbrella crate, and types that travel between
-//! threads.
+//! Public paths of the umbrella crate, and types that threads can share.
 
 use std::vec;
 
 use candle_distributed::{batch, checkpoint, mesh, plan, sampler, train, types};
 
-/// Compiles if values of each type can be sent to and shared between threads.
-macro_rules! travel {
+/// Compiles only if each type is `Send` and `Sync`.
+macro_rules! assert_send_sync {
     ($($type:ty),+ $(,)?) => {{
-        fn travels<T: Send + Sync>() {}
-        $(travels::<$type>();)+
+        fn assert<T: Send + Sync>() {}
+        $(assert::<$type>();)+
     }};
 }
 
 #[test]
-fn values_can_be_sent_to_and_shared_between_threads() {
-    travel!(types::Placement, types::WorldSize, types::Seed, types::Epoch, types::Error);
-    travel!(
+fn public_types_are_send_and_sync() {
+    assert_send_sync!(types::Placement, types::WorldSize, types::Seed, types::Epoch, types::Error);
+    assert_send_sync!(
         sampler::DistributedSampler,
         sampler::Indices<'_>,
         sampler::SamplerConfig,
@@ -24,7 +23,7 @@ fn values_can_be_sent_to_and_shared_between_threads() {
         sampler::Mixture,
         sampler::Error,
     );
-    travel!(
+    assert_send_sync!(
         batch::DynamicBatchSampler<Vec<u64>>,
         batch::Batch,
         batch::Batches<vec::IntoIter<Result<batch::Sequence, batch::Error>>>,
@@ -36,7 +35,7 @@ fn values_can_be_sent_to_and_shared_between_threads() {
         batch::Collator,
         batch::Error,
     );
-    travel!(
+    assert_send_sync!(
         plan::ShardingPlan,
         plan::ParameterInfo,
         plan::Cut,
@@ -52,14 +51,14 @@ fn values_can_be_sent_to_and_shared_between_threads() {
         plan::strategy::Hybrid,
         plan::Error,
     );
-    travel!(
+    assert_send_sync!(
         mesh::DeviceMesh,
         mesh::Replica,
         mesh::PMap<(), (), ()>,
         mesh::Sharded<()>,
         mesh::Error,
     );
-    travel!(
+    assert_send_sync!(
         train::AdamW,
         train::Checkpoint,
         train::Checkpoints,
@@ -71,9 +70,9 @@ fn values_can_be_sent_to_and_shared_between_threads() {
 }
 
 #[test]
-fn the_planner_reads_candles_tensors() {
-    let (shape, device) = ((2, 3), candle_core::Device::Cpu);
-    let tensor = candle_core::Tensor::zeros(shape, candle_core::DType::BF16, &device).unwrap();
+fn planner_reads_candle_tensors() {
+    let device = candle_core::Device::Cpu;
+    let tensor = candle_core::Tensor::zeros((2, 3), candle_core::DType::BF16, &device).unwrap();
     let infos = train::parameter_infos([("h.0.w", &tensor)]).unwrap();
     assert_eq!((infos[0].dtype(), infos[0].shape()), (plan::ElemType::Bf16, &[2, 3][..]));
 }

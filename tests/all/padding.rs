@@ -1,10 +1,9 @@
-//! How little padding the batcher leaves, as tables that only a change of the rules may change.
+//! Tables of the padding that the batcher leaves; only a change of its rules may change them.
 
 use integration_tests::padding::tables;
 
-/// The tables that the bench prints, for streams of this length.
 #[test]
-fn figures_are_as_recorded() {
+fn tables_match_their_snapshots() {
     for (name, table) in tables(100_000) {
         insta::assert_snapshot!(name, table);
     }

@@ -1,4 +1,4 @@
-//! The whole flow with many simulated ranks: sampler, batches, plan, mesh.
+//! Sampler, batches, plan and mesh together, on many simulated ranks.
 
 #![allow(clippy::cast_possible_truncation, reason = "the numbers are small")]
 
@@ -11,7 +11,7 @@ use candle_distributed::{
     },
     mesh::{ALL, DeviceMesh, P},
     plan::{
-        ElemType, ParameterInfo,
+        ElemType, ParameterInfo, ShardingPlan,
         strategy::{Full, ShardingStrategy},
     },
     sampler::{DistributedSampler, Order, Partition, SamplerConfig, SamplerState, Tail},
@@ -21,7 +21,7 @@ use integration_tests::lengths::WEB;
 
 const MAX_TOKENS: u64 = 20_000;
 
-/// What one rank does without a word to the others: sample, then batch.
+/// Samples and batches as one rank, without communication.
 fn batches_of_rank(lengths: &[u32], placement: Placement, epoch: u64) -> Vec<Batch> {
     let config =
         SamplerConfig::default().with_partition(Partition::Strided).with_tail(Tail::Spread);
@@ -38,7 +38,7 @@ fn batches_of_rank(lengths: &[u32], placement: Placement, epoch: u64) -> Vec<Bat
 }
 
 #[test]
-fn many_ranks_read_every_sequence_once_each_epoch_within_the_budget() {
+fn ranks_cover_every_epoch_within_budget() {
     let lengths = WEB.draw(5_000);
     for epoch in 0..3 {
         let world = WorldSize::new(64).unwrap();
@@ -57,9 +57,8 @@ fn many_ranks_read_every_sequence_once_each_epoch_within_the_budget() {
 }
 
 #[test]
-fn killed_and_resumed_on_other_worlds_no_sample_is_lost_or_read_twice() {
+fn resuming_on_other_worlds_loses_nothing() {
     const LEN: u64 = 100_003;
-    let draw = |epoch, life: u64, below| Seed::new(3).derive(epoch).derive(life).as_u64() % below;
     for order in [Order::Shuffled, Order::Exact, Order::Torch] {
         let config = SamplerConfig::default()
             .with_order(order)
@@ -69,13 +68,13 @@ fn killed_and_resumed_on_other_worlds_no_sample_is_lost_or_read_twice() {
         for epoch in 0..3 {
             let mut first = sampler(Placement::SINGLE);
             first.set_epoch(Epoch::new(epoch));
-            // The checkpoint of each life is a text, as in a file.
+            // As text, like a checkpoint on disk.
             let mut checkpoint = serde_json::to_string(&first.state(0)).unwrap();
             let mut read = Vec::new();
-            for life in 0.. {
+            for restart in 0.. {
                 let state: SamplerState = serde_json::from_str(&checkpoint).unwrap();
-                let world = [64, 48, 64, 96][(life % 4) as usize];
-                let steps = 1 + draw(epoch, life, 700);
+                let world = [64, 48, 64, 96][(restart % 4) as usize];
+                let steps = 1 + Seed::new(3).derive(epoch).derive(restart).as_u64() % 700;
                 for placement in WorldSize::new(world).unwrap().placements() {
                     let mut rank = sampler(placement);
                     rank.resume(&state).unwrap();
@@ -93,27 +92,26 @@ fn killed_and_resumed_on_other_worlds_no_sample_is_lost_or_read_twice() {
 }
 
 #[test]
-fn ranks_that_never_talk_make_the_same_plan() {
-    let make = || {
-        let layer = |n: u64| {
-            ParameterInfo::new(format!("layers.{n}.weight"), [3 * n + 1, 7], ElemType::F32).unwrap()
-        };
-        let parameters: Vec<_> = (0..50).map(layer).collect();
-        Full::default().plan(&parameters, WorldSize::new(16).unwrap()).unwrap()
-    };
-    let plans: Vec<_> = (0..4)
-        .map(|_| thread::spawn(make))
-        .collect::<Vec<_>>()
-        .into_iter()
-        .map(|t| t.join().unwrap())
-        .collect();
+fn ranks_plan_identically_without_communication() {
+    let threads: Vec<_> = (0..4).map(|_| thread::spawn(plan_layers)).collect();
+    let plans: Vec<_> = threads.into_iter().map(|thread| thread.join().unwrap()).collect();
     assert!(plans.windows(2).all(|pair| pair[0] == pair[1]));
     let texts: Vec<_> = plans.iter().map(|plan| serde_json::to_string(plan).unwrap()).collect();
     assert!(texts.windows(2).all(|pair| pair[0] == pair[1]));
 }
 
-/// Learns the mean of sequences by gradient descent on `devices` devices and returns the loss of
-/// every step.
+/// Plans 50 layers of different sizes over 16 ranks.
+fn plan_layers() -> ShardingPlan {
+    let mut parameters = Vec::new();
+    for n in 0..50_u64 {
+        let name = format!("layers.{n}.weight");
+        parameters.push(ParameterInfo::new(name, [3 * n + 1, 7], ElemType::F32).unwrap());
+    }
+    Full::default().plan(&parameters, WorldSize::new(16).unwrap()).unwrap()
+}
+
+/// Fits a linear model by gradient descent on `devices` devices, and returns the loss of every
+/// step.
 fn loss_curve(devices: usize) -> Vec<f64> {
     let lengths = WEB.draw(480);
     let order = DistributedSampler::new(
@@ -122,7 +120,7 @@ fn loss_curve(devices: usize) -> Vec<f64> {
         SamplerConfig::default().with_seed(Seed::new(5)),
     )
     .unwrap();
-    // Batches that split over each of the meshes compared, so that all of them see the same ones.
+    // A multiple of 4 splits evenly over every compared mesh, so that all get the same batches.
     let config = BatchConfig::default().with_max_batch_size(24).with_batch_size_multiple(4);
     let batches = DynamicBatchSampler::new(&lengths, config).unwrap();
 
@@ -142,9 +140,12 @@ fn loss_curve(devices: usize) -> Vec<f64> {
     let mut curve = Vec::new();
     for batch in batches.iter_order(&order) {
         let rows = batch.unwrap().indices;
-        let length = |row| lengths.length(row).unwrap() as f64;
-        let x: Vec<f64> = rows.iter().flat_map(|&row| [1.0, length(row).ln()]).collect();
-        let y: Vec<f64> = rows.iter().map(|&row| (row as f64 / 100.0).sin()).collect();
+        let mut x = Vec::new();
+        let mut y = Vec::new();
+        for &row in &rows {
+            x.extend([1.0, (lengths.length(row).unwrap() as f64).ln()]);
+            y.push((row as f64 / 100.0).sin());
+        }
         let x = Tensor::from_vec(x, (rows.len(), 2), &Device::Cpu).unwrap();
         let y = Tensor::from_vec(y, (rows.len(), 1), &Device::Cpu).unwrap();
         let (gradient, loss) = step.call((x, y)).unwrap();
@@ -155,7 +156,7 @@ fn loss_curve(devices: usize) -> Vec<f64> {
 }
 
 #[test]
-fn the_loss_curve_does_not_depend_on_the_number_of_devices() {
+fn losses_are_independent_of_device_count() {
     let single = loss_curve(1);
     assert_eq!(single.len(), 20);
     assert!(single.last() < single.first());
@@ -163,14 +164,14 @@ fn the_loss_curve_does_not_depend_on_the_number_of_devices() {
         for (parallel, single) in loss_curve(devices).into_iter().zip(&single) {
             assert!(
                 (parallel - single).abs() <= 1e-12 * single.abs(),
-                "{devices} devices: {parallel} and {single}"
+                "{devices} devices: {parallel}, one: {single}"
             );
         }
     }
 }
 
 #[test]
-fn the_same_run_gives_the_same_loss_curve_to_the_bit() {
+fn repeated_run_has_identical_losses() {
     let bits = |curve: Vec<f64>| curve.into_iter().map(f64::to_bits).collect::<Vec<_>>();
     assert_eq!(bits(loss_curve(4)), bits(loss_curve(4)));
 }

@@ -1,5 +1,5 @@
-//! Trains a small language model on two devices, each of which has all of it and a part of each
-//! batch; with `--sharded` each has a part of the model, too.
+//! Trains a small language model on two devices. Each batch is split over the devices, and with
+//! `--sharded` the model is as well.
 //!
 //! Interrupt it and start it again: it resumes in the middle of the epoch.
 //!
@@ -7,7 +7,7 @@
 //! cargo run -p candle-distributed --features candle,ops,serde --example train_language_model -- run --sharded
 //! ```
 
-#![allow(clippy::print_stdout, reason = "an example shows what it does")]
+#![allow(clippy::print_stdout, reason = "an example prints its progress")]
 #![allow(clippy::needless_pass_by_value, reason = "models are built of builders by value")]
 #![allow(clippy::cast_possible_truncation, reason = "the numbers are small")]
 
@@ -44,17 +44,17 @@ fn main() -> Result<()> {
     let mut args: Vec<String> = std::env::args().skip(1).collect();
     let is_sharded = args.last().is_some_and(|arg| arg == "--sharded");
     args.truncate(1);
-    let folder = args.pop().ok_or("name a folder for the run")?;
-    let mesh = DeviceMesh::cpu(2)?; // two virtual ones; `DeviceMesh::cuda(2)` for two cards
+    let folder = args.pop().ok_or("usage: train_language_model FOLDER [--sharded]")?;
+    let mesh = DeviceMesh::cpu(2)?; // two virtual devices; `DeviceMesh::cuda(2)` for two GPUs
     let mut model = model(&mesh, is_sharded)?;
     match train(&mesh, &mut model, folder.as_ref(), STEPS)? {
         Some(loss) => println!("loss {loss:.3} after {STEPS} steps"),
-        None => println!("all {STEPS} steps are done already"),
+        None => println!("all {STEPS} steps were done before"),
     }
     Ok(())
 }
 
-/// The constructor, as for plain candle: it says which parameters there are.
+/// Declares the parameters, like a constructor in plain candle.
 fn layers(vb: VarBuilder<'_>) -> candle_core::Result<()> {
     embedding(VOCABULARY, HIDDEN, vb.pp("tokens"))?;
     for n in 0..BLOCKS {
@@ -64,7 +64,7 @@ fn layers(vb: VarBuilder<'_>) -> candle_core::Result<()> {
 }
 
 pub(crate) fn model(mesh: &DeviceMesh, is_sharded: bool) -> Result<Model> {
-    // Numbered blocks are units by themselves.
+    // Numbered blocks are units without a rule.
     let rules = UnitRules::new().unit("tokens", ["tokens"]).unit("head", ["head"]);
     let builder = DataParallel::builder(mesh, layers)
         .by_units(rules)
@@ -82,7 +82,7 @@ fn schedule() -> Schedule {
     Schedule::cosine(STEPS).warmup(10)
 }
 
-/// The loss of a batch, of token ids and labels [texts, length]: each token predicts the next.
+/// Computes the loss of token ids and labels [texts, length]; each token predicts the next.
 fn loss(_: &Replica, model: &Units, batch: (Tensor, Tensor)) -> candle_core::Result<Loss> {
     let (ids, labels) = batch;
     let mut x = model
@@ -95,14 +95,15 @@ fn loss(_: &Replica, model: &Units, batch: (Tensor, Tensor)) -> candle_core::Res
     let logits =
         model.unit("head", &x, |vb, x: &Tensor| linear(HIDDEN, VOCABULARY, vb)?.forward(x))?;
     let predicted = ids.dim(1)? - 1;
-    let (logits, labels) = (logits.narrow(1, 0, predicted)?, labels.narrow(1, 1, predicted)?);
+    let logits = logits.narrow(1, 0, predicted)?;
+    let labels = labels.narrow(1, 1, predicted)?;
     let config = CrossEntropyConfig::default().with_ignore_index(-100);
     let all = ops::cross_entropy(&logits, &labels, &config)?;
     Ok(Loss::sum(all.sum, all.weight))
 }
 
-/// Trains up to step `last`, from the newest checkpoint on, or from the start; returns the last loss,
-/// or none if no step was left.
+/// Trains up to step `last` from the newest checkpoint, or from the start. Returns the last loss,
+/// or `None` if no step was left.
 pub(crate) fn train(
     mesh: &DeviceMesh,
     model: &mut Model,
@@ -112,8 +113,8 @@ pub(crate) fn train(
     let texts: Arc<Vec<Vec<u32>>> = Arc::new((0..TEXTS).map(text).collect());
     let lengths: Vec<usize> = texts.iter().map(Vec::len).collect();
     let collate = move |(step, state): (Step, BatchState)| {
-        let text = |n: u64| &texts[n as usize][..];
-        let padded = Collator::default().pad(&step.batch, text, &Device::Cpu)?;
+        let padded =
+            Collator::default().pad(&step.batch, |n| &texts[n as usize][..], &Device::Cpu)?;
         Ok::<_, candle_core::Error>((step.batch, (padded.ids, padded.labels), state))
     };
     let mut order = DistributedSampler::new(TEXTS, Placement::SINGLE, SamplerConfig::default())?;
@@ -132,8 +133,8 @@ pub(crate) fn train(
     }
     let mut log = MetricsLog::open(folder.join("metrics.jsonl"), model.steps())?;
     while model.steps() < last {
-        for made in feed(steps.with_states()).threads(1).collate(collate.clone())? {
-            let (batch, tensors, state) = made?;
+        for item in feed(steps.with_states()).threads(1).collate(collate.clone())? {
+            let (batch, tensors, state) = item?;
             let rate = RATE * schedule().factor(model.steps());
             let done = model.step(tensors, loss)?;
             let metrics = StepMetrics::of(model.steps() - 1, &done).learning_rate(rate);
@@ -154,10 +155,14 @@ pub(crate) fn train(
     Ok(None)
 }
 
-/// A text of 8 to 39 tokens, in which each follows from the one before.
+/// Returns a text of 8 to 39 tokens; each token determines the next.
 fn text(n: u64) -> Vec<u32> {
     let seed = Seed::new(3).derive(n).as_u64();
-    let next = |token: &u32| Some((7 * token + 5) % VOCABULARY as u32);
-    let first = (seed >> 32) as u32 % VOCABULARY as u32;
-    std::iter::successors(Some(first), next).take(8 + (seed % 32) as usize).collect()
+    let mut token = (seed >> 32) as u32 % VOCABULARY as u32;
+    let mut text = vec![token];
+    for _ in 0..7 + seed % 32 {
+        token = (7 * token + 5) % VOCABULARY as u32;
+        text.push(token);
+    }
+    text
 }

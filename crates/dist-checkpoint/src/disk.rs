@@ -28,9 +28,9 @@ impl<T> AtPath<T> for io::Result<T> {
 /// Returns the metadata of a regular file. Anything else is an error: opening a named pipe would
 /// block forever.
 pub(crate) fn check_file(path: &Path) -> io::Result<Metadata> {
-    let known = fs::metadata(path)?;
-    if known.is_file() {
-        return Ok(known);
+    let metadata = fs::metadata(path)?;
+    if metadata.is_file() {
+        return Ok(metadata);
     }
     Err(io::Error::new(io::ErrorKind::InvalidInput, "this is not a file"))
 }

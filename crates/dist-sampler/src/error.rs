@@ -33,7 +33,7 @@ pub enum Error {
     OutOfMemory {
         /// Number of samples or weights.
         len: u64,
-        /// Required memory: 4 bytes per sample, 8 per weight, or 16 per sample that is sorted by class.
+        /// Required memory: 4 bytes per sample, 8 per weight, or 16 per sample to sort by class.
         bytes: u64,
     },
     /// There are too many weights.

@@ -5,7 +5,7 @@
 //! [`Quota`]: crate::Quota
 //! [`SamplerConfig`]: crate::SamplerConfig
 //! [`Tail`]: crate::Tail
-// The README links to docs.rs. Of two definitions of a link the first wins, so on this page the definitions above
+// The README links to docs.rs. The first definition of a link wins, so on this page the links above
 // replace the README's and point into this crate.
 #![doc = include_str!("../README.md")]
 

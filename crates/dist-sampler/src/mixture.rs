@@ -134,7 +134,8 @@ impl Mixture {
 
     /// Returns the state of each sampler after `n` entries, or after all if there are fewer.
     ///
-    /// The states do not contain the position in the cycle: a mixture of resumed samplers starts a new cycle.
+    /// The states do not contain the position in the cycle: a mixture of resumed samplers starts a
+    /// new cycle.
     pub fn states(&self, n: u64) -> Vec<SamplerState> {
         let (round, position) = self.round_and_position(n.min(self.len));
         let mut n_read: Vec<u64> = self.weights.iter().map(|weight| round * weight).collect();
@@ -162,7 +163,8 @@ fn cycle(weights: &[u64]) -> Result<Vec<CycleEntry>> {
     Ok(entries)
 }
 
-/// Returns the data set that is furthest behind its share at `turn` of `turns`; ties go to the first.
+/// Returns the data set that is furthest behind its share at `turn` of `turns`, or the first such
+/// data set.
 #[expect(clippy::expect_used, reason = "there is a weight above 0, so there is a data set")]
 fn most_due(weights: &[u64], read: &[u64], turn: u64, turns: u64) -> usize {
     let sources = (0..weights.len()).rev();

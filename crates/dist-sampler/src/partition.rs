@@ -72,7 +72,7 @@ impl ShareRule {
 
     /// Returns the positions of one rank.
     pub(crate) fn positions(&self, placement: Placement) -> RankPositions {
-        let dealt = match &self.rule {
+        let regular = match &self.rule {
             PartitionRule::Contiguous(Tail::LastRank) => {
                 split::last_takes_rest(self.len, placement).into()
             }
@@ -83,7 +83,10 @@ impl ShareRule {
             }
         };
         let takes_rest = self.rule == PartitionRule::Strided(Tail::LastRank) && placement.is_last();
-        RankPositions { dealt, rest: if takes_rest { self.full_rounds()..self.len } else { 0..0 } }
+        RankPositions {
+            regular,
+            rest: if takes_rest { self.full_rounds()..self.len } else { 0..0 },
+        }
     }
 
     /// Returns the rank that reads `position`, or `None` if no rank does.
@@ -114,45 +117,47 @@ impl ShareRule {
     /// Returns the positions that are unread after every rank has read its first `consumed`
     /// positions, or all if it has fewer.
     pub(crate) fn unread_after(&self, consumed: u64) -> UnreadRanges {
-        let mut left = UnreadRanges::default();
+        let mut unread = UnreadRanges::default();
         match &self.rule {
-            PartitionRule::Strided(tail) => left.push(self.first_unread(*tail, consumed)..self.len),
+            PartitionRule::Strided(tail) => {
+                unread.push(self.first_unread(*tail, consumed)..self.len);
+            }
             PartitionRule::Contiguous(tail) => {
-                self.push_unread_stretches(*tail, consumed, &mut left);
+                self.push_unread_stretches(*tail, consumed, &mut unread);
             }
             PartitionRule::Proportional(weights) => {
                 for part in split::proportional_parts(self.len, weights) {
-                    left.push(part.start.saturating_add(consumed)..part.end);
+                    unread.push(part.start.saturating_add(consumed)..part.end);
                 }
             }
         }
-        left
+        unread
     }
 
     /// Adds the unread ends of the ranks' ranges, and the dropped positions.
-    fn push_unread_stretches(&self, tail: Tail, consumed: u64, left: &mut UnreadRanges) {
+    fn push_unread_stretches(&self, tail: Tail, consumed: u64, unread: &mut UnreadRanges) {
         let world = self.world_size.as_u64();
         let size = self.len / world;
         let extra = self.len % world;
         match tail {
             Tail::Drop => {
-                left.push_stretches(0, size, world, consumed);
-                left.push(size * world..self.len);
+                unread.push_stretches(0, size, world, consumed);
+                unread.push(size * world..self.len);
             }
             Tail::LastRank => {
-                left.push_stretches(0, size, world - 1, consumed);
-                left.push((size * (world - 1)).saturating_add(consumed)..self.len);
+                unread.push_stretches(0, size, world - 1, consumed);
+                unread.push((size * (world - 1)).saturating_add(consumed)..self.len);
             }
             Tail::Spread => {
-                left.push_stretches(0, size + 1, extra, consumed);
-                left.push_stretches((size + 1) * extra, size, world - extra, consumed);
+                unread.push_stretches(0, size + 1, extra, consumed);
+                unread.push_stretches((size + 1) * extra, size, world - extra, consumed);
             }
             // Padding is beyond the end and is not read again.
             Tail::Pad => {
                 let size = self.len.div_ceil(world).max(1);
                 let n_full = self.len / size;
-                left.push_stretches(0, size, n_full, consumed);
-                left.push((size * n_full).saturating_add(consumed)..self.len);
+                unread.push_stretches(0, size, n_full, consumed);
+                unread.push((size * n_full).saturating_add(consumed)..self.len);
             }
         }
     }
@@ -161,10 +166,10 @@ impl ShareRule {
     /// `consumed`.
     fn first_unread(&self, tail: Tail, consumed: u64) -> u64 {
         let world = self.world_size.as_u64();
-        let dealt = consumed.saturating_mul(world).min(self.total(tail));
+        let regular = consumed.saturating_mul(world).min(self.total(tail));
         let rest =
             if tail == Tail::LastRank { consumed.saturating_sub(self.len / world) } else { 0 };
-        dealt.saturating_add(rest).min(self.len)
+        regular.saturating_add(rest).min(self.len)
     }
 
     /// Returns the number of positions that are assigned evenly.
@@ -185,20 +190,21 @@ impl ShareRule {
 /// The positions of one rank, in reading order.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct RankPositions {
-    dealt: Strided,
+    /// Evenly spaced positions.
+    regular: Strided,
     /// Incomplete last round, if the last rank reads all of it.
     rest: Range<u64>,
 }
 
 impl RankPositions {
     pub(crate) fn len(&self) -> u64 {
-        self.dealt.len() + (self.rest.end - self.rest.start)
+        self.regular.len() + (self.rest.end - self.rest.start)
     }
 
     /// Returns the `n`-th position, or `None` beyond the last.
     pub(crate) fn get(&self, n: u64) -> Option<u64> {
-        self.dealt.get(n).or_else(|| {
-            let position = (n - self.dealt.len()).checked_add(self.rest.start)?;
+        self.regular.get(n).or_else(|| {
+            let position = (n - self.regular.len()).checked_add(self.rest.start)?;
             self.rest.contains(&position).then_some(position)
         })
     }
@@ -206,6 +212,6 @@ impl RankPositions {
     /// Returns the step between positions, and the number of positions before the incomplete last
     /// round.
     pub(crate) fn stride(&self) -> (u64, u64) {
-        (self.dealt.step(), self.dealt.len())
+        (self.regular.step(), self.regular.len())
     }
 }

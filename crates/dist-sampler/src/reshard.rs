@@ -1,8 +1,8 @@
 //! The positions that several worlds, of any sizes, have left unread.
 //!
-//! In a contiguous partition a world leaves the ends of its ranks' ranges. Most of these have equal lengths and
-//! distances, so a few [`RangeRun`]s describe all of them. Worlds that read one epoch in turn are kept as a stack instead of
-//! being merged, which would need as many ranges as ranks.
+//! In a contiguous partition a world leaves the ends of its ranks' ranges unread. Most of these
+//! ends have equal lengths and distances, so a few [`RangeRun`]s describe all of them. If several
+//! worlds read one epoch in turn, their ranges are stacked: merged, they would be as many as ranks.
 
 use std::ops::Range;
 
@@ -125,7 +125,8 @@ impl UnreadRanges {
 /// The unread positions of an order after several worlds, in ascending order.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct UnreadPositions {
-    /// Positions that each world has left of those of the previous world; at least one entry.
+    /// Positions that each world left unread, as indexes into the positions that the previous world
+    /// left unread; at least one entry.
     worlds: Vec<UnreadRanges>,
 }
 
@@ -160,7 +161,7 @@ impl UnreadPositions {
         self.worlds.iter().try_fold(position, |position, world| world.index_of(position))
     }
 
-    /// Returns the positions that remain if only `left` of these are unread, counted from 0.
+    /// Keeps only the positions at the indexes in `left`.
     #[must_use]
     pub(crate) fn then(mut self, left: UnreadRanges) -> Self {
         if left.len == self.len() {

@@ -211,7 +211,7 @@ pub enum Error {
     },
     /// The sequences of a batch have more tokens than the batch counts.
     #[error(
-        "sequences of {tokens} tokens, {counted} are counted: set \
+        "sequences have {tokens} tokens, but the batch counts {counted}: set \
          Collator::with_max_sequence_length to truncate"
     )]
     Uncounted {

@@ -13,8 +13,8 @@
 //! [`Steps`]: crate::Steps
 #![cfg_attr(feature = "candle", doc = "[`BatchTensors`]: crate::BatchTensors")]
 #![cfg_attr(feature = "candle", doc = "[`Collator`]: crate::Collator")]
-// The README links to docs.rs. Of two definitions of a link the first wins, so on this page the definitions above
-// replace the README's and point into this crate.
+// The README links to docs.rs. Of two definitions of a link the first wins, so on this page the
+// definitions above replace the README's and point into this crate.
 #![doc = include_str!("../README.md")]
 #![forbid(unsafe_code)]
 

@@ -251,7 +251,8 @@ impl BatchLimits {
         }
     }
 
-    /// Splits the last `len` sequences into those of complete groups and those of one more batch.
+    /// Returns the number of the last `len` sequences in complete groups, and the number in one
+    /// more batch for the remainder.
     pub(crate) fn split_remainder(&self, len: usize) -> (usize, usize) {
         let surplus = len % self.group_len;
         match self.config.remainder {
@@ -355,8 +356,8 @@ fn implied_budget(config: &BatchConfig) -> Result<u64> {
 
 fn check_multiple(config: &BatchConfig, max_tokens: u64) -> Result<()> {
     let multiple = config.batch_size_multiple;
-    // Use the configured `max_batch_size`, because a budget computed from it then holds a group of the longest
-    // sequences.
+    // Use the configured `max_batch_size`, because a budget computed from it then holds a group of
+    // the longest sequences.
     let limits = [("max_batch_size", config.max_batch_size), ("max_tokens", Some(max_tokens))];
     for (setting, limit) in limits {
         if let Some(limit) = limit.filter(|&limit| limit < multiple) {

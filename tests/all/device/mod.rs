@@ -1,8 +1,8 @@
-//! The same test bodies on every kind of device that is there; the others are skipped, and say so.
+//! Runs the same tests on every kind of device present; the others are reported as skipped.
 
+mod in_flight;
 mod moves;
 mod training;
-mod underway;
 
 use candle_core::{DType, Device, Tensor, Var};
 use candle_distributed::{
@@ -11,13 +11,13 @@ use candle_distributed::{
 };
 use candle_nn::{Linear, Module, Optimizer, SGD, VarMap, linear};
 
-/// A mesh of two slots for each kind of device, and each way to open one: two devices if there are so
-/// many, else the first one twice.
+/// Returns a mesh of two slots for each kind of device and each way to open one. The slots are two
+/// devices, or one device twice if there is no second.
 fn meshes() -> Vec<DeviceMesh> {
     let mut meshes = vec![DeviceMesh::cpu(2).unwrap()];
     let kinds = [
         ("cuda", Device::new_cuda as fn(usize) -> _),
-        ("cuda, streams of their own", Device::new_cuda_with_stream),
+        ("cuda, separate streams", Device::new_cuda_with_stream),
         ("metal", Device::new_metal),
     ];
     for (kind, open) in kinds {
@@ -32,7 +32,7 @@ fn meshes() -> Vec<DeviceMesh> {
     meshes
 }
 
-/// 0, 1, 2, … in this shape, on the host.
+/// Returns 0, 1, 2, … in this shape, on the host.
 fn iota(shape: (usize, usize)) -> Tensor {
     let len = u32::try_from(shape.0 * shape.1).unwrap();
     Tensor::arange(0, len, &Device::Cpu)
@@ -43,8 +43,9 @@ fn iota(shape: (usize, usize)) -> Tensor {
         .unwrap()
 }
 
-/// A tensor on another device, with its gradients, which go back the same way: candle's copies from
-/// one GPU to another may read what has been given to others by then.
+/// Moves a tensor to another device through the host, and its gradient back on the same way.
+///
+/// candle's direct copies between GPUs may read memory that has been reused by then.
 fn moved(x: &Tensor, device: &Device) -> candle_core::Result<Tensor> {
     x.to_device(&Device::Cpu)?.to_device(device)
 }
@@ -54,7 +55,7 @@ fn rows(tensor: &Tensor) -> Vec<Vec<f32>> {
 }
 
 #[test]
-fn shards_lie_on_their_devices_and_come_back_in_order() {
+fn shards_are_local_and_return_ordered() {
     for mesh in meshes() {
         for axis in [0, 1] {
             let square = mesh.pmap(|replica, x: Tensor| {
@@ -71,10 +72,11 @@ fn shards_lie_on_their_devices_and_come_back_in_order() {
 }
 
 #[test]
-fn replicated_inputs_are_whole_everywhere() {
+fn replicated_inputs_reach_every_device() {
     for mesh in meshes() {
         let matmul = mesh.pmap(|_, (x, w): (Tensor, Tensor)| x.matmul(&w));
-        let (x, w) = (iota((4, 3)), iota((3, 2)));
+        let x = iota((4, 3));
+        let w = iota((3, 2));
         assert_eq!(
             rows(&matmul.call((x.clone(), w.clone())).unwrap()),
             rows(&x.matmul(&w).unwrap())
@@ -83,7 +85,7 @@ fn replicated_inputs_are_whole_everywhere() {
 }
 
 #[test]
-fn gradients_of_shards_add_up_on_the_first_device() {
+fn shard_gradients_sum_on_first_device() {
     for mesh in meshes() {
         let weight =
             Var::from_tensor(&iota((3, 2)).to_device(&mesh.devices()[0]).unwrap()).unwrap();
@@ -97,20 +99,21 @@ fn gradients_of_shards_add_up_on_the_first_device() {
                     .ok_or_else(|| candle_core::Error::msg("no gradient"))
             })
             .out_axes(P::sum(ALL));
-        let of_columns = rows(&gradient.call(iota((4, 3))).unwrap());
-        assert_eq!(of_columns, [[18.0, 18.0], [22.0, 22.0], [26.0, 26.0]]);
+        let column_sums = rows(&gradient.call(iota((4, 3))).unwrap());
+        assert_eq!(column_sums, [[18.0, 18.0], [22.0, 22.0], [26.0, 26.0]]);
     }
 }
 
 #[test]
-fn collectives_give_every_device_what_the_others_brought() {
+fn collectives_exchange_data_between_devices() {
     for mesh in meshes() {
         let run = mesh.pmap(|ctx, x: Tensor| {
-            let (sum, max) = (ctx.psum(&x, ALL)?, ctx.pmax(&x, ALL)?);
-            let (gathered, scattered) =
-                (ctx.all_gather(&x, 0, ALL)?, ctx.psum_scatter(&x, 1, ALL)?);
-            let (swapped, first) =
-                (ctx.ppermute(&x, &[(0, 1), (1, 0)], ALL)?, ctx.broadcast(&x, 0, ALL)?);
+            let sum = ctx.psum(&x, ALL)?;
+            let max = ctx.pmax(&x, ALL)?;
+            let gathered = ctx.all_gather(&x, 0, ALL)?;
+            let scattered = ctx.psum_scatter(&x, 1, ALL)?;
+            let swapped = ctx.ppermute(&x, &[(0, 1), (1, 0)], ALL)?;
+            let first = ctx.broadcast(&x, 0, ALL)?;
             let exchanged = ctx.all_to_all(&x, 1, 0, ALL)?;
             for result in [&sum, &max, &gathered, &scattered, &swapped, &first, &exchanged] {
                 assert!(result.device().same_device(ctx.device()));
@@ -125,23 +128,23 @@ fn collectives_give_every_device_what_the_others_brought() {
         );
         let ((sum, max, gathered), (scattered, swapped, first, exchanged)) =
             run.call(iota((2, 4))).unwrap();
-        let twice = |tensor: &Tensor| tensor.to_vec3::<f32>().unwrap();
-        assert_eq!(twice(&sum), vec![vec![vec![4.0, 6.0, 8.0, 10.0]]; 2]);
-        assert_eq!(twice(&max), vec![vec![vec![4.0, 5.0, 6.0, 7.0]]; 2]);
-        assert_eq!(twice(&gathered), vec![rows(&iota((2, 4))); 2]);
+        let stacked = |tensor: &Tensor| tensor.to_vec3::<f32>().unwrap();
+        assert_eq!(stacked(&sum), vec![vec![vec![4.0, 6.0, 8.0, 10.0]]; 2]);
+        assert_eq!(stacked(&max), vec![vec![vec![4.0, 5.0, 6.0, 7.0]]; 2]);
+        assert_eq!(stacked(&gathered), vec![rows(&iota((2, 4))); 2]);
         assert_eq!(rows(&scattered), [[4.0, 6.0, 8.0, 10.0]]);
         assert_eq!(rows(&swapped), [[4.0, 5.0, 6.0, 7.0], [0.0, 1.0, 2.0, 3.0]]);
-        assert_eq!(twice(&first), vec![vec![vec![0.0, 1.0, 2.0, 3.0]]; 2]);
-        assert_eq!(twice(&exchanged), [[[0.0, 1.0], [4.0, 5.0]], [[2.0, 3.0], [6.0, 7.0]]]);
+        assert_eq!(stacked(&first), vec![vec![vec![0.0, 1.0, 2.0, 3.0]]; 2]);
+        assert_eq!(stacked(&exchanged), [[[0.0, 1.0], [4.0, 5.0]], [[2.0, 3.0], [6.0, 7.0]]]);
     }
 }
 
 #[test]
-fn gradients_run_through_collectives_on_every_device() {
+fn gradients_flow_through_collectives() {
     for mesh in meshes() {
         let run = mesh.pmap(|ctx, x: Tensor| {
             let var = Var::from_tensor(&x)?;
-            // Every replica's loss takes all rows, each with the replica's own weight.
+            // Every replica's loss uses all rows, weighted by the replica.
             let gathered = ctx.all_gather(var.as_tensor(), 0, ALL)?;
             let grads = (gathered * (ctx.slot() + 1) as f64)?.sum_all()?.backward()?;
             grads.get(&var).cloned().ok_or_else(|| candle_core::Error::msg("no gradient"))
@@ -151,7 +154,7 @@ fn gradients_run_through_collectives_on_every_device() {
 }
 
 #[test]
-fn uneven_batches_and_random_numbers_are_the_same_everywhere() {
+fn padding_and_rng_match_the_cpu() {
     for mesh in meshes() {
         let padded =
             mesh.pmap(|_, x: Tensor| x.sqr()).uneven(Uneven::Pad).call(iota((3, 2))).unwrap();
@@ -165,7 +168,7 @@ fn uneven_batches_and_random_numbers_are_the_same_everywhere() {
 }
 
 #[test]
-fn a_data_parallel_step_is_a_step_of_the_whole_batch() {
+fn data_parallel_step_equals_serial_step() {
     for mesh in meshes() {
         let home = &mesh.devices()[0];
         let vars = VarMap::new();
@@ -174,23 +177,22 @@ fn a_data_parallel_step_is_a_step_of_the_whole_batch() {
             .build(|group| SGD::new(group.vars, 0.1))
             .unwrap();
         let weight = vars.data().lock().unwrap()["weight"].clone();
-        let before = Var::from_tensor(&weight.copy().unwrap().detach()).unwrap();
+        let initial = Var::from_tensor(&weight.copy().unwrap().detach()).unwrap();
         let bias = vars.data().lock().unwrap()["bias"].copy().unwrap().detach();
 
         let x = (iota((4, 3)) / 12.0).unwrap();
         let loss = |model: &Linear, x: &Tensor| model.forward(x)?.sqr()?.mean_all();
-        let (whole, shared) =
-            (x.to_device(home).unwrap(), Linear::new(before.as_tensor().clone(), Some(bias)));
-        let serial = loss(&shared, &whole).unwrap();
-        let gradient = serial.backward().unwrap().get(&before).cloned().unwrap();
+        let serial_model = Linear::new(initial.as_tensor().clone(), Some(bias));
+        let serial = loss(&serial_model, &x.to_device(home).unwrap()).unwrap();
+        let gradient = serial.backward().unwrap().get(&initial).cloned().unwrap();
 
         let parallel =
             model.step(x.clone(), move |_, model: &Linear, x: Tensor| loss(model, &x)).unwrap();
         model.check_in_sync().unwrap();
         assert!((parallel.loss - f64::from(scalar(&serial))).abs() < 1e-5);
-        let expected = (before.as_tensor() - (gradient * 0.1).unwrap()).unwrap();
-        let apart = (expected - weight.as_tensor()).unwrap().abs().unwrap().max_all().unwrap();
-        assert!(scalar(&apart) < 1e-5);
+        let expected = (initial.as_tensor() - (gradient * 0.1).unwrap()).unwrap();
+        let error = (expected - weight.as_tensor()).unwrap().abs().unwrap().max_all().unwrap();
+        assert!(scalar(&error) < 1e-5);
     }
 }
 

@@ -1,7 +1,7 @@
-//! Tensors on their way to a device and back: whole, wherever they come from.
+//! Copies of tensors to a device and back are complete, for every source.
 //!
-//! What a GPU has begun goes on while the program does: a copy that does not wait for it is right for
-//! small tensors, by luck, and wrong for large ones, now and then. So these are large, and moved many
+//! A GPU computes while the program continues. A copy that does not wait is right for small
+//! tensors, by luck, and sometimes wrong for large ones. So these tensors are large and move many
 //! times.
 
 use candle_core::{DType, Device, Tensor};
@@ -9,33 +9,37 @@ use candle_distributed::mesh::{ALL, DeviceMesh, Error, MeshError, P};
 
 use super::meshes;
 
-/// How many rows of [`COLUMNS`] a large tensor has on this mesh, and how often it is moved.
+/// Returns the number of rows of a large tensor on this mesh, and the number of moves.
 fn effort(mesh: &DeviceMesh) -> (usize, usize) {
     if mesh.devices()[0].is_cpu() { (64, 2) } else { (16 << 10, 50) }
 }
 
+/// Columns of a large tensor.
 const COLUMNS: usize = 1024;
 
-/// The devices that a user may have opened beside those of the mesh, of the same kind.
+/// Opens the mesh's devices again, as a user may do, and adds the CPU.
 fn own_devices(mesh: &DeviceMesh) -> Vec<Device> {
-    let open = |index: usize, device: &Device| match device {
-        Device::Cpu => vec![Device::Cpu],
-        Device::Cuda(_) => [Device::new_cuda, Device::new_cuda_with_stream]
-            .into_iter()
-            .filter_map(|open| open(index).ok())
-            .collect(),
-        Device::Metal(_) => Device::new_metal(index).into_iter().collect(),
-    };
-    let devices = mesh.devices().iter().enumerate();
-    devices.flat_map(|(index, device)| open(index, device)).chain([Device::Cpu]).collect()
+    let mut devices = Vec::new();
+    for (index, device) in mesh.devices().iter().enumerate() {
+        match device {
+            Device::Cpu => devices.push(Device::Cpu),
+            Device::Cuda(_) => {
+                devices.extend(Device::new_cuda(index));
+                devices.extend(Device::new_cuda_with_stream(index));
+            }
+            Device::Metal(_) => devices.extend(Device::new_metal(index)),
+        }
+    }
+    devices.push(Device::Cpu);
+    devices
 }
 
-/// Numbers that are exact in single precision, other ones in each round; computed on the device, which
-/// may not be done when this returns.
+/// Returns different numbers in each round, exact in single precision. The device may still compute
+/// them when this returns.
 fn numbers(rows: usize, round: usize, device: &Device) -> Tensor {
     let end = u32::try_from(rows * COLUMNS).unwrap();
     let x = Tensor::arange(0, end, device).unwrap().to_dtype(DType::F32).unwrap();
-    // Several kernels one after the other, so that the last ones have not begun yet.
+    // A queue of several kernels, so that the last ones have not started yet.
     let x = (0..4).fold(x, |x, _| x.affine(1.0, 1.0).unwrap());
     x.affine(0.5, round as f64).unwrap().reshape((rows, COLUMNS)).unwrap()
 }
@@ -43,17 +47,18 @@ fn numbers(rows: usize, round: usize, device: &Device) -> Tensor {
 #[track_caller]
 fn assert_same(found: &Tensor, expected: &Tensor) {
     assert_eq!(found.dims(), expected.dims());
-    let host = |x: &Tensor| x.to_device(&Device::Cpu).unwrap().flatten_all().unwrap();
-    let bits = |x: &Tensor| -> Vec<u32> {
-        host(x).to_vec1::<f32>().unwrap().into_iter().map(f32::to_bits).collect()
-    };
-    let [found, expected] = [found, expected].map(bits);
-    let wrong = found.iter().zip(&expected).position(|(found, expected)| found != expected);
-    assert_eq!(wrong, None, "the first item that is wrong");
+    let [found, expected] = [bits(found), bits(expected)];
+    let first_wrong = found.iter().zip(&expected).position(|(found, expected)| found != expected);
+    assert_eq!(first_wrong, None, "an item differs");
+}
+
+fn bits(x: &Tensor) -> Vec<u32> {
+    let host = x.to_device(&Device::Cpu).unwrap().flatten_all().unwrap();
+    host.to_vec1::<f32>().unwrap().into_iter().map(f32::to_bits).collect()
 }
 
 #[test]
-fn arguments_of_any_device_arrive_whole() {
+fn arguments_arrive_complete() {
     for mesh in meshes() {
         let (rows, rounds) = effort(&mesh);
         let double = mesh
@@ -67,7 +72,7 @@ fn arguments_of_any_device_arrive_whole() {
         for device in own_devices(&mesh) {
             for round in 0..rounds {
                 let expected = numbers(rows, round, &Device::Cpu).affine(2.0, 0.0).unwrap();
-                // Dropped while they are under way.
+                // Dropped while the copies are in flight.
                 let arguments = (numbers(rows, round, &device), numbers(rows, round, &device));
                 let (cut, whole) = double.call(arguments).unwrap();
                 assert_same(&cut, &expected);
@@ -78,7 +83,7 @@ fn arguments_of_any_device_arrive_whole() {
 }
 
 #[test]
-fn views_are_moved_as_what_they_look_at() {
+fn views_arrive_with_their_values() {
     for mesh in meshes() {
         let (rows, rounds) = effort(&mesh);
         let copy = mesh.pmap(|_, x: Tensor| x.affine(1.0, 0.0));
@@ -101,11 +106,11 @@ fn views_are_moved_as_what_they_look_at() {
 }
 
 #[test]
-fn captured_tensors_are_complete_when_a_replica_begins() {
+fn captured_tensors_are_complete() {
     for mesh in meshes() {
         let (rows, rounds) = effort(&mesh);
         for round in 0..rounds {
-            // Written by this thread, read by the workers'.
+            // Written by this thread, read by the workers.
             let captured: Vec<Tensor> =
                 mesh.devices().iter().map(|device| numbers(rows, round, device)).collect();
             let sum = mesh
@@ -118,7 +123,7 @@ fn captured_tensors_are_complete_when_a_replica_begins() {
 }
 
 #[test]
-fn results_of_any_device_come_back_whole() {
+fn results_arrive_complete() {
     for mesh in meshes() {
         let (rows, rounds) = effort(&mesh);
         let own = own_devices(&mesh);
@@ -132,9 +137,9 @@ fn results_of_any_device_come_back_whole() {
             .out_axes(P::stack(0, ALL));
         for round in 0..rounds.max(n_own) {
             let argument = Tensor::new(round as f32, &Device::Cpu).unwrap();
-            let (here, elsewhere) = make.call(argument).unwrap();
+            let (replica_device, own_device) = make.call(argument).unwrap();
             let expected = numbers(rows, round, &Device::Cpu);
-            for stacked in [here, elsewhere] {
+            for stacked in [replica_device, own_device] {
                 for slot in 0..mesh.len() {
                     assert_same(&stacked.get(slot).unwrap(), &expected);
                 }
@@ -144,7 +149,7 @@ fn results_of_any_device_come_back_whole() {
 }
 
 #[test]
-fn results_that_stay_are_the_arguments_of_the_next_call() {
+fn resident_results_feed_the_next_call() {
     for mesh in meshes() {
         let (rows, rounds) = effort(&mesh);
         let add = mesh.pmap(|_, x: Tensor| x.affine(1.0, 1.0));
@@ -160,9 +165,9 @@ fn results_that_stay_are_the_arguments_of_the_next_call() {
 }
 
 #[test]
-fn devices_that_are_not_there_are_refused_by_number() {
-    // No machine has as many, and a build without their feature none.
-    for refused in [DeviceMesh::cuda(1000), DeviceMesh::metal(1000)] {
-        assert!(matches!(refused, Err(Error::Mesh(MeshError::Device { .. }))), "{refused:?}");
+fn missing_devices_are_errors() {
+    // No machine has 1,000 devices, and a build without the feature has none.
+    for mesh in [DeviceMesh::cuda(1000), DeviceMesh::metal(1000)] {
+        assert!(matches!(mesh, Err(Error::Mesh(MeshError::Device { .. }))), "{mesh:?}");
     }
 }

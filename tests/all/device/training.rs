@@ -1,4 +1,4 @@
-//! Steps, and what models are made of, on every device as on a processor.
+//! Optimizers and fused operations on every device, compared with the CPU.
 
 use candle_core::{D, DType, Device, Result, Tensor, Var};
 use candle_distributed::{
@@ -10,19 +10,19 @@ use candle_nn::{Linear, Module, Optimizer, ParamsAdamW, VarMap, linear};
 
 use super::meshes;
 
-/// Numbers without a pattern, between −2 and 2.
+/// Returns numbers without a pattern, between −2 and 2.
 fn numbers(shape: &[usize], salt: usize) -> Tensor {
     let n_items = shape.iter().product::<usize>();
-    let number = |n: usize| ((n * 7919 + salt * 104_729) % 2003) as f32 * 0.002 - 2.0;
-    let numbers: Vec<f32> = (0..n_items).map(number).collect();
+    let numbers: Vec<f32> =
+        (0..n_items).map(|n| ((n * 7919 + salt * 104_729) % 2003) as f32 * 0.002 - 2.0).collect();
     Tensor::from_vec(numbers, shape, &Device::Cpu).unwrap()
 }
 
-/// Whether numbers are those of a processor, beside the largest of them as far as their type goes.
+/// Asserts that items agree within the precision of their dtype, relative to the largest item.
 #[track_caller]
 fn assert_close(found: &Tensor, expected: &Tensor) {
     assert_eq!((found.dims(), found.dtype()), (expected.dims(), expected.dtype()));
-    let digit = if found.dtype() == DType::F32 { 1e-5 } else { 2e-2 };
+    let tolerance = if found.dtype() == DType::F32 { 1e-5 } else { 2e-2 };
     let host = |x: &Tensor| -> Vec<f32> {
         let host = x.to_device(&Device::Cpu).unwrap().to_dtype(DType::F32).unwrap();
         host.flatten_all().unwrap().to_vec1().unwrap()
@@ -30,12 +30,12 @@ fn assert_close(found: &Tensor, expected: &Tensor) {
     let expected = host(expected);
     let largest = expected.iter().fold(0_f32, |largest, item| largest.max(item.abs()));
     for (found, expected) in host(found).iter().zip(expected) {
-        assert!((found - expected).abs() <= digit * largest, "{found} for {expected}");
+        assert!((found - expected).abs() <= tolerance * largest, "{found} for {expected}");
     }
 }
 
-/// Trains for some steps, with gradients that are clipped; returns the weight.
-fn trained<O: Optimizer + Send + 'static>(
+/// Trains four steps with clipped gradients, and returns the weight.
+fn train_weight<O: Optimizer + Send + 'static>(
     mesh: &DeviceMesh,
     dtype: DType,
     make: impl Fn(Vec<Var>) -> Result<O>,
@@ -53,29 +53,29 @@ fn trained<O: Optimizer + Send + 'static>(
             model.forward(&x)?.to_dtype(DType::F32)?.sqr()?.mean_all()
         });
         let report = step.unwrap();
-        assert!(report.grad_norm > 0.5, "it is clipped");
+        assert!(report.grad_norm > 0.5, "nothing was clipped");
     }
     model.check_in_sync().unwrap();
     vars.data().lock().unwrap()["weight"].as_detached_tensor()
 }
 
 #[test]
-fn optimizers_and_clipping_are_those_of_a_processor() {
+fn clipped_optimizers_match_the_cpu() {
     let cpu = DeviceMesh::cpu(2).unwrap();
     for mesh in meshes() {
         for dtype in [DType::F32, DType::BF16] {
             let params = ParamsAdamW { lr: 0.05, weight_decay: 0.1, ..ParamsAdamW::default() };
             let adam = |vars| AdamW::new(vars, params.clone());
-            assert_close(&trained(&mesh, dtype, adam), &trained(&cpu, dtype, adam));
+            assert_close(&train_weight(&mesh, dtype, adam), &train_weight(&cpu, dtype, adam));
             let params = ParamsSgd { lr: 0.5, momentum: 0.9, ..ParamsSgd::default() };
             let sgd = |vars| Sgd::new(vars, params.clone());
-            assert_close(&trained(&mesh, dtype, sgd), &trained(&cpu, dtype, sgd));
+            assert_close(&train_weight(&mesh, dtype, sgd), &train_weight(&cpu, dtype, sgd));
         }
     }
 }
 
-/// What an operation makes of `x`, and the gradient of the sum of its squares.
-fn with_gradient(
+/// Returns the result of an operation on `x`, and the gradient of the sum of its squares.
+fn result_and_gradient(
     x: &Tensor,
     device: &Device,
     dtype: DType,
@@ -88,15 +88,17 @@ fn with_gradient(
     [y.detach(), gradient]
 }
 
-type Operation = Box<dyn Fn(&Tensor) -> ops::Result<Tensor>>;
+type TensorOperation = Box<dyn Fn(&Tensor) -> ops::Result<Tensor>>;
 
-/// Every operation of an argument [2, 5, 24], with parameters beside it on its device.
-fn operations(device: &Device, dtype: DType) -> Vec<(&'static str, Operation)> {
+/// Returns every operation on an argument [2, 5, 24], with its parameters on `device`.
+fn operations(device: &Device, dtype: DType) -> Vec<(&'static str, TensorOperation)> {
     let on = |shape: &[usize], salt| {
         numbers(shape, salt).to_dtype(dtype).unwrap().to_device(device).unwrap()
     };
     let [weight, bias] = [on(&[24], 1), on(&[24], 2)];
-    let (also_weight, square, row) = (weight.clone(), on(&[24, 24], 3), on(&[24], 4));
+    let layer_norm_weight = weight.clone();
+    let square = on(&[24, 24], 3);
+    let row = on(&[24], 4);
     let [cos, sin] = [on(&[5, 6], 5), on(&[5, 6], 6)];
     let targets = Tensor::new(&[3_u32, 0, 23, 7, 7, 1, 2, 9, 11, 5], device).unwrap();
     let config = CrossEntropyConfig::default()
@@ -107,7 +109,10 @@ fn operations(device: &Device, dtype: DType) -> Vec<(&'static str, Operation)> {
     let key = DropoutKey { seed: 1, call: 2, offset: 0 };
     vec![
         ("rms_norm", Box::new(move |x| ops::rms_norm(x, &weight, 1e-5))),
-        ("layer_norm", Box::new(move |x| ops::layer_norm(x, &also_weight, Some(&bias), 1e-5))),
+        (
+            "layer_norm",
+            Box::new(move |x| ops::layer_norm(x, &layer_norm_weight, Some(&bias), 1e-5)),
+        ),
         ("linear", Box::new(move |x| ops::linear(x, &square, Some(&row), Some(Activation::Gelu)))),
         ("silu", Box::new(ops::silu)),
         ("gelu_tanh", Box::new(ops::gelu_tanh)),
@@ -138,16 +143,17 @@ fn operations(device: &Device, dtype: DType) -> Vec<(&'static str, Operation)> {
 }
 
 #[test]
-fn fused_operations_and_their_gradients_are_those_of_a_processor() {
+fn fused_operations_match_the_cpu() {
     let x = numbers(&[2, 5, 24], 9);
     for mesh in meshes() {
         let device = &mesh.devices()[0];
         for dtype in [DType::F32, DType::BF16, DType::F16] {
-            let here = operations(device, dtype);
-            for ((name, here), (_, there)) in here.iter().zip(operations(&Device::Cpu, dtype)) {
-                eprintln!("{name} of {dtype:?} on {:?}", device.location());
-                let found = with_gradient(&x, device, dtype, here);
-                let expected = with_gradient(&x, &Device::Cpu, dtype, there);
+            let on_device = operations(device, dtype);
+            let on_cpu = operations(&Device::Cpu, dtype);
+            for ((name, tested), (_, reference)) in on_device.iter().zip(on_cpu) {
+                eprintln!("{name} in {dtype:?} on {:?}", device.location());
+                let found = result_and_gradient(&x, device, dtype, tested);
+                let expected = result_and_gradient(&x, &Device::Cpu, dtype, reference);
                 assert_close(&found[0], &expected[0]);
                 assert_close(&found[1], &expected[1]);
             }

@@ -1,3 +1,3 @@
-//! Models of a user's own: those that cannot train are refused by name.
+//! Custom models: a model that cannot train is rejected by name.
 
-mod refused;
+mod rejected;

@@ -1,10 +1,10 @@
-//! Tests of several processes: how they are started, how they must end, and what they compare.
+//! Starts the processes of a test, checks how they exit, and compares results.
 //!
-//! A test program starts itself once for each rank and case. What a rank computes over processes it
-//! computes over threads as well, and the two must be equal to the bit.
+//! A test program starts itself once for each rank and case. A rank computes over processes and
+//! over threads, and both results must have the same bits.
 
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
-#![allow(clippy::print_stdout, reason = "without the test harness, nobody else says what was run")]
+#![allow(clippy::print_stdout, reason = "these programs have no test harness to list the cases")]
 
 pub mod lists;
 pub mod mpirun;
@@ -15,28 +15,28 @@ use std::{env, path::PathBuf, time::Duration};
 use candle_core::{DType, Device, Tensor};
 use pmap_mesh::{DeviceMesh, DeviceMeshBuilder, TensorTree};
 
-/// How long a case may take before it counts as a hang; processes of MPI spin, and more of them
-/// than cores are slow.
+/// Time limit of a case, after which it counts as hung. MPI processes spin while they wait, so more
+/// processes than cores are slow.
 const LIMIT: Duration = Duration::from_mins(4);
 
-/// What the processes of one case do and how they end.
+/// One case of a test program, and how its processes must exit.
 #[derive(Clone, Copy, Debug)]
 pub struct Case {
-    /// The name that [`ranks`](Self::ranks) processes find as their first argument.
+    /// Name of the case, which its processes get as their first argument.
     pub name: &'static str,
-    /// How many processes run it; of GPUs, the fewest that it takes.
+    /// Number of processes; on GPUs, the minimum.
     pub ranks: usize,
-    /// Success, or what the processes must say on standard error when all of them fail.
+    /// Success, or a message on standard error if all processes must fail.
     pub end: Result<(), &'static str>,
 }
 
 impl Case {
-    /// A case that must succeed.
+    /// Returns a case that must succeed.
     pub const fn succeeds(name: &'static str, ranks: usize) -> Self {
         Self { name, ranks, end: Ok(()) }
     }
 
-    /// A case that must fail, with this on standard error.
+    /// Returns a case that must fail with `message` on standard error.
     pub const fn fails(name: &'static str, ranks: usize, message: &'static str) -> Self {
         Self { name, ranks, end: Err(message) }
     }
@@ -58,19 +58,19 @@ impl Case {
 
 /// An engine of several processes.
 pub trait Engine {
-    /// The mesh of a builder, over the processes.
+    /// Builds a mesh over the processes.
     fn open(&self, builder: DeviceMeshBuilder) -> DeviceMesh;
 
-    /// The device of this process; on it threads compute the same.
+    /// Returns the device of this process, on which threads compute the same.
     fn device(&self) -> Device;
 }
 
-/// The folder in which the processes of a case may write.
+/// Returns the temporary folder of the case.
 pub fn folder() -> PathBuf {
     env::args().nth(2).map(PathBuf::from).unwrap()
 }
 
-/// A mesh over the processes; a row if no axes are given.
+/// Returns a mesh over the processes, with one axis if `axes` is empty.
 pub fn mesh(
     engine: &impl Engine,
     axes: &[(&str, usize)],
@@ -79,7 +79,7 @@ pub fn mesh(
     engine.open(deadline.into_iter().fold(builder(axes), DeviceMeshBuilder::deadline))
 }
 
-/// The same mesh over threads, of processors or of one device several times.
+/// Returns the same mesh over threads, with one device for all slots.
 pub fn threads(axes: &[(&str, usize)], device: &Device) -> DeviceMesh {
     let slots = axes.iter().map(|(_, size)| size).product();
     builder(axes).pin(false).devices(vec![device.clone(); slots]).unwrap()
@@ -89,12 +89,12 @@ fn builder(axes: &[(&str, usize)]) -> DeviceMeshBuilder {
     axes.iter().fold(DeviceMesh::builder(), |builder, (name, size)| builder.axis(name, *size))
 }
 
-/// An argument for functions that need none.
+/// Returns an argument for functions that ignore it.
 pub fn nothing() -> Tensor {
     Tensor::zeros(1, DType::F32, &Device::Cpu).unwrap()
 }
 
-/// The tensors of a tree.
+/// Returns the tensors of a tree.
 pub fn leaves(tree: &impl TensorTree) -> Vec<Tensor> {
     let mut leaves = Vec::new();
     let visited: Result<_, ()> = tree.try_map(&mut |leaf| {
@@ -105,7 +105,7 @@ pub fn leaves(tree: &impl TensorTree) -> Vec<Tensor> {
     leaves
 }
 
-/// Panics unless both are the same tensors, to the bit.
+/// Asserts that both lists have the same dtypes, shapes and bits.
 pub fn assert_same(results: &[Tensor], expected: &[Tensor]) {
     assert_eq!(results.len(), expected.len());
     for (result, expected) in results.iter().zip(expected) {
@@ -116,7 +116,7 @@ pub fn assert_same(results: &[Tensor], expected: &[Tensor]) {
 
 fn bytes(tensor: &Tensor) -> Vec<u8> {
     let mut bytes = Vec::new();
-    // Views of nothing may begin behind the end, where candle panics.
+    // candle panics on empty views that begin past the end.
     tensor.force_contiguous().and_then(|tensor| tensor.write_bytes(&mut bytes)).unwrap();
     bytes
 }

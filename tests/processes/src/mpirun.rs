@@ -1,9 +1,6 @@
 //! Processes that `mpirun` starts.
 
-#![allow(
-    clippy::print_stderr,
-    reason = "without the test harness, nobody else says what was skipped"
-)]
+#![allow(clippy::print_stderr, reason = "these programs have no test harness to report skips")]
 
 use std::{
     env,
@@ -17,13 +14,13 @@ use core_types::LaunchEnv;
 
 use crate::{Case, LIMIT};
 
-/// The `main` of a test: starts every case under `mpirun`, and in a process that it has started
-/// calls `run` with the name of the case and the number of ranks.
+/// Starts every case under `mpirun`. In the started processes, calls `run` with the name of the
+/// case and the number of ranks instead.
 pub fn main(cases: &[Case], run: impl FnOnce(&str, usize)) -> ExitCode {
     main_and_then(cases, run, || ())
 }
 
-/// [`main`], with more to be done after the cases where they are started.
+/// Does the same as [`main`], then calls `more` in the process that started the cases.
 pub fn main_and_then(
     cases: &[Case],
     run: impl FnOnce(&str, usize),
@@ -32,7 +29,7 @@ pub fn main_and_then(
     if let Some(launched) = LaunchEnv::from_env().unwrap() {
         run(&env::args().nth(1).unwrap(), launched.placement().world_size().as_usize());
     } else if Command::new("mpirun").arg("--version").output().is_err() {
-        eprintln!("SKIPPED: there is no mpirun; nothing was checked");
+        eprintln!("SKIPPED: mpirun not found; nothing was checked");
     } else {
         for case in cases {
             let (succeeded, stderr) = outcome(case.name, case.ranks);
@@ -43,11 +40,11 @@ pub fn main_and_then(
     ExitCode::SUCCESS
 }
 
-/// Whether so many processes run a case with success, and what they say on standard error.
+/// Runs a case on `ranks` processes. Returns true if all succeeded, and their standard error.
 ///
 /// # Panics
 ///
-/// If they do not end.
+/// If the processes do not exit in time.
 pub fn outcome(name: &str, ranks: usize) -> (bool, String) {
     let folder = tempfile::tempdir().unwrap();
     let mut command = Command::new("mpirun");
@@ -66,10 +63,10 @@ pub fn outcome(name: &str, ranks: usize) -> (bool, String) {
         stderr.read_to_string(&mut text).unwrap();
         sender.send(text).unwrap();
     });
-    // The text ends when all processes have ended.
+    // Standard error ends when all processes have exited.
     let Ok(text) = receiver.recv_timeout(LIMIT) else {
         child.kill().unwrap();
-        panic!("{name} on {ranks} ranks has not ended after {LIMIT:?}");
+        panic!("{name} on {ranks} ranks did not exit within {LIMIT:?}");
     };
     (child.wait().unwrap().success(), text)
 }

@@ -1,9 +1,6 @@
-//! Processes that the test starts itself, as a launcher does: one for each GPU.
+//! Processes that the test starts like a launcher: one for each GPU.
 
-#![allow(
-    clippy::print_stderr,
-    reason = "without the test harness, nobody else says what was skipped"
-)]
+#![allow(clippy::print_stderr, reason = "these programs have no test harness to report skips")]
 
 use std::{
     env,
@@ -18,16 +15,16 @@ use core_types::LaunchEnv;
 
 use crate::{Case, LIMIT};
 
-/// How often to look whether a process has ended.
-const LOOK: Duration = Duration::from_millis(20);
+/// Interval between two checks for exited processes.
+const POLL_INTERVAL: Duration = Duration::from_millis(20);
 
-/// The `main` of a test: starts every case on all `devices`, and in a process that it has started
-/// calls `run` with what the launcher says, the name of the case and the number of ranks.
+/// Starts every case on all `devices`. In the started processes, calls `run` with the launch
+/// environment, the name of the case and the number of ranks instead.
 pub fn main(cases: &[Case], devices: usize, run: impl FnOnce(LaunchEnv, &str, usize)) -> ExitCode {
     if let Some(launched) = LaunchEnv::from_env().unwrap() {
         run(launched, &env::args().nth(1).unwrap(), launched.placement().world_size().as_usize());
     } else if devices == 0 {
-        eprintln!("SKIPPED: there is no device; nothing was checked");
+        eprintln!("SKIPPED: no device found; nothing was checked");
     } else {
         for case in cases {
             launch_on(case, devices);
@@ -39,7 +36,7 @@ pub fn main(cases: &[Case], devices: usize, run: impl FnOnce(LaunchEnv, &str, us
 /// Runs a case on all devices, and on two of them if there are more.
 fn launch_on(case: &Case, devices: usize) {
     if case.ranks > devices {
-        eprintln!("SKIPPED: {} takes {} devices, there are {devices}", case.name, case.ranks);
+        eprintln!("SKIPPED: {} needs {} devices, found {devices}", case.name, case.ranks);
         return;
     }
     launch(case, devices);
@@ -48,7 +45,7 @@ fn launch_on(case: &Case, devices: usize) {
     }
 }
 
-/// Runs a case on so many ranks, and checks how it ends.
+/// Runs a case on `ranks` processes, and checks how they exit.
 fn launch(case: &Case, ranks: usize) {
     let folder = tempfile::tempdir().unwrap();
     let log = |rank: usize| folder.path().join(format!("log-{rank}"));
@@ -58,7 +55,7 @@ fn launch(case: &Case, ranks: usize) {
     let stderr: String = (0..ranks).map(|rank| fs::read_to_string(log(rank)).unwrap()).collect();
     match succeeded {
         Some(succeeded) => case.check(ranks, succeeded, &stderr),
-        None => panic!("{} on {ranks} ranks has not ended after {LIMIT:?}: {stderr}", case.name),
+        None => panic!("{} on {ranks} ranks did not exit within {LIMIT:?}: {stderr}", case.name),
     }
 }
 
@@ -73,29 +70,29 @@ fn start(name: &str, rank: usize, ranks: usize, folder: &Path, log: &Path) -> Ch
     command.stdout(Stdio::null()).stderr(File::create(log).unwrap()).spawn().unwrap()
 }
 
-/// Whether all have succeeded; when one has failed, the others are ended. `None` if they take too
-/// long.
+/// Waits for all processes, and kills the rest if one fails. Returns true if all succeeded, or
+/// `None` after the time limit.
 fn wait(children: &mut [Child]) -> Option<bool> {
     let start = Instant::now();
     loop {
-        let ends: Vec<Option<bool>> = children
+        let outcomes: Vec<Option<bool>> = children
             .iter_mut()
             .map(|child| child.try_wait().unwrap().map(|status| status.success()))
             .collect();
-        if ends.iter().all(|end| *end == Some(true)) {
+        if outcomes.iter().all(|outcome| *outcome == Some(true)) {
             return Some(true);
         }
-        let failed = ends.contains(&Some(false));
+        let failed = outcomes.contains(&Some(false));
         if failed || start.elapsed() > LIMIT {
-            children.iter_mut().for_each(end);
+            children.iter_mut().for_each(kill);
             return failed.then_some(false);
         }
-        thread::sleep(LOOK);
+        thread::sleep(POLL_INTERVAL);
     }
 }
 
-fn end(child: &mut Child) {
-    // One that has ended cannot be killed.
+fn kill(child: &mut Child) {
+    // Fails if the process has exited, which is as good.
     drop(child.kill());
     child.wait().unwrap();
 }

@@ -1,8 +1,8 @@
 //! BERT (Devlin et al., arXiv 1810.04805) with a classifier on its first token.
 //!
-//! Ordinary candle code, but for the layers: those of `candle_distributed::ops` have a backward.
-//! Parameters have the names of Hugging Face's `BertForSequenceClassification`, and [`Config`] the
-//! fields of its `config.json`.
+//! This is ordinary candle code with layers from `candle_distributed::ops`, which have a backward.
+//! Parameter names are from Hugging Face's `BertForSequenceClassification`, and the fields of
+//! [`BertConfig`] from its `config.json`.
 
 use candle_core::{DType, Result, Tensor};
 use candle_distributed::{
@@ -16,7 +16,7 @@ use candle_nn::{Module, VarBuilder};
 
 /// The sizes of a model.
 #[derive(Clone, Debug)]
-pub(crate) struct Config {
+pub(crate) struct BertConfig {
     pub(crate) vocab_size: usize,
     pub(crate) hidden_size: usize,
     pub(crate) num_hidden_layers: usize,
@@ -29,8 +29,8 @@ pub(crate) struct Config {
     pub(crate) num_labels: usize,
 }
 
-impl Config {
-    /// A small model of this many words, for texts of at most this length.
+impl BertConfig {
+    /// Returns the sizes of a small model for `vocabulary` words and texts up to `length`.
     pub(crate) fn small(vocabulary: usize, length: usize) -> Self {
         Self {
             vocab_size: vocabulary,
@@ -47,14 +47,14 @@ impl Config {
     }
 }
 
-/// Sets elements to zero, each time with another key; without, as in evaluation, it does nothing.
+/// Dropout with a new key in each call; without keys, as in evaluation, it returns its input.
 #[derive(Debug)]
-struct Dropout {
+struct KeyedDropout {
     probability: f64,
     keys: Option<BatchKeys>,
 }
 
-impl Dropout {
+impl KeyedDropout {
     fn apply(&mut self, x: &Tensor) -> Result<Tensor> {
         let Some(keys) = &mut self.keys else { return Ok(x.clone()) };
         let key = keys.next_key(x)?;
@@ -66,35 +66,39 @@ impl Dropout {
 /// An encoder, a pooler and a classifier.
 #[derive(Debug)]
 pub(crate) struct BertClassifier {
-    embeddings: Embeddings,
-    layers: Vec<Layer>,
+    embeddings: InputEmbeddings,
+    layers: Vec<EncoderLayer>,
     pooler: Linear,
     classifier: Linear,
     dropout: f64,
 }
 
 impl BertClassifier {
-    pub(crate) fn new(config: &Config, vb: &VarBuilder<'_>) -> Result<Self> {
-        let (hidden, bert) = (config.hidden_size, vb.pp("bert"));
-        let layer = |n| Layer::new(config, &bert.pp("encoder.layer").pp(n));
+    pub(crate) fn new(config: &BertConfig, vb: &VarBuilder<'_>) -> Result<Self> {
+        let hidden = config.hidden_size;
+        let bert = vb.pp("bert");
+        let mut layers = Vec::new();
+        for n in 0..config.num_hidden_layers {
+            layers.push(EncoderLayer::new(config, &bert.pp("encoder.layer").pp(n))?);
+        }
         Ok(Self {
-            embeddings: Embeddings::new(config, &bert.pp("embeddings"))?,
-            layers: (0..config.num_hidden_layers).map(layer).collect::<Result<_>>()?,
+            embeddings: InputEmbeddings::new(config, &bert.pp("embeddings"))?,
+            layers,
             pooler: linear(hidden, hidden, bert.pp("pooler.dense"))?,
             classifier: linear(hidden, config.num_labels, vb.pp("classifier"))?,
             dropout: config.hidden_dropout_prob,
         })
     }
 
-    /// The logits [batch, labels] of token `ids` [batch, length]; `mask`, of the same shape, is 0
-    /// at the end of a row, where there is padding, and 1 before it. `keys` are for dropout.
+    /// Computes logits [batch, labels] from token `ids` [batch, length]. `mask` has the same shape,
+    /// with 1 for tokens and 0 for padding at the end of a row. `keys` are for dropout.
     pub(crate) fn forward(
         &self,
         ids: &Tensor,
         mask: &Tensor,
         keys: Option<BatchKeys>,
     ) -> Result<Tensor> {
-        let dropout = &mut Dropout { probability: self.dropout, keys };
+        let dropout = &mut KeyedDropout { probability: self.dropout, keys };
         let lengths: Vec<u32> = mask.to_dtype(DType::U32)?.sum(1)?.to_vec1()?;
         let lengths = lengths.into_iter().map(|length| length as usize).collect();
         let unpadded = AttentionConfig::default().with_key_lengths(lengths);
@@ -109,15 +113,15 @@ impl BertClassifier {
 }
 
 #[derive(Debug)]
-struct Embeddings {
+struct InputEmbeddings {
     words: Embedding,
     positions: Embedding,
     token_types: Embedding,
     norm: LayerNorm,
 }
 
-impl Embeddings {
-    fn new(config: &Config, vb: &VarBuilder<'_>) -> Result<Self> {
+impl InputEmbeddings {
+    fn new(config: &BertConfig, vb: &VarBuilder<'_>) -> Result<Self> {
         let table = |rows, name| embedding(rows, config.hidden_size, vb.pp(name));
         Ok(Self {
             words: table(config.vocab_size, "word_embeddings")?,
@@ -127,7 +131,7 @@ impl Embeddings {
         })
     }
 
-    fn forward(&self, ids: &Tensor, dropout: &mut Dropout) -> Result<Tensor> {
+    fn forward(&self, ids: &Tensor, dropout: &mut KeyedDropout) -> Result<Tensor> {
         let length = ids.dim(1)?;
         let positions = self.positions.embeddings().narrow(0, 0, length)?;
         let first_type = self.token_types.embeddings().narrow(0, 0, 1)?;
@@ -139,7 +143,7 @@ impl Embeddings {
 
 /// A transformer layer, normalized after each of its two parts.
 #[derive(Debug)]
-struct Layer {
+struct EncoderLayer {
     query: Linear,
     key: Linear,
     value: Linear,
@@ -151,9 +155,10 @@ struct Layer {
     heads: usize,
 }
 
-impl Layer {
-    fn new(config: &Config, vb: &VarBuilder<'_>) -> Result<Self> {
-        let (hidden, width) = (config.hidden_size, config.intermediate_size);
+impl EncoderLayer {
+    fn new(config: &BertConfig, vb: &VarBuilder<'_>) -> Result<Self> {
+        let hidden = config.hidden_size;
+        let width = config.intermediate_size;
         let attention = vb.pp("attention");
         Ok(Self {
             query: linear(hidden, hidden, attention.pp("self.query"))?,
@@ -173,13 +178,13 @@ impl Layer {
         &self,
         x: &Tensor,
         unpadded: &AttentionConfig,
-        dropout: &mut Dropout,
+        dropout: &mut KeyedDropout,
     ) -> Result<Tensor> {
         let [query, key, value] = [&self.query, &self.key, &self.value];
         let mixed = ops::attention(
-            &self.heads_of(query, x)?,
-            &self.heads_of(key, x)?,
-            &self.heads_of(value, x)?,
+            &self.project_heads(query, x)?,
+            &self.project_heads(key, x)?,
+            &self.project_heads(value, x)?,
             unpadded,
         )?;
         let attended = self.attended.forward(&mixed.flatten_from(2)?)?;
@@ -188,13 +193,13 @@ impl Layer {
         self.norm.forward(&(dropout.apply(&down)? + x)?)
     }
 
-    /// A projection of `x` [batch, length, hidden], cut into heads.
-    fn heads_of(&self, projection: &Linear, x: &Tensor) -> Result<Tensor> {
+    /// Projects `x` [batch, length, hidden] and splits it into heads.
+    fn project_heads(&self, projection: &Linear, x: &Tensor) -> Result<Tensor> {
         let (batch, length, hidden) = x.dims3()?;
         projection.forward(x)?.reshape((batch, length, self.heads, hidden / self.heads))
     }
 }
 
-fn norm(config: &Config, vb: &VarBuilder<'_>) -> Result<LayerNorm> {
+fn norm(config: &BertConfig, vb: &VarBuilder<'_>) -> Result<LayerNorm> {
     layer_norm(config.hidden_size, config.layer_norm_eps, vb.pp("LayerNorm"))
 }

@@ -1,11 +1,11 @@
 //! Fine-tunes a BERT classifier on two devices. Interrupt it and start it again: it resumes in the
-//! middle of the epoch, and ends with the weights that it would have had, to the bit.
+//! middle of the epoch, and ends with the same weights as an uninterrupted run, bit for bit.
 //!
 //! ```sh
 //! cargo run -p candle-distributed --features candle,ops,serde --example finetune_bert -- bert
 //! ```
 
-#![allow(clippy::print_stdout, reason = "an example shows what it does")]
+#![allow(clippy::print_stdout, reason = "an example prints its progress")]
 
 mod bert;
 mod task;
@@ -26,8 +26,8 @@ use candle_distributed::{
 };
 use candle_nn::{Optimizer, ParamsAdamW};
 
-use crate::bert::{BertClassifier, Config};
-use crate::task::{Batch, MAX_LENGTH, Texts, VOCABULARY};
+use crate::bert::{BertClassifier, BertConfig};
+use crate::task::{LabeledTexts, MAX_LENGTH, TextBatch, VOCABULARY};
 
 type Result<T> = std::result::Result<T, Box<dyn std::error::Error>>;
 type Model = DistributedModel<BertClassifier, AdamW>;
@@ -35,16 +35,16 @@ const STEPS: u64 = 400;
 
 fn main() -> Result<()> {
     init_threads(2)?; // before anything starts a thread
-    let folder = std::env::args().nth(1).ok_or("name a folder for the checkpoints")?;
-    let mesh = DeviceMesh::cpu(2)?; // two virtual ones; `DeviceMesh::cuda(2)` for two cards
+    let folder = std::env::args().nth(1).ok_or("usage: finetune_bert FOLDER")?;
+    let mesh = DeviceMesh::cpu(2)?; // two virtual devices; `DeviceMesh::cuda(2)` for two GPUs
     let mut model = model(&mesh, &[])?;
     train(&mesh, &mut model, &Checkpoints::new(folder), STEPS)?;
-    println!("accuracy on texts that it has not seen: {:.3}", accuracy(&mut model)?);
+    println!("accuracy on new texts: {:.3}", accuracy(&mut model)?);
     Ok(())
 }
 
 fn model(mesh: &DeviceMesh, frozen: &[&str]) -> Result<Model> {
-    let config = Config::small(VOCABULARY, MAX_LENGTH);
+    let config = BertConfig::small(VOCABULARY, MAX_LENGTH);
     Ok(DataParallel::builder(mesh, |vb| BertClassifier::new(&config, &vb))
         .init(Seed::new(1)) // or `.weights("model.safetensors").allow_missing(["classifier"])`
         .seed(Seed::new(2)) // of the dropout
@@ -59,9 +59,9 @@ fn model(mesh: &DeviceMesh, frozen: &[&str]) -> Result<Model> {
         })?)
 }
 
-/// Trains up to step `last`, from the newest checkpoint on, or from the start.
+/// Trains up to step `last` from the newest checkpoint, or from the start.
 fn train(mesh: &DeviceMesh, model: &mut Model, checkpoints: &Checkpoints, last: u64) -> Result<()> {
-    let texts = Texts::draw(Seed::new(3), 8192);
+    let texts = LabeledTexts::draw(Seed::new(3), 8192);
     let mut order = DistributedSampler::new(8192, Placement::SINGLE, SamplerConfig::default())?;
     let sorted = DynamicBatchStrategy::Sorted { window: Some(256), cut: Cut::Optimal };
     let config = BatchConfig::default().with_strategy(sorted).with_max_tokens(1024);
@@ -93,27 +93,27 @@ fn train(mesh: &DeviceMesh, model: &mut Model, checkpoints: &Checkpoints, last: 
     Ok(())
 }
 
-/// The loss of a batch, and how many of its texts are classified right.
+/// Computes the loss of a batch and the number of correct texts.
 fn loss(
     model: &BertClassifier,
-    (ids, mask, labels): Batch,
+    (ids, mask, labels): TextBatch,
     keys: Option<BatchKeys>,
 ) -> candle_core::Result<Loss<Tensor>> {
     let logits = model.forward(&ids, &mask, keys)?;
-    let right = logits.argmax(1)?.eq(&labels)?.to_dtype(DType::F32)?.sum_all()?;
+    let correct = logits.argmax(1)?.eq(&labels)?.to_dtype(DType::F32)?.sum_all()?;
     let all = ops::cross_entropy(&logits, &labels, &CrossEntropyConfig::default())?;
-    Ok(Loss::sum(all.sum, all.weight).with(right))
+    Ok(Loss::sum(all.sum, all.weight).with(correct))
 }
 
-/// The part of 1000 other texts that the model classifies right.
+/// Returns the share of 1000 new texts that the model classifies correctly.
 fn accuracy(model: &mut Model) -> Result<f64> {
-    let texts = Texts::draw(Seed::new(5), 1000);
+    let texts = LabeledTexts::draw(Seed::new(5), 1000);
     let config = BatchConfig::default().with_max_batch_size(50);
-    let mut right = 0.0;
+    let mut n_correct = 0.0;
     for batch in DynamicBatchSampler::new(texts.lengths(), config)?.iter() {
         let batch = texts.collate(&batch?)?;
         let done = model.evaluate(batch, |_: &Replica, model, batch| loss(model, batch, None))?;
-        right += f64::from(done.aux.to_scalar::<f32>()?);
+        n_correct += f64::from(done.aux.to_scalar::<f32>()?);
     }
-    Ok(right / 1000.0)
+    Ok(n_correct / 1000.0)
 }

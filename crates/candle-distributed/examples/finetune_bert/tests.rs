@@ -1,4 +1,4 @@
-//! What the example promises.
+//! Tests of the example's claims.
 
 use std::{collections::BTreeMap, path::Path};
 
@@ -6,7 +6,7 @@ use candle_distributed::train::Verdict;
 
 use super::*;
 
-fn trained(frozen: &[&str], folder: &Path, last: u64) -> Result<Model> {
+fn train_model(frozen: &[&str], folder: &Path, last: u64) -> Result<Model> {
     let mesh = DeviceMesh::cpu(2)?;
     let mut model = model(&mesh, frozen)?;
     train(&mesh, &mut model, &Checkpoints::new(folder), last)?;
@@ -14,8 +14,8 @@ fn trained(frozen: &[&str], folder: &Path, last: u64) -> Result<Model> {
 }
 
 #[test]
-fn gradients_are_those_of_the_loss() -> Result<()> {
-    let texts = Texts::draw(Seed::new(6), 16);
+fn gradients_match_finite_differences() -> Result<()> {
+    let texts = LabeledTexts::draw(Seed::new(6), 16);
     let config = BatchConfig::default().with_max_batch_size(16);
     let batch =
         DynamicBatchSampler::new(texts.lengths(), config)?.iter().next().ok_or("empty")??;
@@ -28,37 +28,41 @@ fn gradients_are_those_of_the_loss() -> Result<()> {
 }
 
 #[test]
-fn the_encoder_learns_what_a_frozen_one_cannot_tell() -> Result<()> {
-    let (folder, frozen) = (tempfile::tempdir()?, tempfile::tempdir()?);
-    let whole = accuracy(&mut trained(&[], folder.path(), STEPS)?)?;
-    let head_alone = accuracy(&mut trained(&["embeddings", "encoder"], frozen.path(), STEPS)?)?;
-    assert!(whole > 0.95 && head_alone < 0.7, "{whole} and {head_alone}");
+fn frozen_encoder_cannot_learn_the_task() -> Result<()> {
+    let folder = tempfile::tempdir()?;
+    let frozen_folder = tempfile::tempdir()?;
+    let frozen = ["embeddings", "encoder"];
+    let full = accuracy(&mut train_model(&[], folder.path(), STEPS)?)?;
+    let head_only = accuracy(&mut train_model(&frozen, frozen_folder.path(), STEPS)?)?;
+    assert!(full > 0.95 && head_only < 0.7, "full {full}, head only {head_only}");
     Ok(())
 }
 
 #[test]
-fn a_run_resumed_within_an_epoch_ends_with_the_same_bits() -> Result<()> {
-    let (whole, resumed) = (tempfile::tempdir()?, tempfile::tempdir()?);
-    let expected = bits(&trained(&[], whole.path(), 80)?)?;
-    // It is stopped some steps after its checkpoint, which are taken again.
-    drop(trained(&[], resumed.path(), 57)?);
+fn resumed_run_has_identical_weights() -> Result<()> {
+    let uninterrupted = tempfile::tempdir()?;
+    let resumed = tempfile::tempdir()?;
+    let expected = bits(&train_model(&[], uninterrupted.path(), 80)?)?;
+    // Stopped seven steps after a checkpoint; the resumed run repeats them.
+    drop(train_model(&[], resumed.path(), 57)?);
     let checkpoint = Checkpoints::new(resumed.path()).latest()?.ok_or("no checkpoint")?;
     let state: BatchState = checkpoint.state()?;
     assert_eq!((checkpoint.step(), state.step), (50, 50));
     assert!(state.step < state.n_steps, "{state}");
-    let found = bits(&trained(&[], resumed.path(), 80)?)?;
+    let found = bits(&train_model(&[], resumed.path(), 80)?)?;
     assert_eq!(found.len(), 41);
     for (name, values) in &found {
-        assert!(values == &expected[name], "{name} has other bits");
+        assert!(values == &expected[name], "{name} differs");
     }
     Ok(())
 }
 
-/// The values of all variables.
+/// Returns the values of all variables.
 fn bits(model: &Model) -> Result<BTreeMap<String, Vec<u32>>> {
-    let bits = |(name, tensor): (String, Tensor)| {
+    let mut bits = BTreeMap::new();
+    for (name, tensor) in model.parameters()? {
         let values: Vec<f32> = tensor.flatten_all()?.to_vec1()?;
-        Ok((name, values.into_iter().map(f32::to_bits).collect()))
-    };
-    model.parameters().unwrap().into_iter().map(bits).collect()
+        bits.insert(name, values.into_iter().map(f32::to_bits).collect());
+    }
+    Ok(bits)
 }

@@ -1,6 +1,6 @@
-//! The program that trains one model computes the same whether the model is sharded or not.
+//! The language model example trains equally with and without sharding.
 
-#![allow(dead_code, reason = "its `main` is for those who run it")]
+#![allow(dead_code, reason = "the example's `main` is not called")]
 
 #[path = "../../examples/train_language_model.rs"]
 mod train_language_model;
@@ -10,7 +10,7 @@ use candle_distributed::{mesh::DeviceMesh, train::Metrics};
 use self::train_language_model::{model, train};
 
 #[test]
-fn both_layouts_learn_the_same_and_resume_each_other_within_an_epoch() {
+fn layouts_train_equally_and_resume_each_other() {
     let [whole, sharded, resumed] = [(); 3].map(|()| tempfile::tempdir().unwrap());
     let mesh = DeviceMesh::cpu(2).unwrap();
     let mut trained = model(&mesh, false).unwrap();
@@ -37,19 +37,19 @@ fn both_layouts_learn_the_same_and_resume_each_other_within_an_epoch() {
 }
 
 #[test]
-fn a_run_that_has_ended_is_left_as_it_is() {
+fn finished_run_stays_unchanged() {
     let folder = tempfile::tempdir().unwrap();
     let mesh = DeviceMesh::cpu(2).unwrap();
     let mut trained = model(&mesh, false).unwrap();
     train(&mesh, &mut trained, folder.path(), 20).unwrap().unwrap();
     let metrics = || std::fs::read(folder.path().join("metrics.jsonl")).unwrap();
     let written = metrics();
-    // Of 20 steps and of fewer none is left.
+    // No step is left up to step 20, or up to an earlier one.
     for last in [20, 3] {
         for is_sharded in [false, true] {
             let mut trained = model(&mesh, is_sharded).unwrap();
-            let again = train(&mesh, &mut trained, folder.path(), last).unwrap();
-            assert_eq!((again, trained.steps()), (None, 20));
+            let second = train(&mesh, &mut trained, folder.path(), last).unwrap();
+            assert_eq!((second, trained.steps()), (None, 20));
             assert_eq!(metrics(), written);
         }
     }

@@ -1,4 +1,4 @@
-//! Tests of the examples that train one model whole and sharded.
+//! Tests of the examples.
 
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 

@@ -99,7 +99,7 @@ impl Rank {
     /// The rank that logs and writes for the others.
     pub const ZERO: Self = Self(0);
 
-    /// Creates a rank, which must be less than a world size.
+    /// Creates a rank. The caller checks that it is less than the size of its world.
     #[expect(clippy::cast_possible_truncation, reason = "world sizes fit into 32 bits")]
     pub(crate) fn in_world(rank: u64) -> Self {
         debug_assert!(rank < WorldSize::MAX.as_u64());

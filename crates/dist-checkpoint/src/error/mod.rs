@@ -22,7 +22,7 @@ use self::{
 /// The result of writing or reading tensors.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
-/// Why tensors cannot be written or read.
+/// An error of writing or reading tensors.
 ///
 /// An error with a cause shows it in the same line, so [`source`](std::error::Error::source) does
 /// not repeat it.

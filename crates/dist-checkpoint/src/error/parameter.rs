@@ -7,7 +7,7 @@ use core_types::human::Printable;
 
 use crate::error::listed::Bracketed;
 
-/// Why parameters do not match the model, the plan or the checkpoint.
+/// A mismatch between parameters and the model, the plan or the checkpoint.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum ParameterError {

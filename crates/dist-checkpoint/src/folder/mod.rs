@@ -5,9 +5,9 @@ pub(crate) mod writer;
 
 use std::cmp::Ordering;
 
-/// The name of a model's weights in one file, as Hugging Face's libraries give it.
+/// The file name of weights in a single file, as in Hugging Face's libraries.
 pub(crate) const ONE_FILE: &str = "model.safetensors";
-/// The name of the index of a model's weights in several files.
+/// The file name of the index of weights in several files.
 pub(crate) const INDEX: &str = "model.safetensors.index.json";
 
 /// Compares names component by component, numbers by value.
@@ -15,7 +15,7 @@ pub fn natural_order(left: &str, right: &str) -> Ordering {
     left.split('.').map(component_key).cmp(right.split('.').map(component_key))
 }
 
-/// Orders numbers before words, and by value.
+/// Returns a key that orders numbers by value, before words.
 fn component_key(component: &str) -> ((u8, u64), &str) {
     (component.parse().map_or((1, 0), |number| (0, number)), component)
 }

@@ -85,7 +85,7 @@ impl StoredWeights {
         Ok(weights)
     }
 
-    /// Removes a prefix of names; other names stay.
+    /// Removes a prefix from the names that have it.
     #[doc(hidden)]
     #[must_use]
     pub fn without_prefix(self, prefix: &str) -> Self {
@@ -115,7 +115,7 @@ impl StoredWeights {
     }
 
     /// Checks that these are the weights of a model: every parameter exists, with its shape and a
-    /// convertible dtype, and there are no others.
+    /// convertible dtype, and there are no other tensors.
     ///
     /// # Errors
     ///
@@ -248,13 +248,13 @@ impl ShapedItems {
     }
 }
 
-/// Returns the ranges of items of a tensor of `len` to compare: evenly spaced, including the first
-/// and the last items.
+/// Returns ranges that sample a tensor of `len` items: evenly spaced, including the first and the
+/// last items.
 pub fn sampled(len: usize) -> impl Iterator<Item = Range<usize>> {
     const RUNS: usize = 8;
     const ITEMS: usize = 32;
-    let is_whole = len <= RUNS * ITEMS;
-    let (runs, items) = if is_whole { (1, len) } else { (RUNS, ITEMS) };
+    let is_small = len <= RUNS * ITEMS;
+    let (runs, items) = if is_small { (1, len) } else { (RUNS, ITEMS) };
     // Two terms avoid overflow.
     let step = (len - items) / (RUNS - 1);
     let rest = (len - items) % (RUNS - 1);

@@ -45,7 +45,7 @@ impl<'a> ModelFolder<'a> {
         Self { mesh, path, values: AllowedValues::default() }
     }
 
-    /// Accepts numbers that are infinite or not numbers, which are errors by default.
+    /// Accepts infinite numbers and NaN, which are errors by default.
     #[must_use]
     pub fn allow_non_finite(self) -> Self {
         Self { values: AllowedValues::Any, ..self }
@@ -100,8 +100,8 @@ impl<'a> ModelFolder<'a> {
         publish: impl FnOnce(Vec<AtomicFile>) -> Result<()>,
     ) -> Result<(), E> {
         let is_first = self.mesh.is_first_process();
-        let made = if is_first { create_folder(self.path) } else { Ok(()) };
-        self.mesh.all_ok(made.map_err(E::from))?;
+        let created = if is_first { create_folder(self.path) } else { Ok(()) };
+        self.mesh.all_ok(created.map_err(E::from))?;
         let mut files = Vec::new();
         for file in planned {
             files.extend(self.mesh.all_ok(self.write_file(file, &tensor))?);
@@ -193,17 +193,17 @@ impl<'a> ModelFolder<'a> {
 /// file.
 fn plan_files(tensors: Vec<TensorInfo>, max_bytes: u64) -> Vec<PlannedFile> {
     let mut files: Vec<Vec<TensorInfo>> = vec![Vec::new()];
-    let mut room = max_bytes;
+    let mut free_bytes = max_bytes;
     for tensor in tensors {
         let n_bytes = tensor.n_bytes() as u64;
         match files.last_mut() {
-            Some(file) if file.is_empty() || n_bytes <= room => file.push(tensor),
+            Some(file) if file.is_empty() || n_bytes <= free_bytes => file.push(tensor),
             _ => {
                 files.push(vec![tensor]);
-                room = max_bytes;
+                free_bytes = max_bytes;
             }
         }
-        room = room.saturating_sub(n_bytes);
+        free_bytes = free_bytes.saturating_sub(n_bytes);
     }
     let n_files = files.len();
     let mut planned = Vec::with_capacity(n_files);

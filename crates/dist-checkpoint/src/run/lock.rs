@@ -52,16 +52,16 @@ impl SharedLock {
             return Ok(lock.clone());
         }
         let drawn = random_number();
-        let held = if mesh.is_first_process() {
+        let folder_lock = if mesh.is_first_process() {
             FolderLock::take(folder, drawn).map(Some)
         } else {
             Ok(None)
         };
-        let held = mesh.all_ok(held)?;
+        let folder_lock = mesh.all_ok(folder_lock)?;
         // Every process draws a number; the number of the first process is used.
         let numbers = mesh.gather_numbers(&vec![[drawn]; mesh.local_slots().len()])?;
         let [writer_id] = numbers[0];
-        let lock = WriterLock { writer_id, held: held.map(Arc::new) };
+        let lock = WriterLock { writer_id, folder_lock: folder_lock.map(Arc::new) };
         Ok(shared.insert(lock).clone())
     }
 }
@@ -72,15 +72,17 @@ pub(super) struct WriterLock {
     /// The id of the owning group of processes: a random number of its first process.
     pub(super) writer_id: u64,
     /// The locked folder, in the first process.
-    held: Option<Arc<FolderLock>>,
+    folder_lock: Option<Arc<FolderLock>>,
 }
 
 impl WriterLock {
     /// Checks that no other process has taken over the folder, which is possible without file locks
     /// or after the folder was removed.
     fn check(&self) -> Result<()> {
-        match &self.held {
-            Some(held) if !held.is_named() => Err(Error::Lost { path: held.folder.clone() }),
+        match &self.folder_lock {
+            Some(folder_lock) if !folder_lock.is_named() => {
+                Err(Error::Lost { path: folder_lock.folder.clone() })
+            }
             _ => Ok(()),
         }
     }
@@ -89,8 +91,8 @@ impl WriterLock {
     /// first process calls this, since only it removes checkpoints.
     #[expect(clippy::expect_used, reason = "the message is the proof")]
     pub(super) fn warn_once(&self, path: &Path, what: fmt::Arguments<'_>) {
-        let held = self.held.as_ref().expect("the first process holds the folder");
-        let mut warned = held.warned.lock().unwrap_or_else(PoisonError::into_inner);
+        let folder_lock = self.folder_lock.as_ref().expect("the first process holds the folder");
+        let mut warned = folder_lock.warned.lock().unwrap_or_else(PoisonError::into_inner);
         if warned.insert(path.to_owned()) {
             tracing::warn!("{what}");
         }
@@ -99,7 +101,8 @@ impl WriterLock {
     /// Returns true if no process of a group can be writing any more: it is this group, or the file
     /// lock proves that no other group exists.
     pub(super) fn is_over(&self, writer_id: Option<u64>) -> bool {
-        let is_locked = self.held.as_ref().is_some_and(|held| held.lock.is_some());
+        let is_locked =
+            self.folder_lock.as_ref().is_some_and(|folder_lock| folder_lock.lock.is_some());
         is_locked || writer_id == Some(self.writer_id)
     }
 }
@@ -190,8 +193,8 @@ fn remove_partial_files(folder: &Path) {
 /// Warns that the file system has no locks, which must not end the run.
 fn warn_without_lock(folder: &Path, cause: &io::Error) {
     tracing::warn!(
-        "{} cannot be locked: {cause}. Nothing but its checkpoints tells a second run that this \
-         one is under way",
+        "{} cannot be locked: {cause}. A second run in this folder could notice this one only by \
+         its checkpoints",
         folder.display()
     );
 }
@@ -270,16 +273,17 @@ mod tests {
     fn only_a_file_lock_ends_other_groups() {
         let folder = tempfile::tempdir().unwrap();
         let writer_id = 7;
-        let mut held = FolderLock::take(folder.path(), writer_id).unwrap();
+        let mut folder_lock = FolderLock::take(folder.path(), writer_id).unwrap();
         let others = [Some(writer_id ^ 1), None];
-        let file = held.lock.take();
-        let lock = WriterLock { writer_id, held: Some(Arc::new(held)) };
+        let file = folder_lock.lock.take();
+        let lock = WriterLock { writer_id, folder_lock: Some(Arc::new(folder_lock)) };
         assert!(lock.is_over(Some(writer_id)));
         assert!(others.iter().all(|&other| !lock.is_over(other)));
 
         let warned = Mutex::default();
-        let held = FolderLock { folder: folder.path().to_owned(), writer_id, lock: file, warned };
-        let lock = WriterLock { writer_id, held: Some(Arc::new(held)) };
+        let folder_lock =
+            FolderLock { folder: folder.path().to_owned(), writer_id, lock: file, warned };
+        let lock = WriterLock { writer_id, folder_lock: Some(Arc::new(folder_lock)) };
         assert!(others.iter().all(|&other| lock.is_over(other)));
     }
 
@@ -295,8 +299,8 @@ mod tests {
         for name in [left, ".cafe.partial", "notes.partial"] {
             fs::write(folder.path().join(name), "{}").unwrap();
         }
-        let held = FolderLock::take(folder.path(), 7).unwrap();
-        assert!(held.is_named() && !folder.path().join(left).exists());
+        let folder_lock = FolderLock::take(folder.path(), 7).unwrap();
+        assert!(folder_lock.is_named() && !folder.path().join(left).exists());
         for name in [".cafe.partial", "notes.partial"] {
             assert!(folder.path().join(name).exists(), "{name} is not ours");
         }

@@ -1,5 +1,5 @@
-//! The state of a run on disk: a folder for each checkpoint, with a file of tensors for each slot and
-//! an index.
+//! The state of a run on disk: a folder for each checkpoint, with a file of tensors for each slot
+//! and an index.
 
 pub(crate) mod checkpoint;
 mod footer;
@@ -159,9 +159,9 @@ impl Checkpoints {
     pub fn latest(&self) -> Result<Option<Checkpoint>> {
         let mut skipped = Vec::new();
         for path in names::complete(&self.folder)?.into_values().rev() {
-            match self.open_whole(&path) {
+            match self.open_verified(&path) {
                 Ok(checkpoint) => return Ok(Some(checkpoint.with_skipped(skipped))),
-                Err(error) if Severity::from_error(&error) == Severity::Passing => {
+                Err(error) if Severity::from_error(&error) == Severity::Transient => {
                     return Err(error);
                 }
                 Err(error) => skip(&mut skipped, path, error),
@@ -236,7 +236,7 @@ impl Checkpoints {
                 // The mesh failed, not the checkpoint, so the processes cannot agree on the next
                 // one.
                 Err(error @ Error::Mesh(_)) => return Err(error),
-                Err(error) if is_passing_anywhere(mesh, &error)? => return Err(error),
+                Err(error) if is_transient_anywhere(mesh, &error)? => return Err(error),
                 Err(error) => skip(&mut skipped, path, error),
             }
             before_step = Some(step);
@@ -253,8 +253,8 @@ impl Checkpoints {
             .find(|step| before_step.is_none_or(|before_step| *step < before_step));
         let local = newest.map_or([0, 0], |step| [1, step]);
         let steps = mesh.gather_numbers(&vec![local; mesh.local_slots().len()])?;
-        let [is_there, step] = steps[0];
-        Ok((is_there == 1).then_some(step))
+        let [exists, step] = steps[0];
+        Ok((exists == 1).then_some(step))
     }
 
     /// Returns the steps of the checkpoints, oldest first, without checkpoints that lack a file or
@@ -265,8 +265,8 @@ impl Checkpoints {
     /// [`Error::Io`] if the folder cannot be read.
     pub fn steps(&self) -> Result<Vec<u64>> {
         let complete = names::complete(&self.folder)?;
-        let whole = complete.into_iter().filter(|(_, path)| self.open(path).is_ok());
-        Ok(whole.map(|(step, _)| step).collect())
+        let usable = complete.into_iter().filter(|(_, path)| self.open(path).is_ok());
+        Ok(usable.map(|(step, _)| step).collect())
     }
 
     /// Locks the folder for the processes of this mesh, as [`save`](Self::save) does. Use it to
@@ -321,7 +321,7 @@ impl Checkpoints {
     }
 
     /// Opens a complete checkpoint of this run, and checks its tensors.
-    fn open_whole(&self, path: &Path) -> Result<Checkpoint> {
+    fn open_verified(&self, path: &Path) -> Result<Checkpoint> {
         let checkpoint = self.open(path)?;
         checkpoint.verify()?;
         Ok(checkpoint)
@@ -337,15 +337,15 @@ impl Checkpoints {
 }
 
 fn skip(skipped: &mut Vec<SkippedCheckpoint>, path: PathBuf, error: Error) {
-    let passed = SkippedCheckpoint { path, error };
-    tracing::warn!("a checkpoint is skipped: {passed}");
-    skipped.push(passed);
+    let checkpoint = SkippedCheckpoint { path, error };
+    tracing::warn!("a checkpoint is skipped: {checkpoint}");
+    skipped.push(checkpoint);
 }
 
 /// Returns true if the system failed to read in any process: other processes see only that one
 /// failed.
-fn is_passing_anywhere(mesh: &DeviceMesh, error: &Error) -> Result<bool> {
-    let local = u64::from(Severity::from_error(error) == Severity::Passing);
+fn is_transient_anywhere(mesh: &DeviceMesh, error: &Error) -> Result<bool> {
+    let local = u64::from(Severity::from_error(error) == Severity::Transient);
     let all = mesh.gather_numbers(&vec![[local]; mesh.local_slots().len()])?;
     Ok(all.contains(&[1]))
 }

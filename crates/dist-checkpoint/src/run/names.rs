@@ -92,7 +92,7 @@ fn name_of(path: &Path) -> Option<&str> {
     path.file_name()?.to_str()
 }
 
-/// Returns the step in the name of a checkpoint's folder, if the name is exactly that of the step.
+/// Returns the step in the name of a checkpoint's folder, if the name has no other form.
 fn step_of(text: &str) -> Option<u64> {
     let step = text.strip_prefix("step-")?.parse().ok()?;
     (name(step) == text).then_some(step)

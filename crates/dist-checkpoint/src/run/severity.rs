@@ -17,20 +17,20 @@ pub(super) enum Severity {
     /// The system failed to read it, so its content is unknown. If this persists, the user must
     /// decide: the disk may be readable elsewhere, or the permissions may be wrong. Training the
     /// lost steps again would cost more than an error.
-    Passing,
+    Transient,
 }
 
 impl Severity {
     pub(super) fn from_error(error: &Error) -> Self {
         match error {
             Error::Io { cause, .. } => io_severity(cause.kind()),
-            Error::Header { cause, .. } if is_unreadable(cause) => Self::Passing,
+            Error::Header { cause, .. } if is_unreadable(cause) => Self::Transient,
             Error::Header { .. }
             | Error::Checksum { .. }
             | Error::NoChecksum { .. }
             | Error::Length { .. }
             | Error::Extent { .. } => Self::Damage,
-            // The text is truncated or is no JSON. Other data may belong to another program.
+            // The text is truncated or not JSON. Other data may belong to another program.
             Error::Json { cause, .. } if cause.is_eof() || cause.is_syntax() => Self::Damage,
             _ => Self::Other,
         }
@@ -40,11 +40,11 @@ impl Severity {
 fn io_severity(kind: ErrorKind) -> Severity {
     match kind {
         ErrorKind::NotFound | ErrorKind::UnexpectedEof => Severity::Damage,
-        // It is no file, and will not become one.
+        // The path is not a file, and retrying does not help.
         ErrorKind::InvalidInput | ErrorKind::IsADirectory | ErrorKind::NotADirectory => {
             Severity::Other
         }
-        _ => Severity::Passing,
+        _ => Severity::Transient,
     }
 }
 
@@ -66,9 +66,9 @@ mod tests {
             (ErrorKind::NotFound, Severity::Damage),
             (ErrorKind::UnexpectedEof, Severity::Damage),
             (ErrorKind::IsADirectory, Severity::Other),
-            (ErrorKind::PermissionDenied, Severity::Passing),
-            (ErrorKind::StaleNetworkFileHandle, Severity::Passing),
-            (ErrorKind::Other, Severity::Passing),
+            (ErrorKind::PermissionDenied, Severity::Transient),
+            (ErrorKind::StaleNetworkFileHandle, Severity::Transient),
+            (ErrorKind::Other, Severity::Transient),
         ] {
             let error = Err::<(), _>(io::Error::from(kind)).at("index.json".as_ref()).unwrap_err();
             assert_eq!(Severity::from_error(&error), expected, "{kind}");

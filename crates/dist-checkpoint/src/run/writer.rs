@@ -32,7 +32,7 @@ pub(super) struct CheckpointWriter<'a> {
     lock: &'a WriterLock,
     step: u64,
     /// The folder of the complete checkpoint.
-    whole: PathBuf,
+    final_path: PathBuf,
     /// The folder during the write.
     partial: PathBuf,
 }
@@ -44,9 +44,9 @@ impl<'a> CheckpointWriter<'a> {
         lock: &'a WriterLock,
         step: u64,
     ) -> Self {
-        let whole = checkpoints.folder.join(names::name(step));
+        let final_path = checkpoints.folder.join(names::name(step));
         let partial = checkpoints.folder.join(names::partial_name(step, lock.writer_id));
-        Self { checkpoints, mesh, lock, step, whole, partial }
+        Self { checkpoints, mesh, lock, step, final_path, partial }
     }
 
     /// Writes the checkpoint: all processes write their slots, and the first one writes the rest.
@@ -66,11 +66,11 @@ impl<'a> CheckpointWriter<'a> {
         let run = self.checkpoints.run.as_deref().map(str::as_bytes);
         let run = run.map_or(0, |name| 1 + u64::from(Checksum::compute(name).get()));
         if let Some((_, other)) = self.mesh.find_mismatch(self.step)? {
-            return Err(Error::step_mismatch(&self.whole, self.step, other));
+            return Err(Error::step_mismatch(&self.final_path, self.step, other));
         }
         match self.mesh.find_mismatch(run)? {
             None => Ok(()),
-            Some((slot, _)) => Err(Error::RunsDiffer { path: self.whole.clone(), slot }),
+            Some((slot, _)) => Err(Error::RunsDiffer { path: self.final_path.clone(), slot }),
         }
     }
 
@@ -81,8 +81,8 @@ impl<'a> CheckpointWriter<'a> {
         if found != expected {
             return Err(Error::Slots { found, expected });
         }
-        let state =
-            json::to_value(state).map_err(|cause| json_error(&self.whole.join(INDEX), cause))?;
+        let state = json::to_value(state)
+            .map_err(|cause| json_error(&self.final_path.join(INDEX), cause))?;
         if self.mesh.is_first_process() {
             self.remove_partial()?;
             self.clear_target()?;
@@ -98,10 +98,10 @@ impl<'a> CheckpointWriter<'a> {
                 continue;
             }
             if let Err(error) = self.retire(partial.step, &partial.path) {
-                let stays = format_args!(
+                let warning = format_args!(
                     "a partial checkpoint of an interrupted run cannot be removed: {error}"
                 );
-                self.lock.warn_once(&partial.path, stays);
+                self.lock.warn_once(&partial.path, warning);
             }
         }
         Ok(())
@@ -110,11 +110,11 @@ impl<'a> CheckpointWriter<'a> {
     /// Removes a damaged checkpoint of the same step. A checkpoint that may be intact is renamed
     /// instead, since another run may need it.
     fn clear_target(&self) -> Result<()> {
-        let path = &self.whole;
+        let path = &self.final_path;
         if !path.is_dir() {
             return Ok(());
         }
-        match self.checkpoints.open_whole(path) {
+        match self.checkpoints.open_verified(path) {
             Ok(_) => Err(Error::Exists { path: path.clone(), step: self.step }),
             Err(error) if Severity::from_error(&error) == Severity::Damage => {
                 tracing::warn!("{} is written again: {error}", path.display());
@@ -130,10 +130,10 @@ impl<'a> CheckpointWriter<'a> {
 
     fn write_files(&self, tensors: &StateDict, state: Value) -> Result<()> {
         let local = self.mesh.all_ok(self.write_shards(tensors))?;
-        let files = self.listed(&local)?;
-        let whole =
+        let files = self.gather_files(&local)?;
+        let finished =
             if self.mesh.is_first_process() { self.finish(tensors, files, state) } else { Ok(()) };
-        self.mesh.all_ok(whole)
+        self.mesh.all_ok(finished)
     }
 
     /// Writes the files of this process's slots. An empty slot has no file.
@@ -155,8 +155,8 @@ impl<'a> CheckpointWriter<'a> {
         Ok(written)
     }
 
-    /// Returns the files of all slots, given the files of this process's slots.
-    fn listed(&self, local: &[Option<WrittenFile>]) -> Result<Vec<IndexedFile>> {
+    /// Gathers the files of all slots from the files of each process's slots.
+    fn gather_files(&self, local: &[Option<WrittenFile>]) -> Result<Vec<IndexedFile>> {
         let numbers: Vec<_> = local.iter().copied().map(to_numbers).collect();
         let all = self.mesh.gather_numbers(&numbers)?;
         let mut files = Vec::new();
@@ -175,15 +175,16 @@ impl<'a> CheckpointWriter<'a> {
         let index = Index::new(run, self.step, parameters, files, trainer, state);
         index.write(&self.partial.join(INDEX))?;
         sync_folder(&self.partial)?;
-        rename(&self.partial, &self.whole)?;
+        rename(&self.partial, &self.final_path)?;
         self.remove_old();
         Ok(())
     }
 
-    /// Removes the earlier checkpoints that have enough complete newer ones, and the damaged ones.
+    /// Removes damaged checkpoints, and checkpoints with enough complete newer ones.
+    ///
     /// A checkpoint that cannot be opened for another reason stays, because it may belong to
     /// another run. A checkpoint that cannot be removed stays with a warning in the log; the new
-    /// one is complete in any case.
+    /// checkpoint is complete in any case.
     fn remove_old(&self) {
         let complete = match names::complete(&self.checkpoints.folder) {
             Ok(complete) => complete,
@@ -219,7 +220,8 @@ impl<'a> CheckpointWriter<'a> {
     }
 }
 
-/// Encodes the facts about a file for the other processes; the length is 0 if there is no file.
+/// Encodes a file's length and checksum for the other processes; the length is 0 if there is no
+/// file.
 fn to_numbers(written: Option<WrittenFile>) -> [u64; 2] {
     written.map_or([0; 2], |WrittenFile { bytes, header }| [bytes, header.get().into()])
 }

@@ -59,7 +59,7 @@ impl Serialize for Checksum {
 impl<'de> Deserialize<'de> for Checksum {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
         let text = String::deserialize(deserializer)?;
-        Self::parse(&text).ok_or_else(|| D::Error::custom(format!("{text:?} is no checksum")))
+        Self::parse(&text).ok_or_else(|| D::Error::custom(format!("{text:?} is not a checksum")))
     }
 }
 

@@ -14,7 +14,7 @@ pub(crate) enum AllowedValues {
 
 impl AllowedValues {
     /// Returns the index of the first rejected item in `bytes`.
-    pub(crate) fn first_refused(self, dtype: DType, bytes: &[u8]) -> Option<usize> {
+    pub(crate) fn first_rejected(self, dtype: DType, bytes: &[u8]) -> Option<usize> {
         match self {
             Self::Finite => first_non_finite(dtype, bytes),
             Self::Any => None,
@@ -37,14 +37,15 @@ fn first_non_finite(dtype: DType, bytes: &[u8]) -> Option<usize> {
     }
 }
 
-fn first<const N: usize>(bytes: &[u8], is_refused: impl Fn([u8; N]) -> bool) -> Option<usize> {
+/// Returns the index of the first item of `N` bytes for which `rejects` is true.
+fn first<const N: usize>(bytes: &[u8], rejects: impl Fn([u8; N]) -> bool) -> Option<usize> {
     let (items, _) = bytes.as_chunks();
-    // No early exit, so that the loop compiles to vector instructions; usually there is no such
+    // No early exit, so that the loop compiles to vector instructions; most tensors have no such
     // item.
-    if !items.iter().fold(false, |any, &item| any | is_refused(item)) {
+    if !items.iter().fold(false, |any, &item| any | rejects(item)) {
         return None;
     }
-    items.iter().position(|&item| is_refused(item))
+    items.iter().position(|&item| rejects(item))
 }
 
 #[cfg(test)]
@@ -81,8 +82,8 @@ mod tests {
         ] {
             assert_eq!(first_non_finite(dtype, largest), None, "{dtype:?}");
         }
-        assert_eq!(AllowedValues::Any.first_refused(F32, &[0xff; 8]), None);
-        assert_eq!(AllowedValues::Finite.first_refused(F32, &[0xff; 8]), Some(0));
+        assert_eq!(AllowedValues::Any.first_rejected(F32, &[0xff; 8]), None);
+        assert_eq!(AllowedValues::Finite.first_rejected(F32, &[0xff; 8]), Some(0));
     }
 
     fn first_of(numbers: &[f64], dtype: DType) -> Option<usize> {

@@ -38,7 +38,7 @@ impl BlockScan {
     pub(crate) fn add(&mut self, piece: &[u8]) {
         self.hasher.update(piece);
         if self.rejected.is_none() {
-            let rejected = self.values.first_refused(self.dtype, piece);
+            let rejected = self.values.first_rejected(self.dtype, piece);
             self.rejected = rejected.map(|item| self.n_items + item);
         }
         self.n_items += piece.len() / self.dtype.size_in_bytes();

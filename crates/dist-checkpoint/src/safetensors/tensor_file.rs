@@ -111,7 +111,7 @@ pub struct TensorFile<W> {
     n_written: usize,
 }
 
-/// The facts about a file for the index.
+/// The length and checksum of a file, for the index.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct WrittenFile {
     /// The length.

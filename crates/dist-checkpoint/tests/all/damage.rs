@@ -1,4 +1,4 @@
-//! Damage of any byte of a checkpoint is detected, and then the earlier one is loaded.
+//! Damage of any byte of a checkpoint is detected, and the earlier checkpoint is loaded.
 
 use std::{
     collections::BTreeMap,
@@ -22,48 +22,48 @@ const NEWER: u64 = 8;
 /// A change of a checkpoint's folder.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Damage {
-    BitOfTensors,
-    BitOfHeader,
-    BitOfPadding,
-    BitOfIndex,
-    Cut,
-    Longer,
+    TensorBit,
+    HeaderBit,
+    PaddingBit,
+    IndexBit,
+    Truncated,
+    Extended,
     Zeroed,
     NotANumber,
     Removed,
-    OfStepMismatch,
-    OfRunMismatch,
-    OfOtherSlot,
-    AllOfStepMismatch,
-    AllOfRunMismatch,
+    ShardOfOtherStep,
+    ShardOfOtherRun,
+    ShardOfOtherSlot,
+    FolderOfOtherStep,
+    FolderOfOtherRun,
 }
 
 const ALL: [Damage; 14] = [
-    Damage::BitOfTensors,
-    Damage::BitOfHeader,
-    Damage::BitOfPadding,
-    Damage::BitOfIndex,
-    Damage::Cut,
-    Damage::Longer,
+    Damage::TensorBit,
+    Damage::HeaderBit,
+    Damage::PaddingBit,
+    Damage::IndexBit,
+    Damage::Truncated,
+    Damage::Extended,
     Damage::Zeroed,
     Damage::NotANumber,
     Damage::Removed,
-    Damage::OfStepMismatch,
-    Damage::OfRunMismatch,
-    Damage::OfOtherSlot,
-    Damage::AllOfStepMismatch,
-    Damage::AllOfRunMismatch,
+    Damage::ShardOfOtherStep,
+    Damage::ShardOfOtherRun,
+    Damage::ShardOfOtherSlot,
+    Damage::FolderOfOtherStep,
+    Damage::FolderOfOtherRun,
 ];
 
 /// Two runs with the same parameters and steps.
-struct Runs {
+struct TwoRuns {
     folder: TempDir,
     run: Run,
     /// The variables of the first run after [`OLDER`] steps.
     older: Vec<f32>,
 }
 
-impl Runs {
+impl TwoRuns {
     fn new() -> Self {
         let folder = tempfile::tempdir().unwrap();
         let mut other = Run::cpu(2);
@@ -100,10 +100,10 @@ fn shard(slot: u64) -> String {
     format!("shard-{:05}-of-00002.safetensors", slot + 1)
 }
 
-/// Returns numbers that depend only on the case.
-struct Draw(Seed, u64);
+/// A stream of random numbers that depends only on the case.
+struct RandomDraws(Seed, u64);
 
-impl Draw {
+impl RandomDraws {
     fn below(&mut self, end: usize) -> usize {
         self.1 += 1;
         usize::try_from(self.0.derive(self.1).as_u64() % end as u64).unwrap()
@@ -111,7 +111,7 @@ impl Draw {
 }
 
 /// Changes a checkpoint of `this` run in `folder`.
-fn damage(runs: &Runs, folder: &Path, step: u64, damage: Damage, draw: &mut Draw) {
+fn damage(runs: &TwoRuns, folder: &Path, step: u64, damage: Damage, draw: &mut RandomDraws) {
     let whole = folder.join(name(step));
     let slot = draw.below(2) as u64;
     let path = whole.join(shard(slot));
@@ -119,12 +119,12 @@ fn damage(runs: &Runs, folder: &Path, step: u64, damage: Damage, draw: &mut Draw
     let any = if draw.below(3) == 0 { &index } else { &path };
     let other_step = OLDER + NEWER - step;
     match damage {
-        Damage::BitOfTensors => flip(&path, draw, |bytes| header_len(bytes)..bytes.len()),
-        Damage::BitOfHeader => flip(&path, draw, |bytes| 0..header_len(bytes)),
-        Damage::BitOfPadding => flip(&path, draw, padding),
-        Damage::BitOfIndex => flip(&index, draw, |bytes| 0..bytes.len()),
-        Damage::Cut => edit(any, |bytes| bytes.truncate(draw.below(bytes.len()))),
-        Damage::Longer => edit(any, |bytes| bytes.push(u8::try_from(draw.below(256)).unwrap())),
+        Damage::TensorBit => flip(&path, draw, |bytes| header_len(bytes)..bytes.len()),
+        Damage::HeaderBit => flip(&path, draw, |bytes| 0..header_len(bytes)),
+        Damage::PaddingBit => flip(&path, draw, padding),
+        Damage::IndexBit => flip(&index, draw, |bytes| 0..bytes.len()),
+        Damage::Truncated => edit(any, |bytes| bytes.truncate(draw.below(bytes.len()))),
+        Damage::Extended => edit(any, |bytes| bytes.push(u8::try_from(draw.below(256)).unwrap())),
         Damage::Zeroed => edit(&path, |bytes| {
             let start = header_len(bytes);
             bytes[start..].fill(0);
@@ -135,11 +135,11 @@ fn damage(runs: &Runs, folder: &Path, step: u64, damage: Damage, draw: &mut Draw
             bytes[at..at + 4].copy_from_slice(&f32::NAN.to_le_bytes());
         }),
         Damage::Removed => fs::remove_file(any).unwrap(),
-        Damage::OfStepMismatch => copy(&runs.step("this", other_step).join(shard(slot)), &path),
-        Damage::OfRunMismatch => copy(&runs.step("other", step).join(shard(slot)), &path),
-        Damage::OfOtherSlot => copy(&runs.step("this", step).join(shard(1 - slot)), &path),
-        Damage::AllOfStepMismatch => copy_all(&runs.step("this", other_step), &whole),
-        Damage::AllOfRunMismatch => copy_all(&runs.step("other", step), &whole),
+        Damage::ShardOfOtherStep => copy(&runs.step("this", other_step).join(shard(slot)), &path),
+        Damage::ShardOfOtherRun => copy(&runs.step("other", step).join(shard(slot)), &path),
+        Damage::ShardOfOtherSlot => copy(&runs.step("this", step).join(shard(1 - slot)), &path),
+        Damage::FolderOfOtherStep => copy_all(&runs.step("this", other_step), &whole),
+        Damage::FolderOfOtherRun => copy_all(&runs.step("other", step), &whole),
     }
 }
 
@@ -150,7 +150,7 @@ fn edit(path: &Path, edit: impl FnOnce(&mut Vec<u8>)) {
 }
 
 /// Flips a bit in this range of a file.
-fn flip(path: &Path, draw: &mut Draw, range: impl FnOnce(&[u8]) -> Range<usize>) {
+fn flip(path: &Path, draw: &mut RandomDraws, range: impl FnOnce(&[u8]) -> Range<usize>) {
     edit(path, |bytes| {
         let range = range(bytes);
         let bit = range.start * 8 + draw.below(range.len() * 8);
@@ -163,7 +163,7 @@ fn header_len(bytes: &[u8]) -> usize {
     8 + usize::try_from(u64::from_le_bytes(bytes[..8].try_into().unwrap())).unwrap()
 }
 
-/// Returns the range of the blanks at the end of the header; empty if there are none.
+/// Returns the range of the blanks at the end of the header, or of its length if there are none.
 fn padding(bytes: &[u8]) -> Range<usize> {
     let end = header_len(bytes);
     let blanks = bytes[..end].iter().rev().take_while(|&&byte| byte == b' ').count();
@@ -184,9 +184,9 @@ fn copy_all(from: &Path, to: &Path) {
 
 #[test]
 fn damage_falls_back_to_earlier_checkpoint() {
-    let mut runs = Runs::new();
+    let mut runs = TwoRuns::new();
     for case in 0..N_CASES {
-        let mut draw = Draw(Seed::new(7).derive(case), 0);
+        let mut draw = RandomDraws(Seed::new(7).derive(case), 0);
         let kind = ALL[usize::try_from(case).unwrap() % ALL.len()];
         let case = format!("case {case}: {kind:?}");
         let both = draw.below(5) == 0;
@@ -223,16 +223,16 @@ fn damage_falls_back_to_earlier_checkpoint() {
 fn check_none_left(error: Error, folder: &Path, case: &str) {
     let text = error.to_string();
     let Error::NoUsableCheckpoint { skipped, .. } = error else { panic!("{case}: {text}") };
-    let paths: Vec<_> = skipped.iter().map(|passed| passed.path.clone()).collect();
+    let paths: Vec<_> = skipped.iter().map(|checkpoint| checkpoint.path.clone()).collect();
     assert_eq!(paths, [NEWER, OLDER].map(|step| folder.join(name(step))), "{case}");
-    for passed in skipped {
-        assert!(text.contains(&passed.error.to_string()), "{case}: {text}");
+    for checkpoint in skipped {
+        assert!(text.contains(&checkpoint.error.to_string()), "{case}: {text}");
     }
 }
 
 #[test]
 fn errors_name_file_and_tensor() {
-    let runs = Runs::new();
+    let runs = TwoRuns::new();
     let whole = runs.step("this", NEWER);
     let path = whole.join(shard(0));
     let error = || Checkpoint::open(&whole).and_then(|checkpoint| checkpoint.verify()).unwrap_err();
@@ -262,22 +262,22 @@ fn errors_name_file_and_tensor() {
     assert_eq!(text, expected);
     fs::write(&path, &original).unwrap();
 
-    let other = Checkpoints::new(whole.parent().unwrap()).run("a third one");
+    let other = Checkpoints::new(whole.parent().unwrap()).run("a third run");
     let text = other.latest().unwrap_err().to_string();
-    assert!(text.contains("this is a checkpoint of run this, not of a third one"), "{text}");
+    assert!(text.contains("this is a checkpoint of run this, not of a third run"), "{text}");
     assert!(Checkpoints::new(whole.parent().unwrap()).latest().unwrap().is_some());
 }
 
 #[test]
 fn foreign_checkpoint_in_the_way_is_renamed() {
-    let mut runs = Runs::new();
+    let mut runs = TwoRuns::new();
     let folder = runs.folder.path().join("this");
-    // A user has renamed a checkpoint, and put one of another run in its place.
+    // Rename a checkpoint, and put a checkpoint of another run in its place.
     fs::rename(runs.step("this", OLDER), folder.join(name(6))).unwrap();
     copy_all(&runs.step("other", OLDER), &folder.join(name(5)));
     let checkpoints = Checkpoints::new(&folder).run("this").keep(9);
     assert_eq!(checkpoints.latest().unwrap().unwrap().step(), NEWER);
-    // Another version of this crate has written a third one.
+    // Add a checkpoint of a later version of this crate.
     fs::create_dir(folder.join(name(7))).unwrap();
     let later_version = r#"{"format_version": 2}"#;
     fs::write(folder.join(name(7)).join("index.json"), later_version).unwrap();
@@ -358,16 +358,16 @@ fn non_finite_model_is_not_saved() {
     let checkpoint = allowed.latest().unwrap().unwrap();
     assert_eq!(checkpoint.step(), 2);
     run.load(&checkpoint).unwrap();
-    let refused = run.load(&Checkpoint::open(checkpoint.path()).unwrap());
-    assert!(matches!(refused, Err(Error::NotFinite { .. })));
+    let loaded = run.load(&Checkpoint::open(checkpoint.path()).unwrap());
+    assert!(matches!(loaded, Err(Error::NotFinite { .. })));
     run.load(&Checkpoint::open(checkpoint.path()).unwrap().allow_non_finite()).unwrap();
 }
 
 #[test]
 fn checkpoints_of_other_runs_stay() {
-    let runs = Runs::new();
+    let runs = TwoRuns::new();
     let folder = runs.folder.path().join("this");
-    // One of another version, and a damaged one.
+    // Add a checkpoint of a later version, and a damaged checkpoint.
     let later = folder.join(name(6));
     fs::create_dir(&later).unwrap();
     fs::write(later.join("index.json"), r#"{"format_version": 2}"#).unwrap();
@@ -390,7 +390,7 @@ fn checkpoints_of_other_runs_stay() {
 #[cfg(target_os = "linux")]
 #[test]
 fn unreadable_checkpoint_is_not_skipped() {
-    let mut runs = Runs::new();
+    let mut runs = TwoRuns::new();
     let folder = runs.folder.path().join("this");
     let checkpoints = Checkpoints::new(&folder).run("this");
     let index = runs.step("this", NEWER).join("index.json");

@@ -9,7 +9,7 @@ use pmap_mesh::DeviceMesh;
 use crate::run::{Run, saved};
 
 /// Returns the error of opening a checkpoint.
-fn refused(path: &Path) -> Error {
+fn open_error(path: &Path) -> Error {
     match Checkpoint::open(path) {
         Err(error) => error,
         other => panic!("{other:?}"),
@@ -27,7 +27,7 @@ fn incomplete_folders_are_not_checkpoints() {
     let second = saved(folder.path(), &run, 2);
     assert_eq!(newest(), Some(2));
 
-    // Stop while a checkpoint is written: the folder has its temporary name.
+    // Imitate a crash during a save: the folder still has its temporary name.
     fs::rename(second.path(), folder.path().join("step-0000000003.partial")).unwrap();
     assert_eq!(newest(), Some(1));
     // The next save removes it.
@@ -38,8 +38,8 @@ fn incomplete_folders_are_not_checkpoints() {
     let bytes = fs::read(&shard).unwrap();
     for torn in [&bytes[..bytes.len() - 1], &bytes[..4], &[], &[&bytes[..], b"x"].concat()[..]] {
         fs::write(&shard, torn).unwrap();
-        let Error::Length { path, found, expected } = refused(fourth.path()) else {
-            panic!("a file of another length is refused by its length")
+        let Error::Length { path, found, expected } = open_error(fourth.path()) else {
+            panic!("a file of another length must give a length error")
         };
         assert_eq!((&path, found), (&shard, torn.len() as u64));
         assert_eq!(expected, bytes.len() as u64);
@@ -48,9 +48,9 @@ fn incomplete_folders_are_not_checkpoints() {
     let mut hostile = bytes.clone();
     hostile[..8].copy_from_slice(&u64::MAX.to_le_bytes());
     fs::write(&shard, &hostile).unwrap();
-    assert!(matches!(refused(fourth.path()), Error::Header { path, .. } if path == shard));
+    assert!(matches!(open_error(fourth.path()), Error::Header { path, .. } if path == shard));
     fs::remove_file(&shard).unwrap();
-    assert!(matches!(refused(fourth.path()), Error::Io { path, .. } if path == shard));
+    assert!(matches!(open_error(fourth.path()), Error::Io { path, .. } if path == shard));
     assert_eq!(newest(), Some(1));
     fs::write(&shard, &bytes).unwrap();
     assert_eq!(newest(), Some(4));
@@ -59,22 +59,22 @@ fn incomplete_folders_are_not_checkpoints() {
     let text = fs::read_to_string(&index).unwrap();
     for other in [&text[..text.len() / 2], "{}"] {
         fs::write(&index, other).unwrap();
-        assert!(matches!(refused(fourth.path()), Error::Json { path, .. } if path == index));
+        assert!(matches!(open_error(fourth.path()), Error::Json { path, .. } if path == index));
     }
     let other_number = text.replace("\"format_version\": 1", "\"format_version\": 2");
     for other in [r#"{"format_version": 2, "tensors": []}"#, &other_number] {
         fs::write(&index, other).unwrap();
-        let error = refused(fourth.path());
+        let error = open_error(fourth.path());
         assert!(matches!(error, Error::FormatVersion { found: 2, supported: 1, .. }));
         let message = error.to_string();
         assert!(message.ends_with("format version 2 is not supported, only 1"), "{message}");
     }
-    // An edited index, and one without its checksum.
+    // Edit the index, then remove its checksum.
     fs::write(&index, text.replace("\"step\": 4", "\"step\": 5")).unwrap();
-    let edited = refused(fourth.path());
+    let edited = open_error(fourth.path());
     assert!(matches!(&edited, Error::Checksum { part: FilePart::Index, .. }), "{edited}");
     fs::write(&index, format!("{text}\n")).unwrap();
-    let edited = refused(fourth.path());
+    let edited = open_error(fourth.path());
     assert!(matches!(edited, Error::NoChecksum { part: FilePart::Index, .. }));
 }
 
@@ -94,7 +94,7 @@ fn newest_checkpoints_are_kept() {
     let steps = ["step-0000000030", "step-0000000040", "step-0000000050"];
     assert_eq!(names, [&["holder.json", "lock"][..], &steps].concat());
     drop(checkpoints);
-    assert!(!folder.path().join("holder.json").exists(), "nobody holds the lock any more");
+    assert!(!folder.path().join("holder.json").exists(), "the lock is free again");
 }
 
 #[test]
@@ -112,11 +112,11 @@ fn damaged_checkpoint_is_rewritten() {
     fs::remove_file(newest.path().join("shard-00002-of-00002.safetensors")).unwrap();
     assert_eq!(Checkpoints::new(folder.path()).latest().unwrap().unwrap().step(), 10);
     assert_eq!(Checkpoints::new(folder.path()).steps().unwrap(), [10]);
-    // The run continues from there, and reaches the same step again.
+    // The run continues from step 10, and reaches step 20 again.
     assert_eq!(saved(folder.path(), &run, 20).step(), 20);
     assert_eq!(steps().into_iter().collect::<Vec<_>>(), ["step-0000000010", "step-0000000020"]);
 
-    // A damaged checkpoint does not count as kept; foreign and later ones stay.
+    // A damaged checkpoint does not count as kept; foreign and later folders stay.
     fs::create_dir(folder.path().join("step-0000000025")).unwrap();
     fs::create_dir(folder.path().join("notes.partial")).unwrap();
     fs::create_dir(folder.path().join("step-0000000099")).unwrap();
@@ -149,7 +149,7 @@ fn replace_shard(checkpoint: &Checkpoint, bytes: &[u8]) {
 }
 
 /// Returns the file of a checkpoint of step 1 with these tensors, each of one block.
-#[expect(clippy::disallowed_types, reason = "what the safetensors crate takes")]
+#[expect(clippy::disallowed_types, reason = "the safetensors crate requires a hash map")]
 fn shard<V: safetensors::View>(tensors: Vec<(&str, V)>) -> Vec<u8> {
     let checksum = |tensor: &V| format!("{:08x}", crc32fast::hash(&tensor.data()));
     let texts = tensors.iter().map(|(name, tensor)| ((*name).to_owned(), checksum(tensor)));
@@ -170,7 +170,7 @@ fn hostile_indexes_are_rejected() {
     for name in ["../shard-.safetensors", "/etc/hosts", "index.json"] {
         edit_index(&checkpoint, |index| index["files"][0]["name"] = name.into());
         assert!(
-            matches!(refused(checkpoint.path()), Error::Listed { path, file } if path == index && file == name)
+            matches!(open_error(checkpoint.path()), Error::Listed { path, file } if path == index && file == name)
         );
     }
     edit_index(&checkpoint, |index| {
@@ -178,12 +178,12 @@ fn hostile_indexes_are_rejected() {
         let first = index["files"][0].clone();
         index["files"].as_array_mut().unwrap().push(first);
     });
-    assert!(matches!(refused(checkpoint.path()), Error::Listed { file, .. } if file == SHARD));
+    assert!(matches!(open_error(checkpoint.path()), Error::Listed { file, .. } if file == SHARD));
     edit_index(&checkpoint, |index| {
         index["files"].as_array_mut().unwrap().truncate(1);
         index["files"][0].as_object_mut().unwrap().remove("header");
     });
-    let error = refused(checkpoint.path());
+    let error = open_error(checkpoint.path());
     assert!(matches!(&error, Error::Json { path, .. } if *path == index), "{error}");
 }
 
@@ -196,12 +196,12 @@ fn hostile_headers_are_rejected() {
     // An invalid name, and items that overflow.
     for name in ["weight", "model/weight", &format!("model/weight@{}", usize::MAX)] {
         replace_shard(&checkpoint, &file(name));
-        assert!(matches!(refused(checkpoint.path()), Error::Key { key, .. } if key == name));
+        assert!(matches!(open_error(checkpoint.path()), Error::Key { key, .. } if key == name));
     }
     let whole = file("model/weight@0");
     replace_shard(&checkpoint, &whole[..whole.len() - 4]);
-    let Error::Extent { described, found, .. } = refused(checkpoint.path()) else {
-        panic!("a file that ends too early is refused")
+    let Error::Extent { described, found, .. } = open_error(checkpoint.path()) else {
+        panic!("a file that ends too early must give an extent error")
     };
     assert_eq!((described, found), (whole.len() as u64, whole.len() as u64 - 4));
     // A dtype that candle does not have.
@@ -214,7 +214,7 @@ fn hostile_headers_are_rejected() {
     // An intact header without checksums.
     let without = safetensors::serialize([("model/weight@0", &tensor)], None).unwrap();
     replace_shard(&checkpoint, &without);
-    let error = refused(checkpoint.path());
+    let error = open_error(checkpoint.path());
     let Error::NoChecksum { part: FilePart::Tensor(name), .. } = &error else { panic!("{error}") };
     assert_eq!(name, "model/weight@0");
 }

@@ -1,4 +1,4 @@
-//! Ranges of items, written by any slots.
+//! Ranges of items, read from pieces that several slots wrote.
 
 use std::collections::BTreeMap;
 
@@ -8,7 +8,8 @@ use pmap_mesh::DeviceMesh;
 
 use crate::run::zeros;
 
-/// Saves pieces of parameter `a` of `len` items, each with its first item and on a separate slot.
+/// Saves pieces of parameter `a` of `len` items, each on a separate slot. A piece has the index of
+/// its first item, and its items.
 fn save(folder: &std::path::Path, len: usize, pieces: &[(usize, Tensor)]) -> Checkpoint {
     let mesh = DeviceMesh::cpu(pieces.len().max(1)).unwrap();
     let shapes = BTreeMap::from([("a".to_owned(), vec![len])]);
@@ -82,7 +83,7 @@ fn mixed_dtypes_are_an_error() {
 #[test]
 fn empty_parameter_has_zero_state() {
     let folder = tempfile::tempdir().unwrap();
-    // No slot has an item of it, so none has written its step count.
+    // No slot has an item of the parameter, so no slot has written its step count.
     let checkpoint = save(folder.path(), 0, &[]);
     let key = TensorKey { kind: "step", parameter: "a", start: 0 };
     let step = checkpoint.like(key, &Tensor::new(5_i64, &Device::Cpu).unwrap()).unwrap();
@@ -97,7 +98,7 @@ fn parameters_must_match() {
     let folder = tempfile::tempdir().unwrap();
     let checkpoint = save(folder.path(), 7, &[(0, floats(0..7))]);
     let mesh = DeviceMesh::cpu(3).unwrap();
-    let refused = |shapes: &[(&str, &[usize])]| {
+    let mismatch = |shapes: &[(&str, &[usize])]| {
         let shapes = shapes.iter().map(|(name, shape)| ((*name).to_owned(), shape.to_vec()));
         match checkpoint.check_fits(&mesh, &shapes.collect()) {
             Ok(()) => None,
@@ -105,12 +106,12 @@ fn parameters_must_match() {
             Err(error) => panic!("{error}"),
         }
     };
-    assert!(refused(&[("a", &[7])]).is_none());
-    assert!(matches!(refused(&[]), Some(ParameterError::Unknown { name }) if name == "a"));
-    let more = refused(&[("a", &[7]), ("b", &[1])]);
+    assert!(mismatch(&[("a", &[7])]).is_none());
+    assert!(matches!(mismatch(&[]), Some(ParameterError::Unknown { name }) if name == "a"));
+    let more = mismatch(&[("a", &[7]), ("b", &[1])]);
     assert!(matches!(more, Some(ParameterError::Missing { name }) if name == "b"));
     for shape in [&[6][..], &[7, 1], &[]] {
-        let other = refused(&[("a", shape)]);
+        let other = mismatch(&[("a", shape)]);
         assert!(matches!(other, Some(ParameterError::Shape { found, .. }) if found == [7]));
     }
 }
@@ -136,7 +137,7 @@ fn trainer_state_round_trips() {
     assert!(state.clone().with_trainer(&f64::NAN).is_err());
     checkpoints.save(&mesh, 1, &state, &()).unwrap();
     assert!(checkpoints.latest().unwrap().unwrap().trainer::<u8>().unwrap().is_none());
-    // The order of fields and the digits stay.
+    // The order of fields and all digits are kept.
     let trainer = BTreeMap::from([("rate", vec![0.1, 1e-7])]);
     let nested = (trainer, "two\nlines");
     checkpoints.save(&mesh, 2, &state.with_trainer(&nested).unwrap(), &()).unwrap();

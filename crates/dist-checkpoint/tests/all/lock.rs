@@ -1,4 +1,4 @@
-//! Only one group of processes at a time writes the checkpoints of a folder.
+//! Only one group of processes at a time may write checkpoints to a folder.
 
 use std::{
     env,
@@ -12,7 +12,7 @@ use dist_checkpoint::{Checkpoint, Checkpoints, Error};
 
 use super::run::Run;
 
-/// The folder of a child of this program.
+/// The environment variable with the folder of a child process.
 const FOLDER: &str = "CHECKPOINTS_TEST_FOLDER";
 
 fn save(checkpoints: &Checkpoints, run: &Run, step: u64) -> Result<(), Error> {
@@ -20,7 +20,7 @@ fn save(checkpoints: &Checkpoints, run: &Run, step: u64) -> Result<(), Error> {
 }
 
 /// Returns the owner of the folder's lock, from the error.
-fn refused(result: Result<(), Error>) -> String {
+fn lock_owner(result: Result<(), Error>) -> String {
     let error = result.unwrap_err();
     let text = error.to_string();
     let Error::Locked { path, holder } = error else { panic!("{text}") };
@@ -37,7 +37,7 @@ fn second_writer_in_process_is_rejected() {
     save(&first, &run, 1).unwrap();
     let second = Checkpoints::new(folder.path());
     for attempt in [second.lock(&run.mesh), save(&second, &run, 2)] {
-        let holder = refused(attempt);
+        let holder = lock_owner(attempt);
         assert!(holder.starts_with(&format!("process {} on host ", process::id())), "{holder}");
     }
 
@@ -52,11 +52,11 @@ fn second_writer_in_process_is_rejected() {
             .is_some()
     );
 
-    // A clone is the same owner, and the lock lives as long as either.
+    // A clone is the same owner: the lock lasts until both are dropped.
     let clone = first.clone();
     drop(first);
     save(&clone, &run, 2).unwrap();
-    refused(second.lock(&run.mesh));
+    lock_owner(second.lock(&run.mesh));
     drop(clone);
     second.lock(&run.mesh).unwrap();
     save(&second, &run, 3).unwrap();
@@ -72,7 +72,7 @@ fn lost_folder_is_detected() {
     save(&checkpoints, &run, 1).unwrap();
     fs::remove_dir_all(&path).unwrap();
     assert!(is_lost(save(&checkpoints, &run, 2)));
-    assert!(!path.exists(), "it is not made again");
+    assert!(!path.exists(), "the folder is not created again");
     // On a file system without locks the first lock does not block the second one.
     let other = Checkpoints::new(&path);
     save(&other, &run, 1).unwrap();
@@ -112,12 +112,12 @@ fn planted_link_targets_are_not_created() {
     let lock = path.join("lock");
     fs::create_dir(&path).unwrap();
     std::os::unix::fs::symlink(&outside, &lock).unwrap();
-    let refused = save(&Checkpoints::new(&path), &Run::cpu(1), 1);
-    let is_refused = matches!(
-        refused,
-        Err(Error::Io { path: refused, .. }) if refused == lock
+    let saved = save(&Checkpoints::new(&path), &Run::cpu(1), 1);
+    let is_rejected = matches!(
+        saved,
+        Err(Error::Io { path: failed, .. }) if failed == lock
     );
-    assert!(is_refused && !outside.exists());
+    assert!(is_rejected && !outside.exists());
 }
 
 #[cfg(unix)]
@@ -127,14 +127,14 @@ fn named_pipes_are_rejected_without_waiting() {
     let pipe = |path: &Path| {
         assert!(Command::new("mkfifo").arg(path).status().unwrap().success());
     };
-    let is_refused = |error: Error, path: &Path| matches!(error, Error::Io { path: refused, .. } if refused == path);
+    let is_rejected = |error: Error, path: &Path| matches!(error, Error::Io { path: failed, .. } if failed == path);
     let run = Run::cpu(1);
     let checkpoints = Checkpoints::new(folder.path());
     save(&checkpoints, &run, 1).unwrap();
     let index = folder.path().join("step-0000000002/index.json");
     fs::create_dir(index.parent().unwrap()).unwrap();
     pipe(&index);
-    assert!(is_refused(Checkpoint::open(index.parent().unwrap()).unwrap_err(), &index));
+    assert!(is_rejected(Checkpoint::open(index.parent().unwrap()).unwrap_err(), &index));
     assert_eq!(checkpoints.latest().unwrap().unwrap().step(), 1);
 
     // A pipe in the place of a shard is rejected too.
@@ -144,7 +144,7 @@ fn named_pipes_are_rejected_without_waiting() {
     let shard = piped.join("shard-00001-of-00001.safetensors");
     fs::remove_file(&shard).unwrap();
     pipe(&shard);
-    assert!(is_refused(Checkpoint::open(&piped).unwrap_err(), &shard));
+    assert!(is_rejected(Checkpoint::open(&piped).unwrap_err(), &shard));
     assert_eq!(checkpoints.latest().unwrap().unwrap().step(), 1);
 
     let other = folder.path().join("other");
@@ -152,20 +152,20 @@ fn named_pipes_are_rejected_without_waiting() {
     let lock = other.join("lock");
     pipe(&lock);
     let checkpoints = Checkpoints::new(&other);
-    assert!(is_refused(checkpoints.lock(&run.mesh).unwrap_err(), &lock));
+    assert!(is_rejected(checkpoints.lock(&run.mesh).unwrap_err(), &lock));
     // Taking the lock does not read a pipe in the place of the owner's file.
     fs::remove_file(&lock).unwrap();
     pipe(&other.join("holder.json"));
     save(&checkpoints, &run, 1).unwrap();
 }
 
-/// A child of this program, which runs one of the tests below.
-struct Other {
+/// A child process that runs one of the tests below.
+struct ChildProcess {
     child: Child,
     stdout: BufReader<ChildStdout>,
 }
 
-impl Other {
+impl ChildProcess {
     fn start(test: &str, folder: &Path) -> Self {
         let mut child = Command::new(env::current_exe().unwrap())
             .args(["--exact", test, "--nocapture"])
@@ -183,7 +183,10 @@ impl Other {
         let mut line = String::new();
         while !line.contains(word) {
             line.clear();
-            assert!(self.stdout.read_line(&mut line).unwrap() > 0, "it ended before {word:?}");
+            assert!(
+                self.stdout.read_line(&mut line).unwrap() > 0,
+                "the child ended before {word:?}"
+            );
         }
     }
 
@@ -194,40 +197,40 @@ impl Other {
     }
 }
 
-/// Returns the folder of a child; `None` in the process that runs all tests.
-fn folder_of_child() -> Option<String> {
+/// Returns the folder in a child process, or `None` in the process that runs all tests.
+fn child_folder() -> Option<String> {
     env::var(FOLDER).ok()
 }
 
-/// Sends a word to the process that started this one.
-fn say(word: &str) {
+/// Sends a word to the parent process.
+fn send_word(word: &str) {
     println!("{word}");
     io::stdout().flush().unwrap();
 }
 
-/// Sends a word to the process that started this one, and waits until it ends or kills this one.
-fn say_and_wait(word: &str) {
-    say(word);
+/// Sends a word to the parent process, and waits until the parent ends or kills this process.
+fn send_word_and_wait(word: &str) {
+    send_word(word);
     io::stdin().read_to_end(&mut Vec::new()).unwrap();
 }
 
 #[test]
 fn child_owns_the_folder() {
-    let Some(folder) = folder_of_child() else { return };
+    let Some(folder) = child_folder() else { return };
     let run = Run::cpu(1);
     let checkpoints = Checkpoints::new(folder);
     save(&checkpoints, &run, 1).unwrap();
-    say_and_wait("holding");
+    send_word_and_wait("holding");
 }
 
 #[test]
 fn lock_ends_when_its_owner_is_killed() {
     let folder = tempfile::tempdir().unwrap();
-    let mut other = Other::start("lock::child_owns_the_folder", folder.path());
+    let mut other = ChildProcess::start("lock::child_owns_the_folder", folder.path());
     other.wait_for("holding");
     let run = Run::cpu(1);
     let checkpoints = Checkpoints::new(folder.path());
-    let holder = refused(save(&checkpoints, &run, 2));
+    let holder = lock_owner(save(&checkpoints, &run, 2));
     assert!(holder.starts_with(&format!("process {} on host ", other.child.id())), "{holder}");
     assert_eq!(checkpoints.steps().unwrap(), [1]);
     other.kill();
@@ -235,25 +238,25 @@ fn lock_ends_when_its_owner_is_killed() {
     assert_eq!(checkpoints.steps().unwrap(), [1, 2]);
 }
 
-/// Writes the files of a rank until it cannot, after its first process is gone.
+/// Writes the files of a rank whose group has ended, until the folder disappears.
 #[test]
 fn child_outlives_its_group() {
-    let Some(folder) = folder_of_child() else { return };
+    let Some(folder) = child_folder() else { return };
     let partial = Path::new(&folder).join("step-0000000003.00000000deadbeef.partial");
     fs::create_dir(&partial).unwrap();
     let mut open = File::create_new(partial.join("shard-00002-of-00002.safetensors")).unwrap();
-    say("writing");
+    send_word("writing");
     let mut n_files = 0;
     let error = loop {
         n_files += 1;
-        assert!(n_files < 1_000_000, "nobody has taken the folder away");
+        assert!(n_files < 1_000_000, "the folder has not disappeared");
         if let Err(error) = File::create_new(partial.join(format!("{n_files}"))) {
             break error;
         }
     };
     assert_eq!(error.kind(), io::ErrorKind::NotFound);
-    open.write_all(b"nobody reads this").unwrap();
-    say("ended");
+    open.write_all(b"lost").unwrap();
+    send_word("ended");
 }
 
 #[cfg(unix)]
@@ -263,7 +266,7 @@ fn outliving_rank_does_no_harm() {
     let mut run = Run::cpu(2);
     let checkpoints = Checkpoints::new(folder.path());
     save(&checkpoints, &run, 1).unwrap();
-    let mut other = Other::start("lock::child_outlives_its_group", folder.path());
+    let mut other = ChildProcess::start("lock::child_outlives_its_group", folder.path());
     other.wait_for("writing");
     save(&checkpoints, &run, 3).unwrap();
     other.wait_for("ended");

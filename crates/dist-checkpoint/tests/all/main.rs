@@ -1,7 +1,7 @@
-//! The files of a run: their damage, their lock, and ranges of their items.
+//! The files of a run: damage, the lock of the folder, and ranges of items.
 
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
-#![allow(clippy::print_stdout, reason = "a child tells its parent how far it is")]
+#![allow(clippy::print_stdout, reason = "a child reports its progress to its parent")]
 
 mod damage;
 mod files;

@@ -1,4 +1,4 @@
-//! A small run that is saved and resumed: two parameters with the state of an optimizer.
+//! A small run to save and resume: two parameters with the state of an optimizer.
 
 use std::{collections::BTreeMap, path::Path};
 
@@ -6,7 +6,7 @@ use candle_core::{DType, Device, Tensor};
 use dist_checkpoint::{Checkpoint, Checkpoints, Result, StateDict, TensorKey};
 use pmap_mesh::DeviceMesh;
 
-/// The parameters and their shapes. Each slot has every second one.
+/// The parameters and their shapes, which the slots own in turns.
 pub(crate) const PARAMETERS: [(&str, &[usize]); 2] = [("weight", &[2, 3]), ("bias", &[2])];
 
 /// Values that change in each step.
@@ -84,7 +84,7 @@ pub(crate) fn zeros(len: usize, dtype: DType) -> Tensor {
     Tensor::zeros(len, dtype, &Device::Cpu).unwrap()
 }
 
-/// Compares by bits: NaN equals itself, and 0 is not -0.
+/// Returns the bits of the values, so that NaN equals itself and 0 differs from -0.
 pub(crate) fn bits(values: &[f32]) -> Vec<u32> {
     values.iter().copied().map(f32::to_bits).collect()
 }

@@ -90,7 +90,7 @@ impl CachedOrder {
     }
 }
 
-/// A clone of an order that is not generated yet reserves memory and generates it separately.
+/// If the order is not generated yet, the clone reserves separate memory and generates it again.
 impl Clone for CachedOrder {
     fn clone(&self) -> Self {
         let samples = self.samples.clone();
@@ -98,14 +98,14 @@ impl Clone for CachedOrder {
             clippy::cast_possible_truncation,
             reason = "the original has memory for as many samples"
         )]
-        let missing = if samples.get().is_some() { 0 } else { self.len as usize };
+        let spare_len = if samples.get().is_some() { 0 } else { self.len as usize };
         Self {
             rule: self.rule.clone(),
             len: self.len,
             seed: self.seed,
             epoch: self.epoch,
             samples,
-            spare: Mutex::new(Vec::with_capacity(missing)),
+            spare: Mutex::new(Vec::with_capacity(spare_len)),
         }
     }
 }

@@ -17,7 +17,7 @@ pub(super) fn shuffle(table: &mut Vec<u32>, len: u64, seed: Seed) {
     let mut rng = generator(seed);
     swaps::shuffle(table, |start, partners| {
         for (slot, partner) in (start as u64..).zip(partners) {
-            *partner = (slot + below(&mut rng, len - slot)) as u32;
+            *partner = (slot + draw_below(&mut rng, len - slot)) as u32;
         }
     });
 }
@@ -30,7 +30,7 @@ pub(super) fn generator(seed: Seed) -> Pcg64Dxsm {
 /// Returns a uniformly random number less than `n` (Lemire, "Fast Random Integer Generation in an
 /// Interval", 2019).
 #[expect(clippy::cast_possible_truncation, reason = "the method uses the halves of the product")]
-pub(super) fn below(rng: &mut Pcg64Dxsm, n: u64) -> u64 {
+pub(super) fn draw_below(rng: &mut Pcg64Dxsm, n: u64) -> u64 {
     let mut product = u128::from(rng.next_u64()) * u128::from(n);
     if (product as u64) < n {
         // Reject 2^64 mod n of the 2^64 draws, which would favor some results.

@@ -6,9 +6,9 @@
 //! keep proportions for a whole split; here they hold for every window, and so for every rank of a
 //! contiguous partition and each of its batches.
 //!
-//! The number of samples of a class between two keys matches their distance within one. So of L
-//! neighbors in an order of M samples of C classes, L·m/M have a class of m samples, within 1 +
-//! C·m/M.
+//! The number of samples of a class between two keys matches their distance within one. So in an
+//! order of M samples and C classes, L consecutive samples contain L·m/M samples of a class with m
+//! samples, give or take 1 + C·m/M.
 
 use core_types::{Fingerprint, Seed};
 
@@ -101,7 +101,7 @@ impl ClassStrata {
         let mut keyed = Vec::with_capacity(self.len() as usize);
         let mut start = 0;
         for (class, seed) in self.classes.iter().zip((0..).map(|label| seed.derive(label))) {
-            spread(&self.samples[start..class.end], class.quota, seed, &mut keyed);
+            push_keyed(&self.samples[start..class.end], class.quota, seed, &mut keyed);
             start = class.end;
         }
         keyed.sort_unstable();
@@ -110,8 +110,8 @@ impl ClassStrata {
     }
 }
 
-/// Adds `quota` samples of a class with their keys.
-fn spread(samples: &[u32], quota: u64, seed: Seed, keyed: &mut Vec<(u64, u32)>) {
+/// Adds `quota` samples of a class with their keys to `keyed`.
+fn push_keyed(samples: &[u32], quota: u64, seed: Seed, keyed: &mut Vec<(u64, u32)>) {
     let phase = seed.derive(u64::MAX).as_u64() >> 32;
     let passes = (0..).flat_map(|pass| shuffled(samples, seed.derive(pass)));
     keyed.extend((0..quota).zip(passes).map(|(k, sample)| (key(k, phase, quota), sample)));

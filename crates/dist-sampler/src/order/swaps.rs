@@ -55,8 +55,8 @@ fn swap_in_order(table: &mut [u32], start: usize, partners: &[u32]) {
 ///
 /// It reads all partners before the first swap, to bring them into the cache. These loads are
 /// independent, so the processor overlaps many of them; stores between the loads would prevent
-/// that. 300 to 1,200 swaps at a time are equally fast. 16 take half as long again, and 10,000 a
-/// third, because they no longer stay in the cache.
+/// that. 300 to 1,200 swaps at a time are equally fast. 16 at a time take half as long again, and
+/// 10,000 take a third longer, because they no longer fit into the cache.
 pub(super) fn swap_ahead(table: &mut [u32], swaps: impl Iterator<Item = (usize, usize)> + Clone) {
     for (_, partner) in swaps.clone() {
         black_box(table[partner]);

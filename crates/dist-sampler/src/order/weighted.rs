@@ -82,8 +82,8 @@ impl AliasTable {
     )]
     #[inline]
     fn random_point(&self, seed: Seed, position: u64) -> (u64, u64) {
-        // The upper half of the product chooses a slot. The lower half is the fraction within it, precise to 2^-64 over
-        // all slots together.
+        // The upper half of the product chooses a slot. The lower half is the fraction within it,
+        // precise to 2^-64 over all slots together.
         let product = u128::from(seed.derive(position).as_u64()) * self.slots.len() as u128;
         ((product >> 64) as u64, product as u64)
     }
@@ -128,8 +128,9 @@ impl AliasTable {
 
 /// The encoding of a slot's two samples and the border between them in one word.
 ///
-/// The slot's own sample has the part below the border. More slots need more bits for the other
-/// sample, but are smaller: the border is always precise to 2^-63 of the whole.
+/// The slot's own sample has the part below the border. With more slots, the other sample's index
+/// leaves fewer bits for the border, but each slot is smaller: the border is always precise to
+/// 2^-63 of all slots.
 #[derive(Clone, Copy, Debug)]
 struct SlotLayout {
     n_slots: u64,
@@ -273,8 +274,8 @@ fn fill_up(
     mass
 }
 
-/// Returns the positions of the set bits, ascending. Testing each bit would be mispredicted every
-/// other time.
+/// Returns the positions of the set bits, ascending. A branch for each bit would be mispredicted
+/// every other time.
 fn ones(words: impl Iterator<Item = u64>) -> impl Iterator<Item = usize> {
     (0..).step_by(u64::BITS as usize).zip(words).flat_map(|(first, word)| {
         let rests = std::iter::successors(Some(word), |rest| Some(rest & rest.wrapping_sub(1)));
@@ -354,8 +355,8 @@ mod tests {
             });
             let total: f64 = weights.iter().sum();
             for (&count, weight) in counts.iter().zip(&weights) {
-                // A binomial count is off by 6 standard deviations less than once in 10^8 times; the 1 covers rare
-                // samples.
+                // A binomial count is off by 6 standard deviations less than once in 10^8 times;
+                // the 1 covers rare samples.
                 let expected = DRAWS as f64 * weight / total;
                 assert!(
                     (f64::from(count) - expected).abs() <= 6.0 * expected.sqrt() + 1.0,

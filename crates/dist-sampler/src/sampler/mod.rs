@@ -143,9 +143,9 @@ impl DistributedSampler {
     /// rank, contains each class in proportion, within about one sample.
     ///
     /// The n-th sample has class `labels[n]`; `quota` sets the number of samples of each class per
-    /// epoch. In an epoch of M samples of C classes, L neighbors contain L·m/M samples of a class
-    /// of m samples, within 1 + C·m/M. Each rank reads a contiguous window, so order and partition
-    /// of `config` are ignored; tail, seed, epochs and states apply as usual.
+    /// epoch. In an epoch of M samples and C classes, L consecutive samples contain L·m/M samples
+    /// of a class with m samples, give or take 1 + C·m/M. Each rank reads a contiguous window, so
+    /// order and partition of `config` are ignored; tail, seed, epochs and states apply as usual.
     ///
     /// # Complexity
     ///
@@ -155,8 +155,8 @@ impl DistributedSampler {
     /// # Errors
     ///
     /// [`Error::EmptyDataSet`] without labels or for a quota of 0, [`Error::TooLongToShuffle`] and
-    /// [`Error::OutOfMemory`]. If the memory for sorting is available now but not at the first read of an epoch, the
-    /// process aborts, like for every other failed allocation.
+    /// [`Error::OutOfMemory`]. Memory for sorting is checked here and allocated at the first read of
+    /// an epoch; if it is gone by then, the process aborts, as after any failed allocation.
     ///
     /// # Examples
     ///
@@ -448,9 +448,9 @@ impl DistributedSampler {
     /// # Ok::<(), Box<dyn std::error::Error>>(())
     /// ```
     pub fn fill(&self, start: u64, out: &mut [u64]) -> usize {
-        let n_unread = self.len().saturating_sub(start);
+        let n_remaining = self.len().saturating_sub(start);
         #[expect(clippy::cast_possible_truncation, reason = "at most the length of a slice")]
-        let count = n_unread.min(out.len() as u64) as usize;
+        let count = n_remaining.min(out.len() as u64) as usize;
         if count > 0 {
             self.fill_every(1, start, &mut out[..count]);
         }
@@ -462,10 +462,14 @@ impl DistributedSampler {
     pub fn par_fill(&self, start: u64, out: &mut [u64]) -> usize {
         use rayon::prelude::*;
 
-        /// Indices per task: about 30 µs of work.
-        const TASK: usize = 1 << 14;
-        let tasks = out.par_chunks_mut(TASK).enumerate();
-        tasks.map(|(task, out)| self.fill(start.saturating_add((task * TASK) as u64), out)).sum()
+        /// About 30 µs of work.
+        const INDICES_PER_TASK: usize = 1 << 14;
+        let tasks = out.par_chunks_mut(INDICES_PER_TASK).enumerate();
+        tasks
+            .map(|(task, out)| {
+                self.fill(start.saturating_add((task * INDICES_PER_TASK) as u64), out)
+            })
+            .sum()
     }
 
     /// Writes the indices `start`, `start` + `every`, … of this rank, which must exist.

@@ -11,22 +11,22 @@ use dist_sampler::{
 use proptest::prelude::*;
 use serde_json::{Value, json};
 
-/// Length of the longest data set.
+/// The length of the longest data set.
 const MAX_LEN: u64 = 1 << 63;
 
-/// Maximum number of worlds within one epoch.
+/// The maximum number of worlds within one epoch.
 const MAX_STAGES: usize = 1024;
 
 const ORDERS: [Order; 4] = [Order::Sequential, Order::Exact, Order::Streaming, Order::Torch];
 const PARTITIONS: [Partition; 2] = [Partition::Contiguous, Partition::Strided];
 const TAILS: [Tail; 4] = [Tail::Drop, Tail::LastRank, Tail::Spread, Tail::Pad];
-const EVERY_RULE: usize = PARTITIONS.len() * TAILS.len();
-const EVERY_CONFIG: usize = ORDERS.len() * EVERY_RULE;
+const N_RULES: usize = PARTITIONS.len() * TAILS.len();
+const N_CONFIGS: usize = ORDERS.len() * N_RULES;
 
 /// Returns the `n`-th combination of order, partition and tail.
 fn config(n: usize) -> SamplerConfig {
     SamplerConfig::default()
-        .with_order(ORDERS[n / EVERY_RULE])
+        .with_order(ORDERS[n / N_RULES])
         .with_partition(PARTITIONS[n / TAILS.len() % PARTITIONS.len()])
         .with_tail(TAILS[n % TAILS.len()])
         .with_seed(Seed::new(n as u64))
@@ -73,7 +73,7 @@ fn check(len: u64, n_ranks: u64, config: SamplerConfig, epoch: u64) {
     }
 }
 
-/// Criteria 3 and 10: checks how often the ranks, which never communicate, read each sample.
+/// Criteria 3 and 10: checks the number of reads of each sample. The ranks never communicate.
 fn check_counts(len: u64, world: u64, tail: Tail, ranks: &[Vec<u64>], context: &str) {
     let mut reads = vec![0_u64; usize::try_from(len).unwrap()];
     for &index in ranks.iter().flatten() {
@@ -106,8 +106,8 @@ fn check_sizes(len: u64, world: u64, tail: Tail, ranks: &[Vec<u64>], context: &s
     }
 }
 
-/// Checks that each sample's owner reads it, not as padding, and that its position in the order is
-/// right.
+/// Checks the owner of each sample, which reads it other than as padding, and its position in the
+/// order.
 fn check_owners(len: u64, samplers: &[DistributedSampler], context: &str) {
     let whole = SamplerConfig::default()
         .with_order(samplers[0].config().order)
@@ -152,7 +152,7 @@ fn check_fill(sampler: &DistributedSampler, indices: &[u64], context: &str) {
 
 #[test]
 fn parallel_fill_matches_serial_fill() {
-    for config in (0..EVERY_CONFIG).map(config) {
+    for config in (0..N_CONFIGS).map(config) {
         let sampler = sampler(100_003, 1, 2, config, 3);
         let (mut serial, mut parallel) = (vec![0; 50_000], vec![0; 50_000]);
         for start in [0, 5, 20_000, 50_002] {
@@ -179,7 +179,7 @@ fn check_workers(sampler: &DistributedSampler, indices: &[u64], context: &str) {
 
 #[test]
 fn small_data_sets_follow_the_tail() {
-    for config in (0..EVERY_CONFIG).map(config) {
+    for config in (0..N_CONFIGS).map(config) {
         for len in (1..=24).chain([31, 47, 63, 64]) {
             for world in 1..=9 {
                 check(len, world, config, len % 3);
@@ -202,7 +202,11 @@ fn padding_repeats_the_first_samples() {
     let strided = padded.with_partition(Partition::Strided);
     assert_eq!(read(&world(5, 3, padded, 0)), [[0, 1], [2, 3], [4, 0]]);
     assert_eq!(read(&world(5, 3, strided, 0)), [[0, 3], [1, 4], [2, 0]]);
-    assert_eq!(read(&world(2, 5, strided, 0)), [[0], [1], [0], [1], [0]], "as often as it must");
+    assert_eq!(
+        read(&world(2, 5, strided, 0)),
+        [[0], [1], [0], [1], [0]],
+        "padding repeats the samples in turns"
+    );
 }
 
 #[test]
@@ -221,9 +225,9 @@ fn order_is_independent_of_world() {
     }
 }
 
-/// Criterion 5: other samples in each epoch, not the same ones in another order.
+/// Criterion 5: each epoch has other samples, instead of the same samples in another order.
 #[test]
-fn each_rank_reads_everything_over_the_epochs() {
+fn ranks_read_everything_over_epochs() {
     let seen = (0..40).flat_map(|epoch| {
         sampler(100, 2, 4, SamplerConfig::default(), epoch).iter().collect::<Vec<_>>()
     });
@@ -333,7 +337,7 @@ fn resumed(
 
 #[test]
 fn resuming_continues_at_every_position() {
-    for config in (0..EVERY_CONFIG).map(config) {
+    for config in (0..N_CONFIGS).map(config) {
         for (len, n_ranks) in [(1, 2), (12, 3), (23, 4), (100, 7)] {
             for rank in 0..n_ranks {
                 let whole = sampler(len, rank, n_ranks, config, 1);
@@ -361,8 +365,8 @@ fn unread(len: u64, ranks: &[Vec<u64>], read: u64) -> Vec<u64> {
 #[test]
 fn another_world_reads_the_rest() {
     const LEN: u64 = 23;
-    for rule in 0..EVERY_RULE {
-        let config = config(2 * EVERY_RULE + rule);
+    for rule in 0..N_RULES {
+        let config = config(2 * N_RULES + rule);
         for from in 1..=5 {
             let first = world(LEN, from, config, 1);
             let ranks = read(&first);
@@ -398,7 +402,7 @@ fn another_world_reads_the_rest() {
 
 #[test]
 fn epoch_can_change_worlds_repeatedly() {
-    for config in (0..EVERY_CONFIG).map(config).map(|config| config.with_tail(Tail::Spread)) {
+    for config in (0..N_CONFIGS).map(config).map(|config| config.with_tail(Tail::Spread)) {
         let worlds = [3, 5, 2, 4, 1];
         let mut state = sampler(101, 0, worlds[0], config, 4).state(0);
         let mut seen = Vec::new();
@@ -490,7 +494,7 @@ fn owners_are_right_with_empty_ranks() {
 /// Creates the samplers of a world with rule `rule`, resumed from `state` if there is one.
 fn any_world(rule: usize, n_ranks: u64, state: Option<&SamplerState>) -> Vec<DistributedSampler> {
     const LEN: u64 = 29;
-    let mut ranks = if rule < EVERY_RULE {
+    let mut ranks = if rule < N_RULES {
         world(LEN, n_ranks, config(rule).with_seed(Seed::default()), 1)
     } else {
         let weights: Vec<u64> = (0..n_ranks).map(|rank| (rank * 2 + 1) % 4 * (rank % 2)).collect();
@@ -504,7 +508,7 @@ fn any_world(rule: usize, n_ranks: u64, state: Option<&SamplerState>) -> Vec<Dis
     ranks
 }
 
-/// Returns the samples of `candidates` that are still unread after each rank has read `consumed` indices.
+/// Returns the unread samples of `candidates` after each rank has read `consumed` indices.
 ///
 /// A sample that a rank reads as padding does not count as read.
 fn unread_after(candidates: &[u64], ranks: &[DistributedSampler], consumed: u64) -> Vec<u64> {
@@ -516,7 +520,7 @@ fn unread_after(candidates: &[u64], ranks: &[DistributedSampler], consumed: u64)
 #[test]
 fn two_worlds_leave_the_unread_samples() {
     for (first_rule, second_rule) in
-        (0..=EVERY_RULE).flat_map(|first| (0..=EVERY_RULE).map(move |second| (first, second)))
+        (0..=N_RULES).flat_map(|first| (0..=N_RULES).map(move |second| (first, second)))
     {
         for (first_size, second_size) in [(1, 2), (2, 3), (4, 3), (5, 7), (6, 6), (40, 3), (3, 40)]
         {
@@ -545,8 +549,8 @@ fn two_worlds_leave_the_unread_samples() {
     }
 }
 
-/// A state of a few bytes can name the largest worlds. A list of their ranges would have a million
-/// entries per world, so `resume` must not build it.
+/// A state of a few bytes can name the largest worlds. A list of the ranges of their ranks would
+/// have a million entries per world, so `resume` must not build it.
 #[test]
 fn resuming_from_largest_worlds_is_fast() {
     let max = WorldSize::MAX.as_u64();
@@ -560,7 +564,7 @@ fn resuming_from_largest_worlds_is_fast() {
     let last = resumed(len, 1, 2, sequential, &state);
     let index = last.get(last.len() - 1).unwrap();
     assert_eq!(last.rank_of(index), Some(last.placement().rank()));
-    assert_eq!(last.rank_of(0), None, "it has been read");
+    assert_eq!(last.rank_of(0), None, "the sample has been read");
 
     let mut fresh = sampler(len, 0, 1, sequential, 0);
     assert_eq!(
@@ -570,23 +574,23 @@ fn resuming_from_largest_worlds_is_fast() {
 }
 
 #[test]
-fn states_of_other_samplers_are_refused() {
+fn foreign_states_are_rejected() {
     let config = SamplerConfig::default();
     let state = sampler(50, 0, 4, config, 3).state(5);
-    let refused = |mut sampler: DistributedSampler, state: &SamplerState| {
+    let resume_error = |mut sampler: DistributedSampler, state: &SamplerState| {
         let expected: Vec<u64> = sampler.iter().collect();
         let error = sampler.resume(state).unwrap_err();
-        assert!(sampler.iter().eq(expected), "a refused state changes nothing");
+        assert!(sampler.iter().eq(expected), "a rejected state changes nothing");
         error
     };
     let mismatch = |error, name| matches!(error, Error::StateMismatch { what, .. } if what == name);
-    assert!(mismatch(refused(sampler(51, 0, 4, config, 0), &state), "data set length"));
+    assert!(mismatch(resume_error(sampler(51, 0, 4, config, 0), &state), "data set length"));
     assert!(mismatch(
-        refused(sampler(50, 0, 4, config.with_seed(Seed::new(1)), 0), &state),
+        resume_error(sampler(50, 0, 4, config.with_seed(Seed::new(1)), 0), &state),
         "seed"
     ));
     assert!(mismatch(
-        refused(sampler(50, 0, 4, config.with_order(Order::Torch), 0), &state),
+        resume_error(sampler(50, 0, 4, config.with_order(Order::Torch), 0), &state),
         "order"
     ));
 
@@ -595,22 +599,22 @@ fn states_of_other_samplers_are_refused() {
         assert!(text.contains(from), "{text}");
         serde_json::from_str(&text.replace(from, to)).unwrap()
     };
-    let version = refused(
+    let version = resume_error(
         sampler(50, 0, 4, config, 0),
         &edited("\"format_version\":1", "\"format_version\":2"),
     );
     assert_eq!(version, Error::StateVersion { version: 2, supported: 1 });
     let consumed =
-        refused(sampler(50, 0, 4, config, 0), &edited("\"consumed\":5", "\"consumed\":51"));
+        resume_error(sampler(50, 0, 4, config, 0), &edited("\"consumed\":5", "\"consumed\":51"));
     assert_eq!(consumed, Error::StateConsumed { consumed: 51, len: 50 });
     let uneven = edited("{\"contiguous\":\"last_rank\"}", "{\"proportional\":[1,2,3]}");
-    let weights = refused(sampler(50, 0, 4, config, 0), &uneven);
+    let weights = resume_error(sampler(50, 0, 4, config, 0), &uneven);
     let world_size = WorldSize::new(4).unwrap();
     assert_eq!(weights, Error::RankWeights { weights: 3, world_size });
 }
 
 #[test]
-fn impossible_data_sets_are_refused() {
+fn impossible_data_sets_are_rejected() {
     let sampler = |len, order| {
         DistributedSampler::new(len, Placement::SINGLE, SamplerConfig::default().with_order(order))
     };
@@ -632,7 +636,7 @@ fn impossible_data_sets_are_refused() {
 
 #[test]
 fn fill_past_the_end_writes_nothing() {
-    for config in (0..EVERY_CONFIG).map(config) {
+    for config in (0..N_CONFIGS).map(config) {
         let mut sampler = sampler(50, 1, 4, config, 3);
         sampler.resume(&sampler.state(5)).unwrap();
         for start in [sampler.len(), sampler.len() + 1, u64::MAX] {
@@ -674,7 +678,7 @@ fn check_format(state: &SamplerState, json: &Value) {
 }
 
 #[test]
-fn state_without_world_is_refused() {
+fn state_without_world_is_rejected() {
     let text = serde_json::to_string(&sampler(5, 0, 1, config(0), 0).state(0)).unwrap();
     let (head, _) = text.split_once("\"stages\":").unwrap();
     let error = serde_json::from_str::<SamplerState>(&format!("{head}\"stages\":[]}}"));
@@ -686,7 +690,7 @@ fn state_without_world_is_refused() {
 fn hostile_stage((rule, n_ranks, consumed, is_large): (usize, u64, u64, bool)) -> Value {
     let tail = ["drop", "last_rank", "spread", "pad"][rule % TAILS.len()];
     let n_ranks =
-        if is_large && rule < EVERY_RULE { WorldSize::MAX.as_u64() - n_ranks } else { n_ranks };
+        if is_large && rule < N_RULES { WorldSize::MAX.as_u64() - n_ranks } else { n_ranks };
     let rule = match rule / TAILS.len() {
         0 => json!({ "contiguous": tail }),
         1 => json!({ "strided": tail }),
@@ -698,7 +702,7 @@ fn hostile_stage((rule, n_ranks, consumed, is_large): (usize, u64, u64, bool)) -
 proptest! {
     #[test]
     fn any_data_set_follows_the_tail(
-        len in 1_u64..2_000, world in 1_u64..70, epoch in any::<u64>(), n in 0..EVERY_CONFIG,
+        len in 1_u64..2_000, world in 1_u64..70, epoch in any::<u64>(), n in 0..N_CONFIGS,
     ) {
         check(len, world, config(n), epoch);
     }
@@ -706,7 +710,7 @@ proptest! {
     #[test]
     fn accepted_states_read_nothing_twice(
         len in prop_oneof![1_u64..120, Just(MAX_LEN)],
-        stages in prop::collection::vec((0..=EVERY_RULE, 1_u64..9, 0_u64..9, any::<bool>()), 1..6),
+        stages in prop::collection::vec((0..=N_RULES, 1_u64..9, 0_u64..9, any::<bool>()), 1..6),
     ) {
         let stages: Vec<Value> = stages.into_iter().map(hostile_stage).collect();
         let state: SamplerState = serde_json::from_value(json!({
@@ -736,7 +740,7 @@ proptest! {
         short_of_max in 0_u64..1_000,
         world in 1..=WorldSize::MAX.as_u64(),
         rank in any::<u64>(),
-        n in 0..EVERY_RULE,
+        n in 0..N_RULES,
         start in any::<u64>(),
         streams in any::<bool>(),
     ) {

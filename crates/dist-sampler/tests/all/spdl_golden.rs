@@ -1,4 +1,5 @@
-//! Comparison with `DistributedDeterministicSampler` of spdl 0.8, whose index lists are in `golden/`.
+//! Comparison with `DistributedDeterministicSampler` of spdl 0.8, whose index lists are in
+//! `golden/`.
 
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
@@ -18,7 +19,7 @@ fn ranks_read_the_spdl_indices() {
     for (len, world, drop_last_round, ranks) in cases {
         let tail = if drop_last_round { Tail::Drop } else { Tail::Spread };
         let config = SamplerConfig::spdl_deterministic().with_tail(tail);
-        // The only difference: SPDL refuses a data set that leaves every rank without a sample.
+        // The only difference: SPDL rejects a data set that leaves every rank without a sample.
         let ranks = ranks.unwrap_or_else(|| vec![Vec::new(); usize::try_from(world).unwrap()]);
         for (placement, expected) in WorldSize::new(world).unwrap().placements().zip(ranks) {
             let sampler = DistributedSampler::new(len, placement, config).unwrap();

@@ -25,7 +25,7 @@ impl OpenBatch {
         ready: &mut VecDeque<Batch>,
     ) {
         if self.sequences.is_empty() || sequence.length > self.longest {
-            self.lengthen(sequence.length, limits);
+            self.set_longest(sequence.length, limits);
         }
         self.sequences.push(sequence);
         while let Some(size) = limits.full_size(self.sequences.len(), self.max_rows) {
@@ -34,7 +34,7 @@ impl OpenBatch {
     }
 
     /// Sets the length of the longest sequence.
-    fn lengthen(&mut self, longest: u64, limits: &BatchLimits) {
+    fn set_longest(&mut self, longest: u64, limits: &BatchLimits) {
         self.longest = longest;
         self.max_rows = limits.max_rows(limits.padded_length(longest));
     }
@@ -43,7 +43,7 @@ impl OpenBatch {
     fn close(&mut self, size: usize, limits: &BatchLimits) -> Batch {
         let batch = limits.batch(self.sequences.drain(..size));
         if let Some(longest) = self.sequences.iter().map(|sequence| sequence.length).max() {
-            self.lengthen(longest, limits);
+            self.set_longest(longest, limits);
         }
         batch
     }

@@ -50,8 +50,8 @@ pub(crate) enum WholeSetStrategy {
 }
 
 impl WholeSetStrategy {
-    /// Arranges admitted sequences, given by number and length; equal ones stay in order. Sorted
-    /// ones are cut at the `known` ends if these are within the limits.
+    /// Arranges admitted sequences, given by number and length. Sequences of equal length keep
+    /// their order. Sorted sequences are cut at the `known` ends if these respect the limits.
     pub(crate) fn arrange(
         self,
         histogram: &LengthHistogram,
@@ -97,7 +97,8 @@ fn sorted_batches(
     limits: &BatchLimits,
     known: Option<Vec<usize>>,
 ) -> BatchArrangement {
-    // The surplus consists of the shortest sequences, because dropping them or giving them a small batch costs least.
+    // The surplus consists of the shortest sequences, because dropping them or giving them a small
+    // batch costs least.
     let len = sorted.len();
     let (n_in_groups, kept) = limits.split_remainder(len);
     let surplus = len - n_in_groups;
@@ -122,15 +123,16 @@ fn sorted_batches(
 /// Arranges packed rows; `sorted` are the sequences from the shortest to the longest.
 fn arrange_rows(rows: &PackedRows, sorted: &[u32], limits: &BatchLimits) -> BatchArrangement {
     let empty = limits.empty_row();
-    let mut batches = Vec::with_capacity(rows.left.len());
+    let mut batches = Vec::with_capacity(rows.free_space.len());
     let mut start = 0;
-    for &left in &rows.left {
-        let end = start + (empty.sequences - left.sequences) as u32;
-        let real_tokens = empty.tokens - left.tokens;
+    for &free_space in &rows.free_space {
+        let end = start + (empty.sequences - free_space.sequences) as u32;
+        let real_tokens = empty.tokens - free_space.tokens;
         batches.push(PlannedBatch { range: start..end, padded_length: empty.tokens, real_tokens });
         start = end;
     }
-    // Rows are filled from their ends in ascending order of length, so that the longest sequence comes first.
+    // Rows are filled from their ends in ascending order of length, so that the longest sequence
+    // comes first.
     let mut next: Vec<u32> = batches.iter().map(|batch| batch.range.end).collect();
     let mut ids = vec![0; sorted.len()];
     for (&row, &id) in rows.row_of.iter().rev().zip(sorted) {

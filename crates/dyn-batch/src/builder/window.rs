@@ -4,7 +4,7 @@ use std::ops::Range;
 
 use crate::{
     batch::{Batch, Sequence},
-    builder::sorted_set as whole_set,
+    builder::sorted_set,
     config::Cut,
     lengths::histogram::LengthHistogram,
     limits::BatchLimits,
@@ -12,14 +12,14 @@ use crate::{
 };
 
 /// The fill of one batch in fixed point.
-const ONE: u64 = 1 << 32;
+const FULL_BATCH: u64 = 1 << 32;
 
 /// Sequences that wait for a full window.
 #[derive(Clone, Debug)]
 pub(crate) struct SortWindow {
     cut: Cut,
     sequences: Vec<Sequence>,
-    /// Number of batches that the sequences fill, in units of [`ONE`].
+    /// Number of batches that the sequences fill, in units of [`FULL_BATCH`].
     fill: u128,
     /// Fill at which the window is full.
     full: u128,
@@ -31,7 +31,7 @@ impl SortWindow {
     /// Creates a window of `batches` batches.
     pub(crate) fn new(batches: u64, cut: Cut) -> Self {
         // One more batch, for the sequences that stay for the next window.
-        let full = (u128::from(batches) + 1) * u128::from(ONE);
+        let full = (u128::from(batches) + 1) * u128::from(FULL_BATCH);
         Self { cut, sequences: Vec::new(), fill: 0, full, n_cut: 0 }
     }
 
@@ -56,7 +56,7 @@ impl SortWindow {
     fn cut_full(&mut self, limits: &BatchLimits) -> Vec<Batch> {
         let lengths = || self.sequences.iter().map(|sequence| sequence.length);
         let histogram = LengthHistogram::new(lengths());
-        let sorted = whole_set::sort(&histogram, (0..).zip(lengths()));
+        let sorted = sorted_set::sort(&histogram, (0..).zip(lengths()));
         let full = self.full_batches(&histogram, sorted.len(), limits);
         let groups = SortedGroups::new(&histogram.range(full.clone()), limits);
         let mut start = full.start;
@@ -73,8 +73,8 @@ impl SortWindow {
         batches
     }
 
-    /// Returns the range of the sorted sequences that are cut now. The batch at the kept end may
-    /// not be full, so it waits, even if it is the only one.
+    /// Returns the range of the sorted sequences to cut now. The batch at the end that is kept may
+    /// not be full, so its sequences stay, even if it is the only batch.
     fn full_batches(
         &self,
         histogram: &LengthHistogram,
@@ -112,8 +112,8 @@ impl SortWindow {
         }
     }
 
-    /// Keeps the sequences at these positions for the next window. Equal lengths stay in the order of arrival, before
-    /// later ones.
+    /// Keeps the sequences at these positions for the next window. Equal lengths stay in the order
+    /// of arrival, before later ones.
     fn keep(&mut self, positions: &[u32], limits: &BatchLimits) {
         let kept = positions.iter().map(|&position| self.sequences[position as usize]);
         self.sequences = kept.collect();
@@ -121,10 +121,10 @@ impl SortWindow {
     }
 }
 
-/// Returns the part of a batch that a sequence fills at least: batches of equal sequences hold as
-/// many as fit.
+/// Returns the smallest share of a batch that a sequence can fill: its share among sequences of the
+/// same length.
 fn share(sequence: Sequence, limits: &BatchLimits) -> u128 {
     // `rows` is at least one, because the sequence was admitted.
     let rows = limits.max_rows(limits.padded_length(sequence.length));
-    u128::from(ONE.div_ceil(rows))
+    u128::from(FULL_BATCH.div_ceil(rows))
 }

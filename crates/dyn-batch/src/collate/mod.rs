@@ -61,7 +61,8 @@ impl Default for Collator {
     }
 }
 
-/// The tensors of a batch, of shape `[rows, padded_length]`; `R` has the tensors specific to padded or packed rows.
+/// The tensors of a batch, of shape `[rows, padded_length]`; `R` has the tensors specific to padded
+/// or packed rows.
 ///
 /// # Examples
 ///
@@ -88,9 +89,9 @@ impl Default for Collator {
 pub struct BatchTensors<R> {
     /// Token ids, `U32`.
     pub ids: Tensor,
-    /// Token ids as `I64`, with the ignore index for padding. They are not shifted: compare the logits of token i with
-    /// label i + 1. In a packed row the first token of each sequence also has the ignore index, because the token
-    /// before it belongs to another sequence.
+    /// Token ids as `I64`, with the ignore index for padding. They are not shifted: compare the
+    /// logits of token i with label i + 1. In a packed row the first token of each sequence also
+    /// has the ignore index, because the token before it belongs to another sequence.
     pub labels: Tensor,
     /// Mask of padded rows, or segments of a packed row.
     pub rows: R,
@@ -110,7 +111,8 @@ pub struct PaddedRows {
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub struct PackedRow {
-    /// Number of each token's sequence, from 1, and 0 for padding, `U32`: attend between equal numbers.
+    /// Number of each token's sequence, from 1, and 0 for padding, `U32`: attend between equal
+    /// numbers.
     pub segment_ids: Tensor,
     /// Position of each token in its sequence, `U32`.
     pub position_ids: Tensor,
@@ -157,9 +159,10 @@ impl Collator {
     ///
     /// # Errors
     ///
-    /// Errors of candle for the device. Wrapped in one: [`Error::TensorTooLarge`] if the batch exceeds the address
-    /// space, [`Error::PackedBatch`] if it has more sequences than rows, [`Error::RowOverflow`] if a sequence is longer
-    /// than its row, and [`Error::Uncounted`] if there are more tokens than the batch counts.
+    /// Errors of candle for the device. Wrapped in one: [`Error::TensorTooLarge`] if the batch
+    /// exceeds the address space, [`Error::PackedBatch`] if it has more sequences than rows,
+    /// [`Error::RowOverflow`] if a sequence is longer than its row, and [`Error::Uncounted`] if
+    /// there are more tokens than the batch counts.
     pub fn pad<'a>(
         &self,
         batch: &Batch,
@@ -231,8 +234,8 @@ impl Collator {
 }
 
 impl<R> BatchTensors<R> {
-    /// Returns a value per sequence, such as a class label, a regression target or a weight, of shape `[sequences]` on
-    /// the device of the other tensors.
+    /// Returns a value per sequence, such as a class label, a regression target or a weight, of
+    /// shape `[sequences]` on the device of the other tensors.
     ///
     /// # Errors
     ///
@@ -263,13 +266,14 @@ impl<R> BatchTensors<R> {
     /// shape `[rows, padded_length]` on the device of the other tensors. Items are truncated like
     /// the tokens.
     ///
-    /// For token labels, use the ignore index as `fill`, −100 for losses that follow PyTorch. The first token of a
-    /// packed sequence keeps its value; for next-token labels use [`labels_where`](Self::labels_where).
+    /// For token labels, use the ignore index as `fill`, −100 for losses that follow PyTorch. The
+    /// first token of a packed sequence keeps its value; for next-token labels use
+    /// [`labels_where`](Self::labels_where).
     ///
     /// # Errors
     ///
-    /// Errors of candle for the device. Wrapped in one: [`Error::FieldLength`] if a sequence has a different number of
-    /// items than tokens.
+    /// Errors of candle for the device. Wrapped in one: [`Error::FieldLength`] if a sequence has a
+    /// different number of items than tokens.
     ///
     /// # Examples
     ///
@@ -296,8 +300,8 @@ impl<R> BatchTensors<R> {
         self.layout.per_token(fill, items)
     }
 
-    /// Returns the [`labels`](Self::labels) of tokens with a nonzero `mask`, and the ignore index elsewhere, for
-    /// example to train on completions and not on prompts.
+    /// Returns the [`labels`](Self::labels) of tokens with a nonzero `mask`, and the ignore index
+    /// elsewhere, for example to train on completions and not on prompts.
     ///
     /// # Errors
     ///
@@ -361,14 +365,14 @@ mod tests {
             tensors.rows.mask.flatten_all().unwrap().to_vec1::<u8>().unwrap().iter().sum();
         assert_eq!((u64::from(kept), padded[0].real_tokens), (9, 9));
         let error = Collator::default().pad(&padded[0], text, &Device::Cpu).unwrap_err();
-        assert!(error.to_string().contains("of 10 tokens, 9 are counted"), "{error}");
+        assert!(error.to_string().contains("have 10 tokens, but the batch counts 9"), "{error}");
 
         let pack = DynamicBatchStrategy::Pack(Packing::InOrder { open_rows: 1 });
         let packed = batches(config.with_strategy(pack).with_max_tokens(12));
         let tensors = collator.pack(&packed[0], text, &Device::Cpu).unwrap();
         assert_eq!(tensors.ids.to_vec2::<u32>().unwrap(), [[1, 2, 3, 4, 5, 6, 7, 8, 9, 0, 0, 0]]);
         let error = Collator::default().pack(&packed[0], text, &Device::Cpu).unwrap_err();
-        assert!(error.to_string().contains("of 10 tokens, 9 are counted"), "{error}");
+        assert!(error.to_string().contains("have 10 tokens, but the batch counts 9"), "{error}");
     }
 
     #[test]

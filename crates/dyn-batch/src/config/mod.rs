@@ -7,8 +7,8 @@ pub use self::{buckets::Buckets, cost::Cost};
 
 /// The strategy that decides which sequences share a batch.
 ///
-/// Every strategy keeps all limits, except [`Dynamic`](Self::Dynamic) with a computed budget, which limits tokens
-/// instead of sequences.
+/// Every strategy keeps all limits, except [`Dynamic`](Self::Dynamic) with a computed budget, which
+/// limits tokens instead of sequences.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Hash)]
 #[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
 #[cfg_attr(feature = "serde", serde(rename_all = "snake_case"))]
@@ -112,8 +112,9 @@ pub enum Overlong {
     /// The batches end with an error for this sequence.
     #[default]
     Error,
-    /// The sequence counts with `max_sequence_length` tokens and the report counts it. The reader of the tokens must
-    /// truncate them; with the feature `candle`, set `Collator::with_max_sequence_length`.
+    /// The sequence counts with `max_sequence_length` tokens and the report counts it. The reader
+    /// of the tokens must truncate them; with the feature `candle`, set
+    /// `Collator::with_max_sequence_length`.
     Truncate,
     /// The sequence is skipped and the report counts it.
     Skip,

@@ -47,8 +47,8 @@ impl CostParts {
         Self { items, sums }
     }
 
-    /// Makes the best swap of the most expensive part: the larger sum of the two parts becomes
-    /// smallest. Returns true if that made it cheaper.
+    /// Makes the best swap of the most expensive part, after which the larger sum of the two parts
+    /// is smallest. Returns true if the part became cheaper.
     fn improve(&mut self) -> bool {
         let largest = self.most_expensive();
         let others = (0..self.sums.len()).filter(|&part| part != largest);

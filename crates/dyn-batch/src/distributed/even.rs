@@ -12,8 +12,8 @@ use crate::{
     sampler::plan::BatchPlan,
 };
 
-/// Returns the numbers of the batches, the most expensive first. Splits, drops or repeats batches
-/// so that the world size divides their number.
+/// Splits, drops or repeats batches so that the world size divides their number. Returns the
+/// indices of the batches, the most expensive first.
 pub(crate) fn batches_by_cost<L: SequenceLengths>(
     plan: &mut BatchPlan<'_, L>,
     world_size: WorldSize,

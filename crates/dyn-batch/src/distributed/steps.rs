@@ -95,7 +95,8 @@ impl<L: SequenceLengths> DistributedBatchSampler<L> {
         state: &BatchState,
         order: impl IntoIterator<Item = u64>,
     ) -> Result<Steps<'_, L>> {
-        // The state has the cuts of sorted sequences, because finding them takes longer than sorting.
+        // The state has the cuts of sorted sequences, because finding them takes longer than
+        // sorting.
         let plan = self.batches().plan_order(order, &state.cut)?;
         let mut steps = Steps::new(self, state.epoch, plan)?;
         match usize::try_from(state.step) {
@@ -167,7 +168,7 @@ impl<'a, L: SequenceLengths> Steps<'a, L> {
     }
 
     /// Returns each step with the state after it, for steps that are read ahead of training. The
-    /// [`state`](Self::state) of the iterator is then too far.
+    /// [`state`](Self::state) of the iterator is then ahead of the training.
     ///
     /// # Examples
     ///
@@ -203,7 +204,8 @@ impl<'a, L: SequenceLengths> Steps<'a, L> {
         report
     }
 
-    /// Returns the batches of all ranks in a step, rank by rank, or `None` if there are fewer steps.
+    /// Returns the batches of all ranks in a step, rank by rank, or `None` if there are fewer
+    /// steps.
     #[doc(hidden)]
     pub fn step(&self, step: usize) -> Option<Vec<Batch>> {
         (step < self.n_steps()).then(|| self.step_batches(step))

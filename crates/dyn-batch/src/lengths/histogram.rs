@@ -14,8 +14,8 @@ pub(crate) struct LengthRun {
     pub(crate) count: u64,
 }
 
-/// Bound of the lengths counted in a table; longer ones are counted in a map.
-const TABLE: u64 = 1 << 20;
+/// Lengths below this bound are counted in a table, and longer ones in a map.
+const TABLE_LEN: u64 = 1 << 20;
 
 /// The number of sequences of each length.
 #[derive(Clone, Debug, Default)]
@@ -70,14 +70,14 @@ impl LengthCounter {
     #[inline]
     pub(crate) fn add(&mut self, length: u64) {
         match self.short.get_mut(length as usize) {
-            Some(count) if length < TABLE => *count += 1,
+            Some(count) if length < TABLE_LEN => *count += 1,
             Some(_) | None => self.add_new(length),
         }
     }
 
     #[cold]
     fn add_new(&mut self, length: u64) {
-        if length < TABLE {
+        if length < TABLE_LEN {
             self.short.resize((length as usize + 1).next_power_of_two(), 0);
             self.short[length as usize] += 1;
         } else {
@@ -112,7 +112,7 @@ impl SortSlots {
         let mut slots = Self { short: Vec::new(), long: BTreeMap::new() };
         let mut next = 0;
         for run in histogram.runs() {
-            if run.length < TABLE {
+            if run.length < TABLE_LEN {
                 slots.short.resize(run.length as usize, NO_SLOT);
                 slots.short.push(next);
             } else {
@@ -130,7 +130,7 @@ impl SortSlots {
         reason = "`SequenceLengths` must return the same length each time"
     )]
     pub(crate) fn take(&mut self, length: u64) -> usize {
-        let next = if length < TABLE {
+        let next = if length < TABLE_LEN {
             self.short.get_mut(length as usize)
         } else {
             self.long.get_mut(&length)

@@ -21,7 +21,7 @@ const NONE: u32 = u32::MAX;
 
 pub(super) fn assign(histogram: &LengthHistogram, row: RowSpace) -> PackedRows {
     let Some(shortest) = histogram.runs().first() else {
-        return PackedRows { row_of: Vec::new(), left: Vec::new() };
+        return PackedRows { row_of: Vec::new(), free_space: Vec::new() };
     };
     let mut open = RowsBySpace::new(row, shortest.length);
     let mut row_of = Vec::with_capacity(histogram.count() as usize);
@@ -33,7 +33,7 @@ pub(super) fn assign(histogram: &LengthHistogram, row: RowSpace) -> PackedRows {
             unplaced -= placed;
         }
     }
-    PackedRows { row_of, left: open.left }
+    PackedRows { row_of, free_space: open.free_space }
 }
 
 /// The rows indexed by free space.
@@ -45,36 +45,37 @@ struct RowsBySpace {
     /// For each row, the next row with the same free space.
     next: Vec<u32>,
     /// Free space of each row.
-    left: Vec<RowSpace>,
+    free_space: Vec<RowSpace>,
 }
 
 impl RowsBySpace {
     fn new(row: RowSpace, shortest: u64) -> Self {
-        // The most useful free space is in a row with one of the shortest sequences; emptier rows are new.
+        // The most useful free space is in a row with one of the shortest sequences; emptier rows
+        // are new.
         let max_space = (row.tokens - shortest) as usize;
         Self {
             row,
             heads: vec![NONE; max_space + 1],
             spaces: BitSet::new(max_space + 1),
             next: Vec::new(),
-            left: Vec::new(),
+            free_space: Vec::new(),
         }
     }
 
     /// Puts up to `count` sequences of `length` into the fullest row with enough space; returns the
     /// row and the number placed.
     ///
-    /// They would go there one by one as well, because a row that takes one becomes fuller than all
-    /// other rows with space.
+    /// Placed one by one, they would go to the same row, because a row that takes one becomes
+    /// fuller than all other rows with space.
     fn place(&mut self, length: u64, count: u64) -> (u32, u64) {
         let row = match self.spaces.first_from(length as usize) {
             Some(space) => self.pop(space),
             None => self.push_new(),
         };
-        let left = &mut self.left[row as usize];
-        let placed = count.min(left.capacity(length));
-        *left = left.after_adding(length, placed);
-        let RowSpace { tokens, sequences } = *left;
+        let free_space = &mut self.free_space[row as usize];
+        let placed = count.min(free_space.capacity(length));
+        *free_space = free_space.after_adding(length, placed);
+        let RowSpace { tokens, sequences } = *free_space;
         if sequences > 0 {
             self.push(row, tokens as usize);
         }
@@ -83,7 +84,7 @@ impl RowsBySpace {
 
     fn push_new(&mut self) -> u32 {
         self.next.push(NONE);
-        self.left.push(self.row);
+        self.free_space.push(self.row);
         self.next.len() as u32 - 1
     }
 
@@ -216,7 +217,7 @@ mod tests {
         let rows = assign(&LengthHistogram::new(lengths.iter().copied()), row);
         let mut sorted = lengths.clone();
         sorted.sort_unstable_by(|a, b| b.cmp(a));
-        let mut rooms = vec![row; rows.left.len()];
+        let mut rooms = vec![row; rows.free_space.len()];
         let mut spaces = Vec::new();
         for (length, &row) in sorted.iter().zip(&rows.row_of) {
             let room = &mut rooms[row as usize];
@@ -236,7 +237,8 @@ mod tests {
 
     #[test]
     fn rows_keep_the_sequence_limit() {
-        // Rows with equal space may take different numbers of sequences, so only sums can be compared.
+        // Rows with equal space may take different numbers of sequences, so only sums can be
+        // compared.
         for seed in 0..300 {
             let (rooms, _) = pack(seed, 1 + seed % 7);
             assert_eq!(rooms.len() as u64, seed);

@@ -118,7 +118,8 @@ pub(super) fn search(
     max_steps: u32,
     choices: &mut u64,
 ) -> Option<PackedRows> {
-    let mut rows = PackedRows { row_of: vec![0; histogram.count() as usize], left: Vec::new() };
+    let mut rows =
+        PackedRows { row_of: vec![0; histogram.count() as usize], free_space: Vec::new() };
     let mut unpacked = UnpackedLengths::new(histogram);
     while let Some(longest) = unpacked.left_from(0) {
         let mut search = RowSearch::new(&mut unpacked, max_steps);
@@ -145,9 +146,9 @@ fn add_rows(
     for _ in 0..unpacked.max_repeats(pieces) {
         for &piece in pieces {
             let start = unpacked.take(piece);
-            rows.row_of[start..start + piece.count as usize].fill(rows.left.len() as u32);
+            rows.row_of[start..start + piece.count as usize].fill(rows.free_space.len() as u32);
         }
-        rows.left.push(space);
+        rows.free_space.push(space);
     }
 }
 
@@ -173,8 +174,8 @@ impl<'a> RowSearch<'a> {
         }
     }
 
-    /// Adds sequences of this entry, as many as fit first, and then the pieces that fill the row
-    /// best. Returns true if the search is over.
+    /// Adds sequences of this entry, from as many as fit down to one, and fills the rest of the
+    /// row. Returns true if the search is over.
     fn take(&mut self, entry: usize, space: RowSpace) -> bool {
         let LengthEntry { length, count, .. } = self.unpacked.entries[entry];
         for count in (1..=count.min(space.capacity(length))).rev() {

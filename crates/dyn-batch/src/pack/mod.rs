@@ -17,7 +17,7 @@ pub(crate) struct PackedRows {
     /// Row of each sequence, from the longest to the shortest.
     pub(crate) row_of: Vec<u32>,
     /// Free space of each row.
-    pub(crate) left: Vec<RowSpace>,
+    pub(crate) free_space: Vec<RowSpace>,
 }
 
 /// Assigns sequences to rows by best-fit decreasing.
@@ -33,11 +33,11 @@ pub(crate) fn minimum_slack(histogram: &LengthHistogram, empty: RowSpace) -> Pac
     let mut choices =
         minimum_slack::CHOICES + minimum_slack::CHOICES_PER_SEQUENCE * histogram.count();
     for max_steps in minimum_slack::MAX_STEPS {
-        if fewest.left.len() as u128 <= bound {
+        if fewest.free_space.len() as u128 <= bound {
             break;
         }
         match minimum_slack::search(histogram, empty, max_steps, &mut choices) {
-            Some(rows) if rows.left.len() < fewest.left.len() => fewest = rows,
+            Some(rows) if rows.free_space.len() < fewest.free_space.len() => fewest = rows,
             Some(_) => {}
             None => break,
         }

@@ -35,7 +35,8 @@ pub(crate) struct BatchPlan<'a, L> {
 }
 
 impl<L: SequenceLengths> DynamicBatchSampler<L> {
-    /// Plans the batches of the sequences in `order`. `cut` is empty, or the [`BatchPlan::cut`] of an equal plan.
+    /// Plans the batches of the sequences in `order`. `cut` is empty, or the [`BatchPlan::cut`] of
+    /// an equal plan.
     pub(crate) fn plan_order(
         &self,
         order: impl IntoIterator<Item = u64>,
@@ -278,8 +279,8 @@ impl<'a, L: SequenceLengths> BatchPlan<'a, L> {
 /// Limit on the sequences in a plan.
 pub(crate) const LIMIT: u64 = u32::MAX as u64;
 
-/// Returns the ends of the batches in a [`BatchPlan::cut`], counted in groups. A first batch smaller
-/// than a group is left out, because the arrangement finds it again.
+/// Returns the ends of the batches in a [`BatchPlan::cut`], counted in groups. A first batch
+/// smaller than a group is left out, because the arrangement finds it again.
 fn parse_cut(cut: &[(u32, u32)], limits: &BatchLimits, n_sequences: u64) -> Option<Vec<usize>> {
     // A cut into more batches than sequences is from another plan and might exceed the memory.
     let n_batches = cut.iter().fold(0_u64, |sum, &(_, count)| sum.saturating_add(count.into()));

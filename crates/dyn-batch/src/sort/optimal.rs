@@ -6,11 +6,12 @@
 //! best start is a totally monotone choice: a longer group costs more for every other group in its
 //! batch. Ties go to the first start.
 //!
-//! A stretch is a run of prefixes in a layer whose last groups have the same padded length. The order of two starts
-//! does not depend on the prefix, only the range of starts does. So a stretch visits each start once, and the middle
-//! stretch of a layer halves the starts for the stretches on both sides (see [`minima`](crate::lengths::minima)). A
-//! million sequences have a few thousand lengths, so most layers have one or two stretches. Prefix by prefix the
-//! algorithm takes two to four times as long.
+//! A stretch is a run of prefixes in a layer whose last groups have the same padded length. The
+//! order of two starts does not depend on the prefix, only the range of starts does. So a stretch
+//! visits each start once, and the middle stretch of a layer halves the starts for the stretches on
+//! both sides (see [`minima`](crate::lengths::minima)). A million sequences have a few thousand
+//! lengths, so most layers have one or two stretches. Prefix by prefix the algorithm takes two to
+//! four times as long.
 
 #![expect(
     clippy::cast_possible_truncation,
@@ -79,7 +80,7 @@ fn push_stretches(
 ) -> usize {
     let mut end = first;
     while let Some(&level) = levels.peek() {
-        // A batch that starts in the previous layer reaches up to here, if its groups are as long.
+        // A batch that starts in the previous layer and ends in this level reaches up to here.
         let reached = first.saturating_add(level.max_groups).min(level.end + 1);
         if end < reached {
             stretches.push(PrefixStretch { prefixes: end..reached, level });

@@ -70,10 +70,11 @@ fn overflowing_budgets_are_rejected() {
 
 #[test]
 fn multiples_over_limits_are_rejected() {
-    let of_eight = BatchConfig::default().with_batch_size_multiple(8);
-    for config in
-        [of_eight.clone(), dynamic().with_batch_size_multiple(8).with_max_sequence_length(512)]
-    {
+    let multiples_of_eight = BatchConfig::default().with_batch_size_multiple(8);
+    for config in [
+        multiples_of_eight.clone(),
+        dynamic().with_batch_size_multiple(8).with_max_sequence_length(512),
+    ] {
         check_config(
             config.with_max_batch_size(7),
             &Error::MultipleOverLimit { multiple: 8, setting: "max_batch_size", limit: 7 },
@@ -81,7 +82,7 @@ fn multiples_over_limits_are_rejected() {
         );
     }
     check_config(
-        of_eight.with_max_tokens(7),
+        multiples_of_eight.with_max_tokens(7),
         &Error::MultipleOverLimit { multiple: 8, setting: "max_tokens", limit: 7 },
         "batch_size_multiple 8 is above max_tokens 7",
     );
@@ -260,8 +261,8 @@ fn impossible_steps_are_rejected() {
     };
     let (grouped, dealt) =
         (DistributedConfig::default(), DistributedConfig::default().with_layout(StepLayout::Dealt));
-    let of_two = BatchConfig::default().with_max_batch_size(2);
-    let error = sampler(vec![1, 1, 1], of_two.clone(), grouped)
+    let batches_of_two = BatchConfig::default().with_max_batch_size(2);
+    let error = sampler(vec![1, 1, 1], batches_of_two.clone(), grouped)
         .unwrap()
         .epoch(Epoch::ZERO, 0..3)
         .unwrap_err();
@@ -269,16 +270,18 @@ fn impossible_steps_are_rejected() {
         error.to_string(),
         "2 batches cannot be split into equally many for each of 4 ranks"
     );
-    let error =
-        sampler(vec![1, 1, 1], of_two, dealt).unwrap().epoch(Epoch::ZERO, 0..3).unwrap_err();
+    let error = sampler(vec![1, 1, 1], batches_of_two, dealt)
+        .unwrap()
+        .epoch(Epoch::ZERO, 0..3)
+        .unwrap_err();
     assert_eq!(
         error.to_string(),
         "1 batches cannot be split into equally many for each of 4 ranks"
     );
     // Batches of 4 and 3 sequences: too many for one batch, too few for two.
-    let of_one = BatchConfig::default().with_max_batch_size(1);
-    let sampler_of_seven = sampler(vec![1; 7], of_one, dealt).unwrap();
-    let error = sampler_of_seven.epoch(Epoch::ZERO, 0..7).unwrap_err();
+    let batches_of_one = BatchConfig::default().with_max_batch_size(1);
+    let seven_sequences = sampler(vec![1; 7], batches_of_one, dealt).unwrap();
+    let error = seven_sequences.epoch(Epoch::ZERO, 0..7).unwrap_err();
     assert_eq!(
         error.to_string(),
         "2 batches cannot be split into equally many for each of 4 ranks"
@@ -292,8 +295,8 @@ fn impossible_steps_are_rejected() {
 
 #[test]
 fn joining_huge_batches_does_not_overflow() {
-    // Four sequences fill a global batch of two ranks and one remains. Both batches together have more tokens than 64
-    // bits can count.
+    // Four sequences fill a global batch of two ranks, and one remains. Both batches together have
+    // more tokens than 64 bits can count.
     let lengths = [MAX / 4; 5];
     let batches = BatchConfig::default().with_max_tokens(MAX).with_max_batch_size(2);
     let batches = DynamicBatchSampler::new(lengths, batches).unwrap();
@@ -304,14 +307,14 @@ fn joining_huge_batches_does_not_overflow() {
     assert_eq!(sizes.collect::<Vec<_>>(), [1, 2]);
 }
 
-/// A data set of any number of sequences of length 1, the last of which may lack a length.
+/// A data set of any number of sequences of length 1. The last sequences may lack a length.
 #[derive(Debug)]
-struct Ones {
+struct UnitLengths {
     count: u64,
     known: u64,
 }
 
-impl SequenceLengths for Ones {
+impl SequenceLengths for UnitLengths {
     fn count(&self) -> u64 {
         self.count
     }
@@ -321,7 +324,7 @@ impl SequenceLengths for Ones {
     }
 }
 
-/// Creates a sampler of a world with one rank, which plans all batches at once.
+/// Creates a sampler for a single rank. It plans all batches at once.
 fn single_rank<L: SequenceLengths>(batches: DynamicBatchSampler<L>) -> DistributedBatchSampler<L> {
     let config = DistributedConfig::default();
     DistributedBatchSampler::new(batches, Placement::SINGLE, config).unwrap()
@@ -332,9 +335,9 @@ fn oversized_plans_are_rejected() {
     let count = 1 << 32;
     let config = BatchConfig::default().with_max_batch_size(1);
     let plan = |count, order: &[u64]| {
-        let lengths = Ones { count, known: count };
-        let alone = single_rank(DynamicBatchSampler::new(lengths, config.clone()).unwrap());
-        alone.epoch(Epoch::ZERO, order.iter().copied()).map(|steps| steps.len())
+        let lengths = UnitLengths { count, known: count };
+        let sampler = single_rank(DynamicBatchSampler::new(lengths, config.clone()).unwrap());
+        sampler.epoch(Epoch::ZERO, order.iter().copied()).map(|steps| steps.len())
     };
     assert_eq!(plan(count, &[count - 1, count - 2]), Ok(2));
     assert_eq!(plan(count, &[count]), Err(Error::IndexOutOfRange { index: count, count }));
@@ -347,7 +350,7 @@ fn oversized_plans_are_rejected() {
 
 #[test]
 fn missing_lengths_are_errors() {
-    let lengths = Ones { count: 3, known: 2 };
+    let lengths = UnitLengths { count: 3, known: 2 };
     let error = Error::IndexOutOfRange { index: 2, count: 3 };
     assert_eq!(Buckets::quantiles(&lengths, 2), Err(error.clone()));
     for strategy in [

@@ -1,8 +1,8 @@
 //! Sequence lengths similar to real corpora, from compact recipes.
 //!
 //! A distribution is a table of knots of its quantile function, with linear interpolation; draws
-//! use SplitMix64. The shapes follow published statistics of web documents, of questions and
-//! contexts of `SQuAD`, of reviews, speech and chats. The file contains no text.
+//! use SplitMix64. The shapes follow published statistics of web documents, `SQuAD` questions with
+//! their contexts, reviews, speech and chats. The file contains no text.
 
 #![allow(clippy::expect_used, reason = "a recipe with a typo is a failed test")]
 #![allow(
@@ -37,7 +37,7 @@ impl Recipe {
 
 fn knot(text: &str) -> (u64, u64) {
     let (p, length) = text.split_once(':').expect("a knot is p:length");
-    (p.parse().expect("p is a number"), length.parse().expect("so is the length"))
+    (p.parse().expect("p is a number"), length.parse().expect("the length is a number"))
 }
 
 fn quantile(knots: &[(u64, u64)], u: u64) -> u32 {

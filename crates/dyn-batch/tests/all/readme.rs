@@ -49,7 +49,7 @@ fn check_picture(columns: &[Vec<String>; 3]) {
     }
     let picture = lines.join("\n");
     let page = include_str!("../../README.md").replace('\r', "");
-    assert!(page.contains(&picture), "the crate page should show\n{picture}");
+    assert!(page.contains(&picture), "the crate page must show\n{picture}");
 }
 
 #[test]

@@ -1,4 +1,4 @@
-//! Resuming: a state resumes its steps and is rejected for others.
+//! Resuming: a state continues the steps of an equal sampler, and other samplers reject it.
 
 #![allow(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
 
@@ -8,7 +8,7 @@ use dyn_batch::{
     DynamicBatchSampler, DynamicBatchStrategy, Error, StepLayout,
 };
 
-/// Creates a sampler of neighbors, at most 4 in a batch, for the first of 2 ranks.
+/// Creates a sampler of consecutive sequences, at most 4 in a batch, for the first of 2 ranks.
 fn sampler(lengths: Vec<u64>, config: DistributedConfig) -> DistributedBatchSampler<Vec<u64>> {
     let batches = BatchConfig::default().with_max_batch_size(4);
     let batches = DynamicBatchSampler::new(lengths, batches).unwrap();
@@ -31,10 +31,10 @@ fn state() -> BatchState {
     steps.state()
 }
 
-fn check_refused(config: DistributedConfig, lengths: Vec<u64>, order: impl Iterator<Item = u64>) {
+fn check_rejected(config: DistributedConfig, lengths: Vec<u64>, order: impl Iterator<Item = u64>) {
     let sampler = sampler(lengths, config);
-    let refused = sampler.resume(&state(), order);
-    assert!(matches!(refused, Err(Error::OtherBatches { .. })), "{refused:?}");
+    let resumed = sampler.resume(&state(), order);
+    assert!(matches!(resumed, Err(Error::OtherBatches { .. })), "{resumed:?}");
 }
 
 #[test]
@@ -47,8 +47,8 @@ fn resume_continues_the_steps() {
 
 #[test]
 fn another_shuffle_is_rejected() {
-    check_refused(shuffled().with_shuffle(Seed::new(8)), lengths(), 0..50);
-    check_refused(DistributedConfig::default(), lengths(), 0..50);
+    check_rejected(shuffled().with_shuffle(Seed::new(8)), lengths(), 0..50);
+    check_rejected(DistributedConfig::default(), lengths(), 0..50);
 }
 
 #[test]
@@ -67,8 +67,8 @@ fn another_shuffle_of_one_step_is_rejected() {
 
 #[test]
 fn another_cost_or_layout_is_rejected() {
-    check_refused(shuffled().with_cost(Cost::ATTENTION), lengths(), 0..50);
-    check_refused(shuffled().with_layout(StepLayout::Dealt), lengths(), 0..50);
+    check_rejected(shuffled().with_cost(Cost::ATTENTION), lengths(), 0..50);
+    check_rejected(shuffled().with_layout(StepLayout::Dealt), lengths(), 0..50);
 }
 
 #[test]
@@ -80,26 +80,26 @@ fn equivalent_layout_is_rejected() {
         DistributedBatchSampler::new(batches, Placement::SINGLE, config).unwrap()
     };
     let state = sampler(StepLayout::Grouped).epoch(Epoch::ZERO, 0..1).unwrap().state();
-    let refused = sampler(StepLayout::Dealt);
-    assert!(matches!(refused.resume(&state, 0..1), Err(Error::OtherBatches { .. })));
+    let dealt = sampler(StepLayout::Dealt);
+    assert!(matches!(dealt.resume(&state, 0..1), Err(Error::OtherBatches { .. })));
 }
 
 #[test]
 fn another_order_is_rejected() {
-    check_refused(shuffled(), lengths(), (0..50).rev());
+    check_rejected(shuffled(), lengths(), (0..50).rev());
     // The second and the third sequence of the first batch swap positions.
-    check_refused(shuffled(), lengths(), [0, 2, 1].into_iter().chain(3..50));
+    check_rejected(shuffled(), lengths(), [0, 2, 1].into_iter().chain(3..50));
 }
 
 #[test]
 fn other_lengths_are_rejected() {
     let mut lengths = lengths();
     lengths[49] += 1;
-    check_refused(shuffled(), lengths.clone(), 0..50);
+    check_rejected(shuffled(), lengths.clone(), 0..50);
     lengths[49] -= 1;
-    // They are shorter, but no batch has less padding.
+    // The first sequence is shorter, but its batch has the same padded length.
     lengths[0] -= 1;
-    check_refused(shuffled(), lengths, 0..50);
+    check_rejected(shuffled(), lengths, 0..50);
 }
 
 #[test]
@@ -131,7 +131,7 @@ fn forged_cuts_are_rejected() {
     {
         let mut other = state.clone();
         other.cut = cut;
-        let refused = sampler.resume(&other, 0..50);
-        assert!(matches!(refused, Err(Error::OtherBatches { .. })), "{:?}", other.cut);
+        let resumed = sampler.resume(&other, 0..50);
+        assert!(matches!(resumed, Err(Error::OtherBatches { .. })), "{:?}", other.cut);
     }
 }

@@ -5,7 +5,7 @@ use candle_nn::{Module, VarBuilder};
 
 use crate::config::Activation;
 
-/// [`linear`](crate::linear()) with its weight and bias, in the place of `candle_nn::Linear`.
+/// A linear layer that computes [`linear`](crate::linear()); replaces `candle_nn::Linear`.
 ///
 /// # Examples
 ///

@@ -3,7 +3,7 @@
 use candle_core::{Result, Tensor};
 use candle_nn::{LayerNormConfig, Module, VarBuilder};
 
-/// [`rms_norm`](crate::rms_norm()) with its weight, in the place of `candle_nn::RmsNorm`.
+/// A norm that computes [`rms_norm`](crate::rms_norm()); replaces `candle_nn::RmsNorm`.
 ///
 /// # Examples
 ///
@@ -64,7 +64,7 @@ impl From<candle_nn::RmsNorm> for RmsNorm {
     }
 }
 
-/// Loads a norm with a `weight` \[size\], or makes one of ones.
+/// Loads a norm with a `weight` \[size\], or initializes the weight to ones.
 ///
 /// # Errors
 ///
@@ -73,8 +73,7 @@ pub fn rms_norm(size: usize, eps: f64, vb: VarBuilder<'_>) -> Result<RmsNorm> {
     candle_nn::rms_norm(size, eps, vb).map(RmsNorm::from)
 }
 
-/// [`layer_norm`](crate::layer_norm()) with its weight and bias, in the place of
-/// `candle_nn::LayerNorm`.
+/// A norm that computes [`layer_norm`](crate::layer_norm()); replaces `candle_nn::LayerNorm`.
 ///
 /// # Examples
 ///
@@ -129,7 +128,8 @@ impl From<candle_nn::LayerNorm> for LayerNorm {
     }
 }
 
-/// Loads a norm with a `weight` and, by `config`, a `bias` \[size\], or makes them of ones and zeros.
+/// Loads a norm with a `weight` \[size\] and, if `config` has one, a `bias` \[size\], or initializes
+/// them to ones and zeros.
 ///
 /// # Errors
 ///

@@ -30,8 +30,8 @@ const OP: &str = "linear_add_rms_norm";
 ///
 /// # Determinism
 ///
-/// Like [`linear`](crate::linear()); the bits are those of the two operations in `f32` and
-/// `f64`. `f16` and `bf16` are rounded once by the kernels, and twice by the two operations.
+/// Like [`linear`](crate::linear()). In `f32` and `f64` the results have the same bits as the two
+/// operations. In `f16` and `bf16` the fused kernels round once, and the two operations twice.
 ///
 /// # Errors
 ///
@@ -113,8 +113,8 @@ struct LinearAddRmsNorm<T> {
 }
 
 impl<T: Float> LinearAddRmsNorm<T> {
-    /// Returns the gradients of the sum, by both results, and of the norm's weight.
-    fn before_norm(
+    /// Returns the gradient of the sum, from both results, and the gradient of the norm's weight.
+    fn sum_and_weight_grads(
         &self,
         sum: &Tensor,
         [grad_sum, grad_norm]: [Option<Tensor>; 2],
@@ -144,7 +144,7 @@ impl<T: Float> MultiBackward<2> for LinearAddRmsNorm<T> {
         [sum, _]: &[Tensor; 2],
         grads: [Option<Tensor>; 2],
     ) -> Result<Vec<Option<Tensor>>> {
-        let (grad_sum, grad_norm_weight) = self.before_norm(sum, grads)?;
+        let (grad_sum, grad_norm_weight) = self.sum_and_weight_grads(sum, grads)?;
         let mut all = self.affine.backward::<T>(&self.x, CpuSlice::new(&grad_sum).as_slice()?)?;
         all.extend([Some(grad_sum), Some(grad_norm_weight)]);
         Ok(all)

@@ -181,9 +181,9 @@ fn checked_size(tensor: usize, (shape, dtype): &(Shape, DType)) -> Result<usize,
 /// Checks that sorted runs cover all items without gaps or overlaps.
 fn check_owners(tensor: usize, owners: &[OwnedRun], size: usize) -> Result<(), LayoutFault> {
     let mut end = 0;
-    let mut last = None;
+    let mut previous_rank = None;
     for owned in owners {
-        match last {
+        match previous_rank {
             Some(first) if owned.items.start < end => {
                 let item = owned.items.start;
                 return Err(LayoutFault::OverlappingRuns {
@@ -199,7 +199,7 @@ fn check_owners(tensor: usize, owners: &[OwnedRun], size: usize) -> Result<(), L
             _ => {}
         }
         end = owned.items.end;
-        last = Some(owned.rank);
+        previous_rank = Some(owned.rank);
     }
     if end < size { Err(LayoutFault::MissingOwner { tensor, item: end }) } else { Ok(()) }
 }

@@ -31,8 +31,7 @@ pub(crate) trait Backend: fmt::Debug + Send + Sync {
     /// order.
     fn begin(&self) -> Vec<Arc<dyn Engine>>;
 
-    /// Rejects a call from a thread that must not make it because another thread calls other
-    /// meshes.
+    /// Rejects a call if another thread makes the calls on this process's meshes.
     ///
     /// # Errors
     ///
@@ -44,9 +43,9 @@ pub(crate) trait Backend: fmt::Debug + Send + Sync {
     /// Returns the traffic counters of this process's slots, in order.
     fn counters(&self) -> &[TrafficCounter];
 
-    /// Returns the lists of all slots, given the lists of this process's slots, or its error; an
-    /// error fails all processes. Every process makes this call between two calls of functions, for
-    /// the same `purpose`.
+    /// Gathers the lists of all slots from the lists of each process's slots. If one process passes
+    /// an error, all processes fail. Every process makes this call between two calls of functions,
+    /// for the same `purpose`.
     ///
     /// # Errors
     ///
@@ -157,11 +156,11 @@ impl GatheredTensors {
     }
 }
 
-/// The part of one member in a collective in which some members only send or only receive.
+/// The role of one member in a collective where some members only send or only receive.
 #[derive(Debug)]
 pub(crate) struct SendReceive<'a> {
-    /// The tensor to send; otherwise a tensor of the same dtype and shape, on the device for the
-    /// received one.
+    /// The tensor to send. A member that only receives passes any tensor of the same dtype and shape,
+    /// on the device for the result.
     pub(crate) x: &'a Tensor,
     /// Whether `x` is sent to any member, including this one.
     pub(crate) is_sent: bool,
@@ -193,7 +192,7 @@ pub(crate) enum WantedTensors {
     Everything,
     /// Tensors by index. The other members' choices may differ and are exchanged.
     Own(Vec<usize>),
-    /// The runs of each rank, in one dimension each; several ranks may want the same run.
+    /// The runs of each rank, as tensors of one dimension; several ranks may want the same run.
     ByRank(Arc<[Vec<Run>]>),
 }
 

@@ -68,7 +68,7 @@ impl DeviceMesh {
     /// # Errors
     ///
     /// The errors of [`process_allgather`](Self::process_allgather), and [`ProcessError::Exchange`] if
-    /// another process passes another amount of numbers.
+    /// another process passes a different number of values.
     pub fn gather_numbers<const N: usize>(&self, local: &[[u64; N]]) -> Result<Vec<[u64; N]>> {
         let lists = local.iter().map(|numbers| numbers.to_vec()).collect();
         self.gather_number_lists(lists)?.into_iter().map(to_array).collect()
@@ -122,7 +122,10 @@ fn decode_numbers(list: &[Tensor]) -> candle_core::Result<Vec<u64>> {
 
 fn to_array<const N: usize>(numbers: Vec<u64>) -> Result<[u64; N]> {
     <[u64; N]>::try_from(numbers).map_err(|other| {
-        exchange_error(candle_core::Error::msg(format!("{} numbers came for {N}", other.len())))
+        exchange_error(candle_core::Error::msg(format!(
+            "received {} numbers, expected {N}",
+            other.len()
+        )))
     })
 }
 

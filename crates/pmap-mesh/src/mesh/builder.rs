@@ -29,7 +29,7 @@ pub(crate) struct Options {
     pub(crate) bytes_per_second: Option<NonZeroU64>,
 }
 
-/// The axes and options of a mesh to be made.
+/// A builder for [`DeviceMesh`]: set axes and options, then choose devices.
 ///
 /// # Examples
 ///
@@ -40,7 +40,6 @@ pub(crate) struct Options {
 /// let mesh = DeviceMesh::builder().axis("data", 2).deadline(minute).cpu()?;
 /// # Ok::<(), pmap_mesh::Error>(())
 /// ```
-/// A builder for [`DeviceMesh`].
 #[derive(Clone, Debug)]
 #[must_use = "a builder makes no mesh until it is given devices"]
 pub struct DeviceMeshBuilder {
@@ -190,13 +189,12 @@ impl DeviceMeshBuilder {
     /// [`catch_unwind`](std::panic::catch_unwind) or by joining the thread. Otherwise an unwinding
     /// rank would wait for the others in MPI's finalization while they wait for it in a collective.
     ///
-    /// One thread of a process makes the calls on all its meshes over MPI, which is initialized for
-    /// one thread at a time. A call from a second thread fails on any of the meshes, and a second
-    /// thread cannot build another mesh.
+    /// MPI is initialized for one thread at a time. So one thread of a process builds all its meshes
+    /// over MPI and makes all calls on them; calls from a second thread fail.
     ///
-    /// A process that drops its last mesh waits until the other processes drop theirs. A process
-    /// that still waits for it in a collective ends the program with an error that names the
-    /// process that left.
+    /// A process that drops its last mesh waits until the other processes drop theirs. If another
+    /// process still waits in a collective, it ends the program with an error that names the process
+    /// that dropped its mesh.
     ///
     /// A mesh without axes is a row named [`DeviceMesh::AXIS`].
     ///

@@ -36,8 +36,8 @@ use crate::{
 /// # Collectives
 ///
 /// Every collective runs over some axes of the mesh: `"data"`, `["data", "model"]`, or
-/// [`ALL`](crate::ALL). All replicas that differ in these coordinates only form a group. Each
-/// member must call the same collectives in the same order, with tensors of equal dtype and shape.
+/// [`ALL`](crate::ALL). Replicas that differ in no other coordinates form a group. Each member must
+/// call the same collectives in the same order, with tensors of equal dtype and shape.
 /// On a mismatch the call fails with an error that names both calls. If a replica fails or returns
 /// early, the others get an error instead of waiting forever.
 ///
@@ -96,8 +96,8 @@ pub(crate) struct ReplicaContext {
 const BATCH_STREAM: u64 = u64::MAX;
 
 impl Replica {
-    pub(crate) fn new(identity: ReplicaContext) -> Self {
-        Self(Arc::new(identity))
+    pub(crate) fn new(context: ReplicaContext) -> Self {
+        Self(Arc::new(context))
     }
 
     /// Returns the replica's slot in the mesh, from 0; the last axis varies fastest.
@@ -138,7 +138,7 @@ impl Replica {
     /// Returns the number of real rows in the replica's shard, if a batch was padded or cut
     /// unevenly.
     ///
-    /// The rows are counted in the first dimension that the first sharded argument is cut in;
+    /// Counts rows of the first sharded argument, along the first dimension that is cut. Returns
     /// `None` if no argument is cut.
     pub fn valid_len(&self) -> Option<usize> {
         self.0.real_rows.map(|valid| valid.len)
@@ -168,8 +168,8 @@ impl Replica {
         ReplicaRng::new(self.0.seed.derive(self.0.slot as u64), self.0.device.clone())
     }
 
-    /// Returns keys for random numbers of the full batch, of which this replica draws the numbers
-    /// for its rows: dropout that is the same on any number of devices.
+    /// Returns keys for random numbers of the full batch. This replica draws only the numbers for its
+    /// rows, so that dropout, for example, is the same on any number of devices.
     ///
     /// Every call of this method starts the same keys, so create them once and pass them through
     /// the model. If no argument is cut, all replicas draw the same numbers.
@@ -250,7 +250,7 @@ impl Replica {
         self.reduce_tree("pmin", x, axes.into(), Reduction::Min, |_| Transpose::None("pmin"))
     }
 
-    /// Reduces each tensor of a tree. `transpose` makes the backward operation for the number of
+    /// Reduces each tensor of a tree. `transpose` returns the backward operation, given the number of
     /// replicas.
     #[track_caller]
     fn reduce_tree<T: TensorTree>(
@@ -272,12 +272,11 @@ impl Replica {
             let results = self.0.collectives.reduce_list(&ctx, list.clone(), reduction)?;
             (ctx, results)
         };
-        let link_gradient = |(x, result): (&Tensor, Tensor)| {
-            transpose::link_gradient(x, result, || transpose(ctx.size()))
-        };
-        let link_gradient: Vec<Tensor> =
-            list.iter().zip(results).map(link_gradient).collect::<Result<_>>()?;
-        Ok(with_leaves(tree, &link_gradient))
+        let mut linked = Vec::with_capacity(list.len());
+        for (x, result) in list.iter().zip(results) {
+            linked.push(transpose::link_gradient(x, result, || transpose(ctx.size()))?);
+        }
+        Ok(with_leaves(tree, &linked))
     }
 
     /// Returns `x` unchanged; its gradient will be summed over the replicas along `axes`.

@@ -5,11 +5,11 @@ use std::collections::BTreeMap;
 
 use crate::differential::{
     faults::Scenario,
-    gradients::{Chain, Link},
+    gradients::{Chain, ChainLink},
     op::Op,
-    pending::{Job, Kind, LARGE_BYTES},
-    program::{Program, Step},
-    reference::Outcome,
+    pending::{AsyncCall, AsyncCallKind, LARGE_BYTES},
+    program::{Program, ProgramStep},
+    reference::ProgramOutcome,
 };
 
 /// The number of occurrences of each feature.
@@ -53,11 +53,11 @@ impl Coverage {
         self.assert_each(fewest, OPS);
     }
 
-    pub(crate) fn note_program(&mut self, program: &Program, outcome: &Outcome) {
+    pub(crate) fn note_program(&mut self, program: &Program, outcome: &ProgramOutcome) {
         self.note(format!("{} axes", program.grid.0.len()));
         self.note(format!("{} slots", program.grid.slots()));
         let own = program.steps.iter().filter_map(|step| match step {
-            Step::Own { numbers, layout, .. } => Some((numbers, layout)),
+            ProgramStep::Own { numbers, layout, .. } => Some((numbers, layout)),
             _ => None,
         });
         let arguments =
@@ -75,25 +75,27 @@ impl Coverage {
         }
         for step in &program.steps {
             match step {
-                Step::Collective { op, .. } => self.note_op(op),
-                Step::Sums { .. } => self.note("Sums"),
-                Step::Job(Job { kind, .. }) => {
-                    self.note("Job");
-                    self.note_job("Call", kind);
+                ProgramStep::Collective { op, .. } => self.note_op(op),
+                ProgramStep::Sums { .. } => self.note("Sums"),
+                ProgramStep::Blocking(AsyncCall { kind, .. }) => {
+                    self.note("Blocking");
+                    self.note_async_call("Call", kind);
                 }
-                Step::Start(Job { kind, .. }) => self.note_job("Start", kind),
-                Step::Wait { jobs, .. } => self.note(format!("Wait {}", jobs.len().min(3))),
+                ProgramStep::Start(AsyncCall { kind, .. }) => self.note_async_call("Start", kind),
+                ProgramStep::Wait { calls, .. } => {
+                    self.note(format!("Wait {}", calls.len().min(3)))
+                }
                 _ => {}
             }
         }
         self.note_outcome(program, outcome);
     }
 
-    fn note_job(&mut self, how: &str, kind: &Kind) {
+    fn note_async_call(&mut self, how: &str, kind: &AsyncCallKind) {
         let (name, runs) = match kind {
-            Kind::Sum { .. } => ("Sum", None),
-            Kind::Gather(runs) => ("Gather", Some(runs)),
-            Kind::Reduce(runs) => ("Reduce", Some(runs)),
+            AsyncCallKind::Sum { .. } => ("Sum", None),
+            AsyncCallKind::Gather(runs) => ("Gather", Some(runs)),
+            AsyncCallKind::Reduce(runs) => ("Reduce", Some(runs)),
         };
         self.note(format!("{how} {name}"));
         if runs.is_some_and(|runs| {
@@ -109,15 +111,15 @@ impl Coverage {
         }
     }
 
-    fn note_outcome(&mut self, program: &Program, outcome: &Outcome) {
+    fn note_outcome(&mut self, program: &Program, outcome: &ProgramOutcome) {
         match outcome {
-            Outcome::Refused(faults) => {
+            ProgramOutcome::Rejected(faults) => {
                 for (_, fault) in faults {
                     self.note(format!("argument {fault:?}"));
                 }
             }
-            Outcome::Ran { results: Err(refusal), .. } => self.note(format!("{refusal:?}")),
-            Outcome::Ran { results: Ok(_), .. } => {
+            ProgramOutcome::Ran { results: Err(error), .. } => self.note(format!("{error:?}")),
+            ProgramOutcome::Ran { results: Ok(_), .. } => {
                 self.note(format!("{:?}", program.route));
                 self.note(format!("{:?}", program.uneven));
                 let results = program.results.iter().flat_map(|(_, spec)| spec);
@@ -131,8 +133,10 @@ impl Coverage {
     pub(crate) fn note_chain(&mut self, chain: &Chain) {
         for link in &chain.links {
             match link {
-                Link::Collective { op, .. } | Link::Extreme { op, .. } => self.note_op(op),
-                Link::Product { .. } => self.note("Product"),
+                ChainLink::Collective { op, .. } | ChainLink::Extreme { op, .. } => {
+                    self.note_op(op)
+                }
+                ChainLink::Product { .. } => self.note("Product"),
                 _ => {}
             }
         }

@@ -47,7 +47,7 @@ fn f8_runs_are_gathered() {
         let layout = lists::layout(&[(vec![5], DType::F8E4M3)], 3, 1);
         let whole = Tensor::new(&[0_f32, 1., -2., 0.5, 8.], &Device::Cpu)?;
         let whole = whole.to_dtype(DType::F8E4M3)?;
-        let own = lists::own(&layout, ctx.slot(), std::slice::from_ref(&whole))?;
+        let own = lists::owned_runs(&layout, ctx.slot(), std::slice::from_ref(&whole))?;
         let gathered = ctx.gather_runs(own, &layout, ALL)?;
         assert_eq!(
             gathered[0].to_dtype(DType::F32)?.to_vec1::<f32>()?,
@@ -64,7 +64,7 @@ fn gathered_tensors_are_shared_leaves() {
     let layout = lists::layout(&[(vec![4, 2], DType::F32)], 2, 0);
     let gather = mesh.pmap(move |ctx, _: Tensor| {
         let whole = Tensor::arange(0_f32, 8., &Device::Cpu)?.reshape((4, 2))?;
-        let own = lists::own(&layout, ctx.slot(), &[whole])?;
+        let own = lists::owned_runs(&layout, ctx.slot(), &[whole])?;
         let leaf: Var = ctx.gather_runs(own, &layout, ALL)?.swap_remove(0);
         let grads = leaf.sqr()?.sum_all()?.backward()?;
         assert_same(&[grads.get(&leaf).unwrap().clone()], &[(leaf.as_tensor() * 2.0)?.detach()]);

@@ -8,7 +8,7 @@ use crate::{
     coverage::Coverage,
     differential::{
         bits::REDUCIBLE,
-        cases::Cases,
+        cases::SeededCases,
         faults::{self, Scenario},
         generate,
         gradients::{self, Chain},
@@ -17,7 +17,7 @@ use crate::{
         program::Program,
         random::Random,
         reference,
-        tested::{self, Meshes},
+        tested::{self, MeshCache},
     },
 };
 
@@ -33,30 +33,30 @@ fn with_a_deadline(grid: &Grid) -> DeviceMesh {
 
 #[test]
 fn programs_match_the_reference() {
-    let programs: Cases<Program> =
-        Cases::new("--test all programs", |random| generate::program(random, None));
+    let programs: SeededCases<Program> =
+        SeededCases::new("--test all programs", |random| generate::program(random, None));
     programs.run(3000, || {
-        let mut meshes = Meshes::new(over_threads);
+        let mut meshes = MeshCache::new(over_threads);
         move |program| tested::check(program, meshes.open(&program.grid), &reference::run(program))
     });
 }
 
 #[test]
 fn gradients_match_one_graph() {
-    let chains: Cases<Chain> =
-        Cases::new("--test all gradients", |random| gradients::chain(random, None));
+    let chains: SeededCases<Chain> =
+        SeededCases::new("--test all gradients", |random| gradients::chain(random, None));
     chains.run(3000, || {
-        let mut meshes = Meshes::new(over_threads);
+        let mut meshes = MeshCache::new(over_threads);
         move |chain| gradients::check(chain, meshes.open(&chain.grid))
     });
 }
 
 #[test]
 fn faults_end_with_a_possible_error() {
-    let scenarios: Cases<Scenario> = Cases::new("--test all faults", faults::scenario);
+    let scenarios: SeededCases<Scenario> = SeededCases::new("--test all faults", faults::scenario);
     scenarios.run(2000, || {
-        let mut patient = Meshes::new(over_threads);
-        let mut hasty = Meshes::new(with_a_deadline);
+        let mut patient = MeshCache::new(over_threads);
+        let mut hasty = MeshCache::new(with_a_deadline);
         move |scenario| {
             let meshes = if scenario.deadline_passed() { &mut hasty } else { &mut patient };
             faults::check(scenario, meshes.open(scenario.grid()))
@@ -82,7 +82,7 @@ fn random_programs_cover_every_kind() {
     coverage.assert_each(50, ["Call", "CallInto", "Resident", "Refuse", "Pad", "Balanced"]);
     coverage.assert_each(30, ["Shard", "Concat", "Stack", "Sum", "Mean"]);
     coverage.assert_each(3, ["Gather(0)", "NotReplicated(0)", "Specs([(0, MeanOfIntegers)])"]);
-    coverage.assert_each(50, ["Job", "Start Sum", "Start Gather", "Start Reduce"]);
+    coverage.assert_each(50, ["Blocking", "Start Sum", "Start Gather", "Start Reduce"]);
     coverage.assert_each(20, ["large Gather", "large Reduce"]);
     coverage.assert_each(20, ["Wait 1", "Wait 2", "Wait 3"]);
     let faults = [

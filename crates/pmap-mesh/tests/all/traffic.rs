@@ -83,7 +83,7 @@ fn lists_count_the_slot_s_runs() {
     let of_slots = traffic(move |ctx| {
         let zeros = |n: usize, dtype| Tensor::zeros(n, dtype, &Device::Cpu);
         let wholes = [zeros(10, DType::F32)?, zeros(6, DType::BF16)?];
-        ctx.gather_runs(lists::own(&layout, ctx.slot(), &wholes)?, &layout, ALL)?;
+        ctx.gather_runs(lists::owned_runs(&layout, ctx.slot(), &wholes)?, &layout, ALL)?;
         ctx.start_reduce_runs(wholes.to_vec(), &layout, ALL)?.wait().map(drop)
     });
     for (traffic, own_bytes) in of_slots.into_iter().zip(expected) {

@@ -326,7 +326,7 @@ fn runs_of_any_number(engine: &impl Engine) {
         )
         .unwrap();
         let whole = Tensor::arange(0, LEN as u32, ctx.device())?;
-        let own = lists::own(&layout, ctx.slot(), slice::from_ref(&whole))?;
+        let own = lists::owned_runs(&layout, ctx.slot(), slice::from_ref(&whole))?;
         let gathered = ctx.gather_runs(own, &layout, ALL)?;
         assert_same(&[gathered[0].as_detached_tensor()], &[whole]);
         Ok(())
@@ -367,7 +367,7 @@ fn in_any_order(ctx: &Replica, axes: &'static str, seed: u64) -> Result<Vec<Tens
         let list = list.map(|x| x?.affine(1.0 + n as f64, 0.0)).collect::<Result<Vec<_>>>()?;
         let call: Box<dyn FnOnce() -> Result<Vec<Tensor>>> = match draw(n, 6) {
             0 => {
-                let own = lists::own(&layout, ctx.axis_index(axes)?, &list)?;
+                let own = lists::owned_runs(&layout, ctx.axis_index(axes)?, &list)?;
                 let pending = ctx.start_gather_runs(own, &layout, axes)?;
                 Box::new(|| Ok(pending.wait()?.iter().map(Var::as_detached_tensor).collect()))
             }

@@ -1,10 +1,10 @@
-//! Tensors without candle: items in a row.
+//! Tensors without candle, as lists of items.
 
 use std::fmt;
 
 use candle_core::{DType, Device, Tensor};
 
-use crate::differential::bits::{self, Fold};
+use crate::differential::bits::{self, FoldOp};
 
 /// The number of items to print.
 const PRINTED: usize = 12;
@@ -65,7 +65,8 @@ impl Array {
         })
     }
 
-    /// Returns part number `part` of `parts` equal ones.
+    /// Returns the part of index `part` after a division of dimension `dim` into `parts` equal
+    /// parts.
     pub(crate) fn part(&self, dim: usize, part: usize, parts: usize) -> Self {
         let rows = self.shape[dim] / parts;
         self.rows(dim, part * rows, rows)
@@ -140,7 +141,7 @@ impl Array {
     }
 
     /// Folds each item over all arrays, which must agree in dtype and sizes.
-    pub(crate) fn folded(arrays: &[&Self], fold: Fold) -> Self {
+    pub(crate) fn folded(arrays: &[&Self], fold: FoldOp) -> Self {
         let first = arrays[0];
         let mut column = vec![0; arrays.len()];
         let items = (0..first.items.len())

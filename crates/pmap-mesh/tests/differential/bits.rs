@@ -19,9 +19,9 @@ pub(crate) const REDUCIBLE: [DType; 9] = [
     DType::I64,
 ];
 
-/// An operation that combines several numbers.
+/// A reduction of several numbers to one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Fold {
+pub(crate) enum FoldOp {
     Sum,
     Mean,
     Max,
@@ -30,28 +30,28 @@ pub(crate) enum Fold {
 
 macro_rules! fold_of_floats {
     ($name:ident, $type:ty) => {
-        fn $name(fold: Fold, bits: &[u64], number: impl Fn(u64) -> $type) -> $type {
+        fn $name(fold: FoldOp, bits: &[u64], number: impl Fn(u64) -> $type) -> $type {
             let mut numbers = bits.iter().map(|bits| number(*bits));
             let first = numbers.next().unwrap();
             numbers.fold(first, |so_far, next| match fold {
-                Fold::Sum | Fold::Mean => so_far + next,
-                Fold::Max | Fold::Min if so_far.is_nan() || next.is_nan() => <$type>::NAN,
+                FoldOp::Sum | FoldOp::Mean => so_far + next,
+                FoldOp::Max | FoldOp::Min if so_far.is_nan() || next.is_nan() => <$type>::NAN,
                 // Of two zeros, keep the first, whatever its sign.
-                Fold::Max => {
+                FoldOp::Max => {
                     if next > so_far {
                         next
                     } else {
                         so_far
                     }
                 }
-                Fold::Min => {
+                FoldOp::Min => {
                     if next < so_far {
                         next
                     } else {
                         so_far
                     }
                 }
-            }) / if fold == Fold::Mean { bits.len() as $type } else { 1.0 }
+            }) / if fold == FoldOp::Mean { bits.len() as $type } else { 1.0 }
         }
     };
 }
@@ -60,7 +60,7 @@ fold_of_floats!(fold_of_f32, f32);
 fold_of_floats!(fold_of_f64, f64);
 
 /// Folds numbers of type `dtype`, all given and returned as bits.
-pub(crate) fn folded(dtype: DType, fold: Fold, bits: &[u64]) -> u64 {
+pub(crate) fn folded(dtype: DType, fold: FoldOp, bits: &[u64]) -> u64 {
     match dtype {
         DType::F64 => fold_of_f64(fold, bits, f64::from_bits).to_bits(),
         DType::F32 => u64::from(fold_of_f32(fold, bits, single).to_bits()),
@@ -76,13 +76,13 @@ pub(crate) fn folded(dtype: DType, fold: Fold, bits: &[u64]) -> u64 {
     }
 }
 
-fn fold_integers(dtype: DType, fold: Fold, bits: &[u64]) -> u64 {
+fn fold_integers(dtype: DType, fold: FoldOp, bits: &[u64]) -> u64 {
     let numbers = bits.iter().map(|bits| integer(dtype, *bits));
     let folded = match fold {
-        Fold::Sum => numbers.sum(),
-        Fold::Max => numbers.max().unwrap(),
-        Fold::Min => numbers.min().unwrap(),
-        Fold::Mean => panic!("integers have no mean"),
+        FoldOp::Sum => numbers.sum(),
+        FoldOp::Max => numbers.max().unwrap(),
+        FoldOp::Min => numbers.min().unwrap(),
+        FoldOp::Mean => panic!("integers have no mean"),
     };
     // Drop the high bits, so that the sum wraps.
     u64::try_from(folded & i128::from(mask(dtype))).unwrap()
@@ -146,7 +146,7 @@ pub(crate) fn extreme(dtype: DType, random: &mut Random) -> u64 {
 }
 
 /// Returns the nearest number of a float dtype.
-#[allow(clippy::cast_possible_truncation, reason = "rounding is what it is for")]
+#[allow(clippy::cast_possible_truncation, reason = "the conversion rounds on purpose")]
 fn from_f64(dtype: DType, x: f64) -> u64 {
     match dtype {
         DType::F64 => x.to_bits(),

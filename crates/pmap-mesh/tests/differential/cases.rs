@@ -20,16 +20,16 @@ use crate::differential::random::Random;
 /// The time limit of a case. A case takes milliseconds; the rest is for busy machines.
 const LIMIT: Duration = Duration::from_mins(1);
 
-/// A kind of cases, and the function that makes one from a seed.
-pub(crate) struct Cases<C> {
-    /// The arguments of `cargo test` that run them.
+/// A test whose cases are made from consecutive seeds.
+pub(crate) struct SeededCases<C> {
+    /// The arguments of `cargo test` that select this test.
     arguments: &'static str,
-    make: Arc<Make<C>>,
+    make: Arc<CaseMaker<C>>,
 }
 
-type Make<C> = dyn Fn(&mut Random) -> C + Send + Sync;
+type CaseMaker<C> = dyn Fn(&mut Random) -> C + Send + Sync;
 
-impl<C: Display + 'static> Cases<C> {
+impl<C: Display + 'static> SeededCases<C> {
     pub(crate) fn new(
         arguments: &'static str,
         make: impl Fn(&mut Random) -> C + Send + Sync + 'static,
@@ -62,7 +62,7 @@ impl<C: Display + 'static> Cases<C> {
                 Ok(Ok(())) => {}
                 Ok(Err(failure)) => panic!("{failure}\n{}", self.describe(case)),
                 Err(RecvTimeoutError::Timeout) => {
-                    panic!("it has not ended after {LIMIT:?}\n{}", self.describe(case))
+                    panic!("the case has not ended after {LIMIT:?}\n{}", self.describe(case))
                 }
                 Err(RecvTimeoutError::Disconnected) => {
                     eprintln!("{}", self.describe(case));
@@ -76,7 +76,7 @@ impl<C: Display + 'static> Cases<C> {
         thread.join().unwrap();
     }
 
-    /// Describes the case of this seed, and the command that runs it alone.
+    /// Describes the case of this seed and the command that runs only this case.
     fn describe(&self, seed: u64) -> String {
         let case = (self.make)(&mut Random::new(seed));
         let arguments = self.arguments;

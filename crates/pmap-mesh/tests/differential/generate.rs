@@ -11,17 +11,17 @@ use crate::differential::{
     grid::{Axes, Grid},
     layout::Layout,
     op::Op,
-    pending::{Job, Kind as JobKind, LARGE_BYTES, Runs},
-    program::{Argument, Kind, Numbers, Program, Route, Step},
+    pending::{AsyncCall, AsyncCallKind, LARGE_BYTES, TensorRuns},
+    program::{ArrayRecipe, CallRoute, NumberKind, Program, ProgramArgument, ProgramStep},
     random::Random,
-    reference::State,
+    reference::ProgramState,
     spec::{self, Spec},
 };
 
 /// The largest number of steps of a program.
 const MAX_STEPS: usize = 12;
-/// The largest number of items of all values of a program on all slots: the reference computes them
-/// one by one.
+/// The largest number of items in all values of a program, over all slots. The reference computes
+/// the items one by one.
 const MAX_ITEMS: usize = 120_000;
 /// One tensor in this many is large.
 const LARGE_ONE_IN: usize = 100;
@@ -37,28 +37,29 @@ pub(crate) fn program(random: &mut Random, slots: Option<usize>) -> Program {
         None => Grid::random(random),
     };
     let uneven = random.pick(&[Uneven::Refuse, Uneven::Pad, Uneven::Balanced]);
-    let mut routes = vec![Route::Call, Route::CallInto];
+    let mut routes = vec![CallRoute::Call, CallRoute::CallInto];
     if uneven == Uneven::Refuse {
-        routes.push(Route::Resident);
+        routes.push(CallRoute::Resident);
     }
     let arguments = (0..random.less_than(4)).map(|_| argument(random, &grid)).collect();
     let route = random.pick(&routes);
     let mut program =
         Program { grid, uneven, route, arguments, steps: Vec::new(), results: Vec::new() };
-    if let Ok(state) = State::begin(&program) {
-        Maker { random, state, items: 0, started: Vec::new(), program: &mut program }.make();
+    if let Ok(state) = ProgramState::begin(&program) {
+        ProgramBuilder { random, state, items: 0, started: Vec::new(), program: &mut program }
+            .build();
     }
     program
 }
 
-fn argument(random: &mut Random, grid: &Grid) -> Argument {
+fn argument(random: &mut Random, grid: &Grid) -> ProgramArgument {
     let numbers = numbers(random, grid.slots());
     let spec = spec::random_for_argument(random, grid, numbers.shape.len());
-    Argument { layout: random.pick(&Layout::ALL), numbers, spec }
+    ProgramArgument { layout: random.pick(&Layout::ALL), numbers, spec }
 }
 
 /// Returns numbers of any dtype, in a shape that is often divisible by `slots`.
-fn numbers(random: &mut Random, slots: usize) -> Numbers {
+fn numbers(random: &mut Random, slots: usize) -> ArrayRecipe {
     let mut shape: Vec<usize> = (0..random.less_than(4)).map(|_| size(random, slots)).collect();
     let dtype = if random.one_in(20) { DType::F8E4M3 } else { random.pick(&REDUCIBLE) };
     if random.one_in(LARGE_ONE_IN) {
@@ -68,8 +69,13 @@ fn numbers(random: &mut Random, slots: usize) -> Numbers {
             shape = vec![items / slots + 1, slots];
         }
     }
-    let kind = random.pick(&[Kind::Ordinary, Kind::Ordinary, Kind::Extreme, Kind::Repeated]);
-    Numbers { dtype, shape, kind, seed: random.word() }
+    let kind = random.pick(&[
+        NumberKind::Ordinary,
+        NumberKind::Ordinary,
+        NumberKind::Extreme,
+        NumberKind::Repeated,
+    ]);
+    ArrayRecipe { dtype, shape, kind, seed: random.word() }
 }
 
 fn size(random: &mut Random, slots: usize) -> usize {
@@ -83,18 +89,18 @@ fn size(random: &mut Random, slots: usize) -> usize {
 }
 
 /// A program under construction, with its values so far.
-struct Maker<'a> {
+struct ProgramBuilder<'a> {
     random: &'a mut Random,
-    state: State,
-    /// The number of items that its steps have made.
+    state: ProgramState,
+    /// The number of items in the values of the steps so far.
     items: usize,
     /// The pending collectives.
-    started: Vec<Job>,
+    started: Vec<AsyncCall>,
     program: &'a mut Program,
 }
 
-impl Maker<'_> {
-    fn make(mut self) {
+impl ProgramBuilder<'_> {
+    fn build(mut self) {
         for _ in 0..self.random.between(1, MAX_STEPS) {
             self.add_step();
         }
@@ -109,7 +115,7 @@ impl Maker<'_> {
     }
 
     /// Adds a step if it is possible and its value is not too large.
-    fn add(&mut self, step: Step) -> bool {
+    fn add(&mut self, step: ProgramStep) -> bool {
         let Some(value) = self.state.value(&step) else { return false };
         let items: usize = value.iter().flatten().map(|array| array.items.len()).sum();
         if self.items + items > MAX_ITEMS {
@@ -126,11 +132,11 @@ impl Maker<'_> {
         let kind = if self.state.values.is_empty() { 0 } else { self.random.less_than(21) };
         let step = match kind {
             0..=2 => self.own(),
-            3 => Step::Laid { value: self.single(), layout: self.random.pick(&Layout::ALL) },
-            4 => Step::Place { axes: self.state.grid.some(self.random) },
-            5 => Step::Rows,
+            3 => ProgramStep::Laid { value: self.single(), layout: self.random.pick(&Layout::ALL) },
+            4 => ProgramStep::Place { axes: self.state.grid.some(self.random) },
+            5 => ProgramStep::Rows,
             6 => self.sums(),
-            7 => Step::Job(self.job()),
+            7 => ProgramStep::Blocking(self.async_call()),
             8..=10 => return self.start(),
             11 => return self.wait(),
             _ => {
@@ -146,22 +152,22 @@ impl Maker<'_> {
         self.add(step);
     }
 
-    fn own(&mut self) -> Step {
+    fn own(&mut self) -> ProgramStep {
         let numbers = numbers(self.random, self.state.grid.slots());
         let rank = numbers.shape.len();
         let free = (rank > 0 && self.random.one_in(4)).then(|| self.random.less_than(rank));
-        Step::Own { numbers, free, layout: self.random.pick(&Layout::ALL) }
+        ProgramStep::Own { numbers, free, layout: self.random.pick(&Layout::ALL) }
     }
 
-    fn collective(&mut self) -> Step {
+    fn collective(&mut self) -> ProgramStep {
         let value = self.single();
         let axes: Axes = self.state.grid.some(self.random);
         let rank = self.state.values[value][0][0].shape.len();
         let op = Op::random(self.random, rank, self.state.grid.size(&axes));
-        Step::Collective { op, value, axes }
+        ProgramStep::Collective { op, value, axes }
     }
 
-    fn sums(&mut self) -> Step {
+    fn sums(&mut self) -> ProgramStep {
         let value: Vec<usize> = (0..self.random.between(1, 3)).map(|_| self.single()).collect();
         let slots = 0..self.state.grid.slots();
         let wanted = slots
@@ -169,49 +175,49 @@ impl Maker<'_> {
                 (0..self.random.less_than(4)).map(|_| self.random.less_than(value.len())).collect()
             })
             .collect();
-        Step::Sums { value, wanted }
+        ProgramStep::Sums { value, wanted }
     }
 
-    fn job(&mut self) -> Job {
+    fn async_call(&mut self) -> AsyncCall {
         let axes = self.state.grid.some(self.random);
         let ranks = self.state.grid.size(&axes);
         let kind = match self.random.less_than(3) {
-            0 => JobKind::Sum { value: self.single() },
-            1 => JobKind::Gather(self.runs(ranks)),
-            _ => JobKind::Reduce(self.runs(ranks)),
+            0 => AsyncCallKind::Sum { value: self.single() },
+            1 => AsyncCallKind::Gather(self.runs(ranks)),
+            _ => AsyncCallKind::Reduce(self.runs(ranks)),
         };
-        Job { kind, axes }
+        AsyncCall { kind, axes }
     }
 
-    fn runs(&mut self, ranks: usize) -> Runs {
+    fn runs(&mut self, ranks: usize) -> TensorRuns {
         let slots = self.state.grid.slots();
-        let mut tensors: Vec<Numbers> =
+        let mut tensors: Vec<ArrayRecipe> =
             (0..self.random.between(1, 3)).map(|_| numbers(self.random, slots)).collect();
         if self.random.one_in(LARGE_RUNS_ONE_IN) {
             let items = LARGE_BYTES / tensors[0].dtype.size_in_bytes();
             tensors[0].shape = vec![items + 1 + self.random.less_than(items / 4)];
         }
-        Runs::random(self.random, tensors, ranks)
+        TensorRuns::random(self.random, tensors, ranks)
     }
 
     fn start(&mut self) {
-        let job = self.job();
-        if self.add(Step::Start(job.clone())) {
-            self.started.push(job);
+        let call = self.async_call();
+        if self.add(ProgramStep::Start(call.clone())) {
+            self.started.push(call);
         }
     }
 
     /// Waits for all pending collectives.
     fn wait(&mut self) {
-        let jobs = mem::take(&mut self.started);
-        if jobs.is_empty() {
+        let calls = mem::take(&mut self.started);
+        if calls.is_empty() {
             return;
         }
         let slots = 0..self.state.grid.slots();
         let orders =
-            slots.map(|_| self.random.shuffled((0..jobs.len()).collect::<Vec<_>>())).collect();
-        let step = Step::Wait { jobs, orders };
-        let value = self.state.value(&step).expect("what was started is possible");
+            slots.map(|_| self.random.shuffled((0..calls.len()).collect::<Vec<_>>())).collect();
+        let step = ProgramStep::Wait { calls, orders };
+        let value = self.state.value(&step).expect("every started collective is possible");
         self.state.values.push(value);
         self.program.steps.push(step);
     }
@@ -238,12 +244,17 @@ impl Maker<'_> {
         self.state.values[value].iter().all(|list| list.len() == 1)
             && !matches!(
                 self.find_step(value),
-                Some(Step::Sums { .. } | Step::Job(_) | Step::Start(_) | Step::Wait { .. })
+                Some(
+                    ProgramStep::Sums { .. }
+                        | ProgramStep::Blocking(_)
+                        | ProgramStep::Start(_)
+                        | ProgramStep::Wait { .. }
+                )
             )
     }
 
     /// Returns the step that made a value, or `None` for an argument.
-    fn find_step(&self, value: usize) -> Option<&Step> {
+    fn find_step(&self, value: usize) -> Option<&ProgramStep> {
         let steps = value.checked_sub(self.program.arguments.len())?;
         self.program.steps.get(steps)
     }

@@ -8,7 +8,7 @@ const NAMES: [&str; 3] = ["a", "b", "c"];
 /// The name of an axis that the mesh does not have.
 const UNKNOWN: &str = "z";
 
-/// The largest number of slots of a random mesh, which a small machine can run.
+/// The largest number of slots of a random mesh, small enough for a small machine.
 const MAX_SLOTS: usize = 6;
 
 /// The sizes of the axes; the last one varies fastest.
@@ -96,7 +96,7 @@ impl Grid {
         random.shuffled(some)
     }
 
-    /// Returns the axes as the crate names them.
+    /// Converts the axes to the crate's type.
     pub(crate) fn named(&self, axes: &Axes) -> MeshAxes {
         if *axes == self.all() {
             return ALL;

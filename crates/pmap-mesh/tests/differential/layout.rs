@@ -1,4 +1,4 @@
-//! Memory layouts of a tensor: the same array behind every kind of view.
+//! Memory layouts of a tensor: the same items in every kind of view.
 
 use candle_core::{Result, Tensor};
 
@@ -10,7 +10,7 @@ pub(crate) enum Layout {
     Plain,
     /// The first dimension varies fastest.
     Transposed,
-    /// Rows between other rows of the last dimension.
+    /// A slice from the middle of a tensor that is longer in the last dimension.
     Between,
     /// Every second item of a longer tensor.
     Strided,

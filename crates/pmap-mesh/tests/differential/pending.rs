@@ -10,37 +10,37 @@ use pmap_mesh::{
 
 use crate::differential::{
     array::Array,
-    bits::Fold,
+    bits::FoldOp,
     grid::{Axes, Grid},
-    program::Numbers,
+    program::ArrayRecipe,
     random::Random,
     reference::has_sum,
 };
 
-/// The size limit, in bytes, beyond which engines send data differently.
+/// The size in bytes above which engines send data differently.
 pub(crate) const LARGE_BYTES: usize = 16 << 10;
 
 /// A collective that can be started.
 #[derive(Clone, Debug)]
-pub(crate) struct Job {
-    pub(crate) kind: Kind,
+pub(crate) struct AsyncCall {
+    pub(crate) kind: AsyncCallKind,
     pub(crate) axes: Axes,
 }
 
 #[derive(Clone, Debug)]
-pub(crate) enum Kind {
+pub(crate) enum AsyncCallKind {
     /// The sum of a value.
     Sum { value: usize },
     /// A gather of tensors from the runs of each rank.
-    Gather(Runs),
+    Gather(TensorRuns),
     /// A reduction of runs over all ranks.
-    Reduce(Runs),
+    Reduce(TensorRuns),
 }
 
-/// Tensors of each replica, and the runs of their items that each rank of a group owns.
+/// Tensors of each replica, and the runs of items that each rank of a group owns.
 #[derive(Clone, Debug)]
-pub(crate) struct Runs {
-    pub(crate) tensors: Vec<Numbers>,
+pub(crate) struct TensorRuns {
+    pub(crate) tensors: Vec<ArrayRecipe>,
     owned: Vec<Vec<OwnedRun>>,
 }
 
@@ -50,10 +50,10 @@ type OwnedRun = (usize, Range<usize>);
 /// A function that waits for a pending collective.
 pub(crate) type PendingResult = Box<dyn FnOnce() -> Result<Vec<Tensor>>>;
 
-impl Runs {
+impl TensorRuns {
     /// Returns random runs: every item has one owner among `ranks`, and some empty runs begin where
     /// others end.
-    pub(crate) fn random(random: &mut Random, tensors: Vec<Numbers>, ranks: usize) -> Self {
+    pub(crate) fn random(random: &mut Random, tensors: Vec<ArrayRecipe>, ranks: usize) -> Self {
         let mut owned = vec![Vec::new(); ranks];
         for (number, numbers) in tensors.iter().enumerate() {
             let size: usize = numbers.shape.iter().product();
@@ -93,7 +93,7 @@ impl Runs {
     }
 }
 
-impl Job {
+impl AsyncCall {
     /// Returns the result of each slot, or `None` if the collective is impossible.
     pub(crate) fn results(
         &self,
@@ -106,12 +106,13 @@ impl Job {
     fn result(&self, grid: &Grid, values: &[Vec<Vec<Array>>], slot: usize) -> Option<Vec<Array>> {
         let members = grid.members(&self.axes, slot);
         match &self.kind {
-            Kind::Sum { value } => {
+            AsyncCallKind::Sum { value } => {
                 let passed: Vec<&Array> = members.iter().map(|m| &values[*value][*m][0]).collect();
                 let fits = passed.iter().all(|array| array.agrees(passed[0]));
-                (fits && has_sum(passed[0].dtype)).then(|| vec![Array::folded(&passed, Fold::Sum)])
+                (fits && has_sum(passed[0].dtype))
+                    .then(|| vec![Array::folded(&passed, FoldOp::Sum)])
             }
-            Kind::Gather(runs) => {
+            AsyncCallKind::Gather(runs) => {
                 let mut gathered: Vec<Array> =
                     (0..runs.tensors.len()).map(|number| runs.whole(number, slot)).collect();
                 for (owned, member) in runs.owned.iter().zip(members) {
@@ -122,14 +123,14 @@ impl Job {
                 }
                 Some(gathered)
             }
-            Kind::Reduce(runs) => {
+            AsyncCallKind::Reduce(runs) => {
                 let own = &runs.owned[grid.rank(&self.axes, slot)];
                 runs.is_reducible().then(|| {
                     own.iter()
                         .map(|run| {
                             let passed: Vec<Array> =
                                 members.iter().map(|m| runs.run(run, *m)).collect();
-                            Array::folded(&passed.iter().collect::<Vec<_>>(), Fold::Sum)
+                            Array::folded(&passed.iter().collect::<Vec<_>>(), FoldOp::Sum)
                         })
                         .collect()
                 })
@@ -146,12 +147,12 @@ impl Job {
     ) -> Result<Vec<Tensor>> {
         let axes = grid.named(&self.axes);
         match &self.kind {
-            Kind::Sum { value } => Ok(vec![ctx.psum(&values[*value][0], axes)?]),
-            Kind::Gather(runs) => {
+            AsyncCallKind::Sum { value } => Ok(vec![ctx.psum(&values[*value][0], axes)?]),
+            AsyncCallKind::Gather(runs) => {
                 let own = self.own(runs, ctx, grid);
                 ctx.gather_runs(own, &runs.layout(), axes).map(tensors)
             }
-            Kind::Reduce(runs) => ctx.reduce_runs(list(runs, ctx), &runs.layout(), axes),
+            AsyncCallKind::Reduce(runs) => ctx.reduce_runs(list(runs, ctx), &runs.layout(), axes),
         }
     }
 
@@ -164,16 +165,16 @@ impl Job {
     ) -> Result<PendingResult> {
         let axes = grid.named(&self.axes);
         Ok(match &self.kind {
-            Kind::Sum { value } => {
+            AsyncCallKind::Sum { value } => {
                 let pending = ctx.start_psum(&values[*value][0], axes)?;
                 Box::new(|| Ok(vec![pending.wait()?]))
             }
-            Kind::Gather(runs) => {
+            AsyncCallKind::Gather(runs) => {
                 let own = self.own(runs, ctx, grid);
                 let pending = ctx.start_gather_runs(own, &runs.layout(), axes)?;
                 Box::new(|| pending.wait().map(tensors))
             }
-            Kind::Reduce(runs) => {
+            AsyncCallKind::Reduce(runs) => {
                 let pending = ctx.start_reduce_runs(list(runs, ctx), &runs.layout(), axes)?;
                 Box::new(|| pending.wait())
             }
@@ -181,17 +182,17 @@ impl Job {
     }
 
     /// Returns the runs that a replica owns.
-    fn own(&self, runs: &Runs, ctx: &Replica, grid: &Grid) -> Vec<Tensor> {
+    fn own(&self, runs: &TensorRuns, ctx: &Replica, grid: &Grid) -> Vec<Tensor> {
         let own = &runs.owned[grid.rank(&self.axes, ctx.slot())];
         own.iter().map(|run| runs.run(run, ctx.slot()).tensor()).collect()
     }
 }
 
-fn list(runs: &Runs, ctx: &Replica) -> Vec<Tensor> {
+fn list(runs: &TensorRuns, ctx: &Replica) -> Vec<Tensor> {
     (0..runs.tensors.len()).map(|number| runs.whole(number, ctx.slot()).tensor()).collect()
 }
 
-#[allow(clippy::needless_pass_by_value, reason = "what a collective returns")]
+#[allow(clippy::needless_pass_by_value, reason = "collectives return an owned list")]
 fn tensors(variables: Vec<Var>) -> Vec<Tensor> {
     variables.iter().map(Var::as_detached_tensor).collect()
 }

@@ -12,7 +12,7 @@ use crate::differential::{
     grid::{Axes, Grid},
     layout::Layout,
     op::Op,
-    pending::Job,
+    pending::AsyncCall,
     random::Random,
     spec::Spec,
 };
@@ -21,11 +21,11 @@ use crate::differential::{
 pub(crate) struct Program {
     pub(crate) grid: Grid,
     pub(crate) uneven: Uneven,
-    pub(crate) route: Route,
+    pub(crate) route: CallRoute,
     /// The first values.
-    pub(crate) arguments: Vec<Argument>,
+    pub(crate) arguments: Vec<ProgramArgument>,
     /// The steps; each makes a value, in this order.
-    pub(crate) steps: Vec<Step>,
+    pub(crate) steps: Vec<ProgramStep>,
     /// The indexes of the joined values, with their specs.
     pub(crate) results: Vec<(usize, Spec)>,
 }
@@ -46,56 +46,56 @@ impl fmt::Display for Program {
 }
 
 #[derive(Clone, Debug)]
-pub(crate) struct Argument {
-    pub(crate) numbers: Numbers,
+pub(crate) struct ProgramArgument {
+    pub(crate) numbers: ArrayRecipe,
     pub(crate) layout: Layout,
     pub(crate) spec: Spec,
 }
 
-/// The way of arguments and results to the devices and back.
+/// The functions that send arguments to the devices and fetch results.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub(crate) enum Route {
+pub(crate) enum CallRoute {
     Call,
     CallInto,
     /// Calls `shard`, `run` and `gather`.
     Resident,
 }
 
-/// A step of a replica; a value `of` which it uses is named by its index.
+/// A step of a replica. It refers to earlier values by index.
 #[derive(Clone, Debug)]
-pub(crate) enum Step {
+pub(crate) enum ProgramStep {
     /// Makes numbers of its own; the size of dimension `free` differs by replica.
-    Own { numbers: Numbers, layout: Layout, free: Option<usize> },
+    Own { numbers: ArrayRecipe, layout: Layout, free: Option<usize> },
     /// Changes the memory layout of a value.
     Laid { value: usize, layout: Layout },
     /// Calls a collective.
     Collective { op: Op, value: usize, axes: Axes },
-    /// Sums a list, of which each slot wants some tensors.
+    /// Sums a list of values; each slot asks for some of the sums.
     Sums { value: Vec<usize>, wanted: Vec<Vec<usize>> },
-    /// Calls a collective that could also be started.
-    Job(Job),
+    /// Calls a collective that could also be started and awaited later.
+    Blocking(AsyncCall),
     /// Starts a collective; its value is an empty list.
-    Start(Job),
-    /// Waits for all pending collectives, each slot in a different order. The value has their
-    /// results in the order in which they were started.
-    Wait { jobs: Vec<Job>, orders: Vec<Vec<usize>> },
-    /// Queries the rank along axes, and their size.
+    Start(AsyncCall),
+    /// Waits for all pending collectives, each slot in a different order. The value is the list of
+    /// their results in the order of their starts.
+    Wait { calls: Vec<AsyncCall>, orders: Vec<Vec<usize>> },
+    /// Queries the rank along axes and the size of the group.
     Place { axes: Axes },
     /// Queries the number of real rows in the shard, and its weight.
     Rows,
 }
 
-/// The recipe of an array.
+/// The dtype, shape and seed from which an array is made.
 #[derive(Clone, Debug)]
-pub(crate) struct Numbers {
+pub(crate) struct ArrayRecipe {
     pub(crate) dtype: DType,
     pub(crate) shape: Vec<usize>,
-    pub(crate) kind: Kind,
+    pub(crate) kind: NumberKind,
     pub(crate) seed: u64,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Kind {
+pub(crate) enum NumberKind {
     Ordinary,
     /// NaN, infinity, zeros of both signs, the smallest and the largest number.
     Extreme,
@@ -103,15 +103,15 @@ pub(crate) enum Kind {
     Repeated,
 }
 
-impl Numbers {
+impl ArrayRecipe {
     pub(crate) fn array(&self) -> Array {
         let mut random = Random::new(self.seed);
         let number = match self.kind {
-            Kind::Ordinary | Kind::Repeated => bits::ordinary,
-            Kind::Extreme => bits::extreme,
+            NumberKind::Ordinary | NumberKind::Repeated => bits::ordinary,
+            NumberKind::Extreme => bits::extreme,
         };
         let array = Array::from_fn(self.dtype, &self.shape, |_| number(self.dtype, &mut random));
-        let is_repeated = self.kind == Kind::Repeated && !self.shape.is_empty();
+        let is_repeated = self.kind == NumberKind::Repeated && !self.shape.is_empty();
         if is_repeated { array.repeated() } else { array }
     }
 

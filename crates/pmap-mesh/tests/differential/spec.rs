@@ -53,7 +53,7 @@ fn dim(random: &mut Random, rank: usize) -> isize {
     }
 }
 
-/// Returns treatments along disjoint axes; sometimes one axis is named twice, or does not exist.
+/// Returns treatments along disjoint axes; in a few specs an axis occurs twice or does not exist.
 fn random_spec(
     random: &mut Random,
     grid: &Grid,
@@ -70,7 +70,7 @@ fn random_spec(
         }
     }
     // Repair most specs that name an axis twice, or they would dominate.
-    if is_twice(&spec) && !random.one_in(8) {
+    if has_duplicate_axis(&spec) && !random.one_in(8) {
         spec.truncate(1);
     }
     if random.one_in(UNKNOWN_ONE_IN)
@@ -81,7 +81,7 @@ fn random_spec(
     spec
 }
 
-fn is_twice(spec: &Spec) -> bool {
+fn has_duplicate_axis(spec: &Spec) -> bool {
     let mut named: Axes = spec.iter().flat_map(|(axes, _)| axes.clone()).collect();
     named.sort_unstable();
     named.windows(2).any(|pair| pair[0] == pair[1])
@@ -103,7 +103,7 @@ pub(crate) fn named(spec: &Spec, grid: &Grid) -> P {
 
 /// A fault of a spec.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub(crate) enum Fault {
+pub(crate) enum SpecFaultKind {
     Axes,
     DuplicateAxis,
     ReducedInput,
@@ -113,7 +113,7 @@ pub(crate) enum Fault {
     MeanOfIntegers,
 }
 
-impl Fault {
+impl SpecFaultKind {
     /// Converts a fault of the crate, and returns it with the index of the argument or result.
     pub(crate) fn from_crate(fault: &SpecFault) -> Option<(usize, Self)> {
         Some(match *fault {
@@ -130,17 +130,17 @@ impl Fault {
 }
 
 /// Returns the first fault in the axes of a spec, independent of its tensor.
-pub(crate) fn axes_fault(grid: &Grid, spec: &Spec, is_argument: bool) -> Option<Fault> {
+pub(crate) fn axes_fault(grid: &Grid, spec: &Spec, is_argument: bool) -> Option<SpecFaultKind> {
     let mut seen = Vec::new();
     for (axes, treatment) in spec {
         if !grid.has(axes) {
-            return Some(Fault::Axes);
+            return Some(SpecFaultKind::Axes);
         }
         if axes.iter().any(|axis| seen.contains(axis)) {
-            return Some(Fault::DuplicateAxis);
+            return Some(SpecFaultKind::DuplicateAxis);
         }
         if is_argument && !matches!(treatment, Treatment::Shard(_)) {
-            return Some(Fault::ReducedInput);
+            return Some(SpecFaultKind::ReducedInput);
         }
         seen.extend(axes);
     }

@@ -9,24 +9,24 @@ use crate::differential::{
     array::Array,
     grid::Grid,
     pending::PendingResult,
-    program::{Numbers, Program, Route, Step},
-    reference::{Outcome, Refusal},
-    spec::{self, Fault},
+    program::{ArrayRecipe, CallRoute, Program, ProgramStep},
+    reference::{ProgramOutcome, ResultError},
+    spec::{self, SpecFaultKind},
 };
 
-/// A mesh for each grid, shared by the cases.
-pub(crate) struct Meshes {
+/// An open mesh for each grid, shared by the cases.
+pub(crate) struct MeshCache {
     open: fn(&Grid) -> DeviceMesh,
-    open_ones: BTreeMap<Grid, DeviceMesh>,
+    opened: BTreeMap<Grid, DeviceMesh>,
 }
 
-impl Meshes {
+impl MeshCache {
     pub(crate) fn new(open: fn(&Grid) -> DeviceMesh) -> Self {
-        Self { open, open_ones: BTreeMap::new() }
+        Self { open, opened: BTreeMap::new() }
     }
 
     pub(crate) fn open(&mut self, grid: &Grid) -> &DeviceMesh {
-        self.open_ones.entry(grid.clone()).or_insert_with(|| (self.open)(grid))
+        self.opened.entry(grid.clone()).or_insert_with(|| (self.open)(grid))
     }
 }
 
@@ -34,13 +34,17 @@ impl Meshes {
 pub(crate) fn check(
     program: &Program,
     mesh: &DeviceMesh,
-    expected: &Outcome,
+    expected: &ProgramOutcome,
 ) -> std::result::Result<(), String> {
     match (run(program, mesh)?, expected) {
-        (Outcome::Refused(found), Outcome::Refused(expected)) if found == *expected => Ok(()),
+        (ProgramOutcome::Rejected(found), ProgramOutcome::Rejected(expected))
+            if found == *expected =>
+        {
+            Ok(())
+        }
         (
-            Outcome::Ran { values: found, results: found_results },
-            Outcome::Ran { values, results },
+            ProgramOutcome::Ran { values: found, results: found_results },
+            ProgramOutcome::Ran { values, results },
         ) => {
             compare_values(&found, &values[mesh.local_slots()], mesh.local_slots().start)?;
             compare_results(&found_results, results)
@@ -65,13 +69,13 @@ fn compare_values(
         }
         assert_eq!(found.len(), expected.len(), "a value for each argument and step");
     }
-    assert_eq!(found.len(), expected.len(), "values of each slot");
+    assert_eq!(found.len(), expected.len(), "values for each local slot");
     Ok(())
 }
 
 fn compare_results(
-    found: &std::result::Result<Vec<Array>, Refusal>,
-    expected: &std::result::Result<Vec<Array>, Refusal>,
+    found: &std::result::Result<Vec<Array>, ResultError>,
+    expected: &std::result::Result<Vec<Array>, ResultError>,
 ) -> std::result::Result<(), String> {
     let is_same = match (found, expected) {
         (Ok(found), Ok(expected)) => same(found, expected),
@@ -86,16 +90,16 @@ fn same(found: &[Array], expected: &[Array]) -> bool {
 }
 
 /// Runs a program twice: once for the values of every step on each slot, once for its results.
-fn run(program: &Program, mesh: &DeviceMesh) -> std::result::Result<Outcome, String> {
+fn run(program: &Program, mesh: &DeviceMesh) -> std::result::Result<ProgramOutcome, String> {
     let shared = Arc::new(program.clone());
-    let of_all = Arc::clone(&shared);
+    let values_program = Arc::clone(&shared);
     let all = mesh
-        .pmap(move |ctx, arguments: Vec<Tensor>| on_replica(&of_all, ctx, arguments))
+        .pmap(move |ctx, arguments: Vec<Tensor>| on_replica(&values_program, ctx, arguments))
         .in_axes(in_axes(program))
         .uneven(program.uneven);
     let values = match all.call_sharded(arguments(program)) {
         Ok(values) => values,
-        Err(Error::Specs(faults)) => return Ok(Outcome::Refused(firsts(&faults)?)),
+        Err(Error::Specs(faults)) => return Ok(ProgramOutcome::Rejected(firsts(&faults)?)),
         Err(error) => return Err(format!("{error}: {error:?}")),
     };
     let values = values
@@ -105,7 +109,7 @@ fn run(program: &Program, mesh: &DeviceMesh) -> std::result::Result<Outcome, Str
             lists.iter().map(|list| list.iter().map(Array::from_tensor).collect()).collect()
         })
         .collect();
-    Ok(Outcome::Ran { values, results: results(&shared, mesh)? })
+    Ok(ProgramOutcome::Ran { values, results: results(&shared, mesh)? })
 }
 
 fn in_axes(program: &Program) -> Vec<pmap_mesh::P> {
@@ -121,10 +125,13 @@ fn arguments(program: &Program) -> Vec<Tensor> {
 }
 
 /// Returns the first fault of each argument or result.
-fn firsts(faults: &[pmap_mesh::SpecFault]) -> std::result::Result<Vec<(usize, Fault)>, String> {
+fn firsts(
+    faults: &[pmap_mesh::SpecFault],
+) -> std::result::Result<Vec<(usize, SpecFaultKind)>, String> {
     let mut firsts = BTreeMap::new();
     for fault in faults {
-        let (index, fault) = Fault::from_crate(fault).ok_or_else(|| format!("{fault:?}"))?;
+        let (index, fault) =
+            SpecFaultKind::from_crate(fault).ok_or_else(|| format!("{fault:?}"))?;
         firsts.entry(index).or_insert(fault);
     }
     Ok(firsts.into_iter().collect())
@@ -134,12 +141,12 @@ fn firsts(faults: &[pmap_mesh::SpecFault]) -> std::result::Result<Vec<(usize, Fa
 fn results(
     program: &Arc<Program>,
     mesh: &DeviceMesh,
-) -> std::result::Result<std::result::Result<Vec<Array>, Refusal>, String> {
-    let of_results = Arc::clone(program);
+) -> std::result::Result<std::result::Result<Vec<Array>, ResultError>, String> {
+    let shared = Arc::clone(program);
     let function = mesh
         .pmap(move |ctx, arguments: Vec<Tensor>| {
-            let values = on_replica(&of_results, ctx, arguments)?;
-            Ok(of_results
+            let values = on_replica(&shared, ctx, arguments)?;
+            Ok(shared
                 .results
                 .iter()
                 .map(|(value, _)| values[*value][0].clone())
@@ -151,27 +158,27 @@ fn results(
         program.results.iter().map(|(_, spec)| spec::named(spec, &program.grid)).collect();
     let arguments = arguments(program);
     let outcome = match program.route {
-        Route::Call => function.out_axes(specs).call(arguments),
-        Route::CallInto => {
+        CallRoute::Call => function.out_axes(specs).call(arguments),
+        CallRoute::CallInto => {
             let function = function.out_axes(specs);
-            function.call(arguments.clone()).and_then(|once| {
-                let kept = once.iter().map(|result| result.ones_like().unwrap()).collect();
+            function.call(arguments.clone()).and_then(|results| {
+                let kept = results.iter().map(|result| result.ones_like().unwrap()).collect();
                 function.call_into(arguments, &kept)?;
                 Ok(kept)
             })
         }
-        Route::Resident => mesh
+        CallRoute::Resident => mesh
             .shard(arguments, in_axes(program))
             .and_then(|arguments| function.run(arguments))
             .and_then(|results: Sharded<Vec<Tensor>>| results.gather(specs)),
     };
     Ok(match outcome {
         Ok(results) => Ok(results.iter().map(Array::from_tensor).collect()),
-        Err(Error::Specs(faults)) => Err(Refusal::Specs(firsts(&faults)?)),
+        Err(Error::Specs(faults)) => Err(ResultError::Specs(firsts(&faults)?)),
         Err(Error::Value(ValueError::NotReplicated { index, .. })) => {
-            Err(Refusal::NotReplicated(index))
+            Err(ResultError::NotReplicated(index))
         }
-        Err(Error::Value(ValueError::Gather { index, .. })) => Err(Refusal::Gather(index)),
+        Err(Error::Value(ValueError::Gather { index, .. })) => Err(ResultError::Gather(index)),
         Err(error) => return Err(format!("{error}: {error:?}")),
     })
 }
@@ -186,11 +193,11 @@ fn on_replica(
     let mut pending = Vec::new();
     for step in &program.steps {
         let value = match step {
-            Step::Start(job) => {
-                pending.push(Some(job.start(ctx, &program.grid, &values)?));
+            ProgramStep::Start(call) => {
+                pending.push(Some(call.start(ctx, &program.grid, &values)?));
                 Vec::new()
             }
-            Step::Wait { orders, .. } => {
+            ProgramStep::Wait { orders, .. } => {
                 wait_in_order(mem::take(&mut pending), &orders[ctx.slot()])?
             }
             _ => value(program, ctx, step, &values)?,
@@ -204,7 +211,7 @@ fn on_replica(
 fn wait_in_order(mut pending: Vec<Option<PendingResult>>, order: &[usize]) -> Result<Vec<Tensor>> {
     let mut results = vec![Vec::new(); pending.len()];
     for &number in order {
-        let waiting = pending[number].take().expect("each is waited for once");
+        let waiting = pending[number].take().expect("every collective is awaited once");
         results[number] = waiting()?;
     }
     Ok(results.concat())
@@ -213,27 +220,33 @@ fn wait_in_order(mut pending: Vec<Option<PendingResult>>, order: &[usize]) -> Re
 fn value(
     program: &Program,
     ctx: &Replica,
-    step: &Step,
+    step: &ProgramStep,
     values: &[Vec<Tensor>],
 ) -> Result<Vec<Tensor>> {
     let named = |axes| program.grid.named(axes);
     let one = match step {
-        Step::Own { numbers, layout, free } => {
-            layout.tensor(&Numbers::on_slot(numbers, ctx.slot(), *free))
+        ProgramStep::Own { numbers, layout, free } => {
+            layout.tensor(&ArrayRecipe::on_slot(numbers, ctx.slot(), *free))
         }
-        Step::Laid { value, layout } => layout.tensor(&Array::from_tensor(&values[*value][0])),
-        Step::Collective { op, value, axes } => op.run(ctx, &values[*value][0], named(axes))?,
-        Step::Sums { value, wanted } => {
+        ProgramStep::Laid { value, layout } => {
+            layout.tensor(&Array::from_tensor(&values[*value][0]))
+        }
+        ProgramStep::Collective { op, value, axes } => {
+            op.run(ctx, &values[*value][0], named(axes))?
+        }
+        ProgramStep::Sums { value, wanted } => {
             let list = value.iter().map(|value| values[*value][0].clone()).collect();
             return ctx.psum_list(list, &wanted[ctx.slot()], ALL);
         }
-        Step::Job(job) => return job.run(ctx, &program.grid, values),
-        Step::Start(_) | Step::Wait { .. } => panic!("what is under way is not known here"),
-        Step::Place { axes } => {
+        ProgramStep::Blocking(call) => return call.run(ctx, &program.grid, values),
+        ProgramStep::Start(_) | ProgramStep::Wait { .. } => {
+            panic!("the caller handles pending collectives")
+        }
+        ProgramStep::Place { axes } => {
             let place = [ctx.axis_index(named(axes))?, ctx.axis_size(named(axes))?];
             Array::from_numbers(&place.map(|n| n as f64)).tensor()
         }
-        Step::Rows => {
+        ProgramStep::Rows => {
             let len = ctx.valid_len().map_or(-1.0, |len| len as f64);
             Array::from_numbers(&[len, ctx.weight()]).tensor()
         }

@@ -5,22 +5,23 @@ use candle_core::Device;
 use pmap_mesh::DeviceMesh;
 
 use crate::differential::{
-    cases::Cases,
+    cases::SeededCases,
     generate,
     gradients::{self, Chain},
     grid::Grid,
     program::Program,
     reference,
-    tested::{self, Meshes},
+    tested::{self, MeshCache},
 };
 
 /// The default number of cases: more processes than cores are slow.
 const USUAL: u64 = 100;
 
 pub(crate) fn programs(ranks: usize) {
-    let programs: Cases<Program> = Cases::new("--features mpi --test mpi", move |random| {
-        generate::program(random, Some(ranks))
-    });
+    let programs: SeededCases<Program> =
+        SeededCases::new("--features mpi --test mpi", move |random| {
+            generate::program(random, Some(ranks))
+        });
     programs.run(USUAL, move || {
         let mut meshes = meshes(ranks);
         move |program| tested::check(program, meshes.open(&program.grid), &reference::run(program))
@@ -28,7 +29,7 @@ pub(crate) fn programs(ranks: usize) {
 }
 
 pub(crate) fn gradients(ranks: usize) {
-    let chains: Cases<Chain> = Cases::new("--features mpi --test mpi", move |random| {
+    let chains: SeededCases<Chain> = SeededCases::new("--features mpi --test mpi", move |random| {
         gradients::chain(random, Some(ranks))
     });
     chains.run(USUAL, move || {
@@ -39,8 +40,8 @@ pub(crate) fn gradients(ranks: usize) {
 
 /// Returns meshes over the processes, including a first one: MPI ends with the last mesh, and does
 /// not start again.
-fn meshes(ranks: usize) -> Meshes {
-    let mut meshes = Meshes::new(over_mpi);
+fn meshes(ranks: usize) -> MeshCache {
+    let mut meshes = MeshCache::new(over_mpi);
     let _first: &DeviceMesh = meshes.open(&Grid(vec![ranks]));
     meshes
 }

@@ -20,7 +20,7 @@ use crate::{
     },
 };
 
-/// The facts about a file in the index.
+/// The entry for a file in the index.
 #[derive(Clone, Debug)]
 pub(in crate::run) struct ExpectedFile {
     /// Its length.
@@ -129,7 +129,7 @@ impl TensorPiece {
         texts: &BTreeMap<String, String>,
     ) -> Result<(PieceOwner, Self)> {
         let name = tensor.info.name().to_owned();
-        let Some((key, len)) = run(tensor) else {
+        let Some((key, len)) = checked_range(tensor) else {
             return Err(Error::Key { path: file.to_path_buf(), key: name });
         };
         let stored = StoredItems::new(file, tensor)?;
@@ -211,7 +211,7 @@ impl TensorPiece {
 }
 
 /// Returns the key and the number of items of a tensor, if they do not overflow.
-fn run(stored: &StoredTensor) -> Option<(TensorKey<'_>, usize)> {
+fn checked_range(stored: &StoredTensor) -> Option<(TensorKey<'_>, usize)> {
     let key = TensorKey::parse(stored.info.name())?;
     let len = usize::try_from(stored.info.numel()).ok()?;
     usize::try_from(stored.info.bytes()).ok()?;

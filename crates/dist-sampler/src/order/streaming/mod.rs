@@ -24,8 +24,8 @@ use std::hint::black_box;
 
 use core_types::Seed;
 
-/// Rounds of the network. After r rounds, positions with one equal half keep their difference too
-/// often by a fraction of N^(1 − r/4): 1/√N after six rounds, 1/N after eight.
+/// Rounds of the network. If two positions have one equal half, r rounds keep their difference too
+/// often, by a fraction of N^(1 − r/4): 1/√N for six rounds, 1/N for eight.
 const ROUNDS: usize = 8;
 
 /// Smallest number of samples with random-looking orders: smaller networks make only even
@@ -99,9 +99,9 @@ pub(crate) trait Word: Copy + Ord + Default {
     type Number: Copy + Ord + Default + Into<u64>;
 
     /// Truncates a number to this size.
-    fn cut(number: u64) -> Self;
+    fn truncate(number: u64) -> Self;
     /// Truncates a position, a sample or a step to its size.
-    fn number(number: u64) -> Self::Number;
+    fn truncate_number(number: u64) -> Self::Number;
     /// Splits a number into the upper and the lower half.
     fn split(number: Self::Number, lower_bits: u32) -> (Self, Self);
     /// Joins an upper and a lower half.
@@ -134,7 +134,7 @@ macro_rules! word {
             type Number = $number;
 
             #[inline(always)]
-            fn cut(number: u64) -> Self {
+            fn truncate(number: u64) -> Self {
                 number as Self
             }
 
@@ -149,7 +149,7 @@ macro_rules! word {
             }
 
             #[inline(always)]
-            fn number(number: u64) -> $number {
+            fn truncate_number(number: u64) -> $number {
                 number as $number
             }
 
@@ -171,8 +171,9 @@ macro_rules! word {
 
             #[inline(always)]
             fn add(self, other: Self, n: Self) -> Self {
-                // A sum below n wraps around when n is subtracted, so the smaller value is correct, without a branch. A
-                // sum that overflows a word belongs to a position beyond the end, which is discarded.
+                // A sum below n wraps around when n is subtracted, so the smaller value is correct,
+                // without a branch. A sum that overflows a word belongs to a position beyond the
+                // end, which is discarded.
                 let sum = self.wrapping_add(other);
                 sum.min(sum.wrapping_sub(n))
             }
@@ -196,7 +197,8 @@ macro_rules! word {
     };
 }
 
-// Before AVX-512 there is no vector shift of 16 bits by a variable count, but there is a multiplication.
+// Before AVX-512 there is no vector shift of 16 bits by a variable count, but there is a
+// multiplication.
 word!(u16, u32, u32, [0x88b5_u16, 0xdb2d], 8, |hash: u16, _, len| hash.scale(len));
 word!(u32, u64, u64, [0x7feb_352d_u32, 0x846c_a68b], 15, |hash: u32, bits, _| hash
     >> (u32::BITS - bits));
@@ -223,24 +225,24 @@ pub(crate) struct FeistelNetwork<W, const N: usize> {
 impl<W: Word, const N: usize> FeistelNetwork<W, N> {
     pub(crate) fn new(len: u64, seed: Seed) -> Self {
         let lower_bits = ((len - 1).checked_ilog2().map_or(0, |log| log + 1) / 2).max(1);
-        let lens = (W::cut(len.div_ceil(1 << lower_bits)), W::cut(1 << lower_bits));
-        let keys = std::array::from_fn(|round| W::cut(seed.derive(round as u64).as_u64()));
+        let lens = (W::truncate(len.div_ceil(1 << lower_bits)), W::truncate(1 << lower_bits));
+        let keys = std::array::from_fn(|round| W::truncate(seed.derive(round as u64).as_u64()));
         Self { len, lower_bits, lens, keys }
     }
 
     pub(super) fn get(&self, position: u64) -> u64 {
-        self.inside(position, Self::forward)
+        self.permute_into_order(position, Self::forward)
     }
 
     fn position(&self, sample: u64) -> u64 {
-        self.inside(sample, Self::backward)
+        self.permute_into_order(sample, Self::backward)
     }
 
     /// Repeats `step` until the result is less than the length. It always ends, because the steps
     /// form cycles.
-    fn inside(&self, mut number: u64, step: impl Fn(&Self, (W, W)) -> (W, W)) -> u64 {
+    fn permute_into_order(&self, mut number: u64, step: impl Fn(&Self, (W, W)) -> (W, W)) -> u64 {
         loop {
-            let halves = W::split(W::number(number), self.lower_bits);
+            let halves = W::split(W::truncate_number(number), self.lower_bits);
             number = W::join(step(self, halves), self.lower_bits).into();
             if number < self.len {
                 return number;
@@ -272,17 +274,20 @@ impl<W: Word, const N: usize> FeistelNetwork<W, N> {
     fn fill(&self, first: u64, step: u64, out: &mut [u64]) {
         // Products for positions beyond the end may wrap; their results are discarded.
         let offsets: [W::Number; BLOCK] =
-            std::array::from_fn(|i| W::number(step.wrapping_mul(i as u64)));
-        // Hide that all lengths are equal: the compiler would widen the length once before the loop, and then miss that
-        // a 16-bit multiplication truncated to the upper 16 bits is one vector instruction.
+            std::array::from_fn(|i| W::truncate_number(step.wrapping_mul(i as u64)));
+        // Hide that all lengths are equal. Otherwise the compiler would widen the length once
+        // before the loop, and miss that the upper 16 bits of a 16-bit product are one vector
+        // instruction.
         let lens = black_box(([self.lens.0; BLOCK], [self.lens.1; BLOCK]));
         for (block, out) in (0..).zip(out.chunks_mut(BLOCK)) {
-            let first = W::number(first + block * BLOCK as u64 * step);
-            let numbers = self.one_step(offsets.map(|offset| W::advance(first, offset)), &lens);
+            let first = W::truncate_number(first + block * BLOCK as u64 * step);
+            let numbers =
+                self.permute_block(offsets.map(|offset| W::advance(first, offset)), &lens);
             for (sample, number) in out.iter_mut().zip(numbers) {
                 *sample = number.into();
             }
-            // Few numbers leave the order and repeat: the network permutes hardly more numbers than there are samples.
+            // Few numbers are outside of the order and permuted again, because the network permutes
+            // hardly more numbers than there are samples.
             if numbers.into_iter().max().is_some_and(|largest| largest.into() >= self.len) {
                 for number in out.iter_mut().filter(|number| **number >= self.len) {
                     *number = self.get(*number);
@@ -294,7 +299,7 @@ impl<W: Word, const N: usize> FeistelNetwork<W, N> {
     /// Runs the network once for all positions of a block, in loops without branches that the
     /// compiler vectorizes.
     #[inline(always)]
-    fn one_step(
+    fn permute_block(
         &self,
         positions: [W::Number; BLOCK],
         lens: &([W; BLOCK], [W; BLOCK]),
@@ -448,7 +453,8 @@ mod tests {
 
     #[test]
     fn bulk_and_single_samples_agree() {
-        // One more than a power of four leaves the most numbers outside, so that positions repeat, even several times.
+        // One more than a power of four leaves the most numbers outside, which are then permuted
+        // again, some several times.
         for len in (1..=300).chain([
             1024,
             1025,

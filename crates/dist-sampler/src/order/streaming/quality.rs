@@ -1,8 +1,8 @@
 //! Quality of the streaming order.
 //!
 //! The tests check, for every length, that the order is a permutation with an inverse, and that
-//! single and bulk reads agree. A battery of statistics compares it with the exact shuffle and finds
-//! no difference. The same battery detects networks of fewer rounds and an affine order.
+//! single and bulk reads agree. A battery of statistics compares it with the exact shuffle and
+//! finds no difference. The same battery detects networks of fewer rounds and an affine order.
 //!
 //! # Thresholds
 //!
@@ -11,26 +11,27 @@
 //! P(|z| ≥ t) ≤ 2 exp(−t² / 2).
 //!
 //! For a count of rare events (Poisson) and for a sum of squares (chi-square) this is Chernoff's
-//! bound if z is the signed root of the deviance: [`z_of_count`], [`z_of_squares`]. Correlations are
-//! standardized by their exact moments and taken as normal. By Bonferroni's inequality, all n
+//! bound if z is the signed root of the deviance: [`z_of_count`], [`z_of_squares`]. Correlations
+//! are standardized by their exact moments and taken as normal. By Bonferroni's inequality, all n
 //! statistics of a battery stay below √(2 ln(2n / α)) except with probability α, even if they
-//! depend on each other: [`threshold`]. The seeds are fixed, so the result is the same in every run.
+//! depend on each other: [`threshold`]. The seeds are fixed, so the result is the same in every
+//! run.
 //!
 //! # Number of rounds
 //!
 //! Take two positions with equal lower halves and a difference δ between their upper halves. If the
 //! hashes of the upper halves agree, which happens about once in √N times, the pair keeps δ for two
-//! rounds. So it keeps δ for r rounds with probability N^(−r/4). A random permutation gives the pair
-//! the difference δ with probability 1 / N. After r rounds δ is therefore too frequent by a share of
-//! N^(1−r/4): 1 after 4 rounds, 1 / √N after 6, 1 / N after 8. One epoch has about √N / 2 such
-//! pairs. To see the share at 5 standard deviations takes 50·√N epochs after 6 rounds and 50·N^1.5
-//! epochs after 8. A count of only these pairs in 20,000 epochs of 2^14 samples gave z = 9.4 with 6
-//! rounds and z = 0.0 with 8. The battery detects 6 rounds at N = 128 in 2,343 epochs:
+//! rounds. So it keeps δ for r rounds with probability N^(−r/4). A random permutation gives the
+//! pair the difference δ with probability 1 / N. After r rounds δ is therefore too frequent by a
+//! share of N^(1−r/4): 1 after 4 rounds, 1 / √N after 6, 1 / N after 8. One epoch has about √N / 2
+//! such pairs. To see the share at 5 standard deviations takes 50·√N epochs after 6 rounds and
+//! 50·N^1.5 epochs after 8. A count of only these pairs in 20,000 epochs of 2^14 samples gave
+//! z = 9.4 with 6 rounds and z = 0.0 with 8. The battery detects 6 rounds at N = 128 in 2,343 epochs:
 //! [`six_rounds_fail`].
 //!
 //! Below about 60 samples no number of rounds is enough: a network is an even permutation if the
-//! upper half takes an odd number of values and the lower half more than two. In a longer order only
-//! the complete list of samples shows the parity.
+//! upper half takes an odd number of values and the lower half more than two. In a longer order
+//! only the complete list of samples shows the parity.
 #![expect(clippy::cast_possible_truncation, reason = "tables of orders are short")]
 
 use std::{collections::BTreeMap, fmt};
@@ -191,7 +192,8 @@ impl EpochOrders {
         finding("fixed points", z_of_count(n as f64, self.n_epochs()))
     }
 
-    /// Counts orders with 0, 1, 2, 3 and more fixed points; the last class is the smallest, with 1.9 %.
+    /// Counts orders with 0, 1, 2, 3 and more fixed points; the last class is the smallest, with
+    /// 1.9 %.
     fn distribution_of_fixed_points(&self) -> TestStatistic {
         let (positions, mut counts) = (identity(self.len), [0.0; 5]);
         self.epochs.iter().for_each(|epoch| counts[matches(epoch, &positions).min(4)] += 1.0);
@@ -231,7 +233,8 @@ impl EpochOrders {
         )
     }
 
-    /// Counts positions where successive orders match, which are the fixed points of their quotient.
+    /// Counts positions where successive orders match, which are the fixed points of their
+    /// quotient.
     fn matches_of_epochs(&self) -> TestStatistic {
         let n: usize = self.epochs.windows(2).map(|pair| matches(&pair[0], &pair[1])).sum();
         finding("matches with the next epoch", z_of_count(n as f64, self.n_epochs() - 1.0))
@@ -340,7 +343,8 @@ fn cycle_len(order: &[u32], start: u32) -> usize {
         .count()
 }
 
-/// Computes Spearman's correlation of two orders, standardized: it has mean 0 and variance 1 / (N − 1).
+/// Computes Spearman's correlation of two orders, standardized: it has mean 0 and variance
+/// 1 / (N − 1).
 fn z_of_ranks(one: &[u32], other: &[u32]) -> f64 {
     let n = one.len() as f64;
     let center = (n - 1.0) / 2.0;
@@ -350,8 +354,8 @@ fn z_of_ranks(one: &[u32], other: &[u32]) -> f64 {
 }
 
 /// Computes the circular correlation of an order with itself, shifted by `stride`, standardized by
-/// its exact moments (Wald and Wolfowitz, "An Exact Test for Randomness in the Non-Parametric Case Based on Serial
-/// Correlation", 1943).
+/// its exact moments (Wald and Wolfowitz, "An Exact Test for Randomness in the Non-Parametric Case
+/// Based on Serial Correlation", 1943).
 fn z_of_serial_correlation(order: &[u32], stride: usize) -> f64 {
     let n = order.len() as f64;
     let center = (n - 1.0) / 2.0;
@@ -419,8 +423,8 @@ impl DifferenceCounts {
     /// Computes the z of equal differences within one order.
     ///
     /// One pair has a given difference of v possible ones with probability 1 / v. Two pairs have
-    /// equal differences with probability 1 / (v − 1): given the first pair, the first sample of the
-    /// second pair is free, and its other sample is one of the remaining samples.
+    /// equal differences with probability 1 / (v − 1): given the first pair, the first sample of
+    /// the second pair is free, and its other sample is one of the remaining samples.
     fn z_of_coincidences(&self) -> f64 {
         let pairs = self.pairs_per_order * (self.pairs_per_order - 1.0) / 2.0;
         z_of_count(self.n_coincidences as f64, self.n_orders * pairs / (self.n_values - 1.0))
@@ -428,8 +432,8 @@ impl DifferenceCounts {
 
     /// Computes the z of the counts over all orders.
     ///
-    /// The mean follows from the probability that differences coincide: as above in one order, 1 / v
-    /// between two orders.
+    /// The mean follows from the probability that differences coincide: as above in one order,
+    /// 1 / v between two orders.
     fn z_of_totals(&self) -> f64 {
         let expected = self.n_orders * self.pairs_per_order / self.n_values;
         let mut squares = 0.0;
@@ -514,7 +518,8 @@ impl ContingencyTable {
         Self { n, parts, lens }
     }
 
-    /// Computes Pearson's sum of squares over all `epochs`; each count is a hypergeometric variable.
+    /// Computes Pearson's sum of squares over all `epochs`; each count is a hypergeometric
+    /// variable.
     fn squares(&self, epochs: &[Vec<u32>]) -> f64 {
         let mut counts = vec![0_u32; self.n * self.n];
         for epoch in epochs {

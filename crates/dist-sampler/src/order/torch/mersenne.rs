@@ -41,7 +41,8 @@ impl Mt19937 {
         for i in 0..WRAP {
             new[i] = twist(old[i], old[i + 1]) ^ old[i + AHEAD];
         }
-        // From here on the distant word is a new one. Two loops, so that neither reads its own output.
+        // From here on the distant word is a new one. Two loops, so that neither reads its own
+        // output.
         for i in WRAP..2 * WRAP {
             new[i] = twist(old[i], old[i + 1]) ^ new[i - WRAP];
         }

@@ -1,9 +1,9 @@
 //! The order of PyTorch's `DistributedSampler`, equal to `torch.randperm` on a CPU to the bit.
 //!
-//! Golden tests check the rule: slot i is swapped with another for every i, drawn by remainder from
-//! the words of [`Mt19937`] with seed + epoch. Below 2^32 / 20 samples a word chooses among the
-//! slots from i on. From there on, where the remainder of one word would be too biased, two words
-//! choose among the slots up to i.
+//! Golden tests check the rule: for every i, slot i is swapped with a slot that is drawn by
+//! remainder from the words of [`Mt19937`] with seed + epoch. Below 2^32 / 20 samples, one word
+//! chooses slot i or a later one. For longer orders, where the remainder of one word would be too
+//! biased, two words choose slot i or an earlier one.
 //!
 //! Only the cost differs from PyTorch. An index takes 4 bytes instead of 8 and no list of Python
 //! integers, and [`swaps`] gets the slots of many steps at once, so that cache misses overlap.
@@ -33,7 +33,7 @@ fn is_wide(len: u64) -> bool {
     WIDE_FROM <= len
 }
 
-/// Swaps by one word per step, which chooses a slot from i on: Fisher–Yates from the front.
+/// Swaps by one word per step, which chooses slot i or a later one: Fisher–Yates from the front.
 #[expect(clippy::cast_possible_truncation, reason = "the length is below `WIDE_FROM`")]
 fn narrow(table: &mut [u32], mut generator: Mt19937) {
     let len = table.len() as u32;
@@ -47,8 +47,8 @@ fn narrow(table: &mut [u32], mut generator: Mt19937) {
     });
 }
 
-/// Swaps by two words per step, the high one first, which choose a slot up to i: the inside-out
-/// shuffle.
+/// Swaps by two words per step, the high one first, which choose slot i or an earlier one: the
+/// inside-out shuffle.
 #[expect(clippy::cast_possible_truncation, reason = "a table has at most 2^32 slots")]
 fn wide(table: &mut [u32], mut generator: Mt19937) {
     let len = table.len();

@@ -1,5 +1,5 @@
-//! Laws of sorted, packed and distributed batches: each sequence once, every limit kept, the same
-//! number of steps on every rank.
+//! Laws of sorted, packed and distributed batches: each sequence once, every limit kept, and the
+//! same number of steps on every rank.
 
 use std::collections::BTreeSet;
 
@@ -71,7 +71,7 @@ fn is_misfit(error: &Error) -> bool {
     )
 }
 
-/// Returns the batches of a world with one rank, planned all at once, and their report.
+/// Returns the batches of a single rank, planned all at once, and their report.
 fn single_rank_batches(
     sampler: &DynamicBatchSampler<&[u64]>,
 ) -> Result<(Vec<Batch>, PaddingReport), Error> {
@@ -83,7 +83,7 @@ fn single_rank_batches(
 }
 
 /// Checks all laws of one configuration; returns the number of batches, or `None` if a sequence
-/// fits none.
+/// fits in no batch.
 fn check(lengths: &[u64], config: &BatchConfig) -> Option<usize> {
     let sampler = DynamicBatchSampler::new(lengths, config.clone()).unwrap();
     let mut stream = sampler.iter();
@@ -100,7 +100,7 @@ fn check(lengths: &[u64], config: &BatchConfig) -> Option<usize> {
     }
     let mut indices: Vec<u64> = batches.iter().flat_map(|batch| batch.indices.clone()).collect();
     indices.sort_unstable();
-    assert!(indices.is_sorted_by(|a, b| a < b), "a sequence comes twice with {config:?}");
+    assert!(indices.is_sorted_by(|a, b| a < b), "a sequence occurs twice with {config:?}");
     let dropped = stream.report().dropped;
     assert_eq!(indices.len() as u64 + dropped, lengths.len() as u64);
     assert!(config.remainder == Remainder::Drop && config.batch_size_multiple > 1 || dropped == 0);
@@ -191,7 +191,7 @@ fn check_steps(lengths: &[u64], batch_config: &BatchConfig, world: u64, config: 
         let mut weights = 0.0;
         for (rank, batch) in ranks.iter_mut().zip(&batches) {
             let step = rank.next().unwrap();
-            assert_eq!(step.batch, *batch, "the same on every rank");
+            assert_eq!(step.batch, *batch, "every rank knows the batches of all ranks");
             assert_eq!(
                 step.real_tokens,
                 batches.iter().map(|batch| batch.real_tokens).sum::<u64>()

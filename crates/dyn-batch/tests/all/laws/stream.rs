@@ -1,8 +1,9 @@
 //! Laws of streamed batches: each sequence once, every limit kept, and the batches of a naive
 //! reference.
 //!
-//! They are the acceptance criteria of the spec of dynamic batching: padding to the longest (1), similar lengths (2),
-//! the token limit (3), valid batches (4), no overlong sequence (5), actual sizes (6), the rule of each strategy (7).
+//! The laws are the acceptance criteria of dynamic batching: padding to the longest (1), similar
+//! lengths (2), the token limit (3), valid batches (4), no overlong sequence (5), actual sizes (6),
+//! and the rule of each strategy (7).
 
 use std::{cell::Cell, collections::BTreeMap, iter};
 
@@ -14,9 +15,8 @@ use proptest::prelude::*;
 
 use crate::laws::support::all_lengths;
 
-/// Returns the counted length, truncated or not, or `None` if the sequence is skipped (criterion
-/// 5).
-fn counted_length(length: u64, config: &BatchConfig) -> Option<u64> {
+/// Returns the length after truncation, or `None` if the sequence is skipped (criterion 5).
+fn truncated_length(length: u64, config: &BatchConfig) -> Option<u64> {
     match (config.max_sequence_length, config.overlong) {
         (Some(max), Overlong::Truncate) => Some(length.min(max)),
         (Some(max), Overlong::Skip) => (length <= max).then_some(length),
@@ -31,8 +31,8 @@ fn bucket(length: u64, config: &BatchConfig) -> u64 {
     }
 }
 
-/// Returns true if a batch is within its limits; `Dynamic` without a budget takes the product of the others (criterion
-/// 3).
+/// Returns true if a batch is within its limits (criterion 3). `Dynamic` without a token budget
+/// uses the product of the other limits.
 fn is_allowed(size: u64, padded_length: u64, config: &BatchConfig) -> bool {
     let (max_batch_size, max_tokens) = match (&config.strategy, config.max_tokens) {
         (DynamicBatchStrategy::Dynamic, None) => (
@@ -55,18 +55,18 @@ fn first_misfit(lengths: &[u64], config: &BatchConfig) -> Option<u64> {
     let misfit = lengths.iter().position(|&length| {
         let is_overlong = config.max_sequence_length.is_some_and(|max| length > max);
         (is_overlong && config.overlong == Overlong::Error)
-            || counted_length(length, config)
+            || truncated_length(length, config)
                 .is_some_and(|length| !is_allowed(config.batch_size_multiple, length, config))
     });
     misfit.map(|index| index as u64)
 }
 
-/// Computes the batches of each bucket by the naive rule: repeatedly the longest prefix that is a multiple and within
-/// limits (criterion 7).
+/// Computes the batches of each bucket by the naive rule (criterion 7): repeatedly cut off the
+/// longest prefix that is a multiple and within the limits.
 fn reference(lengths: &[u64], config: &BatchConfig) -> BTreeMap<u64, Vec<Vec<u64>>> {
     let mut queues = BTreeMap::<u64, Vec<(u64, u64)>>::new();
     for (index, &length) in (0..).zip(lengths) {
-        if let Some(length) = counted_length(length, config) {
+        if let Some(length) = truncated_length(length, config) {
             queues.entry(bucket(length, config)).or_default().push((index, length));
         }
     }
@@ -92,12 +92,15 @@ fn cut(queue: &[(u64, u64)], config: &BatchConfig) -> Vec<Vec<u64>> {
 /// Checks all laws on one input.
 fn check(lengths: &[u64], config: &BatchConfig) {
     let sampler =
-        DynamicBatchSampler::new(lengths, config.clone()).expect("the configuration is sound");
+        DynamicBatchSampler::new(lengths, config.clone()).expect("the configuration is valid");
     let mut run = sampler.iter();
     let outcome: Result<Vec<Batch>, Error> = run.by_ref().collect();
     let report = *run.report();
-    assert_eq!(run.next(), None, "the end is the end");
-    assert!(sampler.iter_order(0..lengths.len() as u64).eq(sampler.iter()), "a second time");
+    assert_eq!(run.next(), None, "the iterator stays empty");
+    assert!(
+        sampler.iter_order(0..lengths.len() as u64).eq(sampler.iter()),
+        "the second iteration differs"
+    );
     match (outcome, first_misfit(lengths, config)) {
         (Ok(batches), None) => {
             check_batches(&batches, lengths, config);
@@ -122,14 +125,14 @@ fn check_batches(batches: &[Batch], lengths: &[u64], config: &BatchConfig) {
         let counted = batch
             .indices
             .iter()
-            .map(|&index| counted_length(lengths[usize::try_from(index).unwrap()], config));
+            .map(|&index| truncated_length(lengths[usize::try_from(index).unwrap()], config));
         let counted: Vec<u64> =
             counted.map(|length| length.expect("a skipped sequence is in no batch")).collect();
         assert_eq!(batch.padded_length, counted.iter().copied().max().expect("no batch is empty"));
         assert_eq!(batch.real_tokens, counted.iter().sum::<u64>());
         assert!(
             is_allowed(batch.len() as u64, batch.padded_length, config),
-            "{batch:?} is over a limit"
+            "{batch:?} is above a limit"
         );
         let key = bucket(counted[0], config);
         assert!(
@@ -144,11 +147,11 @@ fn check_batches(batches: &[Batch], lengths: &[u64], config: &BatchConfig) {
 
     let mut expected = reference(lengths, config);
     expected.retain(|_, batches| !batches.is_empty());
-    assert_eq!(by_bucket, expected, "of {lengths:?} with {config:?}");
+    assert_eq!(by_bucket, expected, "{lengths:?} with {config:?}");
 }
 
 fn check_sizes(bucket: &[Vec<u64>], config: &BatchConfig) {
-    assert!(bucket.concat().is_sorted_by(|a, b| a < b), "each sequence once, in order");
+    assert!(bucket.concat().is_sorted_by(|a, b| a < b), "each sequence occurs once, in order");
     let multiple = config.batch_size_multiple;
     let n_whole = bucket.iter().take_while(|batch| batch.len() as u64 % multiple == 0).count();
     assert!(
@@ -189,11 +192,11 @@ fn check_report(report: PaddingReport, batches: &[Batch], lengths: &[u64], confi
     assert_eq!(rest, collected, "the report sums its batches");
 }
 
-type With = fn(BatchConfig) -> BatchConfig;
+type ConfigSetter = fn(BatchConfig) -> BatchConfig;
 
 /// Returns every valid combination of a few values of each setting.
 fn all_configs() -> Vec<BatchConfig> {
-    let choices: [&[With]; 5] = [
+    let choices: [&[ConfigSetter]; 5] = [
         &[
             |c| c.with_strategy(DynamicBatchStrategy::PadToMax),
             |c| c.with_strategy(DynamicBatchStrategy::Bucket(Buckets::Width(2))),
@@ -252,19 +255,23 @@ fn batches_are_returned_early() {
         let mut batches =
             Batches::new(endless.inspect(|_| n_taken.set(n_taken.get() + 1)), config.clone())
                 .unwrap();
-        // If no following empty sequence joins a batch, nothing does.
-        let if_empty_follow = |n_taken: usize, nth: usize| {
+        // A batch is complete if even empty sequences do not join it.
+        let batch_before_empty = |n_taken: usize, nth: usize| {
             let known = lengths.into_iter().cycle().take(n_taken);
             let lengths: Vec<_> = known.chain(iter::repeat_n(0, 20)).collect();
             reference(&lengths, &config)[&0][nth].clone()
         };
         for nth in 0..20 {
             let indices = batches.next().unwrap().unwrap().indices;
-            assert_eq!(if_empty_follow(n_taken.get(), nth), indices, "too early with {config:?}");
+            assert_eq!(
+                batch_before_empty(n_taken.get(), nth),
+                indices,
+                "too early with {config:?}"
+            );
             let previous = n_taken.get() - 1;
-            let needs_the_last =
-                indices.contains(&(previous as u64)) || if_empty_follow(previous, nth) != indices;
-            assert!(needs_the_last, "too late with {config:?}");
+            let needs_last = indices.contains(&(previous as u64))
+                || batch_before_empty(previous, nth) != indices;
+            assert!(needs_last, "too late with {config:?}");
         }
     }
 }

@@ -229,15 +229,16 @@ fn collectives_line(collectives: &Collectives) -> String {
 
 fn collective_text(name: &str, traffic: CollectiveTraffic) -> String {
     let CollectiveTraffic { count, bytes, payload_bytes, .. } = traffic;
-    let payload = match payload_bytes {
-        all if all == bytes => String::new(),
-        _ => format!(" ({} without padding)", grouped(payload_bytes.into())),
+    let payload = if payload_bytes == bytes {
+        String::new()
+    } else {
+        format!(" ({} without padding)", grouped(payload_bytes.into()))
     };
     format!("{} {name}, {} in all{payload}", grouped(count.into()), counted(bytes.into(), "byte"))
 }
 
-/// Renders a table of `rows` with a `header`; the columns at `numbers` are aligned to the right.
-fn columns(header: &[&str], numbers: Range<usize>, rows: Vec<Vec<String>>) -> String {
+/// Renders a table of `rows` with a `header`; the columns in `right_aligned` hold numbers.
+fn columns(header: &[&str], right_aligned: Range<usize>, rows: Vec<Vec<String>>) -> String {
     let mut table = Table::new();
     table
         .load_preset(presets::NOTHING)
@@ -245,7 +246,7 @@ fn columns(header: &[&str], numbers: Range<usize>, rows: Vec<Vec<String>>) -> St
         .set_header(header)
         .add_rows(rows);
     for column in table.column_iter_mut() {
-        if numbers.contains(&column.index) {
+        if right_aligned.contains(&column.index) {
             column.set_cell_alignment(CellAlignment::Right);
         }
     }

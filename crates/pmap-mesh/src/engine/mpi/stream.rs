@@ -152,9 +152,9 @@ impl ChunkChannel {
 
     /// Returns the arrived chunk.
     fn chunk(&self) -> Result<ReceivedChunk<'_>> {
-        let words = self.words();
-        let items = &self.request.buffer().map_err(Error::wrap)?[..words.len()];
-        Ok(ReceivedChunk { from: self.rank, words, items })
+        let range = self.words();
+        let words = &self.request.buffer().map_err(Error::wrap)?[..range.len()];
+        Ok(ReceivedChunk { from: self.rank, range, words })
     }
 
     /// Receives the next chunk, if there is one.

@@ -11,8 +11,8 @@ use crate::{
     sync::lock,
 };
 
-/// The bytes of a sum that each member computes at a time: received summands are added before they
-/// leave a second-level cache of about a megabyte.
+/// The bytes of the sum that each member computes per chunk. Received summands are then added while
+/// they are still in a second-level cache of about a megabyte.
 const PART_BYTES: usize = 256 << 10;
 
 impl MpiCall<'_> {
@@ -25,8 +25,8 @@ impl MpiCall<'_> {
         sums: &mut [u8],
         reduction: Reduction,
     ) -> Result<()> {
-        let chunk = self.ctx.size() * PART_BYTES;
-        for (x, sums) in x.chunks(chunk).zip(sums.chunks_mut(chunk)) {
+        let chunk_bytes = self.ctx.size() * PART_BYTES;
+        for (x, sums) in x.chunks(chunk_bytes).zip(sums.chunks_mut(chunk_bytes)) {
             self.reduce_chunk(dtype, x, sums, reduction)?;
         }
         Ok(())
@@ -41,10 +41,10 @@ impl MpiCall<'_> {
     ) -> Result<()> {
         let size = self.ctx.size();
         let own_rank = self.ctx.rank;
-        let item = dtype.size_in_bytes();
+        let item_bytes = dtype.size_in_bytes();
         let span = |rank| {
-            let items = balanced(x.len() / item, rank, size);
-            items.start * item..items.end * item
+            let items = balanced(x.len() / item_bytes, rank, size);
+            items.start * item_bytes..items.end * item_bytes
         };
         let mut parts = lock(&self.engine.parts);
         let summands = self.collect(|rank| &x[span(rank)], &mut parts);
@@ -59,17 +59,18 @@ impl MpiCall<'_> {
         Ok(())
     }
 
-    /// Sends `x(n)` to each rank n; returns the parts that all ranks have for this one, by rank,
-    /// including its own.
+    /// Sends `x(n)` to each rank n. Returns the part that each rank sends to this one, by rank, with
+    /// this rank's own part among them.
     ///
     /// The parts have equal length; returns an empty list if it is 0.
     fn collect<'x>(&self, x: impl Fn(usize) -> &'x [u8], parts: &'x mut Vec<u64>) -> Vec<&'x [u8]> {
         let own_rank = self.ctx.rank;
         let own = x(own_rank);
-        let arrived = words(parts, own.len() * (self.ctx.size() - 1));
+        let arrived = grown_bytes(parts, own.len() * (self.ctx.size() - 1));
         // The chunk length must not be 0; an empty part has no chunks for any length.
         let places = arrived.chunks_exact_mut(own.len().max(1)).enumerate();
         self.transfer(
+            // The n-th place belongs to the n-th other rank.
             places.map(|(n, part)| (n + usize::from(n >= own_rank), MessageKind::Data, part)),
             self.others().map(|to| (to, MessageKind::Data, x(to))),
         );
@@ -81,13 +82,13 @@ impl MpiCall<'_> {
     }
 }
 
-/// Returns the first `bytes` bytes of a buffer of words, which grows if needed.
-fn words(buffer: &mut Vec<u64>, bytes: usize) -> &mut [u8] {
-    let n_words = bytes.div_ceil(size_of::<u64>());
+/// Returns the first `n_bytes` bytes of a buffer of words, which grows if needed.
+fn grown_bytes(buffer: &mut Vec<u64>, n_bytes: usize) -> &mut [u8] {
+    let n_words = n_bytes.div_ceil(size_of::<u64>());
     if buffer.len() < n_words {
         buffer.resize(n_words, 0);
     }
-    &mut cast_slice_mut(buffer)[..bytes]
+    &mut cast_slice_mut(buffer)[..n_bytes]
 }
 
 /// Splits `bytes` into consecutive parts of these lengths.

@@ -84,7 +84,7 @@ impl GroupExchange {
 
     #[expect(clippy::expect_used, reason = "the last rank to arrive completes the exchange")]
     fn get(&self) -> &CompleteExchange {
-        self.complete.get().expect("all members have come")
+        self.complete.get().expect("all members have arrived")
     }
 
     /// Returns the contributions, by rank.

@@ -7,13 +7,13 @@
 //!
 //! # Synchronization
 //!
-//! All shared state is in [`RendezvousState`], under one lock, which is held for a few instructions and never
-//! while waiting or taking another lock. A waiting replica does not take the lock: it reads
-//! `failed` and its [`GroupExchange`], and sleeps ([`sync::wait_until`]). Both are set with `Release`
-//! after the data that they announce, and read with `Acquire`. They are set while the lock is held,
-//! except for the results of shared work. A replica that has read `failed` takes the lock and finds
-//! the failure there. They are set before the waiting thread is unparked, so that a replica that is
-//! about to sleep sees either the change or the permit of `unpark`.
+//! All shared state is in [`RendezvousState`], under one lock, which is held for a few instructions
+//! and never while waiting or taking another lock. A waiting replica does not take the lock: it
+//! reads `failed` and its [`GroupExchange`], and sleeps ([`sync::wait_until`]). Both are set with
+//! `Release` after the data that they announce, and read with `Acquire`. They are set while the
+//! lock is held, except for the results of shared work. A replica that has read `failed` takes the
+//! lock and finds the failure there. They are set before the waiting thread is unparked, so that a
+//! replica that is about to sleep sees either the change or the permit of `unpark`.
 
 use std::{
     collections::{BTreeMap, btree_map::Entry},
@@ -105,8 +105,8 @@ impl Rendezvous {
     /// Contributes to a collective and waits for the other members of the group. The last member
     /// plans the shared work.
     ///
-    /// No member leaves before all have arrived, so a contribution to one collective may change
-    /// after the next one.
+    /// No member leaves before all have arrived. So once a member has left the next collective, all
+    /// others have finished this one, and its contribution to this one may change.
     ///
     /// # Errors
     ///
@@ -192,7 +192,8 @@ impl Rendezvous {
     ///
     /// # Errors
     ///
-    /// The errors of [`contribute_and_wait`](Self::contribute_and_wait). If the work fails, its results return the error.
+    /// The errors of [`contribute_and_wait`](Self::contribute_and_wait). If the work fails, its
+    /// results return the error.
     pub(super) fn finish_work(
         &self,
         ctx: &GroupContext,
@@ -519,7 +520,7 @@ impl OpenCollective {
     fn close(self) -> (Arc<GroupExchange>, Vec<MemberContribution>) {
         let arrivals = self.arrivals.into_iter();
         let contributions =
-            arrivals.map(|arrival| arrival.expect("all members have come").contribution);
+            arrivals.map(|arrival| arrival.expect("all members have arrived").contribution);
         (self.exchange, contributions.collect())
     }
 }

@@ -1,5 +1,5 @@
-//! Replicas that deviate from the others: the call ends with a true reason, and the mesh can be
-//! used again.
+//! Replicas that deviate from the others. The call must end with an error that names the deviation,
+//! and the mesh must work again afterwards.
 
 mod generate;
 mod simulation;
@@ -21,15 +21,15 @@ pub(crate) use self::generate::scenario;
 #[derive(Clone, Debug)]
 pub(crate) struct Scenario {
     grid: Grid,
-    steps: Vec<Step>,
-    faults: Vec<Fault>,
+    steps: Vec<ScenarioStep>,
+    faults: Vec<SlotFault>,
     /// The slots that go on after an error.
     stubborn: Vec<usize>,
 }
 
 #[derive(Clone, Debug)]
-enum Step {
-    Call(Call),
+enum ScenarioStep {
+    Call(CollectiveCall),
     /// Starts a sum along these axes.
     Start(Axes),
     /// Waits for the sum started in the step of this index; does nothing if none was started.
@@ -38,28 +38,28 @@ enum Step {
 
 /// A collective of a tensor of ones.
 #[derive(Clone, Debug)]
-struct Call {
+struct CollectiveCall {
     op: Op,
     axes: Axes,
     dtype: DType,
     shape: Vec<usize>,
 }
 
-/// A deviation of one slot at step number `at`.
+/// A deviation of one slot at the step with this index.
 #[derive(Clone, Debug)]
-struct Fault {
+struct SlotFault {
     slot: usize,
     index: usize,
-    kind: Kind,
+    kind: FaultKind,
 }
 
 #[derive(Clone, Debug)]
-enum Kind {
+enum FaultKind {
     Error,
     Panic,
     Return,
     /// Another collective, dtype, shape or other axes.
-    Other(Call),
+    Other(CollectiveCall),
     Skip,
     /// Runs the step twice; a replica that starts twice waits only for the first start.
     Twice,
@@ -72,13 +72,13 @@ enum Kind {
     WrongThread,
     /// Calls from two threads in parallel.
     TwoThreads,
-    /// Arrives only after the call has ended.
+    /// Arrives only after the end of the call.
     Late,
 }
 
 /// A possible end of the call.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-enum Failure {
+enum CallFailure {
     /// The replica's own error, with a part of its text.
     Failed(usize, &'static str),
     Panicked(usize),
@@ -101,13 +101,13 @@ const NO_DATA: &str = "no more data";
 /// Returns an error if the call ends in an unexpected way.
 pub(crate) fn check(scenario: &Scenario, mesh: &DeviceMesh) -> Result<(), String> {
     let found = tested::failure(scenario, mesh)?;
-    let may_be = simulation::failures(scenario);
+    let possible = simulation::failures(scenario);
     let is_right = match found {
-        None => may_be.is_empty(),
-        Some(failure) => may_be.contains(&failure) || scenario.may_also_be(failure),
+        None => possible.is_empty(),
+        Some(failure) => possible.contains(&failure) || scenario.may_also_be(failure),
     };
     if !is_right {
-        return Err(format!("it ends with {found:?}\nfor one of {may_be:?}"));
+        return Err(format!("the call ends with {found:?}\nfor one of {possible:?}"));
     }
     tested::works(mesh)
 }
@@ -119,23 +119,23 @@ impl Scenario {
 
     /// Returns true if the scenario needs a mesh with a deadline.
     pub(crate) fn deadline_passed(&self) -> bool {
-        self.faults.iter().any(|fault| matches!(fault.kind, Kind::Late))
+        self.faults.iter().any(|fault| matches!(fault.kind, FaultKind::Late))
     }
 
-    fn fault(&self, slot: usize, index: usize) -> Option<&Kind> {
+    fn fault(&self, slot: usize, index: usize) -> Option<&FaultKind> {
         let fault = self.faults.iter().find(|fault| fault.slot == slot && fault.index == index)?;
         Some(&fault.kind)
     }
 
     /// Returns true if timing decides whether this failure is detected.
-    fn may_also_be(&self, failure: Failure) -> bool {
+    fn may_also_be(&self, failure: CallFailure) -> bool {
         match failure {
             // Two concurrent threads may have called one after the other.
-            Failure::Mismatch(left, right) => self.faults.iter().any(|fault| {
-                matches!(fault.kind, Kind::TwoThreads) && [left, right] == [fault.slot; 2]
+            CallFailure::Mismatch(left, right) => self.faults.iter().any(|fault| {
+                matches!(fault.kind, FaultKind::TwoThreads) && [left, right] == [fault.slot; 2]
             }),
             // The deadline is short, and the machine may be busy.
-            Failure::Deadline => self.deadline_passed(),
+            CallFailure::Deadline => self.deadline_passed(),
             _ => false,
         }
     }
@@ -158,8 +158,8 @@ impl Scenario {
     /// Returns true if some replicas start a sum that others do not.
     pub(crate) fn starts_differ(&self) -> bool {
         self.faults.iter().any(|fault| {
-            matches!(self.steps[fault.index], Step::Start(_))
-                && matches!(fault.kind, Kind::Skip | Kind::Twice | Kind::Other(_))
+            matches!(self.steps[fault.index], ScenarioStep::Start(_))
+                && matches!(fault.kind, FaultKind::Skip | FaultKind::Twice | FaultKind::Other(_))
         })
     }
 }

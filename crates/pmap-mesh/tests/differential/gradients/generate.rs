@@ -1,7 +1,7 @@
-//! Random chains with collectives at places where their gradients are defined.
+//! Random chains, with collectives only where their gradients are defined.
 
 use crate::differential::{
-    gradients::{Chain, Link, Variable},
+    gradients::{Chain, ChainLink, ChainVariable},
     grid::{Axes, Grid, sorted},
     op::{Op, dim_index},
     random::Random,
@@ -13,7 +13,7 @@ const MAX_ITEMS: usize = 500;
 
 /// The shape of a value, and the axes along which it varies.
 #[derive(Clone, Debug)]
-struct Kind {
+struct ValueKind {
     shape: Vec<usize>,
     varying: Axes,
 }
@@ -24,21 +24,21 @@ pub(crate) fn chain(random: &mut Random, slots: Option<usize>) -> Chain {
         Some(slots) => Grid::per_slot(slots, random),
         None => Grid::random(random),
     };
-    let variables: Vec<Variable> =
+    let variables: Vec<ChainVariable> =
         (0..random.between(1, 3)).map(|_| variable(random, &grid)).collect();
-    let kinds = variables.iter().map(|Variable { shape, varying, .. }| Kind {
+    let kinds = variables.iter().map(|ChainVariable { shape, varying, .. }| ValueKind {
         shape: shape.clone(),
         varying: varying.clone(),
     });
-    let mut maker = Maker { kinds: kinds.collect(), links: Vec::new(), grid, random };
-    for _ in 0..maker.random.between(2, MAX_LINKS) {
-        maker.add_link();
+    let mut builder = ChainBuilder { kinds: kinds.collect(), links: Vec::new(), grid, random };
+    for _ in 0..builder.random.between(2, MAX_LINKS) {
+        builder.add_link();
     }
-    let losses = maker.losses();
-    Chain { grid: maker.grid, variables, links: maker.links, losses }
+    let losses = builder.losses();
+    Chain { grid: builder.grid, variables, links: builder.links, losses }
 }
 
-fn variable(random: &mut Random, grid: &Grid) -> Variable {
+fn variable(random: &mut Random, grid: &Grid) -> ChainVariable {
     let shape = (0..random.less_than(4)).map(|_| match random.less_than(6) {
         0..=2 => grid.slots(),
         3 => 2 * grid.slots(),
@@ -46,33 +46,33 @@ fn variable(random: &mut Random, grid: &Grid) -> Variable {
     });
     let shape = shape.collect();
     let varying = if random.one_in(2) { grid.all() } else { sorted(&grid.some(random)) };
-    Variable { shape, varying, seed: random.word() }
+    ChainVariable { shape, varying, seed: random.word() }
 }
 
-struct Maker<'a> {
+struct ChainBuilder<'a> {
     random: &'a mut Random,
     grid: Grid,
-    kinds: Vec<Kind>,
-    links: Vec<Link>,
+    kinds: Vec<ValueKind>,
+    links: Vec<ChainLink>,
 }
 
-impl Maker<'_> {
+impl ChainBuilder<'_> {
     /// Adds a random link, if its gradient is defined.
     fn add_link(&mut self) {
         let value = self.value();
         let kind = self.kinds[value].clone();
         let (link, kind) = match self.random.less_than(12) {
-            0 => (Link::Sin { value }, kind),
+            0 => (ChainLink::Sin { value }, kind),
             1 => return self.add_product(value),
             2 if kind.shape.len() > 1 => {
                 let last = kind.shape.len() - 1;
                 let mut shape = kind.shape;
                 shape.swap(0, last);
-                (Link::Swapped { value }, Kind { shape, ..kind })
+                (ChainLink::Swapped { value }, ValueKind { shape, ..kind })
             }
             3 => {
                 let shape = vec![kind.shape.iter().product()];
-                (Link::Flat { value }, Kind { shape, ..kind })
+                (ChainLink::Flat { value }, ValueKind { shape, ..kind })
             }
             _ => match self.collective(value, &kind) {
                 Some(found) => found,
@@ -82,14 +82,14 @@ impl Maker<'_> {
         self.add(link, kind);
     }
 
-    fn add(&mut self, link: Link, kind: Kind) {
+    fn add(&mut self, link: ChainLink, kind: ValueKind) {
         if kind.shape.iter().product::<usize>() <= MAX_ITEMS {
             self.links.push(link);
             self.kinds.push(kind);
         }
     }
 
-    /// Prefer the newest values, so that chains become long.
+    /// Returns the index of a random value, often a new one, so that chains become long.
     fn value(&mut self) -> usize {
         let newest = if self.random.one_in(2) { self.kinds.len().saturating_sub(2) } else { 0 };
         self.random.between(newest, self.kinds.len() - 1)
@@ -104,7 +104,7 @@ impl Maker<'_> {
         let other = self.random.pick(&others);
         let left = self.varying_as(value, &self.kinds[other].varying.clone());
         let right = self.varying_as(other, &self.kinds[left].varying.clone());
-        self.add(Link::Product { value: left, other: right }, self.kinds[left].clone());
+        self.add(ChainLink::Product { value: left, other: right }, self.kinds[left].clone());
     }
 
     /// Returns a copy of the value that varies along these axes too.
@@ -119,44 +119,44 @@ impl Maker<'_> {
         }
         let shape = self.kinds[value].shape.clone();
         let varying = sorted(&[&self.kinds[value].varying[..], &axes].concat());
-        self.links.push(Link::Collective { op: Op::Pvary, value, axes });
-        self.kinds.push(Kind { shape, varying });
+        self.links.push(ChainLink::Collective { op: Op::Pvary, value, axes });
+        self.kinds.push(ValueKind { shape, varying });
         self.kinds.len() - 1
     }
 
-    fn collective(&mut self, value: usize, kind: &Kind) -> Option<(Link, Kind)> {
+    fn collective(&mut self, value: usize, kind: &ValueKind) -> Option<(ChainLink, ValueKind)> {
         let axes = self.grid.some(self.random);
         let group = self.grid.size(&axes);
         let op = Op::random(self.random, kind.shape.len(), group);
         let varies = |axis: &usize| kind.varying.contains(axis);
-        let is_meant = match op {
+        let has_gradient = match op {
             Op::Pvary => !axes.iter().any(varies),
             _ => axes.iter().all(varies),
         };
-        if !is_meant {
+        if !has_gradient {
             return None;
         }
         let shape = shape_after(&op, &kind.shape, group)?;
         let others = kind.varying.iter().copied().filter(|axis| !axes.contains(axis));
         Some(match op {
             Op::Pmax | Op::Pmin => (
-                Link::Extreme { op, value, axes: axes.clone() },
-                Kind { shape, varying: others.collect() },
+                ChainLink::Extreme { op, value, axes: axes.clone() },
+                ValueKind { shape, varying: others.collect() },
             ),
             Op::Psum | Op::Pmean => {
                 let varying = others.collect();
-                (Link::Collective { op, value, axes }, Kind { shape, varying })
+                (ChainLink::Collective { op, value, axes }, ValueKind { shape, varying })
             }
             Op::Pvary => {
                 let varying = sorted(&[&kind.varying[..], &axes].concat());
-                (Link::Collective { op, value, axes }, Kind { shape, varying })
+                (ChainLink::Collective { op, value, axes }, ValueKind { shape, varying })
             }
-            _ => (Link::Collective { op, value, axes }, Kind { shape, ..kind.clone() }),
+            _ => (ChainLink::Collective { op, value, axes }, ValueKind { shape, ..kind.clone() }),
         })
     }
 
     /// Returns one or two values, including the last one.
-    fn losses(&mut self) -> Vec<(usize, Variable)> {
+    fn losses(&mut self) -> Vec<(usize, ChainVariable)> {
         let mut value = vec![self.kinds.len() - 1];
         if self.random.one_in(2) {
             value.push(self.value());
@@ -164,8 +164,8 @@ impl Maker<'_> {
         value
             .into_iter()
             .map(|value: usize| {
-                let Kind { shape, varying } = self.kinds[value].clone();
-                (value, Variable { shape, varying, seed: self.random.word() })
+                let ValueKind { shape, varying } = self.kinds[value].clone();
+                (value, ChainVariable { shape, varying, seed: self.random.word() })
             })
             .collect()
     }

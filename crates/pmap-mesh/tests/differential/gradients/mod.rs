@@ -4,7 +4,6 @@
 //! share. A sum turns many values into one; `pvary` marks where one value enters work that varies.
 //! The loss of the reference is the sum of all replicas' losses, where a shared value is counted
 //! once.
-//! several hold is counted once.
 
 mod generate;
 mod reference;
@@ -18,7 +17,7 @@ use crate::differential::{
     array::Array,
     grid::{Axes, Grid},
     op::Op,
-    program::{Kind, Numbers},
+    program::{ArrayRecipe, NumberKind},
 };
 
 pub(crate) use self::generate::chain;
@@ -31,23 +30,24 @@ const TOLERANCE: f64 = 1e-9;
 pub(crate) struct Chain {
     pub(crate) grid: Grid,
     /// The first values.
-    pub(crate) variables: Vec<Variable>,
+    pub(crate) variables: Vec<ChainVariable>,
     /// The links; each makes a value, in this order.
-    pub(crate) links: Vec<Link>,
+    pub(crate) links: Vec<ChainLink>,
     /// The indexes of the values in the weighted sum of the loss.
-    pub(crate) losses: Vec<(usize, Variable)>,
+    pub(crate) losses: Vec<(usize, ChainVariable)>,
 }
 
-/// Numbers of each replica, equal on replicas that differ in no coordinate along `varying`.
+/// Numbers of each replica; replicas with the same coordinates along `varying` have the same
+/// numbers.
 #[derive(Clone, Debug)]
-pub(crate) struct Variable {
+pub(crate) struct ChainVariable {
     pub(crate) shape: Vec<usize>,
     pub(crate) varying: Axes,
     pub(crate) seed: u64,
 }
 
 #[derive(Clone, Debug)]
-pub(crate) enum Link {
+pub(crate) enum ChainLink {
     Collective {
         op: Op,
         value: usize,
@@ -74,25 +74,25 @@ pub(crate) enum Link {
     },
 }
 
-impl Variable {
+impl ChainVariable {
     pub(crate) fn on_slot(&self, grid: &Grid, slot: usize) -> Array {
-        let numbers = Numbers {
+        let numbers = ArrayRecipe {
             dtype: DType::F64,
             shape: self.shape.clone(),
-            kind: Kind::Ordinary,
+            kind: NumberKind::Ordinary,
             seed: self.seed,
         };
         numbers.on_slot(first(grid, &self.varying, slot), None)
     }
 }
 
-/// Returns the first slot with the same value as `slot`, if the value varies along these axes.
+/// Returns the first slot with the same value as `slot`, for a value that varies along these axes.
 fn first(grid: &Grid, varying: &Axes, slot: usize) -> usize {
     grid.members(&grid.others(varying), slot)[0]
 }
 
 /// The gradients of the variables on each slot; zeros if the loss does not depend on a variable.
-type Gradients = Vec<Vec<Array>>;
+type SlotGradients = Vec<Vec<Array>>;
 
 /// Returns an error if the gradients of a chain differ from the reference.
 pub(crate) fn check(chain: &Chain, mesh: &pmap_mesh::DeviceMesh) -> Result<(), String> {
@@ -127,14 +127,16 @@ fn numbers(array: &Array) -> Vec<f64> {
     array.items.iter().map(|item| f64::from_bits(*item)).collect()
 }
 
-/// Returns the value of a link that is no collective.
-fn local(link: &Link, values: &[Tensor]) -> candle_core::Result<Tensor> {
+/// Returns the value of a link that is not a collective.
+fn local(link: &ChainLink, values: &[Tensor]) -> candle_core::Result<Tensor> {
     match *link {
-        Link::Sin { value } => values[value].sin(),
-        Link::Product { value, other } => &values[value] * &values[other],
-        Link::Swapped { value } => values[value].transpose(0, values[value].rank() - 1),
-        Link::Flat { value } => values[value].flatten_all(),
-        Link::Collective { .. } | Link::Extreme { .. } => panic!("a collective is not local"),
+        ChainLink::Sin { value } => values[value].sin(),
+        ChainLink::Product { value, other } => &values[value] * &values[other],
+        ChainLink::Swapped { value } => values[value].transpose(0, values[value].rank() - 1),
+        ChainLink::Flat { value } => values[value].flatten_all(),
+        ChainLink::Collective { .. } | ChainLink::Extreme { .. } => {
+            panic!("a collective is not local")
+        }
     }
 }
 

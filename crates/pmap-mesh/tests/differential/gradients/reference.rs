@@ -4,19 +4,19 @@ use candle_core::{Result, Tensor, Var};
 
 use crate::differential::{
     array::Array,
-    gradients::{Chain, Gradients, Link, Variable, first, local},
+    gradients::{Chain, ChainLink, ChainVariable, SlotGradients, first, local},
     grid::Grid,
     op::{Op, dim_index},
 };
 
 /// The value of each slot; slots that share a value share its node of the graph.
-type OfSlots = Vec<Tensor>;
+type SlotValues = Vec<Tensor>;
 
-pub(crate) fn gradients(chain: &Chain) -> Result<Gradients> {
+pub(crate) fn gradients(chain: &Chain) -> Result<SlotGradients> {
     let grid = &chain.grid;
     let variables: Vec<Vec<Var>> =
         chain.variables.iter().map(|variable| per_slot(grid, variable)).collect::<Result<_>>()?;
-    let mut values: Vec<OfSlots> = variables
+    let mut values: Vec<SlotValues> = variables
         .iter()
         .map(|per_slot| per_slot.iter().map(|var| var.as_tensor().clone()).collect())
         .collect();
@@ -38,7 +38,7 @@ pub(crate) fn gradients(chain: &Chain) -> Result<Gradients> {
 }
 
 /// Returns the variable of each slot; slots that share a value share a variable.
-fn per_slot(grid: &Grid, variable: &Variable) -> Result<Vec<Var>> {
+fn per_slot(grid: &Grid, variable: &ChainVariable) -> Result<Vec<Var>> {
     let mut vars: Vec<Var> = Vec::new();
     for slot in 0..grid.slots() {
         let first = first(grid, &variable.varying, slot);
@@ -51,23 +51,23 @@ fn per_slot(grid: &Grid, variable: &Variable) -> Result<Vec<Var>> {
     Ok(vars)
 }
 
-fn value(grid: &Grid, link: &Link, values: &[OfSlots]) -> Result<OfSlots> {
+fn value(grid: &Grid, link: &ChainLink, values: &[SlotValues]) -> Result<SlotValues> {
     let slots = 0..grid.slots();
     match link {
-        Link::Collective { op, value, axes } => slots
+        ChainLink::Collective { op, value, axes } => slots
             .map(|slot| {
                 let members = grid.members(axes, slot);
                 let passed: Vec<&Tensor> = members.iter().map(|m| &values[*value][*m]).collect();
                 collective(op, &passed, grid.rank(axes, slot))
             })
             .collect(),
-        Link::Extreme { op, value, axes } => slots
+        ChainLink::Extreme { op, value, axes } => slots
             .map(|slot| {
                 let members = grid.members(axes, slot);
                 let passed: Vec<Tensor> =
                     members.iter().map(|m| values[*value][*m].detach()).collect();
-                let side_by_side = Tensor::stack(&passed, 0)?;
-                if *op == Op::Pmax { side_by_side.max(0) } else { side_by_side.min(0) }
+                let stacked = Tensor::stack(&passed, 0)?;
+                if *op == Op::Pmax { stacked.max(0) } else { stacked.min(0) }
             })
             .collect(),
         _ => slots
@@ -80,7 +80,7 @@ fn value(grid: &Grid, link: &Link, values: &[OfSlots]) -> Result<OfSlots> {
     }
 }
 
-/// Returns the result of rank `rank`.
+/// Returns the result of rank `rank` for the tensors that its group passes.
 fn collective(op: &Op, passed: &[&Tensor], rank: usize) -> Result<Tensor> {
     let (mine, size) = (passed[rank], passed.len());
     let sum = || passed[1..].iter().try_fold(passed[0].clone(), |sum, next| sum + *next);
@@ -110,7 +110,7 @@ fn collective(op: &Op, passed: &[&Tensor], rank: usize) -> Result<Tensor> {
 }
 
 /// Returns the sum of all slots' losses, where a shared value is counted once.
-fn loss(chain: &Chain, values: &[OfSlots]) -> Result<Tensor> {
+fn loss(chain: &Chain, values: &[SlotValues]) -> Result<Tensor> {
     let grid = &chain.grid;
     let mut losses = Vec::new();
     for (value, weights) in &chain.losses {

@@ -7,14 +7,14 @@ use pmap_mesh::{DeviceMesh, Replica};
 
 use crate::differential::{
     array::Array,
-    gradients::{Chain, Gradients, Link, local},
+    gradients::{Chain, ChainLink, SlotGradients, local},
 };
 
 /// Returns the gradients of this process's slots.
 pub(crate) fn gradients(
     chain: &Chain,
     mesh: &DeviceMesh,
-) -> std::result::Result<Gradients, String> {
+) -> std::result::Result<SlotGradients, String> {
     let chain = Arc::new(chain.clone());
     let gradients = mesh.pmap(move |ctx, ()| on_replica(&chain, ctx)).call_sharded(());
     let gradients = gradients.map_err(|error| format!("{error}: {error:?}"))?;
@@ -48,12 +48,12 @@ fn on_replica(chain: &Chain, ctx: &Replica) -> Result<Vec<Tensor>> {
         .collect()
 }
 
-fn value(chain: &Chain, ctx: &Replica, link: &Link, values: &[Tensor]) -> Result<Tensor> {
+fn value(chain: &Chain, ctx: &Replica, link: &ChainLink, values: &[Tensor]) -> Result<Tensor> {
     match link {
-        Link::Collective { op, value, axes } => {
+        ChainLink::Collective { op, value, axes } => {
             op.run(ctx, &values[*value], chain.grid.named(axes))
         }
-        Link::Extreme { op, value, axes } => {
+        ChainLink::Extreme { op, value, axes } => {
             op.run(ctx, &values[*value].detach(), chain.grid.named(axes))
         }
         _ => local(link, values),

@@ -1,29 +1,30 @@
-//! How results are put together.
+//! Joins the results of all slots according to their specs.
 
 use crate::differential::{
     array::Array,
-    bits::Fold,
+    bits::FoldOp,
     grid::{Axes, Grid},
     op::dim_index,
-    reference::{Refusal, cut::Cut, has_sum},
-    spec::{Fault, Spec, Treatment},
+    reference::{ResultError, cut::ShardedArgument, has_sum},
+    spec::{Spec, SpecFaultKind, Treatment},
 };
 
-/// One result, put together.
-pub(crate) struct Joined<'a> {
+/// The context in which the arrays of one result are joined.
+pub(crate) struct ResultJoin<'a> {
     pub(crate) grid: &'a Grid,
-    /// The cut of the first argument that is cut.
-    pub(crate) cut: Option<&'a Cut>,
+    /// The first argument that is cut into shards, if any is.
+    pub(crate) sharded: Option<&'a ShardedArgument>,
+    /// The index of the result.
     pub(crate) index: usize,
 }
 
-impl Joined<'_> {
-    pub(crate) fn result(&self, per_slot: Vec<Array>, spec: &Spec) -> Result<Array, Refusal> {
+impl ResultJoin<'_> {
+    pub(crate) fn result(&self, per_slot: Vec<Array>, spec: &Spec) -> Result<Array, ResultError> {
         let named: Axes = spec.iter().flat_map(|(axes, _)| axes.clone()).collect();
         let replicated = self.grid.others(&named);
         let first = |slot: usize| self.grid.members(&replicated, slot)[0];
         if (0..per_slot.len()).any(|slot| !per_slot[slot].same(&per_slot[first(slot)])) {
-            return Err(Refusal::NotReplicated(self.index));
+            return Err(ResultError::NotReplicated(self.index));
         }
         let mut parts: Vec<(usize, Array)> = per_slot.into_iter().enumerate().collect();
         parts.retain(|(slot, _)| first(*slot) == *slot);
@@ -34,18 +35,18 @@ impl Joined<'_> {
         Ok(result)
     }
 
-    /// One array for each group, with its first slot.
+    /// Joins the arrays of each group, and returns each joined array with the group's first slot.
     fn join_axes(
         &self,
         axes: &Axes,
         treatment: Treatment,
         parts: &[(usize, Array)],
-    ) -> Result<Vec<(usize, Array)>, Refusal> {
+    ) -> Result<Vec<(usize, Array)>, ResultError> {
         let mut joined = Vec::new();
         for &(first, _) in parts.iter().filter(|(slot, _)| self.grid.rank(axes, *slot) == 0) {
             let members = self.grid.members(axes, first);
-            let of_members = parts.iter().filter(|(slot, _)| members.contains(slot));
-            let trimmed: Vec<Array> = of_members
+            let own = parts.iter().filter(|(slot, _)| members.contains(slot));
+            let trimmed: Vec<Array> = own
                 .map(|(slot, array)| self.trimmed(axes, treatment, *slot, array))
                 .collect::<Result<_, _>>()?;
             joined.push((first, self.combined(treatment, &trimmed.iter().collect::<Vec<_>>())?));
@@ -53,27 +54,27 @@ impl Joined<'_> {
         Ok(joined)
     }
 
-    /// Without padding, if the array has that of a shard along these axes.
+    /// Removes the padding of an array that has the padded size of a shard along these axes.
     fn trimmed(
         &self,
         axes: &Axes,
         treatment: Treatment,
         slot: usize,
         array: &Array,
-    ) -> Result<Array, Refusal> {
+    ) -> Result<Array, ResultError> {
         let Treatment::Shard(dim) = treatment else { return Ok(array.clone()) };
         let dim = self.dim(dim, array.shape.len())?;
-        let mut parts = self.cut.into_iter().flat_map(|cut| cut.parts_along(axes));
-        Ok(match parts.find(|part| part.padded == Some(array.shape[dim])) {
-            Some(part) => array.rows(dim, 0, part.real[slot]),
+        let mut cuts = self.sharded.into_iter().flat_map(|sharded| sharded.cuts_along(axes));
+        Ok(match cuts.find(|cut| cut.padded == Some(array.shape[dim])) {
+            Some(cut) => array.rows(dim, 0, cut.real[slot]),
             None => array.clone(),
         })
     }
 
-    fn combined(&self, treatment: Treatment, parts: &[&Array]) -> Result<Array, Refusal> {
+    fn combined(&self, treatment: Treatment, parts: &[&Array]) -> Result<Array, ResultError> {
         let (first, index) = (parts[0], self.index);
         let rank = first.shape.len();
-        let folded = |fold: Fold| {
+        let folded = |fold: FoldOp| {
             let fits = parts.iter().all(|part| part.agrees(first)) && has_sum(first.dtype);
             fits.then(|| Array::folded(parts, fold))
         };
@@ -87,16 +88,17 @@ impl Joined<'_> {
                     parts.iter().map(|part| (*part).clone().with_dim(dim)).collect();
                 Array::stacked(&parts, dim)
             }
-            Treatment::Sum => folded(Fold::Sum),
+            Treatment::Sum => folded(FoldOp::Sum),
             Treatment::Mean if !first.dtype.is_float() => {
-                return Err(Refusal::Specs(vec![(index, Fault::MeanOfIntegers)]));
+                return Err(ResultError::Specs(vec![(index, SpecFaultKind::MeanOfIntegers)]));
             }
-            Treatment::Mean => folded(Fold::Mean),
+            Treatment::Mean => folded(FoldOp::Mean),
         };
-        combined.ok_or(Refusal::Gather(index))
+        combined.ok_or(ResultError::Gather(index))
     }
 
-    fn dim(&self, dim: isize, rank: usize) -> Result<usize, Refusal> {
-        dim_index(dim, rank).ok_or(Refusal::Specs(vec![(self.index, Fault::DimOutOfRange)]))
+    fn dim(&self, dim: isize, rank: usize) -> Result<usize, ResultError> {
+        dim_index(dim, rank)
+            .ok_or(ResultError::Specs(vec![(self.index, SpecFaultKind::DimOutOfRange)]))
     }
 }

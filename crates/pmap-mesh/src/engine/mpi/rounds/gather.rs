@@ -66,12 +66,13 @@ impl GatherRound {
         n_words(self.runs(rank).map(|run| run.len()))
     }
 
-    fn write_chunk(&mut self, ReceivedChunk { from, words, items }: &ReceivedChunk<'_>) {
+    fn write_chunk(&mut self, ReceivedChunk { from, range, words }: &ReceivedChunk<'_>) {
         let runs: Vec<Range<usize>> = self.runs(*from).collect();
-        for ByteSpan { index, bytes, span } in parts(runs.iter().map(Range::len), words) {
+        for ByteSpan { index, in_run, in_chunk } in parts(runs.iter().map(Range::len), range) {
             let start = runs[index].start;
-            let whole = self.results[self.by_rank[*from][index].tensor].bytes_mut();
-            whole[start + bytes.start..start + bytes.end].copy_from_slice(&cast_slice(items)[span]);
+            let result = self.results[self.by_rank[*from][index].tensor].bytes_mut();
+            result[start + in_run.start..start + in_run.end]
+                .copy_from_slice(&cast_slice(words)[in_chunk]);
         }
     }
 

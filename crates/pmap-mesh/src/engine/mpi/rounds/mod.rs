@@ -27,7 +27,7 @@ pub(super) trait MpiRound: Send {
     /// Copies words for a rank into `into`.
     fn pack(&self, to: usize, words: Range<usize>, into: &mut [u64]) -> Result<()>;
 
-    /// Consumes the next words of every rank that has more for this one, by rank.
+    /// Consumes the next chunk of each rank that has more words for this one, in the order of ranks.
     fn consume(&mut self, chunks: &[ReceivedChunk<'_>]) -> Result<()>;
 
     /// Returns the next round or the results, after everything has been consumed.
@@ -37,9 +37,9 @@ pub(super) trait MpiRound: Send {
 /// Words received from a rank.
 pub(super) struct ReceivedChunk<'a> {
     pub(super) from: usize,
-    /// The range of these words among all words of the rank.
-    pub(super) words: Range<usize>,
-    pub(super) items: &'a [u64],
+    /// The range of these words among all words that the rank sends.
+    pub(super) range: Range<usize>,
+    pub(super) words: &'a [u64],
 }
 
 /// The successor of a round.
@@ -53,10 +53,10 @@ pub(super) enum RoundOutcome {
 struct ByteSpan {
     /// The index of the run.
     index: usize,
-    /// The bytes of the run.
-    bytes: Range<usize>,
-    /// The bytes of the chunk.
-    span: Range<usize>,
+    /// The part's bytes within the run.
+    in_run: Range<usize>,
+    /// The part's bytes within the chunk.
+    in_chunk: Range<usize>,
 }
 
 /// Returns the parts of runs in a range of words, given the bytes of each run.
@@ -68,8 +68,9 @@ fn parts(n_bytes: impl Iterator<Item = usize>, words: &Range<usize>) -> Vec<Byte
         let start = chunk.start.max(run_start);
         let end = chunk.end.min(run_start + n_bytes);
         if start < end {
-            let bytes = start - run_start..end - run_start;
-            parts.push(ByteSpan { index, bytes, span: start - chunk.start..end - chunk.start });
+            let in_run = start - run_start..end - run_start;
+            let in_chunk = start - chunk.start..end - chunk.start;
+            parts.push(ByteSpan { index, in_run, in_chunk });
         }
         run_start += n_bytes.next_multiple_of(size_of::<u64>());
     }
@@ -89,10 +90,10 @@ fn pack<'a>(
     into: &mut [u64],
 ) -> Result<()> {
     let into: &mut [u8] = cast_slice_mut(into);
-    for ByteSpan { index, bytes, span } in parts {
+    for ByteSpan { index, in_run, in_chunk } in parts {
         let (x, start) = run(index);
-        with_part(x, start + bytes.start..start + bytes.end, |bytes| {
-            into[span].copy_from_slice(bytes);
+        with_part(x, start + in_run.start..start + in_run.end, |bytes| {
+            into[in_chunk].copy_from_slice(bytes);
             Ok(())
         })?;
     }
@@ -131,17 +132,17 @@ mod tests {
             for start in (0..most).step_by(chunk_words) {
                 let mut arrived = Vec::new();
                 for from in others().filter(|&from| start < rounds[rank].n_incoming(from)) {
-                    let words = start..rounds[rank].n_incoming(from).min(start + chunk_words);
-                    let mut items = vec![0; words.len()];
-                    rounds[from].pack(rank, words.clone(), &mut items).unwrap();
-                    arrived.push((from, words, items));
+                    let range = start..rounds[rank].n_incoming(from).min(start + chunk_words);
+                    let mut words = vec![0; range.len()];
+                    rounds[from].pack(rank, range.clone(), &mut words).unwrap();
+                    arrived.push((from, range, words));
                 }
                 let chunks: Vec<ReceivedChunk<'_>> = arrived
                     .iter()
-                    .map(|(from, words, items)| ReceivedChunk {
+                    .map(|(from, range, words)| ReceivedChunk {
                         from: *from,
-                        words: words.clone(),
-                        items,
+                        range: range.clone(),
+                        words,
                     })
                     .collect();
                 rounds[rank].consume(&chunks).unwrap();
@@ -160,9 +161,9 @@ mod tests {
 
     #[test]
     fn runs_begin_at_words() {
-        let part = |index, bytes: Range<usize>, start: usize| {
-            let span = start..start + bytes.len();
-            ByteSpan { index, bytes, span }
+        let part = |index, in_run: Range<usize>, start: usize| {
+            let in_chunk = start..start + in_run.len();
+            ByteSpan { index, in_run, in_chunk }
         };
         let runs = [3, 0, 20, 8];
         assert_eq!(n_words(runs.into_iter()), 5);

@@ -86,12 +86,12 @@ impl ReduceRound {
         run_start: usize,
         chunks: &[ReceivedChunk<'_>],
     ) -> Result<()> {
-        let ByteSpan { index, bytes, span } = part;
+        let ByteSpan { index, in_run, in_chunk } = part;
         let x = &self.list[self.by_rank[self.own_rank][*index].tensor];
-        let sum = &mut self.sums[*index].bytes_mut()[bytes.clone()];
-        with_part(x, run_start + bytes.start..run_start + bytes.end, |own| {
+        let sum = &mut self.sums[*index].bytes_mut()[in_run.clone()];
+        with_part(x, run_start + in_run.start..run_start + in_run.end, |own| {
             let mut summands: Vec<&[u8]> =
-                chunks.iter().map(|chunk| &cast_slice(chunk.items)[span.clone()]).collect();
+                chunks.iter().map(|chunk| &cast_slice(chunk.words)[in_chunk.clone()]).collect();
             summands.insert(self.own_rank, own);
             reduce::bytes(x.dtype(), &summands, self.reduction, sum)
         })
@@ -128,7 +128,7 @@ impl MpiRound for ReduceRound {
         let runs: Vec<Range<usize>> = self.runs(self.own_rank).collect();
         // The other ranks have the same number of words for this rank, so their chunks have one
         // size.
-        let parts = parts(runs.iter().map(Range::len), &chunks[0].words);
+        let parts = parts(runs.iter().map(Range::len), &chunks[0].range);
         parts.iter().try_for_each(|part| self.reduce(part, runs[part.index].start, chunks))
     }
 

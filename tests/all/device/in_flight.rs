@@ -1,4 +1,4 @@
-//! Collectives while something else is going on: others under way, a variable that is set.
+//! Collectives while other work is in flight: other collectives, or a thread that sets a variable.
 
 use std::{
     sync::{
@@ -16,17 +16,17 @@ use candle_distributed::mesh::{
 
 use super::meshes;
 
-/// More than any part that is moved at once.
+/// More items than one chunk of a transfer holds.
 const ITEMS: usize = END as usize;
 const END: u32 = 300_007;
 
-/// Numbers of a slot, exact in single precision, which its device may not have computed yet.
+/// Returns numbers of a slot, exact in single precision, that its device may still compute.
 fn numbers(ctx: &Replica, round: usize) -> Result<Tensor> {
     let x = Tensor::arange(0_u32, END, ctx.device())?.to_dtype(DType::F32)?;
     x.affine((1 + ctx.slot()) as f64, round as f64)
 }
 
-/// The numbers of both slots added up.
+/// Returns the sum of both slots' numbers.
 fn sum(round: usize) -> Tensor {
     let x = Tensor::arange(0_u32, END, &Device::Cpu).unwrap();
     x.to_dtype(DType::F32).unwrap().affine(3.0, 2.0 * round as f64).unwrap()
@@ -37,7 +37,7 @@ fn items(x: &Tensor) -> Vec<f32> {
 }
 
 #[test]
-fn what_is_started_may_be_waited_for_in_any_order() {
+fn pending_collectives_complete_in_any_order() {
     let run = |items| Run { tensor: 0, items };
     let layout =
         RunLayout::new("x", [(ITEMS, DType::F32)], [vec![run(0..7)], vec![run(7..ITEMS)]]).unwrap();
@@ -51,7 +51,7 @@ fn what_is_started_may_be_waited_for_in_any_order() {
             let sum = ctx.psum(&y, ALL)?;
             let own = sum.narrow(0, own.start, own.len())?;
             let third = ctx.start_gather_runs(vec![own], &layout, ALL)?;
-            // Computed while they are under way.
+            // Computed while the others are in flight.
             let last = ctx.start_psum(&x.affine(1.0, 2.0)?, ALL)?;
             let whole = |mut gathered: Vec<Var>| gathered.swap_remove(0).into_inner();
             if ctx.slot() == 0 {
@@ -73,20 +73,21 @@ fn what_is_started_may_be_waited_for_in_any_order() {
 }
 
 #[test]
-fn a_variable_may_be_set_while_replicas_sum_it() {
+fn sums_tolerate_a_concurrent_set() {
     for mesh in meshes() {
         for device in mesh.devices() {
             let [old, new] = [1_f32, 2.].map(|value| Tensor::full(value, ITEMS, device).unwrap());
             let var = Var::from_tensor(&old).unwrap();
             let is_over = Arc::new(AtomicBool::new(false));
             let setter = thread::spawn({
-                let (var, is_over) = (var.clone(), Arc::clone(&is_over));
+                let var = var.clone();
+                let is_over = Arc::clone(&is_over);
                 move || {
                     while !is_over.load(Ordering::Acquire) {
                         for value in [&new, &old] {
                             var.set(value).unwrap();
                         }
-                        // Or it would have more to do than it ever does.
+                        // Otherwise the device's queue would grow without bound.
                         var.device().synchronize().unwrap();
                     }
                 }
@@ -99,7 +100,7 @@ fn a_variable_may_be_set_while_replicas_sum_it() {
                     Tensor::ones(ITEMS, DType::F32, ctx.device())?
                 };
                 for _ in 0..20 {
-                    // Whose values it has, nobody knows; that it ends is what counts.
+                    // The values are arbitrary; the calls must return.
                     ctx.psum(&x, ALL)?;
                     ctx.all_to_all(&x.narrow(0, 0, ITEMS - 1)?, 0, 0, ALL)?;
                     ctx.start_psum(&x, ALL)?.wait()?;
@@ -114,13 +115,14 @@ fn a_variable_may_be_set_while_replicas_sum_it() {
 }
 
 #[test]
-fn runs_on_another_device_are_gathered_where_the_replica_is() {
+fn runs_gather_on_the_replicas_device() {
     let run = |items| Run { tensor: 0, items };
     for mesh in meshes() {
-        let alone = DeviceMesh::new(vec![mesh.devices()[0].clone()]).unwrap();
-        for (mesh, runs) in
-            [(alone, vec![vec![run(0..ITEMS)]]), (mesh, vec![vec![run(0..7)], vec![run(7..ITEMS)]])]
-        {
+        let single = DeviceMesh::new(vec![mesh.devices()[0].clone()]).unwrap();
+        for (mesh, runs) in [
+            (single, vec![vec![run(0..ITEMS)]]),
+            (mesh, vec![vec![run(0..7)], vec![run(7..ITEMS)]]),
+        ] {
             let layout = RunLayout::new("x", [(ITEMS, DType::F32)], runs).unwrap();
             let gather = mesh.pmap(move |ctx, ()| {
                 let own = &layout.runs(ctx.slot())[0].items;
