@@ -67,11 +67,12 @@ where
 
 /// Rejects a result that depends on a variable outside of `vars`.
 fn check(vars: &[Var], y: &Tensor) -> Result<()> {
-    let is_known = |tensor: &Tensor| vars.iter().any(|var| var.id() == tensor.id());
-    match y.sorted_nodes().iter().find(|node| node.is_variable() && !is_known(node)) {
-        None => Ok(()),
-        Some(var) => Err(Error::Variable { op: OP, shape: var.dims().to_vec() }),
+    for node in y.sorted_nodes() {
+        if node.is_variable() && vars.iter().all(|var| var.id() != node.id()) {
+            return Err(Error::Variable { op: OP, shape: node.dims().to_vec() });
+        }
     }
+    Ok(())
 }
 
 /// Returns the variables without duplicates, which would add the gradient twice.

@@ -123,7 +123,7 @@ impl<'a> CpuSlice<'a> {
     }
 }
 
-/// Returns a gradient: a tensor on the processor, without a history.
+/// Makes a tensor on the processor, without a history.
 pub(crate) fn tensor<T: Float>(data: Vec<T>, shape: &Shape) -> Result<Tensor> {
     Ok(Tensor::from_vec(data, shape, &Device::Cpu)?)
 }

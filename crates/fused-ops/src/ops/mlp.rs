@@ -3,7 +3,7 @@
 use candle_core::Tensor;
 
 use crate::{
-    autograd::{CpuSlice, MultiBackward, record_many, tensor},
+    autograd::{CpuSlice, MultiBackward, cpu_tensor, record_many},
     composed,
     config::Activation,
     error::Result,
@@ -100,7 +100,7 @@ impl MlpLayers<'_> {
         let y = down.forward(&middle, rows)?;
         let shape = down.output_shape(&x);
         if !tracked {
-            return tensor(y, &shape);
+            return cpu_tensor(y, &shape);
         }
         let is_x_tracked = x.track_op();
         let backward =
@@ -173,7 +173,7 @@ impl<T: Float> MultiBackward<1> for Mlp<T> {
         self.before_activation(&mut grad_middle);
         let grad_x = self
             .is_x_tracked
-            .then(|| tensor(self.up.backward_x(&grad_middle, rows)?, self.x.shape()));
+            .then(|| cpu_tensor(self.up.backward_x(&grad_middle, rows)?, self.x.shape()));
         let x = CpuSlice::new(&self.x);
         // In the order of the inputs.
         let mut all = vec![grad_x.transpose()?];
