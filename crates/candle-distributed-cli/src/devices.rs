@@ -88,8 +88,8 @@ pub(crate) struct Place {
 }
 
 impl Place {
-    /// Checks that the mesh gives this process the same rank as the launcher. They can differ, since
-    /// MPI assigns ranks itself.
+    /// Checks that the mesh gives this process the same rank as the launcher. They can differ,
+    /// since MPI assigns ranks itself.
     fn agrees_with(self, mesh: &DeviceMesh) -> Result<()> {
         let rank = self.placement.rank().as_usize();
         let world_size = self.placement.world_size().as_usize();
@@ -188,8 +188,8 @@ impl DeviceArgs {
                 "--world-size is {given}, but the launcher started {processes} processes"
             )));
         }
-        // If the launcher sets no local world size, assume that all processes share this machine. At
-        // worst a process then gets too few threads, never too many.
+        // If the launcher sets no local world size, assume that all processes share this machine.
+        // At worst a process then gets too few threads, never too many.
         let devices_here = launched.local_world_size().unwrap_or(processes).as_usize();
         Ok(Place { placement, devices_here, devices_in_process: 1 })
     }

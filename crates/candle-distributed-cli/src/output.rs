@@ -57,8 +57,8 @@ pub(crate) struct JsonLines {
 }
 
 impl JsonLines {
-    /// Makes a writer. If the input `is_live`, each line is flushed at once: the reader of a line may
-    /// be the program that writes the input of the next, so buffering could be a deadlock.
+    /// Makes a writer. If the input `is_live`, each line is flushed at once: the reader of a line
+    /// may be the program that writes the input of the next, so buffering could be a deadlock.
     pub(crate) fn new(is_live: bool) -> Self {
         let out = BufWriter::with_capacity(BUFFER_BYTES, io::stdout().lock());
         Self { out, is_live, written: Ok(()) }
@@ -118,9 +118,9 @@ pub(crate) fn json_file(path: &Path, value: &impl Serialize) -> Result<()> {
 /// Writes `content` to the file, pipe or device at `path`.
 ///
 /// A file is created or replaced atomically: if several programs write it at once, it holds the
-/// whole content of one of them. It keeps its permissions and, where the system allows it, its owner
-/// and group. A link stays a link, and its target is replaced. Pipes, devices and this program's own
-/// standard streams are written in place, since they cannot be replaced.
+/// whole content of one of them. It keeps its permissions and, where the system allows it, its
+/// owner and group. A link stays a link, and its target is replaced. Pipes, devices and this
+/// program's own standard streams are written in place, since they cannot be replaced.
 pub(crate) fn file(path: &Path, content: &[u8]) -> Result<()> {
     write(path, content).map_err(|source| Error::write(path, source))
 }

@@ -1,4 +1,4 @@
-//! Runs of several processes that do not begin alike. `mpirun` starts them.
+//! Runs of several processes with different arguments, started by `mpirun`.
 
 #![cfg(feature = "mpi")]
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
@@ -16,11 +16,11 @@ use std::{
 
 use crate::pins::Losses;
 
-/// Long enough for any of these runs on a machine that does something else besides, and far shorter
-/// than the deadline of processes that are not given another.
+/// Time limit of a run: long enough on a busy machine, and far below the default deadline of
+/// processes.
 const LIMIT: Duration = Duration::from_mins(4);
 
-/// A folder with a text.
+/// Creates a folder with a text.
 fn home() -> (tempfile::TempDir, PathBuf) {
     let home = tempfile::tempdir().unwrap();
     let text = home.path().join("text.txt");
@@ -34,7 +34,7 @@ fn mpirun() -> Command {
     mpirun
 }
 
-/// Trains in two processes, each with arguments of its own.
+/// Trains in two processes with different arguments.
 fn train(data: &Path, ranks: [&[&str]; 2]) -> Output {
     let mut mpirun = mpirun();
     for (rank, args) in ranks.into_iter().enumerate() {
@@ -45,26 +45,26 @@ fn train(data: &Path, ranks: [&[&str]; 2]) -> Output {
         mpirun.args(["--engine", "mpi", "--steps", "6", "--deadline", "30", "--data"]);
         mpirun.arg(data).args(args);
     }
-    ended(mpirun)
+    wait_until_end(mpirun)
 }
 
-/// What a job prints until it ends.
-fn ended(mut mpirun: Command) -> Output {
+/// Runs a job to its end, and returns its output.
+fn wait_until_end(mut mpirun: Command) -> Output {
     let mpirun = mpirun.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
     let mut started = mpirun.spawn().unwrap();
     let start = Instant::now();
     while started.try_wait().unwrap().is_none() {
         if start.elapsed() > LIMIT {
             started.kill().unwrap();
-            panic!("the processes wait for each other");
+            panic!("the processes are deadlocked");
         }
         thread::sleep(Duration::from_millis(20));
     }
     started.wait_with_output().unwrap()
 }
 
-/// Checks that the processes end with a fault of their input that is named in these words.
-fn differ(data: &Path, ranks: [&[&str]; 2], words: &[&str]) {
+/// Checks that the processes fail with exit code 2 and a message with these words.
+fn assert_differ(data: &Path, ranks: [&[&str]; 2], words: &[&str]) {
     let ended = train(data, ranks);
     let said = String::from_utf8(ended.stderr).unwrap();
     assert_eq!(ended.status.code(), Some(2), "{said}");
@@ -73,11 +73,15 @@ fn differ(data: &Path, ranks: [&[&str]; 2], words: &[&str]) {
     }
 }
 
-/// The losses of a run.
+/// Returns the losses of a run.
 fn losses(run: &str) -> Vec<f64> {
     let metrics = fs::read_to_string(Path::new(run).join("metrics.jsonl")).unwrap();
-    let step = |line: &str| serde_json::from_str::<serde_json::Value>(line).unwrap();
-    metrics.lines().map(|line| step(line)["loss"].as_f64().unwrap()).collect()
+    let mut losses = Vec::new();
+    for line in metrics.lines() {
+        let step: serde_json::Value = serde_json::from_str(line).unwrap();
+        losses.push(step["loss"].as_f64().unwrap());
+    }
+    losses
 }
 
 #[test]
@@ -104,7 +108,7 @@ fn processes_report_different_settings() {
         (&["--allow-non-finite"], ["--allow-non-finite false, rank 1", "true"]),
     ] {
         let second = [&out[..], more].concat();
-        differ(&data, [&out, &second], &["do not start the same run", words[0], words[1]]);
+        assert_differ(&data, [&out, &second], &["do not start the same run", words[0], words[1]]);
         assert!(!Path::new(&run).exists());
     }
     let replicas = [&out[..], &["--strategy", "full", "--replicas", "2"]].concat();
@@ -112,10 +116,10 @@ fn processes_report_different_settings() {
     let said = String::from_utf8(ended.stderr).unwrap();
     assert!(!ended.status.success() && !Path::new(&run).exists(), "{said}");
     assert!(said.contains("hint: every process needs the same arguments"), "{said}");
-    differ(&data, [&out, &["--out", &other]], &["rank 0 has --out", "rank 1 has --out"]);
+    assert_differ(&data, [&out, &["--out", &other]], &["rank 0 has --out", "rank 1 has --out"]);
     let missing = [&out[..], &["--resume", "--seed", "9"]].concat();
     assert!(train(&data, [&out, &out]).status.success());
-    differ(&data, [&[&out[..], &["--resume"]].concat(), &missing], &["--seed 0"]);
+    assert_differ(&data, [&[&out[..], &["--resume"]].concat(), &missing], &["--seed 0"]);
 }
 
 #[test]
@@ -128,14 +132,14 @@ fn run_is_complete_for_all_processes() {
     let complete = train(&data, [&first, &first]);
     assert!(complete.status.success());
     assert!(String::from_utf8(complete.stdout).unwrap().contains("is complete"));
-    differ(
+    assert_differ(
         &data,
         [&first, &["--resume", "--out", &other]],
         &["rank 0 finds the run complete, rank 1 starts after step 0"],
     );
 }
 
-/// Two copies of a model, each in parts on two processes.
+/// Trains two copies of a model, each sharded over two processes.
 #[test]
 fn replicas_learn_over_processes() {
     let (home, data) = home();
@@ -144,7 +148,7 @@ fn replicas_learn_over_processes() {
         let mut mpirun = mpirun();
         mpirun.args(["-n", "4", env!("CARGO_BIN_EXE_candle-distributed"), "train", "--data"]);
         mpirun.arg(&data).args(["--engine", "mpi", "--deadline", "30"]).args(more);
-        let trained = ended(mpirun);
+        let trained = wait_until_end(mpirun);
         assert!(trained.status.success(), "{}", String::from_utf8_lossy(&trained.stderr));
         String::from_utf8(trained.stdout).unwrap()
     };
@@ -157,15 +161,13 @@ fn replicas_learn_over_processes() {
         assert!((found - expected).abs() < 1e-6 * expected, "{found}, {expected}");
     }
 
-    // A dry run predicts the process that has the most.
+    // A dry run predicts the process with the most memory.
     let uneven = ["--strategy", "layer-wise", "--optimizer-in-backward", "--dry-run"];
     let printed = train(&uneven);
-    let row = |name: &str| {
-        let row = printed.lines().find(|line| line.trim_start().starts_with(name)).unwrap();
-        row.split("  ").map(str::trim).filter(|cell| !cell.is_empty()).nth(1).unwrap().to_owned()
-    };
-    // A block of the two: 4 · 128² + 3 · 352 · 128 + 2 · 128 parameters of 4 bytes.
-    assert_eq!(row("parameters"), "785.00 KiB", "{printed}");
+    let row = printed.lines().find(|line| line.trim_start().starts_with("parameters")).unwrap();
+    let bytes = row.split("  ").map(str::trim).filter(|cell| !cell.is_empty()).nth(1).unwrap();
+    // One of the two blocks: 4 · 128² + 3 · 352 · 128 + 2 · 128 parameters of 4 bytes.
+    assert_eq!(bytes, "785.00 KiB", "{printed}");
 }
 
 #[test]
@@ -179,8 +181,8 @@ fn process_losses_match_pinned_runs() {
     pins::check(&Losses::from([("mpi-2".to_owned(), losses(&out))]));
 }
 
-/// What each of four processes may take: more than it needs of a model in parts, and less than of all
-/// of it. Open MPI maps some hundred MiB into each.
+/// Memory limit of each of four processes: enough for a shard of the model, but not for all of it.
+/// Open MPI maps some hundred MiB into each process.
 const LIMIT_KIB: u32 = 1_400_000;
 
 /// Trains a model of 77 million parameters, 295 MiB, in four processes under that limit.
@@ -190,20 +192,20 @@ fn train_large(data: &Path, out: &str, more: &[&str]) -> Output {
     mpirun.args(["-n", "4", "sh", "-c", &limit, env!("CARGO_BIN_EXE_candle-distributed"), "train"]);
     mpirun.args(["--engine", "mpi", "--steps", "3", "--deadline", "30", "--out", out, "--data"]);
     mpirun.arg(data).args(["--n-layers", "8", "--hidden", "896"]).args(more);
-    ended(mpirun)
+    wait_until_end(mpirun)
 }
 
 #[test]
 fn sharding_trains_model_above_process_limit() {
     let (home, data) = home();
     let at = |name: &str| home.path().join(name).to_str().unwrap().to_owned();
-    let refused = train_large(&data, &at("whole"), &[]);
-    let said = String::from_utf8(refused.stderr).unwrap();
-    assert_eq!(refused.status.code(), Some(2), "{said}");
+    let rejected = train_large(&data, &at("whole"), &[]);
+    let said = String::from_utf8(rejected.stderr).unwrap();
+    assert_eq!(rejected.status.code(), Some(2), "{said}");
     for words in ["would take about", "but its address space", "--strategy full"] {
         assert!(said.contains(words), "no {words:?} in {said}");
     }
-    // With that check off the processes die.
+    // Without that check, the processes run out of memory.
     assert!(!train_large(&data, &at("killed"), &["--memory-limit", "1TiB"]).status.success());
 
     let trained = train_large(&data, &at("parts"), &["--strategy", "full"]);

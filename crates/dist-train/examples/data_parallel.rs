@@ -1,19 +1,19 @@
-//! Training on two devices what one device would train: the losses are the same.
+//! Trains the same model on one and on two devices, and compares the losses.
 //!
-//! `DataParallel` has the model on every device of a mesh. A step cuts the batch by rows, each
-//! device differentiates the loss of its rows, the gradients are summed, and the optimizers update
-//! the variables. The devices are two virtual ones of this machine's processor; for two cards, make
-//! the mesh with `DeviceMesh::cuda(2)` and the variables on the first.
+//! `DataParallel` keeps a replica of the model on every device of a mesh. A step splits the batch
+//! by rows, each device differentiates the loss of its rows, the gradients are all-reduced, and the
+//! optimizers update the variables. This example uses two virtual devices on the CPU; for two GPUs,
+//! create the mesh with `DeviceMesh::cuda(2)` and the variables on the first.
 //!
-//! An epoch of 101 rows in batches of 32 ends with 5 rows, which two devices do not divide.
-//! `Uneven::Balanced` gives them 3 and 2, and weights their gradients accordingly: the last batch needs
-//! no padding, and nothing is dropped.
+//! An epoch of 101 rows in batches of 32 ends with 5 rows, which do not divide evenly.
+//! `Uneven::Balanced` gives the devices 3 and 2 rows and weights their gradients accordingly, so
+//! the last batch needs no padding and loses no row.
 //!
 //! ```sh
 //! cargo run --package dist-train --example data_parallel
 //! ```
 
-#![allow(clippy::print_stdout, reason = "an example shows what it does")]
+#![allow(clippy::print_stdout, reason = "an example prints its results")]
 
 use std::error::Error;
 
@@ -40,10 +40,10 @@ fn main() -> Result<(), Box<dyn Error>> {
     let one = train(1, &data)?;
     let two = train(2, &data)?;
     println!(
-        "mean loss of an epoch of {ROWS} rows in batches of {BATCH_ROWS}, the last one of {}",
+        "mean loss of an epoch of {ROWS} rows in batches of {BATCH_ROWS}, the last batch of {}",
         ROWS % BATCH_ROWS
     );
-    println!("epoch  1 device    2 devices   apart");
+    println!("epoch  1 device    2 devices   difference");
     for (epoch, (one, two)) in one.iter().zip(&two).enumerate() {
         println!("{epoch:>5}  {one:.7}  {two:.7}  {:.0e}", (one - two).abs());
     }
@@ -57,7 +57,7 @@ struct Mlp {
 }
 
 impl Mlp {
-    #[allow(clippy::needless_pass_by_value, reason = "the signature that `DataParallel` asks for")]
+    #[allow(clippy::needless_pass_by_value, reason = "`DataParallel` requires this signature")]
     fn new(vb: VarBuilder<'_>) -> candle_core::Result<Self> {
         Ok(Self {
             up: linear(FEATURES, HIDDEN, vb.pp("up"))?,
@@ -70,7 +70,7 @@ impl Mlp {
     }
 }
 
-/// The mean loss of each epoch on a mesh of `slots` devices.
+/// Returns the mean loss of each epoch on a mesh of `slots` devices.
 fn train(slots: usize, data: &Batch) -> Result<Vec<f64>, Box<dyn Error>> {
     let mesh = DeviceMesh::cpu(slots)?;
     let mut model = DataParallel::builder(&mesh, Mlp::new)
@@ -82,7 +82,7 @@ fn train(slots: usize, data: &Batch) -> Result<Vec<f64>, Box<dyn Error>> {
     epochs(data, |batch| Ok(model.step(batch, loss)?.loss))
 }
 
-/// Hands all batches to `step`, which returns their mean losses, and returns the mean loss of each
+/// Passes all batches to `step`, which returns their mean losses, and returns the mean loss of each
 /// epoch.
 fn epochs(
     (x, y): &Batch,
@@ -103,14 +103,14 @@ fn adam(vars: Vec<Var>) -> candle_core::Result<AdamW> {
     AdamW::new(vars, ParamsAdamW { lr: 0.01, ..ParamsAdamW::default() })
 }
 
-/// Rows of normal numbers, and a smooth function of each.
+/// Returns rows of normal numbers and a smooth function of each row.
 fn data_set() -> Result<Batch, Box<dyn Error>> {
     let x = normal(0, (ROWS, FEATURES))?;
     let y = x.sum_keepdim(1)?.sin()?;
     Ok((x, y))
 }
 
-/// The same variables for every run.
+/// Returns the initial variables, the same for every run.
 fn initial() -> Result<VarMap, Box<dyn Error>> {
     let mut vars = VarMap::new();
     Mlp::new(VarBuilder::from_varmap(&vars, DType::F32, &Device::Cpu))?;
@@ -121,8 +121,8 @@ fn initial() -> Result<VarMap, Box<dyn Error>> {
     Ok(vars)
 }
 
-/// Numbers that depend on the seed alone, from a replica's generator; candle's own has no seed on a
-/// processor.
+/// Draws numbers that depend on the seed alone from a replica's generator; candle's own CPU
+/// generator cannot be seeded.
 fn normal(seed: u64, shape: (usize, usize)) -> pmap_mesh::Result<Tensor> {
     DeviceMesh::cpu(1)?.pmap(move |ctx, ()| ctx.rng().normal(shape)).seed(Seed::new(seed)).call(())
 }
@@ -133,7 +133,7 @@ mod tests {
 
     use super::*;
 
-    /// The losses of candle alone.
+    /// Trains with candle alone.
     fn train_serially(data: &Batch) -> Result<Vec<f64>, Box<dyn Error>> {
         let vars = initial()?;
         let model = Mlp::new(VarBuilder::from_varmap(&vars, DType::F32, &Device::Cpu))?;
@@ -147,12 +147,13 @@ mod tests {
         })
     }
 
-    /// Scales gradients down whose norm, taken together, is above the limit.
+    /// Scales gradients down if their joint norm is above the limit.
     fn clip(grads: &mut GradStore, vars: &[Var]) -> candle_core::Result<()> {
-        let of = |var: &Var| {
-            grads.get(var).cloned().ok_or_else(|| candle_core::Error::msg("a variable is not used"))
-        };
-        let all = vars.iter().map(of).collect::<candle_core::Result<Vec<_>>>()?;
+        let mut all = Vec::with_capacity(vars.len());
+        for var in vars {
+            let grad = grads.get(var).cloned();
+            all.push(grad.ok_or_else(|| candle_core::Error::msg("a variable has no gradient"))?);
+        }
         let squares = all.iter().map(|grad| grad.sqr()?.sum_all()?.to_scalar::<f32>());
         let norm = squares.sum::<candle_core::Result<f32>>()?.sqrt();
         let factor = (MAX_NORM / f64::from(norm)).min(1.0);
@@ -163,7 +164,7 @@ mod tests {
     }
 
     #[test]
-    fn losses_are_those_of_candle_alone_on_any_number_of_devices() -> Result<(), Box<dyn Error>> {
+    fn losses_match_candle_alone() -> Result<(), Box<dyn Error>> {
         let data = data_set()?;
         let expected = train_serially(&data)?;
         assert!(expected[EPOCHS - 1] < expected[0] / 2.0, "{expected:?}");
@@ -172,7 +173,7 @@ mod tests {
             {
                 assert!(
                     (loss - expected).abs() < 1e-5,
-                    "{slots} devices, epoch {epoch}: {loss} for {expected}"
+                    "{slots} devices, epoch {epoch}: {loss} instead of {expected}"
                 );
             }
         }

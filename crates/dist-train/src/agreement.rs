@@ -1,28 +1,30 @@
-//! What the replicas of a step tell each other beside gradients: a few words each, by which all
-//! decide alike.
+//! Small agreements between the replicas of a step, from which all replicas take the same
+//! decisions.
 
 use std::array;
 
 use candle_core::{Result, Tensor};
 use pmap_mesh::{ALL, Replica};
 
-/// The words of every replica, by slot; all bring as many.
+/// Gathers 32-bit words from every replica, by slot; all replicas contribute the same number.
 ///
-/// They travel as 32-bit integers, which every device and engine carries to the bit.
+/// Every device and engine transfers 32-bit integers exactly.
 pub(crate) fn words(ctx: &Replica, here: &[u32]) -> Result<Vec<Vec<u32>>> {
     let row = Tensor::new(here, ctx.device())?.unsqueeze(0)?;
     ctx.all_gather(&row, 0, ALL)?.to_vec2()
 }
 
-/// The numbers of every replica, by slot, to the bit.
+/// Gathers numbers from every replica, by slot, exact to the bit.
 pub(crate) fn numbers<const N: usize>(ctx: &Replica, here: [f64; N]) -> Result<Vec<[f64; N]>> {
     let rows = words(ctx, &here.map(|number| halves(number.to_bits())).concat())?;
-    let number = |row: &[u32], n: usize| f64::from_bits(whole([row[2 * n], row[2 * n + 1]]));
-    let numbers = |row: &Vec<u32>| array::from_fn(|n| number(row, n));
-    Ok(rows.iter().map(numbers).collect())
+    let mut numbers = Vec::with_capacity(rows.len());
+    for row in rows {
+        numbers.push(array::from_fn(|n| f64::from_bits(whole([row[2 * n], row[2 * n + 1]]))));
+    }
+    Ok(numbers)
 }
 
-/// The halves of a number, the lower one first.
+/// Splits a 64-bit number into its halves, the lower half first.
 pub(crate) fn halves(number: u64) -> [u32; 2] {
     let [a, b, c, d, upper @ ..] = number.to_le_bytes();
     [u32::from_le_bytes([a, b, c, d]), u32::from_le_bytes(upper)]
@@ -32,30 +34,34 @@ fn whole([lower, upper]: [u32; 2]) -> u64 {
     u64::from(upper) << 32 | u64::from(lower)
 }
 
-/// The whole numbers of every replica, by slot; each may bring another count of them.
+/// Gathers a list from every replica, by slot; lists may differ in length.
 pub(crate) fn lists(ctx: &Replica, here: &[u64]) -> Result<Vec<Vec<u64>>> {
     let counts = words(ctx, &halves(here.len() as u64))?;
     let sent: Vec<u32> = here.iter().copied().flat_map(halves).collect();
     let all = ctx.all_gather(&Tensor::new(sent, ctx.device())?, 0, ALL)?.to_vec1()?;
     let (all, _) = all.as_chunks();
     let mut all = all.iter().copied().map(whole);
-    let mut list = |count| (0..count).filter_map(|_| all.next()).collect();
-    Ok(counts.iter().map(|count| list(whole([count[0], count[1]]))).collect())
+    let mut lists = Vec::with_capacity(counts.len());
+    for count in counts {
+        let count = whole([count[0], count[1]]);
+        lists.push((0..count).filter_map(|_| all.next()).collect());
+    }
+    Ok(lists)
 }
 
-/// Numbers of which one replica has each, and the others 0: to the bit; all bring as many.
+/// Combines numbers over all replicas, exact to the bit. Each is nonzero on one replica only.
 pub(crate) fn combined(ctx: &Replica, here: &[f64]) -> Result<Vec<f64>> {
     if here.is_empty() {
         return Ok(Vec::new());
     }
-    // The bits of 0 are zeros, so a sum of integers carries those of the one that has more.
+    // 0.0 has only zero bits, so an integer sum returns the bits of the only nonzero summand.
     let sent: Vec<u32> = here.iter().flat_map(|number| halves(number.to_bits())).collect();
     let sums = ctx.psum(&Tensor::new(sent, ctx.device())?, ALL)?.to_vec1()?;
     let (numbers, _) = sums.as_chunks();
     Ok(numbers.iter().map(|&halves| f64::from_bits(whole(halves))).collect())
 }
 
-/// The sums over all replicas of some numbers, added up in rank order; all bring as many.
+/// Adds up numbers over all replicas in rank order; all replicas contribute the same number.
 pub(crate) fn sums(ctx: &Replica, here: &[f64]) -> Result<Vec<f64>> {
     if here.is_empty() {
         return Ok(Vec::new());
@@ -64,24 +70,28 @@ pub(crate) fn sums(ctx: &Replica, here: &[f64]) -> Result<Vec<f64>> {
     let mut sums = vec![0.0; here.len()];
     for words in words(ctx, &sent)? {
         let (numbers, _) = words.as_chunks();
-        let add = |(sum, &halves): (&mut f64, &[u32; 2])| *sum += f64::from_bits(whole(halves));
-        sums.iter_mut().zip(numbers).for_each(add);
+        for (sum, &halves) in sums.iter_mut().zip(numbers) {
+            *sum += f64::from_bits(whole(halves));
+        }
     }
     Ok(sums)
 }
 
-/// For each flag, whether any replica has it set; all bring as many.
+/// Returns for each flag whether any replica sets it; all replicas pass the same number of flags.
 pub(crate) fn any(ctx: &Replica, here: &[bool]) -> Result<Vec<bool>> {
-    let word = |flags: &[bool]| {
-        flags.iter().enumerate().fold(0, |word, (bit, &flag)| word | u32::from(flag) << bit)
-    };
-    let words_here: Vec<u32> = here.chunks(32).map(word).collect();
+    let mut words_here = vec![0_u32; here.len().div_ceil(32)];
+    for (n, &flag) in here.iter().enumerate() {
+        words_here[n / 32] |= u32::from(flag) << (n % 32);
+    }
     if words_here.is_empty() {
         return Ok(Vec::new());
     }
     let all = words(ctx, &words_here)?;
-    let is_set = |flag: usize| all.iter().any(|words| words[flag / 32] >> (flag % 32) & 1 == 1);
-    Ok((0..here.len()).map(is_set).collect())
+    let mut flags = Vec::with_capacity(here.len());
+    for n in 0..here.len() {
+        flags.push(all.iter().any(|words| words[n / 32] >> (n % 32) & 1 == 1));
+    }
+    Ok(flags)
 }
 
 #[cfg(test)]
@@ -119,7 +129,7 @@ mod tests {
     }
 
     #[test]
-    fn numbers_that_one_replica_has_arrive_everywhere() {
+    fn combined_numbers_arrive_to_the_bit() {
         on_slots(|ctx| {
             let all = [0.1, -1e300, f64::INFINITY, 0.0, f64::MIN_POSITIVE];
             let mut here = all;
@@ -145,7 +155,7 @@ mod tests {
     }
 
     #[test]
-    fn a_flag_of_any_replica_is_one_of_all() {
+    fn a_flag_of_one_replica_reaches_all() {
         on_slots(|ctx| {
             let here: Vec<bool> = (0..70).map(|flag| flag % 7 == ctx.slot()).collect();
             let expected: Vec<bool> = (0..70).map(|flag| flag % 7 < 3).collect();

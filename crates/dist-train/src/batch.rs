@@ -1,4 +1,4 @@
-//! How a batch was cut, for the errors of losses.
+//! The shapes of a batch, for the error messages of losses.
 
 use std::fmt;
 
@@ -6,33 +6,33 @@ use pmap_mesh::TensorTree;
 
 use crate::tree;
 
-/// The shapes of a batch's tensors, before it is cut.
+/// The shapes of a batch's tensors before it is split.
 #[derive(Debug)]
 pub(crate) struct BatchShapes(Vec<Vec<usize>>);
 
-/// What one replica has of a batch.
-struct Shard {
+/// The shapes of one replica's shard, next to the full shapes.
+struct ShardShapes {
     whole: Vec<Vec<usize>>,
     here: Vec<Vec<usize>>,
 }
 
 impl BatchShapes {
-    pub(crate) fn of(batch: &impl TensorTree) -> Self {
+    pub(crate) fn new(batch: &impl TensorTree) -> Self {
         Self(shapes(batch))
     }
 
-    /// What `loss` returns for a shard; its error says what was cut and what was whole.
+    /// Calls `loss` on a shard, and adds the full and local shapes of the batch to its error.
     pub(crate) fn explain<I: TensorTree, L>(
         &self,
         shard: I,
         loss: impl FnOnce(I) -> candle_core::Result<L>,
     ) -> candle_core::Result<L> {
         let here = shapes(&shard);
-        loss(shard).map_err(|error| error.context(Shard { whole: self.0.clone(), here }))
+        loss(shard).map_err(|error| error.context(ShardShapes { whole: self.0.clone(), here }))
     }
 }
 
-impl fmt::Display for Shard {
+impl fmt::Display for ShardShapes {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str("the loss of a shard")?;
         for (n, (whole, here)) in self.whole.iter().zip(&self.here).enumerate() {

@@ -6,11 +6,12 @@ use pmap_mesh::{ALL, Replica};
 
 use crate::{agreement, grad::widened};
 
-/// A batch norm that normalizes by the statistics of the whole batch, not of one shard: PyTorch's
-/// `SyncBatchNorm`, over candle's [`BatchNorm`]. So the loss of W slots is that of one.
+/// A batch norm that normalizes by the statistics of the whole batch instead of one shard, like
+/// PyTorch's `SyncBatchNorm`. It wraps candle's [`BatchNorm`], and its loss on W slots equals the
+/// loss on one.
 ///
-/// Its parameters have the names of candle's: one can be put in the place of the other, also on
-/// their checkpoints.
+/// Its parameters have the same names as candle's, so either layer can load the other's
+/// checkpoints.
 ///
 /// # Examples
 ///
@@ -44,12 +45,12 @@ pub struct SyncBatchNorm {
 }
 
 impl SyncBatchNorm {
-    /// A norm of so many features, with the variables `weight` and `bias`, if the configuration says
-    /// so, and the buffers `running_mean` and `running_var`.
+    /// Creates a norm over `n_features` features, with the buffers `running_mean` and `running_var`
+    /// and, if the configuration is affine, the variables `weight` and `bias`.
     ///
     /// # Errors
     ///
-    /// Those of [`candle_nn::batch_norm()`].
+    /// Returns the errors of [`candle_nn::batch_norm()`].
     pub fn new(
         n_features: usize,
         config: impl Into<BatchNormConfig>,
@@ -59,21 +60,22 @@ impl SyncBatchNorm {
         Ok(Self { norm: batch_norm(n_features, config, vb)?, remove_mean: config.remove_mean })
     }
 
-    /// The normalized features; in training by the statistics of all replicas' rows, which the
-    /// running ones follow, and otherwise by the running ones.
+    /// Normalizes features. In training it uses the statistics of all replicas' rows and updates
+    /// the running statistics; otherwise it uses the running statistics.
     ///
-    /// In training every replica calls it, also one whose shard is empty. Rows of padding
+    /// In training every replica must call it, even if its shard is empty. Rows of padding
     /// ([`Replica::valid_len`]) do not count.
     ///
     /// # Shapes
     ///
-    /// `x` [rows of the shard, features] or [rows of the shard, features, ...]; the result is of the
-    /// same shape. Halves are normalized in single precision.
+    /// `x` [rows of the shard, features] or [rows of the shard, features, ...]; the result has the
+    /// same shape. Half precision is normalized in single precision.
     ///
     /// # Errors
     ///
-    /// If `x` has another number of rows than the shard, or of features; in training, if there is
-    /// but one item of each feature in the whole batch; those of [`Replica::psum`].
+    /// Returns an error if the number of rows or features of `x` differs from the shard or the
+    /// layer; in training, also if the whole batch has only one item per feature, or if
+    /// [`Replica::psum`] fails.
     #[track_caller]
     pub fn forward_t(&self, ctx: &Replica, x: &Tensor, train: bool) -> Result<Tensor> {
         if !train {
@@ -81,7 +83,10 @@ impl SyncBatchNorm {
         }
         let n_features = self.norm.running_mean().dim(0)?;
         if x.rank() < 2 || x.dim(1)? != n_features {
-            bail!("a batch norm of {n_features} features, in dimension 1, for {:?}", x.dims())
+            bail!(
+                "batch norm expects {n_features} features in dimension 1, got shape {:?}",
+                x.dims()
+            )
         }
         let rows = real_rows(ctx, x.dim(0)?)?;
         let n_items = items_of_all(ctx, rows * x.dims()[2..].iter().product::<usize>())?;
@@ -92,7 +97,7 @@ impl SyncBatchNorm {
             centered = centered.broadcast_sub(&by_feature(&mean, x)?)?;
         }
         let variance = mean_of_all(ctx, &centered.narrow(0, 0, rows)?.sqr()?, n_items)?;
-        // As PyTorch and candle do: the running variance is the unbiased one.
+        // Like in PyTorch and candle, the running variance is unbiased.
         let unbiased = (&variance * (n_items / (n_items - 1.0)))?;
         follow(self.norm.running_var(), &unbiased, self.norm.momentum())?;
         let deviation = (variance + self.norm.eps())?.sqrt()?;
@@ -106,42 +111,45 @@ impl SyncBatchNorm {
     }
 }
 
-/// How many of the rows of a shard are real.
+/// Returns the number of rows of a shard that are not padding.
 fn real_rows(ctx: &Replica, rows: usize) -> Result<usize> {
     let Some(real) = ctx.valid_len().filter(|&real| real != rows) else { return Ok(rows) };
-    // The mean size of the shards, rounded up, is what the smaller ones are padded to.
+    // `weight` is the number of real rows over the mean size of the shards, and smaller shards are
+    // padded to this mean, rounded up.
     let padded = (real as f64 / ctx.weight()).ceil();
     if real == 0 || (rows as f64 - padded).abs() < 0.5 {
         return Ok(real);
     }
-    bail!("a batch norm of {rows} rows, where the shard has {real}: it counts whole rows")
+    bail!(
+        "a batch norm of {rows} rows, where the shard has {real}: dimension 0 must hold the shard's rows"
+    )
 }
 
-/// The number of items of each feature on all replicas.
+/// Returns the number of items per feature over all replicas.
 fn items_of_all(ctx: &Replica, here: usize) -> Result<f64> {
     let n_items: f64 = agreement::numbers(ctx, [here as f64])?.iter().flatten().sum();
     if n_items > 1.0 {
         return Ok(n_items);
     }
-    bail!("a batch norm in training needs more than one item of each feature, there is {n_items}")
+    bail!("batch norm in training needs more than one item of each feature, got {n_items}")
 }
 
-/// The mean of each feature over all replicas, which each of them uses for its own rows: hence
-/// `pvary`, which adds up their gradients.
+/// Returns the mean of each feature over all replicas. Every replica uses it for its own rows, so
+/// `pvary` sums the gradients of these uses.
 #[track_caller]
 fn mean_of_all(ctx: &Replica, x: &Tensor, n_items: f64) -> Result<Tensor> {
     let sum = x.transpose(0, 1)?.flatten_from(1)?.sum(1)?;
     ctx.pvary(&(ctx.psum(&sum, ALL)? / n_items)?, ALL)
 }
 
-/// A number for each feature, to be broadcast over `x`.
+/// Reshapes one number per feature for broadcasting over `x`.
 fn by_feature(numbers: &Tensor, x: &Tensor) -> Result<Tensor> {
     let mut dims = vec![1; x.rank()];
     dims[1] = numbers.dim(0)?;
     numbers.reshape(dims)
 }
 
-/// Moves a running statistic a part of the way.
+/// Updates a running statistic: `(1 - momentum) * running + momentum * now`.
 fn follow(running: &Tensor, now: &Tensor, momentum: f64) -> Result<()> {
     let now = now.detach().to_dtype(running.dtype())?;
     let moved = ((running.detach() * (1.0 - momentum))? + (now * momentum)?)?;

@@ -1,11 +1,11 @@
-//! Tensors on their way to another device.
+//! Copies of tensors on other devices.
 
 use candle_core::{Device, Result, Tensor};
 
-/// The tensor on a device; itself, if it is there.
+/// Returns the tensor on `device`, without a copy if it is there already.
 ///
-/// From one GPU to another it goes through the host: candle copies on a stream that nobody waits for,
-/// while the memory that it reads may be given to the next tensor.
+/// Between two GPUs the data goes through the host: candle copies on a stream without
+/// synchronization, so the source memory may be reused before the copy ends.
 pub(crate) fn moved(x: &Tensor, device: &Device) -> Result<Tensor> {
     if x.device().same_device(device) {
         return Ok(x.clone());

@@ -1,5 +1,5 @@
-//! Gradients over a mesh: each replica differentiates its shard, and each slot gets some of the
-//! sums.
+//! Gradients over a mesh: each replica differentiates the loss of its shard, and each slot gets its
+//! part of the sums.
 
 use std::{
     collections::BTreeMap,
@@ -23,7 +23,7 @@ use crate::{
     precision::{Precision, is_half, widened_dtype},
 };
 
-/// Value and gradient of a loss over a batch that the devices of a mesh share; made by
+/// Computes a loss and its gradient for a batch split over the devices of a mesh; built by
 /// [`value_and_grad`].
 #[must_use = "nothing is computed until it is called"]
 pub struct ValueAndGrad<I> {
@@ -40,20 +40,19 @@ type BoxedLoss<I> = Box<dyn Fn(&Replica, I) -> candle_core::Result<Loss> + Send 
 /// Returns a function that computes the loss of a batch and the gradient of `params`.
 ///
 /// `loss` returns a [`Loss`], or a tensor: the mean over the rows of its shard, or over the first
-/// [`Replica::valid_len`] of them if the shard may be padded. Every tensor of a batch is cut in
-/// dimension 0; [`ValueAndGrad::in_axes`] cuts others. The result is the loss of the whole batch
-/// and its gradient, even if shards are uneven ([`ValueAndGrad::uneven`]).
+/// [`Replica::valid_len`] of them if the shard may be padded. Every tensor of a batch is split
+/// along dimension 0 unless [`ValueAndGrad::in_axes`] says otherwise. The result is the loss of the
+/// whole batch and its gradient, even if shards are uneven ([`ValueAndGrad::uneven`]).
 ///
-/// The replicas share the variables that `loss` captured. A variable on another device than the
-/// replica's must be moved there, with `to_device(&Device::Cpu)?.to_device(ctx.device())`, through
-/// which gradients flow; copies straight from one GPU to another are not reliable in candle. For
-/// several devices, with a copy of the model on each and an optimizer, see
-/// [`DataParallel`](crate::DataParallel).
+/// The replicas share the variables that `loss` captures. If a variable is on another device than
+/// the replica, move it with `to_device(&Device::Cpu)?.to_device(ctx.device())`, which passes
+/// gradients on; candle's direct copies between GPUs are not reliable. To train on several devices,
+/// with a copy of the model on each and an optimizer, see [`DataParallel`](crate::DataParallel).
 ///
 /// # Determinism
 ///
-/// Sums are formed in rank order. On meshes of one size results are the same to the bit every time;
-/// other sizes round differently.
+/// Sums are formed in rank order. Results are identical to the bit on all meshes of one size; other
+/// sizes round differently.
 ///
 /// # Examples
 ///
@@ -97,42 +96,44 @@ where
 }
 
 impl<I: TensorTree> ValueAndGrad<I> {
-    /// Sets how a batch is cut for the devices, as [`PMap::in_axes`](pmap_mesh::PMap::in_axes). By
-    /// default every tensor is cut in dimension 0.
+    /// Sets the dimension along which each tensor of a batch is split, like
+    /// [`PMap::in_axes`](pmap_mesh::PMap::in_axes). By default every tensor is split along
+    /// dimension 0.
     pub fn in_axes(self, specs: impl Into<Specs>) -> Self {
         Self { in_axes: specs.into(), ..self }
     }
 
-    /// Sets what happens to a batch that the devices do not divide, as
+    /// Sets the treatment of a batch that does not divide evenly among the devices, like
     /// [`PMap::uneven`](pmap_mesh::PMap::uneven).
     pub fn uneven(self, uneven: Uneven) -> Self {
         Self { uneven, ..self }
     }
 
-    /// Returns a loss and gradients that are infinite or NaN, instead of an error.
+    /// Returns infinite and NaN losses and gradients instead of an error.
     pub fn allow_non_finite(self) -> Self {
         Self { allow_non_finite: true, ..self }
     }
 
-    /// Returns the loss of the batch, and the gradients of the parameters. A parameter that no
-    /// replica has a gradient for has none there. Those of halves are in single precision, as
-    /// [`AdamW`](crate::AdamW) and [`Sgd`](crate::Sgd) take them; candle's own optimizers need
-    /// parameters of the gradients' type, and so no halves.
+    /// Returns the loss of the batch and the gradients of the parameters. A parameter without a
+    /// gradient on any replica is missing from the store. Gradients of half-precision parameters
+    /// are in single precision, like [`AdamW`](crate::AdamW) and [`Sgd`](crate::Sgd) expect;
+    /// candle's own optimizers need gradients of the parameter's dtype and so do not work with half
+    /// precision.
     ///
     /// # Errors
     ///
-    /// [`Error::Training`](crate::Error::Training) if a loss is no scalar of floats, if a loss or a
-    /// gradient is not finite, or if no shard has weight; [`Error::Mesh`](crate::Error::Mesh) with those of
-    /// [`PMap::call`](pmap_mesh::PMap::call).
+    /// Returns [`Error::Training`](crate::Error::Training) if a loss is not a floating-point
+    /// scalar, if a loss or a gradient is not finite, or if no shard has weight, and
+    /// [`Error::Mesh`](crate::Error::Mesh) if [`PMap::call`](pmap_mesh::PMap::call) fails.
     #[expect(clippy::expect_used, reason = "a call that succeeded has run every replica")]
     #[track_caller]
     pub fn call(&self, batch: I) -> Result<(f64, GradStore)> {
         let sizes: Vec<u64> = self.params.iter().map(|var| var.elem_count() as u64).collect();
-        // Every process has the sums of all parameters, divided among its own slots.
+        // Every process gets the sums of all parameters, divided among its own slots.
         let owned = Arc::new(divide(&sizes, self.mesh.devices().len()));
         let outcome: Arc<(Refusal, OnceLock<f64>)> = Arc::default();
         let step = self.mesh.pmap({
-            let shapes = BatchShapes::of(&batch);
+            let shapes = BatchShapes::new(&batch);
             let loss = Arc::clone(&self.loss);
             let params = self.params.clone();
             let allow = self.allow_non_finite;
@@ -154,19 +155,20 @@ impl<I: TensorTree> ValueAndGrad<I> {
         let step = step.in_axes(self.in_axes.clone()).uneven(self.uneven);
         let (refusal, mean) = &*outcome;
         let results = step.call_sharded(batch).map(|results| {
-            // Where all refuse, none has sums.
+            // If all replicas reject the step, none has sums.
             results.shards().iter().all(Option::is_some).then_some(results)
         });
-        let results = refusal.of(results)?;
+        let results = refusal.call_result(results)?;
         let mut sums = BTreeMap::new();
-        for (owned, of_slot) in owned.iter().zip(results.shards()) {
-            let of_slot = of_slot.iter().flatten();
-            sums.extend(
-                owned.iter().zip(of_slot).filter_map(|(&index, sum)| Some((index, sum.as_ref()?))),
-            );
+        for (owned, slot_sums) in owned.iter().zip(results.shards()) {
+            for (&index, sum) in owned.iter().zip(slot_sums.iter().flatten()) {
+                if let Some(sum) = sum {
+                    sums.insert(index, sum);
+                }
+            }
         }
         let mut grads = GradStore::default();
-        // In the order of parameters, so that every process has the same error.
+        // In parameter order, so that every process reports the same error.
         for (index, sum) in sums {
             self.check_finite(index, sum)?;
             grads.insert(&self.params[index], sum.clone());
@@ -197,11 +199,12 @@ impl<I> fmt::Debug for ValueAndGrad<I> {
     }
 }
 
-/// The gradients of a shard's sum over `scale`: of each variable that the loss depends on. Those of
-/// half precision come in single precision, in which they are added up; `halves` says whether any
-/// variable of the model, a frozen one too, is of half precision.
+/// Differentiates a shard's sum divided by `scale`, and returns the gradient of each variable, or
+/// `None` if the loss does not depend on it. Half-precision gradients are returned in single
+/// precision, in which they are accumulated; `halves` states whether any variable of the model,
+/// even a frozen one, has half precision.
 ///
-/// What the forward pass has kept for them is given free before they are summed.
+/// The graph of the forward pass is freed before the gradients are reduced.
 pub(crate) fn differentiate(
     shard: ShardLoss,
     vars: &[Var],
@@ -213,15 +216,17 @@ pub(crate) fn differentiate(
     let (sum, rest) = shard.share(scale, halves)?;
     let mut store = sum.backward()?;
     drop(sum);
-    let gradient = |var: &Var| match store.remove(var) {
-        None => Ok(None),
-        Some(gradient) => corrected(widened(&gradient)?, is_empty, rest).map(Some),
-    };
-    vars.iter().map(gradient).collect()
+    let mut gradients = Vec::with_capacity(vars.len());
+    for var in vars {
+        gradients.push(match store.remove(var) {
+            Some(gradient) => Some(corrected(widened(&gradient)?, is_empty, rest)?),
+            None => None,
+        });
+    }
+    Ok(gradients)
 }
 
-/// A gradient as it comes out of a shard's backward, without the factor that the shard's loss did not
-/// have.
+/// Corrects the gradient of a shard's backward pass for the factor left out of the shard's loss.
 pub(crate) fn corrected(
     gradient: Tensor,
     is_empty: bool,
@@ -231,20 +236,20 @@ pub(crate) fn corrected(
     scaled(gradient, rest)
 }
 
-/// A gradient times a factor, without a pass over it where that is 1: in most steps.
+/// Multiplies a gradient by a factor, without a pass over it if the factor is 1, as in most steps.
 #[expect(clippy::float_cmp, reason = "1 is exact, and the product by it the gradient itself")]
 pub(crate) fn scaled(gradient: Tensor, factor: f64) -> candle_core::Result<Tensor> {
     if factor == 1.0 { Ok(gradient) } else { gradient * factor }
 }
 
-/// A gradient of a shard of which nothing counts: what came from other replicas, or zeros where
-/// anything in it is not finite, which comes of its own rows, a mean over none of them.
+/// Returns the gradient of a shard without weight: the gradients from other replicas, or zeros if
+/// any item is not finite. Non-finite items come from the shard's own rows, a mean over zero rows.
 fn without_nan(gradient: Tensor) -> candle_core::Result<Tensor> {
     let sum: f64 = gradient.sum_all()?.to_dtype(DType::F64)?.to_scalar()?;
     if sum.is_finite() { Ok(gradient) } else { gradient.zeros_like() }
 }
 
-/// A gradient in the type in which gradients of its type are added up.
+/// Converts a gradient to the dtype in which gradients of its dtype are accumulated.
 pub(crate) fn widened(gradient: &Tensor) -> candle_core::Result<Tensor> {
     gradient.to_dtype(widened_dtype(gradient.dtype()))
 }
@@ -253,8 +258,8 @@ pub(crate) fn has_halves(vars: &[Var]) -> bool {
     vars.iter().any(|var| is_half(var.dtype()))
 }
 
-/// The sums over all replicas of the gradients that are wanted here; `None` where no replica has
-/// one. In what only others have, this replica has zeros.
+/// Sums the `wanted` gradients over all replicas; `None` if no replica has one. A replica without a
+/// gradient contributes zeros.
 pub(crate) fn sums(
     ctx: &Replica,
     vars: &[Var],
@@ -267,7 +272,7 @@ pub(crate) fn sums(
     sums_of(ctx, vars, grads, &somewhere, wanted, precision)
 }
 
-/// [`sums`] of the gradients that any replica has, as all of them know.
+/// Like [`sums`], for replicas that have already agreed on the gradients that exist anywhere.
 pub(crate) fn sums_of(
     ctx: &Replica,
     vars: &[Var],
@@ -282,7 +287,7 @@ pub(crate) fn sums_of(
     let reduced = vars.iter().zip(grads).map(reduced);
     let mut grads: Vec<Option<Tensor>> = reduced.collect::<candle_core::Result<_>>()?;
     if ctx.count() == 1 {
-        // A sum is a copy, even of one summand: as much memory as the gradients once more.
+        // A sum copies even a single summand, which would need the memory of the gradients twice.
         return Ok(wanted.iter().map(|&var| grads[var].take()).collect());
     }
     let mut list = Vec::new();
@@ -301,11 +306,11 @@ pub(crate) fn sums_of(
     Ok(wanted.iter().map(|&var| positions[var].and_then(|_| sums.next())).collect())
 }
 
-/// Returns the positions in `sizes` of what each of `n_owners` slots gets, so that none has much more to do
-/// than another.
+/// Divides items of the given `sizes` among `n_owners` slots so that their loads are nearly even,
+/// and returns the indices of each slot's items.
 pub(crate) fn divide(sizes: &[u64], n_owners: usize) -> Vec<Vec<usize>> {
     #[expect(clippy::expect_used, reason = "owners are slots of one mesh: 1 to 1024 of them")]
-    let owners = WorldSize::new(n_owners as u64).expect("the slots of a mesh are a world");
+    let owners = WorldSize::new(n_owners as u64).expect("a mesh has 1 to 1024 slots");
     let mut owned = vec![Vec::new(); n_owners];
     for (var, owner) in balance::longest_first(sizes, owners).into_iter().enumerate() {
         owned[owner].push(var);
@@ -318,7 +323,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn everything_has_one_owner_and_sums_are_even() {
+    fn items_have_one_owner_and_even_loads() {
         assert_eq!(divide(&[5, 1, 9, 3, 3, 1], 2), [vec![1, 2, 5], vec![0, 3, 4]]);
         assert_eq!(divide(&[1], 3), [vec![0], vec![], vec![]]);
         assert_eq!(divide(&[], 2), [vec![], vec![]] as [Vec<usize>; 2]);

@@ -1,38 +1,38 @@
-//! What a check of gradients has found.
+//! Results of a gradient check.
 
 use std::fmt;
 
-/// What a check has found of the parameters that begin with the same components: made by
+/// The result for the parameters that share a name prefix; made by
 /// [`DistributedModel::check_gradients`](crate::DistributedModel::check_gradients).
 #[derive(Clone, Debug, PartialEq)]
 #[non_exhaustive]
 pub struct PrefixCheck {
-    /// The first components of their names: those of a block, or of a layer outside of all blocks.
+    /// The first components of the names: a block, or a layer outside all blocks.
     pub prefix: String,
-    /// How many parameters there are.
+    /// Number of parameters with this prefix.
     pub parameters: usize,
-    /// How fast the loss changes along the direction that is the worst for the gradient, as
-    /// differences of the loss say.
+    /// Slope of the loss along the direction that contradicts the gradient most, measured by
+    /// differences of the loss.
     pub expected: f64,
-    /// How fast it changes there as the gradient says.
+    /// Slope along the same direction according to the gradient.
     pub found: f64,
-    /// How far `expected` may be off: two standard errors, as the differences at several places
-    /// scatter, and the rounding of the loss.
+    /// Uncertainty of `expected`: two standard errors, from the scatter of the differences at
+    /// several points, plus the rounding of the loss.
     pub uncertainty: f64,
-    /// What follows.
+    /// Conclusion from these numbers.
     pub verdict: Verdict,
 }
 
-/// Whether gradients are those of the loss.
+/// Outcome of comparing a gradient with differences of the loss.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Verdict {
-    /// They are, within the tolerance.
+    /// The gradient matches within the tolerance.
     Right,
-    /// They are not.
+    /// The gradient does not match.
     Wrong,
-    /// Rounding hides it, or the loss is too far from smooth: with halves, or where the loss hardly
-    /// depends on the parameters.
+    /// Undecided: rounding hides the result or the loss is not smooth enough, as with half
+    /// precision or if the loss hardly depends on the parameters.
     Unclear,
 }
 
@@ -46,13 +46,13 @@ impl fmt::Display for Verdict {
     }
 }
 
-/// What a check of gradients has found; displayed as a table with a line for each part.
+/// The results of a gradient check; displayed as a table with one line per prefix.
 #[derive(Clone, Debug, PartialEq)]
 #[non_exhaustive]
 pub struct GradientReport {
     /// The loss of the batch.
     pub loss: f64,
-    /// The parts of the model, in the order of their names.
+    /// The results per prefix, in the order of names.
     pub prefixes: Vec<PrefixCheck>,
 }
 

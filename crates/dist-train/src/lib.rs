@@ -4,8 +4,8 @@
 //! [`DistributedModel`]: crate::DistributedModel
 //! [`FullyShard`]: crate::FullyShard
 //! [`Units`]: crate::Units
-// The README's links go to the registry. The first of two definitions counts: on this page, where
-// those above come first, they go to the crate itself.
+// The README links to the registry. rustdoc uses the first of two definitions, so on this page the
+// definitions above link to the crate itself.
 #![doc = include_str!("../README.md")]
 #![forbid(unsafe_code)]
 

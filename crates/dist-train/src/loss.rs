@@ -1,4 +1,4 @@
-//! What a step minimizes: a loss with the weight it has among those of other shards and batches.
+//! Losses with the weights that combine shards and batches.
 
 use candle_core::{DType, Device, Tensor};
 use pmap_mesh::{ALL, Replica, TensorTree};
@@ -9,34 +9,34 @@ use crate::{
     tree,
 };
 
-/// The loss of a shard: what a step, an evaluation or [`value_and_grad`](crate::value_and_grad)
-/// gets from the function that it is given.
+/// The loss of a shard: the return value of the function passed to a step, an evaluation or
+/// [`value_and_grad`](crate::value_and_grad).
 ///
-/// Sums and weights of all slots are added up, as are those of accumulated batches, and divided
-/// once. So the loss and its gradients are those of one device, however rows or tokens are spread.
+/// Sums and weights are added up over all slots and accumulated batches, and divided once. So the
+/// loss and its gradients equal the results of one device for any distribution of rows or tokens.
 ///
-/// | what `loss` returns | what it says |
+/// | return value of `loss` | meaning |
 /// |---|---|
-/// | a tensor, or [`Loss::mean`] | a mean over the rows of the shard: it weighs as many as there are |
-/// | [`Loss::sum`] | a sum over tokens, say, and how many there are |
-/// | either [`with`](Self::with) others | tensors that are summed over the slots: numbers of right answers |
+/// | a tensor, or [`Loss::mean`] | a mean over the rows of the shard, weighted by their number |
+/// | [`Loss::sum`] | a sum, for example over tokens, and their number |
+/// | either [`with`](Self::with) others | tensors summed over the slots, such as counts of correct predictions |
 ///
-/// A row of padding ([`Uneven::Pad`](pmap_mesh::Uneven::Pad)) has no weight: a mean is one over the
-/// first [`Replica::valid_len`] rows. The loss of a shard without weight counts nowhere, whatever
-/// its value; its gradient is zero, but its backward runs, and with it the collectives in it.
-/// (candle records nothing of a matrix product of no rows. A loss whose collectives have a backward
-/// must mask its padding, and not cut it away.)
+/// Rows of padding ([`Uneven::Pad`](pmap_mesh::Uneven::Pad)) have no weight: a mean must cover the
+/// first [`Replica::valid_len`] rows only. The loss of a shard without weight is ignored for any
+/// value; its gradient is zero, but its backward pass runs, so that its collectives run too.
+/// (candle records no graph for a matrix product of zero rows. A loss with differentiable
+/// collectives must mask its padding instead of cutting it off.)
 ///
 /// # Examples
 ///
-/// The mean over the tokens that a mask leaves, with the number of right answers:
+/// The mean over unmasked tokens, with the number of correct predictions:
 ///
 /// ```
 /// use candle_core::{D, DType, Result, Tensor};
 /// use candle_nn::ops::log_softmax;
 /// use dist_train::Loss;
 ///
-/// /// `logits` [batch, length, vocabulary], `labels` [batch, length], `mask` the same, of ones and zeros.
+/// /// `logits` [batch, length, vocabulary], `labels` [batch, length], `mask` the same, ones and zeros.
 /// fn token_loss(logits: &Tensor, labels: &Tensor, mask: &Tensor) -> Result<Loss<Tensor>> {
 ///     let picked = log_softmax(logits, D::Minus1)?.gather(&labels.unsqueeze(2)?, 2)?.squeeze(2)?;
 ///     let right = logits.argmax(D::Minus1)?.eq(labels)?.to_dtype(DType::F32)?;
@@ -45,45 +45,46 @@ use crate::{
 /// }
 /// ```
 #[derive(Clone, Debug)]
-#[must_use = "a loss is what a step is given"]
+#[must_use = "pass the loss to a step"]
 pub struct Loss<A = ()> {
     value: Tensor,
     weight: Weight,
     aux: A,
 }
 
-/// How much a sum weighs: a number, or a scalar tensor of any type. See [`Loss::sum`].
+/// The weight of a sum: a number, or a scalar tensor of any dtype. See [`Loss::sum`].
 #[derive(Clone, Debug)]
-pub struct Weight(Kind);
+pub struct Weight(WeightKind);
 
 #[derive(Clone, Debug)]
-enum Kind {
-    /// As many as the shard has rows.
+enum WeightKind {
+    /// The number of rows of the shard.
     Rows,
     Number(f64),
     Scalar(Tensor),
 }
 
 impl Loss {
-    /// A mean over the rows of the shard: a scalar of floats.
+    /// Creates a loss from the mean over the rows of the shard, a floating-point scalar.
     pub fn mean(mean: Tensor) -> Self {
-        Self { value: mean, weight: Weight(Kind::Rows), aux: () }
+        Self { value: mean, weight: Weight(WeightKind::Rows), aux: () }
     }
 
-    /// A sum, a scalar of floats, and the number of what it is the sum of: tokens, pixels.
+    /// Creates a loss from a sum, a floating-point scalar, and the number of its summands, such as
+    /// tokens or pixels.
     ///
-    /// Weights are finite and not negative. Those of an update, or of an evaluation, are not all 0; an
-    /// accumulated batch without weight adds nothing.
+    /// Weights must be finite and not negative. At least one weight of an update or evaluation must
+    /// be positive; an accumulated batch without weight adds nothing.
     pub fn sum(sum: Tensor, weight: impl Into<Weight>) -> Self {
         Self { value: sum, weight: weight.into(), aux: () }
     }
 }
 
 impl<A> Loss<A> {
-    /// The same with tensors that are no part of the loss, in place of those it had. They are
-    /// summed over the slots and over accumulated batches; no gradient passes.
+    /// Attaches tensors that are not part of the loss, replacing earlier ones. They are summed over
+    /// the slots and over accumulated batches, and no gradient flows through them.
     ///
-    /// All slots give tensors of the same types and shapes.
+    /// All slots must attach tensors of the same dtypes and shapes.
     pub fn with<B: TensorTree>(self, aux: B) -> Loss<B> {
         Loss { value: self.value, weight: self.weight, aux }
     }
@@ -93,19 +94,19 @@ impl<A> Loss<A> {
         &self.value
     }
 
-    /// The loss as a sum, and the rest.
+    /// Splits off the attached tensors and converts the loss into a weighted sum.
     pub(crate) fn of_shard(self, ctx: &Replica) -> candle_core::Result<(ShardLoss, A)> {
         let Self { value, weight, aux } = self;
         let mut unfit = None;
         let (times, weight) = match weight.0 {
-            Kind::Rows => {
-                // A batch of which nothing is cut is one row of each slot.
+            WeightKind::Rows => {
+                // If no tensor of the batch is split, each slot counts as one row.
                 let rows = ctx.valid_len().map_or(1.0, |rows| rows as f64);
                 (rows, rows)
             }
-            Kind::Number(weight) => (1.0, weight),
-            Kind::Scalar(weight) if weight.rank() == 0 => (1.0, scalar(&weight)?),
-            Kind::Scalar(weight) => {
+            WeightKind::Number(weight) => (1.0, weight),
+            WeightKind::Scalar(weight) if weight.rank() == 0 => (1.0, scalar(&weight)?),
+            WeightKind::Scalar(weight) => {
                 unfit = Some((WEIGHT, weight));
                 (1.0, 0.0)
             }
@@ -118,20 +119,21 @@ impl<A> Loss<A> {
 }
 
 impl<A: TensorTree> Loss<A> {
-    /// Returns the loss with the tensors of its tree in a list, and a tree of the same form for
+    /// Returns the loss with the attached tensors as a list, and a tree of the same form for
     /// [`with_leaves`].
     pub(crate) fn into_leaves(self) -> (Loss<Vec<Tensor>>, A) {
         let Self { value, weight, aux } = self;
-        // Without the graph, which what comes with a loss would keep in memory.
+        // Detached, because attached tensors would keep the graph in memory.
         let leaves = tree::each(&aux, Tensor::detach);
-        // A scalar in the place of each tensor, so that the form keeps none in memory.
+        // A scalar replaces each tensor, so that the form retains no data.
         let form = tree::map(&aux, |_| value.detach());
         (Loss { value, weight, aux: leaves }, form)
     }
 }
 
 impl Loss<Vec<Tensor>> {
-    /// Returns the loss of the whole batch, and the sums of the rest: the same on every replica.
+    /// Returns the loss of the whole batch and the sums of the attached tensors, the same on every
+    /// replica.
     pub(crate) fn evaluate(
         self,
         ctx: &Replica,
@@ -152,36 +154,36 @@ impl From<Tensor> for Loss {
 
 impl From<f64> for Weight {
     fn from(weight: f64) -> Self {
-        Self(Kind::Number(weight))
+        Self(WeightKind::Number(weight))
     }
 }
 
 impl From<usize> for Weight {
     fn from(weight: usize) -> Self {
-        Self(Kind::Number(weight as f64))
+        Self(WeightKind::Number(weight as f64))
     }
 }
 
 impl From<Tensor> for Weight {
     fn from(weight: Tensor) -> Self {
-        Self(Kind::Scalar(weight))
+        Self(WeightKind::Scalar(weight))
     }
 }
 
-/// The loss of one shard as a sum over what it weighs.
+/// The loss of one shard as a weighted sum.
 #[derive(Debug)]
 pub(crate) struct ShardLoss {
     value: Tensor,
-    /// The sum is so many times `value`.
+    /// The sum divided by `value`.
     times: f64,
-    /// The same of every shard, if they have one; otherwise 1.
+    /// The common `times` of all shards with weight, or 1 if they differ.
     times_of_all: f64,
     weight: f64,
-    /// What is no scalar, and of which part of a loss.
+    /// The invalid part of a loss (`LOSS` or `WEIGHT`) and its tensor.
     unfit: Option<(f64, Tensor)>,
 }
 
-/// What replicas tell each other of their losses: nothing is wrong, or a part is no scalar.
+/// Codes that replicas exchange about their losses: valid, or the part that is not a scalar.
 const FIT: f64 = 0.0;
 const LOSS: f64 = 1.0;
 const WEIGHT: f64 = 2.0;
@@ -194,10 +196,10 @@ pub(crate) struct BatchLoss {
 }
 
 impl ShardLoss {
-    /// The loss of the whole batch, the same on every replica; it may have no weight.
+    /// Returns the loss of the whole batch, the same on every replica; its weight may be 0.
     ///
-    /// Every replica learns every other's loss and weight before its backward, so that what cannot
-    /// be trained on ends the step everywhere at the same place.
+    /// Replicas exchange losses and weights before the backward pass, so that an invalid loss ends
+    /// the step at the same place everywhere.
     pub(crate) fn agree(
         &mut self,
         ctx: &Replica,
@@ -231,7 +233,7 @@ impl ShardLoss {
         Ok(batch)
     }
 
-    /// The error of what a slot has in place of a scalar, which that slot alone knows.
+    /// Exchanges the shape and dtype of a slot's invalid tensor, and returns the error.
     fn not_scalar(
         &self,
         ctx: &Replica,
@@ -257,15 +259,16 @@ impl ShardLoss {
         })
     }
 
-    /// The tensor to differentiate, and what the gradients of all parameters are to be multiplied
-    /// by, also where nothing of the batch is here: together they make the sum over `scale`.
+    /// Returns the tensor to differentiate, and a factor for the gradients of all parameters;
+    /// together they give the sum divided by `scale`. The factor also applies on slots with an
+    /// empty shard.
     ///
-    /// On its way to parameters in `halves` the factor of a sum becomes a half. As a power of 2 it
-    /// stays what it is; the rest is left to the gradients, which are in single precision: of three
-    /// slots in bf16, all would be off by 0.2 %. That rest is one for all slots, because what comes
-    /// through a collective has the factor of the slot that it comes from. Where shards have
-    /// numbers of rows that differ, these numbers are left in the factor, which a half of 8 bits
-    /// holds up to 256.
+    /// With half-precision parameters (`halves`), backpropagation converts the factor of the sum to
+    /// half precision. A power of 2 survives this unchanged; the remainder is applied to the
+    /// gradients, which are in single precision. (With three slots in bf16 all gradients would be
+    /// off by 0.2 %.) All slots share one remainder, because a gradient that arrives through a
+    /// collective carries the factor of the slot that sent it. If shards differ in their number of
+    /// rows, the tensor's factor includes these numbers, which bf16 represents exactly up to 256.
     pub(crate) fn share(self, scale: f64, halves: bool) -> candle_core::Result<(Tensor, f64)> {
         let (seed, rest) = if halves {
             let power = power_of_two(self.times_of_all / scale);
@@ -273,8 +276,8 @@ impl ShardLoss {
         } else {
             (self.times / scale, 1.0)
         };
-        // Not times the number 0, at which candle ends the gradient: the backward of a collective
-        // would wait for this replica.
+        // Not a multiplication by the constant 0, at which candle stops backpropagation: other
+        // replicas would wait for this one in the backward pass of a collective.
         let sum = if self.is_empty() {
             &self.value * self.value.zeros_like()?
         } else {
@@ -287,7 +290,7 @@ impl ShardLoss {
         self.value.dtype()
     }
 
-    /// Whether nothing of the batch is here.
+    /// Returns true if the shard has no weight.
     pub(crate) fn is_empty(&self) -> bool {
         self.weight == 0.0
     }
@@ -298,23 +301,23 @@ impl BatchLoss {
         self.weight
     }
 
-    /// The same, if it has a mean.
+    /// Returns the loss unchanged, or an error if its weight is 0.
     pub(crate) fn with_weight(self, refusal: &Refusal) -> candle_core::Result<Self> {
         if self.weight == 0.0 { Err(refusal.agreed(TrainingError::NoWeight)) } else { Ok(self) }
     }
 
-    /// The mean over what it weighs.
+    /// Returns the weighted mean.
     pub(crate) fn mean(&self) -> f64 {
         self.sum / self.weight
     }
 
-    /// The loss of these and other batches.
+    /// Adds the loss of other batches.
     pub(crate) fn plus(self, other: Self) -> Self {
         Self { sum: self.sum + other.sum, weight: self.weight + other.weight }
     }
 }
 
-/// Returns tensors summed over all replicas.
+/// Sums tensors over all replicas.
 pub(crate) fn summed(ctx: &Replica, leaves: Vec<Tensor>) -> candle_core::Result<Vec<Tensor>> {
     if leaves.is_empty() {
         return Ok(leaves);
@@ -323,14 +326,14 @@ pub(crate) fn summed(ctx: &Replica, leaves: Vec<Tensor>) -> candle_core::Result<
     ctx.psum_list(leaves, &all, ALL)
 }
 
-/// A tree of the form of `tree` with these tensors, as many as it has.
+/// Rebuilds a tree of the form of `tree` from its leaves, in the same number and order.
 pub(crate) fn with_leaves<A: TensorTree>(tree: &A, leaves: Vec<Tensor>) -> A {
     let mut leaves = leaves.into_iter();
-    #[expect(clippy::expect_used, reason = "they are the sums of the tree's own tensors")]
-    tree::map(tree, |_| leaves.next().expect("a tree has as many tensors each time"))
+    #[expect(clippy::expect_used, reason = "the leaves are sums of the tree's own tensors")]
+    tree::map(tree, |_| leaves.next().expect("there is one leaf per tensor of the tree"))
 }
 
-/// How many times its value every one of some shards counts, if they agree.
+/// Returns the common `times` of the shards, or `None` if they differ.
 #[expect(clippy::float_cmp, reason = "numbers of rows, or 1")]
 fn common<'a>(shards: impl IntoIterator<Item = &'a [f64; 4]>) -> Option<f64> {
     let mut times = shards.into_iter().map(|&[_, _, times, _]| times);
@@ -338,17 +341,17 @@ fn common<'a>(shards: impl IntoIterator<Item = &'a [f64; 4]>) -> Option<f64> {
     times.all(|times| times == first).then_some(first)
 }
 
-/// The largest power of 2 that is not larger than a positive number.
+/// Returns the largest power of 2 that is at most a positive `number`.
 fn power_of_two(number: f64) -> f64 {
     const EXPONENT: u64 = 0x7FF << 52;
     let power = f64::from_bits(number.to_bits() & EXPONENT);
-    // That of a number below 1e-307 is 0, and infinity is its own.
+    // Subnormal numbers yield 0 here, and infinity yields itself.
     if power > 0.0 && power.is_finite() { power } else { 1.0 }
 }
 
-/// A scalar of any type.
+/// Reads a scalar of any dtype.
 fn scalar(tensor: &Tensor) -> candle_core::Result<f64> {
-    // Not every device has double precision.
+    // Converted on the host, because not every device supports double precision.
     tensor.to_device(&Device::Cpu)?.to_dtype(DType::F64)?.to_scalar()
 }
 
@@ -357,7 +360,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn powers_of_two_are_within_a_factor_of_two() {
+    fn power_of_two_is_the_largest_below() {
         for number in [1.0, 1.5, 0.3, 1.0 / 3.0, 1e-300, 7e20] {
             let power = power_of_two(number);
             assert!(power <= number && number < 2.0 * power, "{number} {power}");

@@ -1,4 +1,4 @@
-//! In which types parameters are computed with, and gradients summed.
+//! Dtypes in which a model computes and gradients are reduced.
 
 use candle_core::DType;
 use dist_checkpoint::support::elem_of;
@@ -6,43 +6,43 @@ use fsdp_plan::cost::CostModel;
 
 use crate::error::training::TrainingError;
 
-/// The types in which a model computes with its parameters, and sums their gradients.
+/// The dtypes in which a model computes with its parameters and their gradients are reduced.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(crate) struct Precision(Option<Mixed>);
+pub(crate) struct Precision(Option<MixedDtypes>);
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-struct Mixed {
+struct MixedDtypes {
     param_dtype: DType,
     reduce_dtype: DType,
 }
 
 impl Precision {
     pub(crate) fn mixed(param_dtype: DType, reduce_dtype: DType) -> Self {
-        Self(Some(Mixed { param_dtype, reduce_dtype }))
+        Self(Some(MixedDtypes { param_dtype, reduce_dtype }))
     }
 
-    /// Returns the type in which the model computes with a parameter that is stored in `held`.
+    /// Returns the dtype in which to compute with a parameter stored as `held`.
     pub(crate) fn computed(self, held: DType) -> DType {
         self.0.filter(|_| is_real(held)).map_or(held, |mixed| mixed.param_dtype)
     }
 
-    /// The type in which its gradients are summed.
+    /// Returns the dtype in which to reduce its gradients.
     pub(crate) fn reduced(self, held: DType) -> DType {
         self.0.filter(|_| is_real(held)).map_or(widened_dtype(held), |mixed| mixed.reduce_dtype)
     }
 
-    /// The same for what a plan costs.
-    #[expect(clippy::expect_used, reason = "`check` lets through what the planner knows")]
-    pub(crate) fn of_cost(self, model: CostModel) -> CostModel {
-        let Some(Mixed { param_dtype, reduce_dtype }) = self.0 else { return model };
-        let elem = |dtype| elem_of(dtype).expect("the planner knows numbers of all sizes");
+    /// Sets these dtypes in a cost model.
+    #[expect(clippy::expect_used, reason = "`check` accepts only dtypes that the planner knows")]
+    pub(crate) fn set_in_cost(self, model: CostModel) -> CostModel {
+        let Some(MixedDtypes { param_dtype, reduce_dtype }) = self.0 else { return model };
+        let elem = |dtype| elem_of(dtype).expect("the planner knows all floating-point dtypes");
         model.with_mixed_precision(elem(param_dtype), elem(reduce_dtype))
     }
 
-    /// Refuses types in which nothing can be trained; `is_scaled` says whether losses may be scaled
-    /// so that gradients in half precision do not vanish.
+    /// Rejects dtypes that cannot be trained in. `is_scaled` states whether losses may be scaled to
+    /// keep half-precision gradients from vanishing.
     pub(crate) fn check(self, is_scaled: bool) -> Result<(), TrainingError> {
-        let Some(Mixed { param_dtype, reduce_dtype }) = self.0 else { return Ok(()) };
+        let Some(MixedDtypes { param_dtype, reduce_dtype }) = self.0 else { return Ok(()) };
         for (option, dtype) in [("param_dtype", param_dtype), ("reduce_dtype", reduce_dtype)] {
             let dtype_name = dtype.as_str();
             if !is_real(dtype) {
@@ -75,7 +75,7 @@ fn is_real(dtype: DType) -> bool {
 
 const ANY_REAL: &str = "it must be bf16, f16, f32 or f64";
 
-const SCALE: &str = "gradients below 6e-8 vanish in it: take bf16, or scale the loss up and the \
+const SCALE: &str = "gradients below 6e-8 vanish in it: use bf16, or scale the loss up and the \
                      gradients down, and set `allow_non_finite`";
 
 #[cfg(test)]
@@ -83,7 +83,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn floats_are_converted_and_others_are_not() {
+    fn only_floats_are_converted() {
         let mixed = Precision::mixed(DType::BF16, DType::F32);
         assert_eq!(mixed.computed(DType::F64), DType::BF16);
         assert_eq!(mixed.reduced(DType::F64), DType::F32);
@@ -94,7 +94,7 @@ mod tests {
     }
 
     #[test]
-    fn types_in_which_nothing_can_be_trained_are_refused() {
+    fn untrainable_dtypes_are_rejected() {
         let refused = |param, reduce| Precision::mixed(param, reduce).check(false).unwrap_err();
         let of = |option, dtype, hint| TrainingError::UnfitDtype { option, dtype, hint };
         assert_eq!(refused(DType::F16, DType::F32), of("param_dtype", "f16", SCALE));

@@ -1,4 +1,4 @@
-//! How far training is: what a checkpoint knows of it besides tensors.
+//! Progress of training: the part of a checkpoint that is not tensors.
 
 use std::collections::BTreeMap;
 
@@ -7,12 +7,12 @@ use serde::{Deserialize, Serialize};
 
 use crate::schedule::Schedule;
 
-/// How far training is.
+/// The position of a training run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Progress {
-    /// The number of updates.
+    /// Number of updates.
     pub(crate) steps: u64,
-    /// The number of batches in them: random numbers depend on it.
+    /// Number of batches in these updates; random numbers depend on it.
     pub(crate) batches: u64,
     pub(crate) seed: Seed,
 }
@@ -23,14 +23,14 @@ impl Progress {
         (self.seed, self.batches)
     }
 
-    /// Returns those of evaluations before the next update.
+    /// Returns the seed and position of the random numbers of evaluations before the next update.
     pub(crate) fn evaluation_stream(&self) -> (Seed, u64) {
         const EVALUATION: u64 = u64::MAX;
         (self.seed.derive(EVALUATION), self.steps)
     }
 }
 
-/// What a checkpoint knows of training besides tensors.
+/// The state of training that a checkpoint stores in addition to tensors.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub(crate) struct TrainerState {
     #[serde(flatten)]

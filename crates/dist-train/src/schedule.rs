@@ -6,16 +6,15 @@ use serde::{Deserialize, Serialize};
 
 use crate::error::{Error, Result};
 
-/// How learning rates rise and fall: a factor for each update, by which the rate of every group is
-/// multiplied.
+/// A learning rate schedule: a factor per update that multiplies the rate of every group.
 ///
-/// A warm-up rises in equal steps to 1, and then the factor follows one of the curves of Hugging
-/// Face's `get_scheduler`, whose numbers these are but for two: the first update of a warm-up has a
-/// rate above 0, and a cosine stays down after its last step.
+/// The factor rises linearly to 1 during warm-up, then follows a curve of Hugging Face's
+/// `get_scheduler`. The values are the same except for two cases: the first update of a warm-up has
+/// a rate above 0, and a cosine stays at its floor after the last step.
 ///
 /// # Determinism
 ///
-/// A function of the number of updates alone, the same to the bit on every platform.
+/// Depends on the number of updates alone, and is identical to the bit on every platform.
 ///
 /// # Examples
 ///
@@ -23,7 +22,7 @@ use crate::error::{Error, Result};
 /// use dist_train::Schedule;
 ///
 /// let schedule = Schedule::cosine(1000).warmup(100).floor(0.1);
-/// assert_eq!(schedule.factor(0), 0.01); // of the first update
+/// the first update
 /// assert_eq!(schedule.factor(99), 1.0);
 /// assert_eq!(schedule.factor(550), 0.55);
 /// assert_eq!(schedule.factor(5000), 0.1);
@@ -31,63 +30,64 @@ use crate::error::{Error, Result};
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Schedule {
     warmup: u64,
-    curve: Curve,
+    curve: DecayCurve,
     floor: f64,
 }
 
-/// What follows on the warm-up.
+/// The curve after the warm-up.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
-enum Curve {
+enum DecayCurve {
     Constant,
-    /// Down to the floor, which it reaches after so many updates.
+    /// Falls linearly to the floor at this number of updates.
     Linear(u64),
     Cosine(u64),
     InverseSqrt,
 }
 
 impl Schedule {
-    /// A factor of 1.
+    /// Keeps the factor at 1.
     pub fn constant() -> Self {
-        Self::new(Curve::Constant)
+        Self::new(DecayCurve::Constant)
     }
 
-    /// A straight line from 1 at the end of the warm-up to the floor after `steps` updates, those of
-    /// the warm-up among them.
+    /// Falls linearly from 1 at the end of the warm-up to the floor after `steps` updates,
+    /// including the warm-up.
     pub fn linear(steps: u64) -> Self {
-        Self::new(Curve::Linear(steps))
+        Self::new(DecayCurve::Linear(steps))
     }
 
-    /// Half a wave of the cosine from 1 at the end of the warm-up to the floor after `steps`
-    /// updates, those of the warm-up among them. (Loshchilov and Hutter, SGDR, arXiv 1608.03983,
-    /// without restarts.)
+    /// Follows half a cosine wave from 1 at the end of the warm-up to the floor after `steps`
+    /// updates, including the warm-up. (Loshchilov and Hutter, SGDR, arXiv 1608.03983, without
+    /// restarts.)
     pub fn cosine(steps: u64) -> Self {
-        Self::new(Curve::Cosine(steps))
+        Self::new(DecayCurve::Cosine(steps))
     }
 
-    /// One over the root of the number of updates, in units of the warm-up's length; of 10,000
-    /// without one. (Vaswani et al., "Attention Is All You Need", arXiv 1706.03762.)
+    /// Falls with the inverse square root of the number of updates, in units of the warm-up's
+    /// length, or of 10,000 without a warm-up. (Vaswani et al., "Attention Is All You Need", arXiv
+    /// 1706.03762.)
     pub fn inverse_sqrt() -> Self {
-        Self::new(Curve::InverseSqrt)
+        Self::new(DecayCurve::InverseSqrt)
     }
 
-    fn new(curve: Curve) -> Self {
+    fn new(curve: DecayCurve) -> Self {
         Self { warmup: 0, curve, floor: 0.0 }
     }
 
-    /// Sets the number of updates in which the factor rises to 1; none by default.
+    /// Sets the number of updates over which the factor rises to 1; 0 by default.
     #[must_use]
     pub fn warmup(self, steps: u64) -> Self {
         Self { warmup: steps, ..self }
     }
 
-    /// Sets the least factor after the warm-up, to which a curve is flattened; 0 by default.
+    /// Sets the least factor after the warm-up, onto which the curve is scaled; 0 by default.
     #[must_use]
     pub fn floor(self, floor: f64) -> Self {
         Self { floor, ..self }
     }
 
-    /// The factor of the update that `steps` others come before.
+    /// Returns the factor of the update after `steps` updates.
     pub fn factor(&self, steps: u64) -> f64 {
         if steps < self.warmup {
             return (steps + 1) as f64 / self.warmup as f64;
@@ -95,31 +95,31 @@ impl Schedule {
         self.floor + (1.0 - self.floor) * self.height(steps - self.warmup)
     }
 
-    /// The height of the curve between 0 and 1, so many updates after the warm-up.
+    /// Returns the height of the curve, from 0 to 1, `after` updates after the warm-up.
     fn height(&self, after: u64) -> f64 {
         let progress = |steps: u64| {
             let length = steps.saturating_sub(self.warmup);
             if after < length { after as f64 / length as f64 } else { 1.0 }
         };
         match self.curve {
-            Curve::Constant => 1.0,
-            Curve::Linear(steps) => 1.0 - progress(steps),
-            Curve::Cosine(steps) => 0.5 * (1.0 + libm::cos(PI * progress(steps))),
-            Curve::InverseSqrt => {
+            DecayCurve::Constant => 1.0,
+            DecayCurve::Linear(steps) => 1.0 - progress(steps),
+            DecayCurve::Cosine(steps) => 0.5 * (1.0 + libm::cos(PI * progress(steps))),
+            DecayCurve::InverseSqrt => {
                 let unit = if self.warmup == 0 { 10_000.0 } else { self.warmup as f64 };
                 (unit / (after as f64 + unit)).sqrt()
             }
         }
     }
 
-    /// Refuses floors that are no fraction, and warm-ups that are not over before the end.
+    /// Rejects floors outside 0 to 1, and warm-ups as long as the schedule.
     pub(crate) fn check(&self) -> Result<()> {
         let is_fraction = (0.0..=1.0).contains(&self.floor);
         let name = "the least factor of the learning rate";
         Error::check_setting(is_fraction, name, self.floor, "from 0 to 1")?;
         let ends = match self.curve {
-            Curve::Linear(steps) | Curve::Cosine(steps) => self.warmup < steps,
-            Curve::Constant | Curve::InverseSqrt => true,
+            DecayCurve::Linear(steps) | DecayCurve::Cosine(steps) => self.warmup < steps,
+            DecayCurve::Constant | DecayCurve::InverseSqrt => true,
         };
         let name = "the number of warm-up steps";
         Error::check_setting(ends, name, self.warmup as f64, "less than the steps of the schedule")
@@ -130,8 +130,8 @@ impl Schedule {
 mod tests {
     use super::*;
 
-    /// Of the functions behind `get_scheduler` of transformers 5.23.0, ten steps of warm-up and 50
-    /// in all.
+    /// Steps and values computed with the functions behind `get_scheduler` of transformers 5.23.0,
+    /// for 10 warm-up steps of 50 in total.
     const STEPS: [u64; 7] = [10, 11, 17, 30, 42, 49, 50];
     const LINEAR: [f64; 7] = [1.0, 0.975, 0.825, 0.5, 0.2, 0.025, 0.0];
     const COSINE: [f64; 7] = [
@@ -161,7 +161,7 @@ mod tests {
     }
 
     #[test]
-    fn curves_are_those_of_hugging_face() {
+    fn curves_match_hugging_face() {
         assert_curve(Schedule::constant(), [1.0; 7]);
         assert_curve(Schedule::linear(50), LINEAR);
         assert_curve(Schedule::cosine(50), COSINE);
@@ -173,7 +173,7 @@ mod tests {
     }
 
     #[test]
-    fn a_warm_up_rises_in_equal_steps_to_one() {
+    fn warm_up_rises_in_equal_steps() {
         for schedule in [Schedule::constant(), Schedule::linear(9), Schedule::cosine(9).floor(0.5)]
         {
             let factors: Vec<f64> = (0..5).map(|step| schedule.warmup(4).factor(step)).collect();
@@ -182,7 +182,7 @@ mod tests {
     }
 
     #[test]
-    fn after_the_last_step_the_factor_stays_at_the_floor() {
+    fn factor_stays_at_the_floor() {
         for schedule in [Schedule::linear(50), Schedule::cosine(50)] {
             for step in [50, 60, 100, u64::MAX] {
                 assert!(schedule.factor(step).abs() < 1e-15);
@@ -192,7 +192,7 @@ mod tests {
     }
 
     #[test]
-    fn what_cannot_be_followed_is_refused() {
+    fn invalid_schedules_are_rejected() {
         for floor in [-0.1, 1.5, f64::NAN] {
             Schedule::constant().floor(floor).check().unwrap_err();
         }
@@ -207,7 +207,7 @@ mod tests {
     }
 
     #[test]
-    fn schedules_are_written_in_words() {
+    fn schedules_serialize_by_name() {
         let schedule = Schedule::cosine(50).warmup(10).floor(0.1);
         let json = serde_json::to_string(&schedule).unwrap();
         assert_eq!(json, r#"{"warmup":10,"curve":{"cosine":50},"floor":0.1}"#);

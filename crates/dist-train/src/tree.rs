@@ -1,17 +1,17 @@
-//! Walks over trees of tensors that cannot fail.
+//! Infallible walks over trees of tensors.
 
 use std::convert::Infallible;
 
 use candle_core::Tensor;
 use pmap_mesh::TensorTree;
 
-/// A tree of the form of `tree` with what `f` makes of each of its tensors, in their order.
+/// Maps each tensor of a tree with `f`, in order, into a tree of the same form.
 pub(crate) fn map<T: TensorTree>(tree: &T, mut f: impl FnMut(&Tensor) -> Tensor) -> T {
     let Ok(mapped) = tree.try_map(&mut |leaf: &Tensor| Ok::<_, Infallible>(f(leaf)));
     mapped
 }
 
-/// What `f` says of each tensor, in their order.
+/// Calls `f` on each tensor in order and collects the results.
 pub(crate) fn each<R>(tree: &impl TensorTree, mut f: impl FnMut(&Tensor) -> R) -> Vec<R> {
     let mut said = Vec::new();
     map(tree, |leaf| {

@@ -8,11 +8,10 @@ use std::{
 
 use crate::error::{Error, Result};
 
-/// The sizes and properties of a model.
+/// The file with the sizes and properties of a model.
 pub(crate) const CONFIG: &str = "config.json";
 
-/// The longest file that is read at once. A longer one is not a text, or comes from a device that never
-/// ends.
+/// Size limit of a file that is read at once. A longer file is not a text, or is an endless device.
 const MAX_BYTES: u64 = 1 << 30;
 
 /// Reads a file, or returns `None` if it does not exist.
@@ -27,7 +26,7 @@ pub fn read_if_there(path: &Path) -> Result<Option<Vec<u8>>> {
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
         Err(cause) => return Err(Error::io(path, cause)),
     };
-    // Opening a pipe would wait for a writer.
+    // Opening a pipe would block until a writer opens it.
     if !known.is_file() {
         return Err(Error::io(path, io::Error::other("it is not a file")));
     }
@@ -42,8 +41,8 @@ pub fn read_if_there(path: &Path) -> Result<Option<Vec<u8>>> {
     Ok(Some(bytes))
 }
 
-/// Lists the files under a folder, but for hidden ones, or the file itself, in the same order on
-/// every machine.
+/// Lists the files under a folder, or the file itself, in the same order on every machine. Hidden
+/// files are left out.
 pub(crate) fn list(path: &Path) -> Result<Vec<PathBuf>> {
     let mut files = Vec::new();
     add_files(path, &mut files)?;

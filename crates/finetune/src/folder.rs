@@ -18,18 +18,18 @@ use crate::{
     text::tokenizer::{self, Tokenizer},
 };
 
-/// The weights, in one file or in those of an index.
+/// The weights, in one file or in several with an index.
 const ONE_FILE: &str = "model.safetensors";
 const INDEX: &str = "model.safetensors.index.json";
 
-/// Endings of files with weights that are not read here.
+/// Extensions of unsupported weight files.
 const OTHER_WEIGHTS: [&str; 5] = ["bin", "pt", "pth", "gguf", "h5"];
 
 /// A model of the Llama family as Hugging Face's tools write and read it.
 ///
 /// # Examples
 ///
-/// A folder with a `config.json` alone is a new model, whose tokens are bytes:
+/// A folder with only a `config.json` is a new byte model:
 ///
 /// ```
 /// use finetune::Folder;
@@ -57,15 +57,15 @@ pub struct Folder {
 }
 
 impl Folder {
-    /// Reads all of a folder but the weights.
+    /// Reads everything in a folder except the weights.
     ///
-    /// A folder that holds a `config.json` alone is a model that nobody has trained. Its tokens are
-    /// bytes, and its weights are drawn at random when it is trained.
+    /// A folder with only a `config.json` is an untrained model. Its tokens are bytes, and training
+    /// starts from random weights.
     ///
     /// # Errors
     ///
-    /// [`Error::Folder`] if the model is not of the Llama family, [`Error::Tokenizer`] if a text
-    /// would have a token that the model does not know, or if no token ends a text.
+    /// [`Error::Folder`] if the model is not of the Llama family, [`Error::Tokenizer`] if a token of
+    /// the tokenizer is not in the model's vocabulary, or if no token ends a text.
     pub fn open(path: &Path) -> Result<Self> {
         if !path.is_dir() {
             return Err(FolderError::NotAFolder { path: path.into() }.into());
@@ -83,11 +83,11 @@ impl Folder {
         Ok(Self { path: path.to_owned(), config, llama, tokenizer })
     }
 
-    /// Makes a folder that is nowhere on disk of a `config.json`; its tokens are bytes.
+    /// Makes a byte model from a `config.json`, without a folder on disk.
     ///
     /// # Errors
     ///
-    /// As of [`open`](Self::open).
+    /// The errors of [`open`](Self::open).
     pub(crate) fn from_config(config: String) -> Result<Self> {
         let llama = parse(Path::new(CONFIG), &config)?;
         let path = PathBuf::new();
@@ -95,8 +95,7 @@ impl Folder {
         Ok(Self { path, config, llama, tokenizer })
     }
 
-    /// Returns the path of the folder, which is empty if it was made by
-    /// [`from_config`](Self::from_config).
+    /// Returns the path of the folder. It is empty for [`from_config`](Self::from_config).
     pub fn path(&self) -> &Path {
         &self.path
     }
@@ -147,11 +146,11 @@ impl Folder {
         .into())
     }
 
-    /// Returns a fingerprint of the bytes of the weights' files, in hexadecimal digits.
+    /// Returns a fingerprint of the weight files in hexadecimal digits.
     ///
     /// # Errors
     ///
-    /// As of [`weights`](Self::weights), and [`Error::Io`] if a file cannot be read.
+    /// The errors of [`weights`](Self::weights), and [`Error::Io`] if a file cannot be read.
     pub(crate) fn weights_fingerprint(&self) -> Result<String> {
         let mut fingerprint = Fingerprint::new();
         for path in self.weights()?.files() {
@@ -174,14 +173,16 @@ fn has_weights(path: &Path) -> Result<bool> {
     Ok(has_own || other_weights(path)?.is_some())
 }
 
-/// Returns the name of a file with weights that are not read here.
+/// Returns the name of an unsupported weight file, if there is one.
 fn other_weights(path: &Path) -> Result<Option<String>> {
-    let names: io::Result<BTreeSet<_>> = fs::read_dir(path)
+    let names: io::Result<BTreeSet<OsString>> = fs::read_dir(path)
         .and_then(|entries| entries.map(|entry| entry.map(|entry| entry.file_name())).collect());
     let names = names.map_err(|cause| Error::io(path, cause))?;
-    let is_other = |name: &&OsString| {
-        let ending = Path::new(name).extension().and_then(OsStr::to_str);
-        ending.is_some_and(|ending| OTHER_WEIGHTS.contains(&ending))
-    };
-    Ok(names.iter().find(is_other).map(|name| name.to_string_lossy().into_owned()))
+    let found = names.iter().find(|name| is_other_weights(name));
+    Ok(found.map(|name| name.to_string_lossy().into_owned()))
+}
+
+fn is_other_weights(name: &OsStr) -> bool {
+    let extension = Path::new(name).extension().and_then(OsStr::to_str);
+    extension.is_some_and(|extension| OTHER_WEIGHTS.contains(&extension))
 }

@@ -1,4 +1,4 @@
-//! Folders with what transformers computes for them.
+//! Golden model folders, with results of transformers.
 
 use std::{fs, path::PathBuf};
 
@@ -16,12 +16,12 @@ pub(crate) fn folder(model: &str) -> Folder {
     Folder::open(&path(model)).unwrap()
 }
 
-/// A JSON file of the folder.
+/// Reads a JSON file of the folder.
 pub(crate) fn json(model: &str, name: &str) -> Value {
     serde_json::from_str(&fs::read_to_string(path(model).join(name)).unwrap()).unwrap()
 }
 
-/// What transformers makes of conversations.
+/// Reads the conversations rendered by transformers.
 pub(crate) fn chat() -> Value {
     let path = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("tests/golden/chat.json");
     serde_json::from_str(&fs::read_to_string(path).unwrap()).unwrap()
@@ -31,7 +31,7 @@ pub(crate) fn ids(value: &Value) -> Vec<u32> {
     serde_json::from_value(value.clone()).unwrap()
 }
 
-/// A copy of the folder, of which a JSON file is changed.
+/// Copies the folder, and changes one of its JSON files.
 pub(crate) fn changed(
     model: &str,
     name: &str,

@@ -6,14 +6,19 @@
 //! [`Message`]: crate::Message
 //! [`Overlong`]: crate::Overlong
 //! [`Prompt`]: crate::Prompt
+//! [`Event`]: crate::Event
+//! [`PreparedRun`]: crate::PreparedRun
+//! [`Rows`]: crate::Rows
+//! [`RunOptions`]: crate::RunOptions
+//! [`Start`]: crate::Start
+//! [`Trainer`]: crate::Trainer
 //! [`Tokenizer`]: crate::Tokenizer
 //! [`cost`]: crate::cost
-//! [`data`]: crate::data
 //! [`models`]: crate::models
 //! [`run`]: crate::run
 //! [`spec`]: crate::spec
-// The README's links go to the registry. The first of two definitions counts: on this page, where
-// those above come first, they go to the crate itself.
+// The README's links go to the registry. Markdown uses the first of two link definitions, so on
+// this page the definitions above redirect them to the crate itself.
 #![doc = include_str!("../README.md")]
 #![forbid(unsafe_code)]
 

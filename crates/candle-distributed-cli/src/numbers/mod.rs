@@ -131,8 +131,8 @@ impl NumberList {
         if let Some(field) = field {
             return Ok(Box::new(json::field_of_lines(self, source, field.to_owned())));
         }
-        // A program that writes text line by line may pause before its second line, so this reads no
-        // more bytes than the check needs.
+        // A program that writes text line by line may pause before its second line, so this reads
+        // no more bytes than the check needs.
         let n_bytes = if raw == RawNumbers::Never { 1 } else { 8 };
         let mut first = Vec::new();
         let read = source.by_ref().take(n_bytes).read_to_end(&mut first);
@@ -253,8 +253,8 @@ impl SequenceLengths for SequenceLengthList {
 
 /// The maximum number of numbers in memory.
 ///
-/// The limit is checked beforehand, since a system that overcommits memory kills the process instead
-/// of failing an allocation.
+/// The limit is checked beforehand, since a system that overcommits memory kills the process
+/// instead of failing an allocation.
 #[derive(Clone, Copy)]
 struct MemoryBudget {
     n_numbers: u64,

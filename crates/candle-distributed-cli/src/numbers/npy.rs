@@ -43,8 +43,8 @@ pub(crate) fn header(shape: &[u64]) -> Vec<u8> {
     let n_bytes = (BEFORE_TEXT + text.len() + 1).next_multiple_of(ALIGNMENT) - BEFORE_TEXT;
     text.extend(std::iter::repeat_n(' ', n_bytes - 1 - text.len()));
     text.push('\n');
-    // The version, then the length of the text. 16 bits suffice, since each dimension has at most 20
-    // digits.
+    // The version, then the length of the text. 16 bits suffice, since each dimension has at most
+    // 20 digits.
     let [low, high, ..] = n_bytes.to_le_bytes();
     [&MAGIC[..], &[1, 0, low, high], text.as_bytes()].concat()
 }

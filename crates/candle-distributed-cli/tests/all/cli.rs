@@ -9,7 +9,7 @@ use std::{
 
 use serde_json::{Value, json};
 
-use crate::support::{command, file, json, refuses, run::Home, text, words};
+use crate::support::{command, file, json, rejects, run::Home, text, words};
 
 #[test]
 fn sample_prints_one_index_per_line() {
@@ -56,30 +56,21 @@ fn sample_resumes_with_another_world_size() {
     let read = |more: &[&str]| -> Vec<u64> {
         text(&[&world[..], more].concat()).lines().map(|line| line.parse().unwrap()).collect()
     };
-    let four = |rank| {
-        read(&[
-            "--world-size",
-            "4",
-            "--rank",
-            rank,
-            "--epoch",
-            "3",
-            "--count",
-            "100",
-            "--save-state",
-            state,
-        ])
-    };
-    let first: Vec<u64> = ["0", "1", "2", "3"].into_iter().flat_map(four).collect();
+    let mut first = Vec::new();
+    for rank in ["0", "1", "2", "3"] {
+        let world = ["--world-size", "4", "--rank", rank];
+        let save = ["--epoch", "3", "--count", "100", "--save-state", state];
+        first.extend(read(&[&world[..], &save].concat()));
+    }
     let whole = read(&["--epoch", "3", "--count", "410"]);
     assert!((0..400).all(|n| first.contains(&whole[n])));
     assert_eq!(read(&["--resume", state, "--count", "10"]), whole[400..]);
-    refuses(
+    rejects(
         &["sample", "--len", "999", "--order", "streaming", "--resume", state],
         &["data set length 1000000", "999"],
     );
     let (_dir, broken) = file("state.json", "{}");
-    refuses(&["sample", "--len", "9", "--resume", &broken], &["state.json"]);
+    rejects(&["sample", "--len", "9", "--resume", &broken], &["state.json"]);
 }
 
 #[test]
@@ -88,7 +79,7 @@ fn sample_splits_by_worker_and_rank_weight() {
     let with = |more: &[&'static str]| text(&[&sequential[..], more].concat());
     assert_eq!(with(&["--workers", "3", "--worker", "1"]), "1\n4\n7\n");
     assert_eq!(with(&["--world-size", "2", "--rank", "1", "--rank-weights", "4,1"]), "8\n9\n");
-    refuses(
+    rejects(
         &["sample", "--len", "10", "--world-size", "2", "--rank-weights", "1,2,3"],
         &["3 rank weights", "world of 2"],
     );
@@ -108,7 +99,7 @@ fn sample_draws_by_weight() {
         ("", &["no weight"]),
     ] {
         let (_dir, path) = file("weights.txt", weights);
-        refuses(&["sample", "--len", "10", "--weights", &path], words);
+        rejects(&["sample", "--len", "10", "--weights", &path], words);
     }
 }
 
@@ -123,10 +114,10 @@ fn sample_balances_classes_over_ranks() {
     }
     assert_eq!(json(&["sample", "--classes", &path, "--capped", "3"])["len"], 6);
     assert_eq!(json(&["sample", "--classes", &path, "--fixed", "40"])["len"], 80);
-    refuses(&["sample", "--classes", &path, "--fixed", "0"], &["length 0"]);
-    refuses(&["sample", "--len", "9", "--fixed", "3"], &["--fixed needs --classes"]);
-    refuses(&["sample", "--len", "9", "--capped", "3"], &["--capped needs --classes"]);
-    refuses(
+    rejects(&["sample", "--classes", &path, "--fixed", "0"], &["length 0"]);
+    rejects(&["sample", "--len", "9", "--fixed", "3"], &["--fixed needs --classes"]);
+    rejects(&["sample", "--len", "9", "--capped", "3"], &["--capped needs --classes"]);
+    rejects(
         &["sample", "--classes", &path, "--fixed", "3000000000"],
         &["6000000000", "4294967296"],
     );
@@ -141,17 +132,16 @@ fn sample_mixes_data_sets_by_weight() {
     assert_eq!(report["len"], 103);
     let half = "9223372036854775808:1";
     let too_long = ["sample", "--mix", &[half, half].join(",")];
-    refuses(&too_long, &["18446744073709551615 samples"]);
-    refuses(&["sample", "--mix", "100"], &["colon"]);
-    refuses(&["sample", "--mix", "100:0"], &["weight above 0"]);
-    refuses(&["sample", "--mix", "0:1"], &["length 0"]);
+    rejects(&too_long, &["18446744073709551615 samples"]);
+    rejects(&["sample", "--mix", "100"], &["colon"]);
+    rejects(&["sample", "--mix", "100:0"], &["weight above 0"]);
+    rejects(&["sample", "--mix", "0:1"], &["length 0"]);
 }
 
 #[test]
 fn sample_locates_a_sample() {
     let world = ["sample", "--len", "1000000000000", "--world-size", "8", "--partition", "strided"];
-    let with = |more: &[&'static str]| json(&[&world[..], more].concat());
-    let place = with(&["--locate", "7"]);
+    let place = json(&[&world[..], &["--locate", "7"]].concat());
     let (position, rank) = (place["position"].as_u64().unwrap(), place["rank"].as_u64().unwrap());
     assert_eq!(position % 8, rank);
     let (rank, start) = (rank.to_string(), (position / 8).to_string());
@@ -161,7 +151,7 @@ fn sample_locates_a_sample() {
         text(&["sample", "--len", "9", "--locate", "3"]).starts_with("sample 3 is at position")
     );
     for order in ["sequential", "exact", "streaming"] {
-        refuses(&["sample", "--len", "9", "--order", order, "--locate", "9"], &["sample 9"]);
+        rejects(&["sample", "--len", "9", "--order", order, "--locate", "9"], &["sample 9"]);
     }
 }
 
@@ -178,22 +168,22 @@ fn sample_starts_anywhere_in_a_trillion() {
 
 #[test]
 fn sample_rejects_bad_input() {
-    refuses(&["sample", "--len", "0"], &["length 0"]);
-    refuses(
+    rejects(&["sample", "--len", "0"], &["length 0"]);
+    rejects(
         &["sample", "--len", "9223372036854775809"],
         &["9223372036854775809", "9223372036854775808"],
     );
-    refuses(&["sample", "--len", "5000000000", "--order", "exact"], &["5000000000", "4294967296"]);
-    refuses(&["sample", "--len", "10", "--world-size", "0"], &["world size 0", "1048576"]);
-    refuses(&["sample", "--len", "10", "--world-size", "1048577"], &["1048577", "1048576"]);
-    refuses(
+    rejects(&["sample", "--len", "5000000000", "--order", "exact"], &["5000000000", "4294967296"]);
+    rejects(&["sample", "--len", "10", "--world-size", "0"], &["world size 0", "1048576"]);
+    rejects(&["sample", "--len", "10", "--world-size", "1048577"], &["1048577", "1048576"]);
+    rejects(
         &["sample", "--len", "10", "--world-size", "4", "--rank", "4"],
         &["rank 4", "world of 4"],
     );
-    refuses(&["sample", "--len", "10", "--start", "11"], &["start 11", "10"]);
-    refuses(&["sample", "--len", "-1"], &[]);
-    refuses(&["sample", "--len", "18446744073709551616"], &[]);
-    refuses(&["sample"], &["--len"]);
+    rejects(&["sample", "--len", "10", "--start", "11"], &["start 11", "10"]);
+    rejects(&["sample", "--len", "-1"], &[]);
+    rejects(&["sample", "--len", "18446744073709551616"], &[]);
+    rejects(&["sample"], &["--len"]);
 }
 
 #[test]
@@ -234,18 +224,19 @@ fn batch_json_has_documented_fields() {
     assert_eq!(figures, [&json!(0.8125), &json!(2), &json!(3), &json!(12)]);
 }
 
-/// The answer of `batch` over these lengths.
+/// Returns the JSON output of `batch` for these lengths.
 fn batches(lengths: &str, args: &[&str]) -> Value {
     let (_dir, path) = file("lengths.txt", lengths);
     json(&[&["batch", "--lengths", &path, "--strategy"], args].concat())
 }
 
-/// Checks which batches come, as (indices, padded length), and how many of their tokens are real,
-/// of how many.
+/// Checks the batches, as (indices, padded length), and the numbers of real and padded tokens.
 fn batches_are(lengths: &str, args: &[&str], expected: &[(&[u64], u64)], tokens: (u64, u64)) {
     let answer = batches(lengths, args);
-    let pair = |batch: &Value| (batch["indices"].clone(), batch["padded_length"].clone());
-    let found: Vec<_> = answer["batches"].as_array().unwrap().iter().map(pair).collect();
+    let mut found = Vec::new();
+    for batch in answer["batches"].as_array().unwrap() {
+        found.push((batch["indices"].clone(), batch["padded_length"].clone()));
+    }
     let expected: Vec<_> =
         expected.iter().map(|(indices, length)| (json!(indices), json!(length))).collect();
     assert_eq!(found, expected, "{args:?}");
@@ -258,7 +249,7 @@ fn batch_cuts_sorted_sequences() {
     let both = ["sorted", "--max-batch-size", "3"];
     let with = |cut| [&both[..], &["--cut", cut]].concat();
     let lengths = "1 5 1 1 1 5 1";
-    // The batch that is not full comes first or last if the cut is greedy, and here in between.
+    // A greedy cut leaves the incomplete batch at an end, the optimal cut here in between.
     let greedy: [(&[_], _); 3] = [(&[0], 1), (&[2, 3, 4], 1), (&[6, 1, 5], 5)];
     batches_are(lengths, &with("greedy"), &greedy, (15, 19));
     for optimal in [&both[..], &with("optimal")] {
@@ -288,7 +279,7 @@ fn batch_optimizes_bucket_boundaries() {
     batches_are("10 80 15 70 9", &bucket, &[(&[0, 2], 15), (&[1, 3], 80), (&[4], 9)], (184, 199));
     let fixed = [&bucket[..], &["--fixed-shapes"]].concat();
     batches_are("10 80 15 70 9", &fixed, &[(&[0, 2], 15), (&[1, 3], 80), (&[4], 15)], (184, 205));
-    // A sequence that is left out moves no boundary; one that is cut counts with its cut length.
+    // A skipped sequence moves no boundary. A truncated sequence counts with its new length.
     let skip = [&fixed[..], &["--max-sequence-length", "15", "--overlong", "skip"]].concat();
     batches_are("10 80 15 70 9", &skip, &[(&[0, 4], 10), (&[2], 15)], (34, 35));
     let truncate =
@@ -369,8 +360,8 @@ fn batch_json_with_ranks_has_documented_fields() {
 #[test]
 fn batch_rejects_conflicting_options() {
     let (_dir, path) = file("lengths.txt", "3 6 4");
-    let refused = |args: &[&'static str], words: &[&str]| {
-        refuses(
+    let rejected = |args: &[&'static str], words: &[&str]| {
+        rejects(
             &[&["batch", "--lengths", &path, "--max-batch-size", "8", "--strategy"], args].concat(),
             words,
         );
@@ -385,51 +376,54 @@ fn batch_rejects_conflicting_options() {
         (&["--packing", "best-fit"], "--strategy pack"),
         (&["--open-rows", "2"], "--strategy pack"),
     ] {
-        refused(&[&["pad-to-max"], option].concat(), &[option[0], needed, "pad-to-max"]);
+        rejected(&[&["pad-to-max"], option].concat(), &[option[0], needed, "pad-to-max"]);
     }
-    refused(&["bucket", "--buckets", "2", "--bucket-width", "8"], &["--buckets", "--bucket-width"]);
-    refused(&["pack"], &["--strategy pack", "--capacity"]);
-    refused(&["pack", "--capacity", "9", "--max-tokens", "9"], &["--capacity", "--max-tokens"]);
-    refused(
+    rejected(
+        &["bucket", "--buckets", "2", "--bucket-width", "8"],
+        &["--buckets", "--bucket-width"],
+    );
+    rejected(&["pack"], &["--strategy pack", "--capacity"]);
+    rejected(&["pack", "--capacity", "9", "--max-tokens", "9"], &["--capacity", "--max-tokens"]);
+    rejected(
         &["pack", "--capacity", "9", "--open-rows", "2"],
         &["--open-rows", "--packing in-order"],
     );
     for option in ["--length-multiple", "--batch-size-multiple"] {
-        refused(&["pack", "--capacity", "9", option, "2"], &[option, "--strategy pack"]);
+        rejected(&["pack", "--capacity", "9", option, "2"], &[option, "--strategy pack"]);
     }
-    refused(&["sorted", "--last-batch", "keep"], &["--last-batch", "--batch-size-multiple"]);
-    refused(&["sorted", "--cost", "quadratic"], &["--cost", "--max-cost"]);
-    refused(&["sorted", "--remainder", "repeat"], &["--remainder", "--world-size"]);
-    refused(&["sorted", "--world-size", "2"], &["--world-size", "--rank"]);
-    refused(&["sorted", "--rank", "0"], &["--rank", "--world-size"]);
+    rejected(&["sorted", "--last-batch", "keep"], &["--last-batch", "--batch-size-multiple"]);
+    rejected(&["sorted", "--cost", "quadratic"], &["--cost", "--max-cost"]);
+    rejected(&["sorted", "--remainder", "repeat"], &["--remainder", "--world-size"]);
+    rejected(&["sorted", "--world-size", "2"], &["--world-size", "--rank"]);
+    rejected(&["sorted", "--rank", "0"], &["--rank", "--world-size"]);
     for option in [["--steps", "grouped"], ["--step-cost", "tokens"]] {
-        refused(&["sorted", option[0], option[1]], &[option[0], "--world-size"]);
+        rejected(&["sorted", option[0], option[1]], &[option[0], "--world-size"]);
     }
     let dealt = ["--steps", "dealt", "--world-size", "2", "--rank", "0"];
     for strategy in [&["bucket"][..], &["pack", "--capacity", "9"]] {
-        refused(&[strategy, &dealt].concat(), &["--steps dealt", "--strategy", strategy[0]]);
+        rejected(&[strategy, &dealt].concat(), &["--steps dealt", "--strategy", strategy[0]]);
     }
 }
 
 #[test]
 fn batch_rejects_values_out_of_range() {
     let (_dir, path) = file("lengths.txt", "3 6 4");
-    let refused = |args: &[&'static str], words: &[&str]| {
-        refuses(&[&["batch", "--lengths", &path, "--strategy"], args].concat(), words);
+    let rejected = |args: &[&'static str], words: &[&str]| {
+        rejects(&[&["batch", "--lengths", &path, "--strategy"], args].concat(), words);
     };
-    refused(&["bucket", "--max-tokens", "9", "--buckets", "0"], &["number of buckets", "0"]);
-    refused(&["sorted", "--max-tokens", "9", "--window", "0"], &["window", "0"]);
-    refused(
+    rejected(&["bucket", "--max-tokens", "9", "--buckets", "0"], &["number of buckets", "0"]);
+    rejected(&["sorted", "--max-tokens", "9", "--window", "0"], &["window", "0"]);
+    rejected(
         &["pack", "--capacity", "9", "--packing", "in-order", "--open-rows", "0"],
         &["open_rows", "0"],
     );
-    refused(&["pack", "--capacity", "5"], &["sequence 1", "6", "5"]);
-    refused(&["pack", "--capacity", "16777217"], &["16777217", "16777216"]);
-    refused(
+    rejected(&["pack", "--capacity", "5"], &["sequence 1", "6", "5"]);
+    rejected(&["pack", "--capacity", "16777217"], &["16777217", "16777216"]);
+    rejected(
         &["sorted", "--max-tokens", "9", "--world-size", "2", "--rank", "2"],
         &["rank 2", "world of 2"],
     );
-    refused(&["sorted", "--max-tokens", "9", "--world-size", "4", "--rank", "0"], &["4 ranks"]);
+    rejected(&["sorted", "--max-tokens", "9", "--world-size", "4", "--rank", "0"], &["4 ranks"]);
 }
 
 #[test]
@@ -437,19 +431,19 @@ fn batch_rejects_bad_input() {
     let (_dir, path) = file("lengths.txt", "3 600 4");
     let dynamic = ["batch", "--lengths", &path, "--strategy", "dynamic"];
     let with = |more: &[&'static str]| [&dynamic[..], more].concat();
-    refuses(&dynamic, &["max_tokens"]);
-    refuses(&with(&["--max-tokens", "0"]), &["max_tokens", "0"]);
-    refuses(&with(&["--max-tokens", "599"]), &["600", "599"]);
-    refuses(&with(&["--max-tokens", "1000", "--max-sequence-length", "512"]), &["600", "512"]);
-    refuses(
+    rejects(&dynamic, &["max_tokens"]);
+    rejects(&with(&["--max-tokens", "0"]), &["max_tokens", "0"]);
+    rejects(&with(&["--max-tokens", "599"]), &["600", "599"]);
+    rejects(&with(&["--max-tokens", "1000", "--max-sequence-length", "512"]), &["600", "512"]);
+    rejects(
         &with(&["--max-batch-size", "5000000000", "--max-sequence-length", "5000000000"]),
         &["5000000000"],
     );
-    refuses(
+    rejects(
         &with(&["--max-tokens", "1000", "--bucket-width", "8"]),
         &["--bucket-width", "--strategy bucket"],
     );
-    refuses(&with(&["--max-tokens", "1000", "--epoch", "1"]), &["--shuffle"]);
+    rejects(&with(&["--max-tokens", "1000", "--epoch", "1"]), &["--shuffle"]);
     let bucket = [
         "batch",
         "--lengths",
@@ -461,7 +455,7 @@ fn batch_rejects_bad_input() {
         "--bucket-width",
         "0",
     ];
-    refuses(&bucket, &["width", "0"]);
+    rejects(&bucket, &["width", "0"]);
 
     for (content, words) in [
         ("", &["no length in", "lengths.txt"][..]),
@@ -473,17 +467,17 @@ fn batch_rejects_bad_input() {
         ),
     ] {
         let (_dir, path) = file("lengths.txt", content);
-        refuses(
+        rejects(
             &["batch", "--lengths", &path, "--strategy", "pad-to-max", "--max-batch-size", "2"],
             words,
         );
     }
     let (_dir, path) = file("lengths.bin", b"\xff\xfe");
-    refuses(
+    rejects(
         &["batch", "--lengths", &path, "--strategy", "dynamic", "--max-tokens", "9"],
         &["length 1 in", "lengths.bin is not a number"],
     );
-    refuses(
+    rejects(
         &["batch", "--lengths", "/no/such/file", "--strategy", "dynamic", "--max-tokens", "9"],
         &["/no/such/file"],
     );
@@ -492,7 +486,7 @@ fn batch_rejects_bad_input() {
 const MANIFEST: &str =
     r#"{"h.0.w": {"dtype": "F32", "shape": [10, 4]}, "h.0.b": {"dtype": "F32", "shape": [4]}}"#;
 
-/// A safetensors file with this header and no tensor bytes behind it.
+/// Builds a safetensors file with this header and no tensor bytes.
 fn safetensors(header: &str) -> Vec<u8> {
     [&(header.len() as u64).to_le_bytes()[..], header.as_bytes()].concat()
 }
@@ -612,8 +606,8 @@ fn plan_follows_rules_and_patterns() {
 fn plan_itemizes_memory_of_candle_runtime() {
     let (_dir, model) = file("model.json", MANIFEST);
     let plan = ["plan", &model, "--world-size", "4", "--runtime", "candle"];
-    let told = [&plan[..], &["--tokens", "10", "--width", "8", "--slots", "2"]].concat();
-    let report = json(&told);
+    let with_batch = [&plan[..], &["--tokens", "10", "--width", "8", "--slots", "2"]].concat();
+    let report = json(&with_batch);
     let rank = &report["ranks"][0];
     assert_eq!(rank["storage_bytes"], rank["param_bytes"]);
     let bytes = |field: &str| rank[field].as_u64().unwrap();
@@ -627,7 +621,7 @@ fn plan_itemizes_memory_of_candle_runtime() {
     let expected = both + once + 2 * others.iter().sum::<u64>();
     assert_eq!(report["process"], json!({"slots": 2, "peak_bytes": expected}));
 
-    let words = text(&told).replace(',', "");
+    let words = text(&with_batch).replace(',', "");
     assert!(words.contains("a process of 2 ranks that share gathered parameters needs"), "{words}");
     for (term, bytes) in [
         ("gathered units", once),
@@ -637,9 +631,9 @@ fn plan_itemizes_memory_of_candle_runtime() {
     ] {
         assert!(words.contains(&format!("{term} {bytes}")), "{term}: {words}");
     }
-    // Without a batch there are no activations to tell of.
+    // Activations need --tokens and --width.
     assert!(json(&plan)["ranks"][0].get("activation_bytes").is_none());
-    refuses(&["plan", &model, "--world-size", "4", "--tokens", "10"], &["--width"]);
+    rejects(&["plan", &model, "--world-size", "4", "--tokens", "10"], &["--width"]);
 
     let in_backward = json(&[&plan[..], &["--optimizer-in-backward"]].concat());
     assert_eq!(in_backward["ranks"][0]["grad_bytes"], 0);
@@ -668,7 +662,7 @@ fn plan_explains_and_compares() {
     };
     assert!(plan("4", &["--explain", "h.0.w"]).contains("ranks 0–2: 3 rows (12 elements) each"));
     assert!(plan("4", &["--explain-rank", "3"]).contains("at most on any rank"));
-    refuses(&["plan", &path, "--world-size", "4", "--explain", "h.1.w"], &["no parameter h.1.w"]);
+    rejects(&["plan", &path, "--world-size", "4", "--explain", "h.1.w"], &["no parameter h.1.w"]);
 
     let stored = dir.path().join("plan.json");
     fs::write(&stored, plan("4", &["--format", "json"])).unwrap();
@@ -679,11 +673,11 @@ fn plan_explains_and_compares() {
         fewer.starts_with("world size: 4 → 2\nresharding: ") && fewer.contains("renumbered"),
         "{fewer}"
     );
-    refuses(
+    rejects(
         &["plan", &path, "--world-size", "4", "--against", &path],
         &["model.json does not hold a plan"],
     );
-    refuses(
+    rejects(
         &["plan", &path, "--world-size", "4", "--explain", "h.0.w", "--format", "json"],
         &["--format"],
     );
@@ -698,45 +692,45 @@ fn plan_explains_and_compares() {
 
 #[test]
 fn plan_rejects_bad_input() {
-    let refuses_model = |name: &str, content: &[u8], words: &[&str]| {
+    let rejects_model = |name: &str, content: &[u8], words: &[&str]| {
         let (_dir, path) = file(name, content);
-        refuses(&["plan", &path, "--world-size", "2"], words);
+        rejects(&["plan", &path, "--world-size", "2"], words);
     };
-    refuses_model("m.json", b"{}", &["empty"]);
-    refuses_model("m.json", b"{", &["m.json"]);
-    refuses_model("m.json", br#"{"w": {"dtype": "F33", "shape": [1]}}"#, &["F33"]);
-    refuses_model("m.json", br#"{"w": {"dtype": "F32", "shape": [-1]}}"#, &["m.json"]);
-    refuses_model(
+    rejects_model("m.json", b"{}", &["empty"]);
+    rejects_model("m.json", b"{", &["m.json"]);
+    rejects_model("m.json", br#"{"w": {"dtype": "F33", "shape": [1]}}"#, &["F33"]);
+    rejects_model("m.json", br#"{"w": {"dtype": "F32", "shape": [-1]}}"#, &["m.json"]);
+    rejects_model(
         "m.json",
         br#"{"w": {"dtype": "F32", "shape": [9223372036854775807, 3]}}"#,
         &["parameter w of shape [9223372036854775807, 3]"],
     );
     let twice = br#"{"w": {"dtype": "F32", "shape": [1]}, "w": {"dtype": "F32", "shape": [1]}}"#;
-    refuses_model("m.json", twice, &["parameter w is listed twice"]);
-    refuses_model(
+    rejects_model("m.json", twice, &["parameter w is listed twice"]);
+    rejects_model(
         "m.json",
         br#"{"w": {"dtype": "F32", "shape": []}}"#,
         &["parameter w has no dims"],
     );
-    refuses_model("m.safetensors", b"abc", &["m.safetensors", "header"]);
-    refuses_model(
+    rejects_model("m.safetensors", b"abc", &["m.safetensors", "header"]);
+    rejects_model(
         "m.safetensors.index.json",
         br#"{"weight_map": {"w": "../x"}}"#,
         &["index.json", "../x"],
     );
-    refuses_model("m.safetensors", &u64::MAX.to_le_bytes(), &["18446744073709551615"]);
-    refuses_model(
+    rejects_model("m.safetensors", &u64::MAX.to_le_bytes(), &["18446744073709551615"]);
+    rejects_model(
         "m.safetensors",
         &[&[99, 0, 0, 0, 0, 0, 0, 0][..], b"{}"].concat(),
         &["107", "10"],
     );
 
     let (_dir, path) = file("model.json", MANIFEST);
-    refuses(&["plan", &path, "--world-size", "0"], &["world size 0"]);
+    rejects(&["plan", &path, "--world-size", "0"], &["world size 0"]);
     let layout = ["plan", &path, "--world-size", "2", "--strategy", "hybrid", "--layout", "flat"];
-    refuses(&layout, &["--layout", "--strategy full"]);
+    rejects(&layout, &["--layout", "--strategy full"]);
     let plan = |more: &[&'static str], words: &[&str]| {
-        refuses(&[&["plan", &path, "--world-size", "2"][..], more].concat(), words);
+        rejects(&[&["plan", &path, "--world-size", "2"][..], more].concat(), words);
     };
     plan(&["--rank", "2"], &["rank 2", "world of 2"]);
     plan(&["--explain-rank", "9"], &["rank 9", "world of 2"]);
@@ -754,7 +748,7 @@ fn plan_rejects_bad_input() {
     plan(&["--links", "8:450:50:x"], &["three whole numbers"]);
     plan(&["--links", "8:0:1"], &["bytes per second of a link is 0"]);
     plan(&["--param-dtype", "F33"], &["unknown dtype"]);
-    refuses(&["plan", "/no/such/model", "--world-size", "2"], &["/no/such/model"]);
+    rejects(&["plan", "/no/such/model", "--world-size", "2"], &["/no/such/model"]);
 }
 
 #[test]
@@ -764,11 +758,11 @@ fn train_resumes_only_with_same_settings() {
     let (model, losses) = (home.model("run"), home.losses("run"));
     home.remove_model("run");
     assert_eq!(folders(&home.at("run").join("checkpoints")), 2);
-    home.is_refused("run", &["--steps", "9"], &["--steps 12"]);
+    home.is_rejected("run", &["--steps", "9"], &["--steps 12"]);
     fs::write(home.at("other.txt"), "something else\n\n".repeat(98)).unwrap();
     let other = home.path("other.txt");
-    home.is_refused("run", &["--data", &other], &["the text", "hint: ", "another folder"]);
-    // As if it had been killed while it wrote its last checkpoint.
+    home.is_rejected("run", &["--data", &other], &["the text", "hint: ", "another folder"]);
+    // Simulates a kill during the write of the last checkpoint.
     let last = home.at("run").join("checkpoints/step-0000000008");
     fs::rename(&last, last.with_extension("partial")).unwrap();
     let resumed = home.resume("run", &[]);
@@ -777,7 +771,7 @@ fn train_resumes_only_with_same_settings() {
     assert_eq!((home.losses("run"), home.model("run") == model), (losses, true));
 }
 
-/// The number of folders in a folder.
+/// Counts the folders in a folder.
 fn folders(path: &Path) -> usize {
     fs::read_dir(path).unwrap().filter(|entry| entry.as_ref().unwrap().path().is_dir()).count()
 }
@@ -810,8 +804,10 @@ fn train_check_does_not_change_training() {
     };
     let trained = |name: &str| {
         let metrics = fs::read_to_string(path(name).join("metrics.jsonl")).unwrap();
-        let loss = |line: &str| serde_json::from_str::<Value>(line).unwrap()["loss"].clone();
-        let losses: Vec<Value> = metrics.lines().map(loss).collect();
+        let mut losses = Vec::new();
+        for line in metrics.lines() {
+            losses.push(serde_json::from_str::<Value>(line).unwrap()["loss"].clone());
+        }
         assert_eq!(losses.len(), 3);
         (losses, fs::read(path(name).join("model/model.safetensors")).unwrap())
     };
@@ -821,13 +817,13 @@ fn train_check_does_not_change_training() {
     checked(&run("checked", &["--check"]));
     assert!(trained("checked") == plain);
 
-    // A run that is resumed checks the model that it resumes with.
+    // A resumed run checks the resumed model.
     fs::remove_dir_all(path("plain").join("model")).unwrap();
     checked(&run("plain", &["--resume", "--check"]));
     assert!(trained("plain") == plain);
 }
 
-/// How a run ends that gets signals, some after each of its first steps.
+/// Runs `train` to its end, and sends it signals after each of its first steps.
 #[cfg(unix)]
 fn interrupted(mut train: Command, signals: &[&str], out: &Path) -> Output {
     let steps = || {
@@ -835,7 +831,7 @@ fn interrupted(mut train: Command, signals: &[&str], out: &Path) -> Output {
     };
     let child = train.stdout(Stdio::null()).stderr(Stdio::piped()).spawn().unwrap();
     for signals in signals {
-        // After a step its handler is surely there, and one more is made of a signal ignored.
+        // After a step, the handler is installed. Another step shows that a signal was ignored.
         let before = steps();
         while steps() <= before {
             std::thread::yield_now();
@@ -871,7 +867,7 @@ fn interrupted_train_saves_and_prints_hint() {
             interrupted(command(&[&sharded[..], &steps, &session].concat()), &[signal], &out);
         assert_eq!(ended.status.code(), Some(130), "{signal}");
         let said = String::from_utf8(ended.stderr).unwrap();
-        // What a shell takes as it stands.
+        // The command must be quoted for a shell.
         let hint = format!(
             "hint: to resume: candle-distributed train --out '{}' --resume --world-size 3 \
              --strategy full --keep gathered --optimizer-in-backward --checkpoint-every 20 \
@@ -903,7 +899,7 @@ fn train_keeps_ignored_signals_ignored() {
     let dir = tempfile::tempdir().unwrap();
     let out = dir.path().join("run");
     let mut train = Command::new("sh");
-    // As `nohup` does.
+    // Ignores SIGHUP, like `nohup`.
     let program = env!("CARGO_BIN_EXE_candle-distributed");
     train.args(["-c", "trap '' HUP; exec \"$0\" train --steps 100000 --out \"$1\"", program]);
     train.arg(&out);
@@ -942,20 +938,20 @@ fn train_survives_a_closed_stdout() {
 
 #[test]
 fn train_rejects_bad_input_and_existing_runs() {
-    refuses(&["train", "--steps", "0"], &["--steps is 0", "at least 1"]);
-    refuses(&["train", "--world-size", "0"], &["world size 0"]);
-    refuses(&["train", "--world-size", "1025"], &["1025", "1024"]);
-    refuses(&["train", "--data", "/no/such/folder"], &["/no/such/folder"]);
-    refuses(&["train", "--device", "cuda", "--world-size", "1"], &["device 0"]);
-    refuses(&["train", "--checkpoint-every", "0"], &["--checkpoint-every is 0", "at least 1"]);
-    refuses(&["train", "--resume"], &["--out"]);
+    rejects(&["train", "--steps", "0"], &["--steps is 0", "at least 1"]);
+    rejects(&["train", "--world-size", "0"], &["world size 0"]);
+    rejects(&["train", "--world-size", "1025"], &["1025", "1024"]);
+    rejects(&["train", "--data", "/no/such/folder"], &["/no/such/folder"]);
+    rejects(&["train", "--device", "cuda", "--world-size", "1"], &["device 0"]);
+    rejects(&["train", "--checkpoint-every", "0"], &["--checkpoint-every is 0", "at least 1"]);
+    rejects(&["train", "--resume"], &["--out"]);
     let (_dir, lines) = file("texts.jsonl", "\"right\"\n\n{\"text\": 3}\n");
-    refuses(&["train", "--data", &lines], &["line 3 of ", "texts.jsonl", "hint: "]);
+    rejects(&["train", "--data", &lines], &["line 3 of ", "texts.jsonl", "hint: "]);
     let dir = tempfile::tempdir().unwrap();
     for kept in ["metrics.jsonl", "model", "run.json", "checkpoints"] {
         let path = dir.path().join(kept);
         fs::write(&path, "kept").unwrap();
-        refuses(
+        rejects(
             &["train", "--steps", "1", "--out", dir.path().to_str().unwrap()],
             &["already holds a run"],
         );

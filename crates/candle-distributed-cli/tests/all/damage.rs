@@ -1,4 +1,4 @@
-//! Damage to the files of a run: it is noticed, or the run ends as if there had been none.
+//! Damage to the files of a run: it is detected, or does not change the result.
 
 use std::{fs, path::Path};
 
@@ -7,17 +7,17 @@ use crate::support::{
     run::{Home, contents, copy, replace, said},
 };
 
-/// What befalls the folder of a run, given that of another.
-type Damage = fn(&Path, other: &Path);
+/// A function that damages the folder of a run. It may use the folder of another run.
+type DamageFn = fn(&Path, other: &Path);
 
-/// Where the files of the newest checkpoint lie.
+/// Folder of the newest checkpoint.
 const NEWEST: &str = "checkpoints/step-0000000008";
 const OLDER: &str = "checkpoints/step-0000000004";
 const FIRST_SHARD: &str = "checkpoints/step-0000000008/shard-00001-of-00002.safetensors";
 const SECOND_SHARD: &str = "shard-00002-of-00002.safetensors";
 const INDEX: &str = "checkpoints/step-0000000008/index.json";
 
-/// Flips a bit of a byte that lies this far from the end.
+/// Flips a bit of the byte at this distance from the end.
 fn flip(path: &Path, from_end: usize, bit: u32) {
     let mut bytes = fs::read(path).unwrap();
     let at = bytes.len() - from_end;
@@ -25,14 +25,14 @@ fn flip(path: &Path, from_end: usize, bit: u32) {
     fs::write(path, bytes).unwrap();
 }
 
-/// Cuts a file to this share of its length.
-fn cut(path: &Path, parts: usize, of: usize) {
+/// Cuts a file to half its length.
+fn cut_in_half(path: &Path) {
     let bytes = fs::read(path).unwrap();
-    fs::write(path, &bytes[..bytes.len() * parts / of]).unwrap();
+    fs::write(path, &bytes[..bytes.len() / 2]).unwrap();
 }
 
 /// Damage to a run that was killed after step 8.
-const TO_A_KILLED_RUN: [(&str, Damage); 25] = [
+const TO_A_KILLED_RUN: [(&str, DamageFn); 25] = [
     ("seed", |run, _| replace(run.join("run.json"), "\"seed\": 0", "\"seed\": 4")),
     ("steps", |run, _| replace(run.join("run.json"), "\"steps\": 12", "\"steps\": 13")),
     ("text", |run, _| replace(run.join("run.json"), "\"text\": \"", "\"text\": \"0")),
@@ -42,7 +42,7 @@ const TO_A_KILLED_RUN: [(&str, Damage); 25] = [
     }),
     ("path of the text", |run, _| replace(run.join("run.json"), "text.txt", "text.txu")),
     ("name of a field", |run, _| replace(run.join("run.json"), "\"seed\"", "\"teee\"")),
-    ("half the settings", |run, _| cut(&run.join("run.json"), 1, 2)),
+    ("half the settings", |run, _| cut_in_half(&run.join("run.json"))),
     ("no settings", |run, _| fs::remove_file(run.join("run.json")).unwrap()),
     ("settings of another run", |run, other| {
         fs::copy(other.join("run.json"), run.join("run.json")).unwrap();
@@ -51,7 +51,7 @@ const TO_A_KILLED_RUN: [(&str, Damage); 25] = [
         replace(run.join("metrics.jsonl"), "\"step\":2,", "\"step\";2,");
     }),
     ("number of a step", |run, _| replace(run.join("metrics.jsonl"), "\"step\":5,", "\"step\":7,")),
-    ("half the metrics", |run, _| cut(&run.join("metrics.jsonl"), 1, 2)),
+    ("half the metrics", |run, _| cut_in_half(&run.join("metrics.jsonl"))),
     ("no metrics", |run, _| fs::remove_file(run.join("metrics.jsonl")).unwrap()),
     ("a tensor of the first device", |run, _| flip(&run.join(FIRST_SHARD), 4001, 6)),
     ("a tensor of the second device", |run, _| flip(&run.join(NEWEST).join(SECOND_SHARD), 77, 0)),
@@ -60,7 +60,7 @@ const TO_A_KILLED_RUN: [(&str, Damage); 25] = [
         let length = usize::try_from(fs::metadata(&shard).unwrap().len()).unwrap();
         flip(&shard, length - 30, 2);
     }),
-    ("half a file of tensors", |run, _| cut(&run.join(FIRST_SHARD), 1, 2)),
+    ("half a file of tensors", |run, _| cut_in_half(&run.join(FIRST_SHARD))),
     ("no file of tensors", |run, _| fs::remove_file(run.join(FIRST_SHARD)).unwrap()),
     ("step of the index", |run, _| replace(run.join(INDEX), "\"step\": 8", "\"step\": 9")),
     ("position in the epoch", |run, _| {
@@ -87,10 +87,10 @@ const TO_A_KILLED_RUN: [(&str, Damage); 25] = [
 
 const MODEL: &str = "model/model.safetensors";
 
-/// Damage to a run that is complete.
-const TO_A_COMPLETE_RUN: [(&str, Damage); 6] = [
+/// Damage to a complete run.
+const TO_A_COMPLETE_RUN: [(&str, DamageFn); 6] = [
     ("a bit of the model", |run, _| flip(&run.join(MODEL), 5001, 6)),
-    ("half the model", |run, _| cut(&run.join(MODEL), 1, 2)),
+    ("half the model", |run, _| cut_in_half(&run.join(MODEL))),
     ("a model of another run", |run, other| {
         fs::copy(other.join(MODEL), run.join(MODEL)).unwrap();
     }),
@@ -116,23 +116,23 @@ fn damaged_runs_are_rejected_or_recovered() {
         .iter()
         .map(|case| ("killed", case))
         .chain(TO_A_COMPLETE_RUN.iter().map(|case| ("whole", case)));
-    let mut refused = 0;
-    for (of, (name, damage)) in cases {
-        copy(&home.at(of), &home.at(name));
+    let mut n_rejected = 0;
+    for (original, (name, damage)) in cases {
+        copy(&home.at(original), &home.at(name));
         damage(&home.at(name), &home.at("other"));
         let damaged = contents(&home.at(name));
-        assert!(damaged != contents(&home.at(of)), "{name}: nothing is damaged");
+        assert!(damaged != contents(&home.at(original)), "{name}: nothing is damaged");
         let resumed = home.resume(name, &SMALL);
         if resumed.status.success() {
             assert!(home.model(name) == model, "{name}: another model");
         } else {
-            refused += 1;
+            n_rejected += 1;
             let said = said(&resumed);
             assert_eq!(resumed.status.code(), Some(2), "{name}: {said}");
             assert!(said.contains("error: "), "{name}: {said}");
-            assert!(contents(&home.at(name)) == damaged, "{name}: a refusal changed the run");
+            assert!(contents(&home.at(name)) == damaged, "{name}: the rejected run has changed");
         }
         fs::remove_dir_all(home.at(name)).unwrap();
     }
-    assert!(refused >= 9, "{refused} refused");
+    assert!(n_rejected >= 9, "{n_rejected} rejected");
 }

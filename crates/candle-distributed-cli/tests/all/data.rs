@@ -1,5 +1,5 @@
-//! Indices, lengths and batches on their way from and to other programs: every form holds the same
-//! numbers, and nothing waits for more than it needs.
+//! Exchange of indices, lengths and batches with other programs: every format holds the same
+//! numbers, and results appear as soon as their input is complete.
 
 use std::{
     env, fs,
@@ -10,16 +10,16 @@ use std::{
 
 use serde_json::{Value, json};
 
-use crate::support::{command, file, json, refuses, run};
+use crate::support::{command, file, json, rejects, run};
 
-/// What a successful command prints, in bytes.
+/// Runs a command, and returns its standard output.
 fn bytes(args: &[&str]) -> Vec<u8> {
     let output = run(args);
     assert!(output.status.success(), "{args:?}: {}", String::from_utf8_lossy(&output.stderr));
     output.stdout
 }
 
-/// What a command prints that reads this from standard input.
+/// Runs a command with this standard input, and returns its standard output.
 fn piped(args: &[&str], input: &[u8]) -> Vec<u8> {
     let mut child = command(args).stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().unwrap();
     child.stdin.take().unwrap().write_all(input).unwrap();
@@ -33,7 +33,7 @@ fn numbers(bytes: &[u8]) -> Vec<u64> {
     bytes.chunks(8).map(|bytes| u64::from_le_bytes(bytes.try_into().unwrap())).collect()
 }
 
-/// The shape and the numbers of an array, by a header as NumPy writes it.
+/// Parses the shape and the numbers of a NumPy array.
 fn array(bytes: &[u8]) -> (String, Vec<u64>) {
     assert_eq!(bytes[..8], *b"\x93NUMPY\x01\0");
     let end = 10 + usize::from(u16::from_le_bytes([bytes[8], bytes[9]]));
@@ -72,17 +72,17 @@ fn sample_formats_hold_equal_indices() {
 #[test]
 fn arrays_hold_only_signed_indices() {
     let with = |more: &[&str], words: &[&str]| {
-        refuses(&[&["sample", "--len", "9", "--format", "npy"], more].concat(), words);
+        rejects(&[&["sample", "--len", "9", "--format", "npy"], more].concat(), words);
     };
     with(&["--mark-padding"], &["--mark-padding", "text or json", "npy"]);
     with(&["--locate", "3"], &["--locate", "text or json", "npy"]);
     // More samples than one data set may have.
     let mix = "9223372036854775808:1,1:1";
     let long = ["sample", "--mix", mix, "--count", "1", "--format", "npy"];
-    refuses(&long, &["9223372036854775809", "hint: --format text"]);
+    rejects(&long, &["9223372036854775809", "hint: --format text"]);
 }
 
-/// A terminal, as far as a program can tell.
+/// Opens a pseudoterminal.
 #[cfg(unix)]
 fn terminal() -> (std::os::fd::OwnedFd, fs::File) {
     use rustix::pty::{OpenptFlags, grantpt, openpt, ptsname, unlockpt};
@@ -113,12 +113,12 @@ fn binary_output_rejects_terminals() {
     }
 }
 
-/// A text of numbers.
+/// Joins numbers to a text.
 fn words(numbers: impl Iterator<Item = u64>) -> String {
     numbers.map(|number| number.to_string()).collect::<Vec<_>>().join("\n")
 }
 
-/// The lengths of 200 sequences.
+/// Returns the lengths of 200 sequences as a text.
 fn two_hundred() -> String {
     words((0..200).map(|n| n * 37 % 50 + 1))
 }
@@ -129,9 +129,9 @@ fn binary_output_enlarges_pipes() {
     use rustix::pipe::{fcntl_getpipe_size, fcntl_setpipe_size};
 
     const PIPE_BYTES: usize = 1 << 20;
-    let (of_test, _) = std::io::pipe().unwrap();
-    if fcntl_setpipe_size(&of_test, PIPE_BYTES).is_err() {
-        eprintln!("SKIPPED, this user has no pipes of {PIPE_BYTES} bytes");
+    let (probe, _) = std::io::pipe().unwrap();
+    if fcntl_setpipe_size(&probe, PIPE_BYTES).is_err() {
+        eprintln!("SKIPPED, this user may not have pipes of {PIPE_BYTES} bytes");
         return;
     }
     for (format, is_widened) in [("npy", true), ("text", false)] {
@@ -142,7 +142,7 @@ fn binary_output_enlarges_pipes() {
     }
 }
 
-/// The batches of three sequences each that are made of these lengths.
+/// Returns batches of three sequences each.
 fn threes(more: &[&str]) -> Value {
     let args = ["batch", "--strategy", "pad-to-max", "--max-batch-size", "3"];
     json(&[&args[..], more].concat())["batches"].clone()
@@ -180,17 +180,17 @@ fn lengths_are_read_in_every_format() {
     assert_eq!(twice[1]["indices"], json!([3, 4, 5]));
     assert_eq!(twice[1]["padded_length"], 70);
 
-    let refused = |args: &[&str], words: &[&str]| {
+    let rejected = |args: &[&str], words: &[&str]| {
         let batch = ["batch", "--strategy", "pad-to-max", "--max-batch-size", "3", "--lengths"];
-        refuses(&[&batch[..], args].concat(), &[words, &["hint: "]].concat());
+        rejects(&[&batch[..], args].concat(), &[words, &["hint: "]].concat());
     };
-    refused(&[&lines], &["l.jsonl does not hold a list of numbers", "--field NAME"]);
-    refused(&[&lines, "--field", "m"], &["line 1 of", "l.jsonl", "\"m\"", "no such field"]);
-    refused(&[&text, "--field", "n"], &["line 1 of", "l.txt"]);
-    refused(&[&write("wide", &header_of("(5, 2)")), "--count", "1"], &["wide has shape (5, 2)"]);
+    rejected(&[&lines], &["l.jsonl does not hold a list of numbers", "--field NAME"]);
+    rejected(&[&lines, "--field", "m"], &["line 1 of", "l.jsonl", "\"m\"", "no such field"]);
+    rejected(&[&text, "--field", "n"], &["line 1 of", "l.txt"]);
+    rejected(&[&write("wide", &header_of("(5, 2)")), "--count", "1"], &["wide has shape (5, 2)"]);
 }
 
-/// The start of an array of this shape.
+/// Returns the header of an array of this shape.
 fn header_of(shape: &str) -> Vec<u8> {
     let text = format!("{{'descr': '<i8', 'fortran_order': False, 'shape': {shape}, }}\n");
     [b"\x93NUMPY\x01\0", &u16::try_from(text.len()).unwrap().to_le_bytes()[..], text.as_bytes()]
@@ -223,14 +223,14 @@ fn batch_follows_orders_of_sample() {
             assert_eq!(indices, expected);
         }
     }
-    // The ranks share an order as they share one of their own.
+    // Ranks share an order from a file like an order of their own.
     let torch = bytes(&["sample", "--len", "50", "--preset", "torch"]);
-    let of_rank = |rank| {
+    let rank_batches = |rank| {
         let ranks = ["--world-size", "2", "--rank", rank];
         let answer = piped(&[&batch[..], &limit, &ranks].concat(), &torch);
         serde_json::from_slice::<Value>(&answer).unwrap()["batches"].as_array().unwrap().clone()
     };
-    let batches = [of_rank("0"), of_rank("1")];
+    let batches = [rank_batches("0"), rank_batches("1")];
     assert_eq!(batches[0].len(), batches[1].len());
     let indices = batches.iter().flatten().flat_map(|batch| batch["indices"].as_array().unwrap());
     let mut indices: Vec<u64> = indices.map(|index| index.as_u64().unwrap()).collect();
@@ -255,11 +255,11 @@ fn invalid_positions_are_named() {
         fs::write(order, positions).unwrap();
         for more in [&[][..], &ranks] {
             let args = [&batch[..], &["--max-tokens", "90"], more].concat();
-            refuses(&args, &[words, "order.txt", "hint: --order"]);
+            rejects(&args, &[words, "order.txt", "hint: --order"]);
         }
     }
     let stdin_twice = ["batch", "--lengths", "-", "--order", "-", "--strategy", "pack"];
-    refuses(&[&stdin_twice[..], &["--capacity", "9"]].concat(), &["standard input", "twice"]);
+    rejects(&[&stdin_twice[..], &["--capacity", "9"]].concat(), &["standard input", "twice"]);
 }
 
 #[test]
@@ -277,12 +277,11 @@ fn batch_formats_hold_equal_batches() {
         let batches = json(&args)["batches"].as_array().unwrap().clone();
 
         let lines = lines_of(&bytes(&[&args[..], &["--format", "jsonl"]].concat()));
-        let with_version = |batch: &Value| {
-            let mut line = batch.clone();
-            line["format_version"] = json!(1);
-            line
-        };
-        assert!(lines == batches.iter().map(with_version).collect::<Vec<_>>(), "{more:?}");
+        let mut expected = batches;
+        for batch in &mut expected {
+            batch["format_version"] = json!(1);
+        }
+        assert!(lines == expected, "{more:?}");
     }
 }
 
@@ -322,7 +321,7 @@ fn jsonl_lines_appear_without_delay() {
         let mut lines = BufReader::new(child.stdout.take().unwrap()).lines();
         let first = if order { "4\n3\n2\n1\n0\n" } else { "60\n60\n60\n60\n60\n" };
         stdin.write_all(first.as_bytes()).unwrap();
-        // Standard input is open, and yet there is a line.
+        // Standard input is still open, and the first line must appear.
         let line: Value = serde_json::from_str(&lines.next().unwrap().unwrap()).unwrap();
         assert_eq!(line["indices"], if order { json!([4]) } else { json!([0]) });
         drop(stdin);
@@ -345,8 +344,8 @@ fn endless_lengths_are_batched() {
     assert_eq!(indices, [&json!([200_000, 200_001]), &json!([200_002, 200_003])]);
 }
 
-/// Batches of 200 sequences, sorted and shared by two ranks.
-fn of_rank(lengths: &str, rank: &str, more: &[&str]) -> Value {
+/// Returns the batches of one of two ranks, sorted and shuffled.
+fn batches_of_rank(lengths: &str, rank: &str, more: &[&str]) -> Value {
     let args = ["batch", "--lengths", lengths, "--strategy", "sorted", "--max-tokens", "400"];
     json(&[&args[..], &["--world-size", "2", "--rank", rank, "--shuffle"], more].concat())
 }
@@ -354,12 +353,14 @@ fn of_rank(lengths: &str, rank: &str, more: &[&str]) -> Value {
 #[test]
 fn start_and_count_select_batches() {
     let (_dir, path) = file("lengths.txt", two_hundred());
-    let all = |more: &[&str]| {
-        let args = ["batch", "--lengths", &path, "--strategy", "bucket", "--max-tokens", "400"];
-        json(&[&args[..], more].concat())
-    };
-    let ranked = |more: &[&str]| of_rank(&path, "1", more);
-    for batches in [&all as &dyn Fn(&[&str]) -> Value, &ranked] {
+    for is_ranked in [false, true] {
+        let batches = |more: &[&str]| {
+            if is_ranked {
+                return batches_of_rank(&path, "1", more);
+            }
+            let args = ["batch", "--lengths", &path, "--strategy", "bucket", "--max-tokens", "400"];
+            json(&[&args[..], more].concat())
+        };
         let whole = batches(&[]);
         let expected = whole["batches"].as_array().unwrap();
         let mut parts = Vec::new();
@@ -375,10 +376,10 @@ fn start_and_count_select_batches() {
         let end = expected.len().to_string();
         assert!(batches(&["--start", &end])["batches"].as_array().unwrap().is_empty());
     }
-    let beyond = ["batch", "--lengths", &path, "--strategy", "pack", "--capacity", "50"];
-    refuses(&[&beyond[..], &["--start", "999"]].concat(), &["start 999 is beyond", "batches"]);
+    let pack = ["batch", "--lengths", &path, "--strategy", "pack", "--capacity", "50"];
+    rejects(&[&pack[..], &["--start", "999"]].concat(), &["start 999 is beyond", "batches"]);
     let ranks = ["--world-size", "1", "--rank", "0"];
-    refuses(&[&beyond[..], &ranks, &["--start", "999"]].concat(), &["start 999 is beyond"]);
+    rejects(&[&pack[..], &ranks, &["--start", "999"]].concat(), &["start 999 is beyond"]);
 }
 
 #[test]
@@ -387,31 +388,31 @@ fn batches_resume_where_they_stopped() {
     let state = dir.path().join("state.json");
     let state = state.to_str().unwrap();
     let epoch = ["--epoch", "3"];
-    let whole = of_rank(&path, "0", &epoch)["batches"].as_array().unwrap().clone();
+    let whole = batches_of_rank(&path, "0", &epoch)["batches"].as_array().unwrap().clone();
     let first = ["--start", "1", "--count", "2", "--save-state", state];
-    of_rank(&path, "1", &[&epoch[..], &first].concat());
+    batches_of_rank(&path, "1", &[&epoch[..], &first].concat());
     let second = ["--resume", state, "--count", "4", "--save-state", state];
-    let second = of_rank(&path, "0", &second);
+    let second = batches_of_rank(&path, "0", &second);
     assert_eq!(second["batches"].as_array().unwrap()[..], whole[3..7]);
     assert_eq!(second["n_steps"], whole.len());
     let saved: Value = serde_json::from_str(&fs::read_to_string(state).unwrap()).unwrap();
     assert_eq!((&saved["epoch"], &saved["step"]), (&json!(3), &json!(7)));
     assert_eq!(
-        of_rank(&path, "0", &["--resume", state])["batches"].as_array().unwrap()[..],
+        batches_of_rank(&path, "0", &["--resume", state])["batches"].as_array().unwrap()[..],
         whole[7..]
     );
 
     let batch = ["batch", "--lengths", &path, "--strategy", "sorted", "--max-tokens", "400"];
     let resume = ["--world-size", "2", "--rank", "0", "--resume", state];
-    refuses(&[&batch[..], &resume].concat(), &["other batches", "hint: resume with"]);
-    refuses(&[&batch[..], &resume[4..]].concat(), &["--world-size"]);
-    refuses(&[&batch[..], &["--save-state", state]].concat(), &["--world-size"]);
-    refuses(
+    rejects(&[&batch[..], &resume].concat(), &["other batches", "hint: resume with"]);
+    rejects(&[&batch[..], &resume[4..]].concat(), &["--world-size"]);
+    rejects(&[&batch[..], &["--save-state", state]].concat(), &["--world-size"]);
+    rejects(
         &[&batch[..], &resume, &["--shuffle", "--epoch", "3"]].concat(),
         &["--resume", "--epoch"],
     );
     let damaged = ["--world-size", "2", "--rank", "0", "--resume", &path];
-    refuses(&[&batch[..], &damaged].concat(), &["state of batches", "--save-state"]);
+    rejects(&[&batch[..], &damaged].concat(), &["state of batches", "--save-state"]);
 }
 
 #[test]
@@ -422,7 +423,7 @@ fn python_example_passes_its_tests() {
         known.is_ok_and(|status| status.success())
     });
     let Some(python) = python else {
-        eprintln!("SKIPPED, there is no Python here");
+        eprintln!("SKIPPED, Python is not installed");
         return;
     };
     let output = Command::new(python)
@@ -431,10 +432,10 @@ fn python_example_passes_its_tests() {
         .env("PYTHONDONTWRITEBYTECODE", "1")
         .output()
         .unwrap();
-    let (shown, faults) =
-        (String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
+    let shown = String::from_utf8_lossy(&output.stdout);
+    let faults = String::from_utf8_lossy(&output.stderr);
     assert!(output.status.success(), "{shown}{faults}");
     assert!(shown.ends_with("all batches are as they must be\n"), "{shown}");
-    // Without torch a part of it is skipped, and says so.
+    // Without torch, the script skips a part, and prints a note.
     eprint!("{shown}");
 }

@@ -1,4 +1,4 @@
-//! `train --model`: fine-tuning the model of a folder into another folder.
+//! `train --model`: fine-tunes the model of a folder into another folder.
 
 use std::fs;
 
@@ -7,15 +7,15 @@ use serde_json::{Value, json};
 
 use crate::support::{
     command,
-    finetune::{Model, config, files, tensors},
-    golden, refuses,
+    finetune::{ModelHome, config, files, tensors},
+    golden, rejects,
     run::{replace, said},
     text, words,
 };
 
 #[test]
 fn fine_tuning_writes_a_model_folder() {
-    let model = Model::new();
+    let model = ModelHome::new();
     let learns = ["--steps", "24", "--lr", "0.01"];
     model.train("first", &[&learns[..], &["--init", "7"]].concat());
     let losses = model.losses("first");
@@ -30,7 +30,7 @@ fn fine_tuning_writes_a_model_folder() {
     assert_eq!(found.len(), 2 * 9 + 3);
     assert!(found.values().all(|&dtype| dtype == Dtype::F32));
 
-    // Another run begins where it has ended.
+    // Another run starts from the result.
     let ended = model.path("first/model");
     model.train("second", &["--steps", "1", "--model", &ended]);
     assert!(model.losses("second")[0] < 0.8 * losses[0]);
@@ -71,7 +71,7 @@ fn the_library_writes_the_same_weights() {
 
 #[test]
 fn bf16_models_are_saved_as_bf16() {
-    let model = Model::new();
+    let model = ModelHome::new();
     for (out, more) in [("whole", &[][..]), ("parts", &["--strategy", "full"])] {
         let options = ["--steps", "4", "--init", "1", "--dtype", "bf16"];
         model.train(out, &[&options[..], more].concat());
@@ -85,7 +85,7 @@ fn bf16_models_are_saved_as_bf16() {
 
 #[test]
 fn resumed_run_is_bit_identical() {
-    let model = Model::new();
+    let model = ModelHome::new();
     let packed = ["--rows", "packed", "--strategy", "full"];
     let adapted = ["--lora", "2", "--merge"];
     for (n, more) in [&[][..], &packed, &adapted].into_iter().enumerate() {
@@ -100,7 +100,8 @@ fn resumed_run_is_bit_identical() {
         assert_eq!(found.lines().count(), 3);
 
         fs::remove_dir_all(at("model")).unwrap();
-        let (out, strategy) = (model.path(&run), ["--strategy", "full"]);
+        let out = model.path(&run);
+        let strategy = ["--strategy", "full"];
         let resumed = ["train", "--resume", "--out", &out, "--checkpoint-every", "4"];
         let strategy = if more == packed { &strategy[..] } else { &[] };
         text(&[&resumed[..], strategy].concat());
@@ -109,15 +110,15 @@ fn resumed_run_is_bit_identical() {
             .map(|field| model.numbers(&format!("{run}/metrics.jsonl"), field));
         assert_eq!(lines, again);
         assert_eq!(fs::read_to_string(at("validation.jsonl")).unwrap(), found);
-        // It is complete.
+        // The run is complete now.
         assert!(text(&[&resumed[..], strategy].concat()).contains("is complete"));
     }
 }
 
 #[test]
 fn sharded_losses_equal_data_parallel() {
-    let model = Model::new();
-    // A norm that clips is added up from other parts, in another order.
+    let model = ModelHome::new();
+    // A norm that clips would be summed in another order, so the limit is high.
     let options = ["--steps", "5", "--init", "3", "--max-grad-norm", "1000000"];
     for world_size in ["2", "3"] {
         let options = [&options[..], &["--world-size", world_size]].concat();
@@ -131,7 +132,7 @@ fn sharded_losses_equal_data_parallel() {
 
 #[test]
 fn packed_losses_equal_padded_losses() {
-    let model = Model::new();
+    let model = ModelHome::new();
     // All texts are in one step.
     let padded = ["--steps", "3", "--init", "3", "--batch-size", "16"];
     model.train("padded", &padded);
@@ -153,7 +154,8 @@ fn packed_losses_equal_padded_losses() {
             ["padded", "packed"].map(|run| model.numbers(&format!("{run}/metrics.jsonl"), field));
         assert_eq!(padded, packed, "{field}");
     }
-    let (padded, packed) = (model.losses("padded"), model.losses("packed"));
+    let padded = model.losses("padded");
+    let packed = model.losses("packed");
     for (padded, packed) in padded.iter().zip(&packed) {
         assert!((padded - packed).abs() < 1e-5, "{padded}, {packed}");
     }
@@ -166,17 +168,17 @@ fn packed_losses_equal_padded_losses() {
 
 #[test]
 fn prompts_are_masked_in_the_loss() {
-    let model = Model::new();
+    let model = ModelHome::new();
     let prompts = model.path("texts/0.jsonl");
     model.train("run", &["--steps", "1", "--init", "3", "--batch-size", "8", "--data", &prompts]);
-    // Eight answers: four of a digit, four of two, and the end of each.
+    // Eight answers: five of one digit, three of two digits, and an end token each.
     let weights = model.numbers("run/metrics.jsonl", "weight");
     assert_eq!(weights, [f64::from(5 + 3 * 2 + 8)]);
 }
 
 #[test]
 fn held_out_examples_are_not_trained() {
-    let model = Model::new();
+    let model = ModelHome::new();
     let options = ["--steps", "8", "--init", "3", "--lr", "0.01", "--batch-size", "4"];
     model.train("run", &[&options[..], &["--validation", "0.25"]].concat());
     let sequences = model.numbers("run/metrics.jsonl", "sequences");
@@ -187,7 +189,7 @@ fn held_out_examples_are_not_trained() {
     let steps = model.numbers("run/validation.jsonl", "step");
     assert_eq!(steps, [4., 8.]);
     let losses = model.numbers("run/validation.jsonl", "loss");
-    // What did best is there: the last, here.
+    // The best model is the last model here.
     assert!(losses[1] < losses[0], "{losses:?}");
     assert_eq!(files(&model.at("run/best")), files(&model.at("run/model")));
     text(&["report", &model.path("run")]);
@@ -195,7 +197,7 @@ fn held_out_examples_are_not_trained() {
     for words in ["loss of held-out examples", "lowest after step 8"] {
         assert!(page.contains(words), "{words}");
     }
-    // A validation more changes nothing.
+    // Another validation changes nothing.
     model.train(
         "often",
         &[&options[..], &["--validation", "0.25", "--validate-every", "3"]].concat(),
@@ -205,12 +207,12 @@ fn held_out_examples_are_not_trained() {
     let mut small = model.arguments("small", &["--init", "3", "--validation", "0.1"]);
     small.extend(["--steps", "1"].map(str::to_owned));
     let small: Vec<&str> = small.iter().map(String::as_str).collect();
-    refuses(&small, &["are held out, less than the 96 of a step", "hint: a larger --validation"]);
+    rejects(&small, &["are held out, fewer than one step (96)", "hint: a larger --validation"]);
 }
 
 #[test]
 fn nan_loss_is_never_best() {
-    let model = Model::new();
+    let model = ModelHome::new();
     let options = ["--steps", "4", "--init", "3", "--lr", "1e39", "--allow-non-finite"];
     model.train("run", &[&options[..], &["--validation", "0.5", "--no-sample"]].concat());
     let found = fs::read_to_string(model.at("run/validation.jsonl")).unwrap();
@@ -221,7 +223,7 @@ fn nan_loss_is_never_best() {
 
 #[test]
 fn adapters_have_peft_format() {
-    let model = Model::new();
+    let model = ModelHome::new();
     model.train("base", &["--steps", "4", "--init", "3"]);
     let base = model.path("base/model");
     let lora = ["--steps", "4", "--model", &base, "--lora", "2"];
@@ -251,7 +253,7 @@ fn adapters_have_peft_format() {
     model.train("next", &["--steps", "1", "--model", &ended]);
 
     let unmatched = [&lora[..], &["--lora-on", "q_proj,query"]].concat();
-    is_refused(
+    is_rejected(
         &model,
         &unmatched,
         &["no linear layer of the model is named query", "hint: --lora-on"],
@@ -264,19 +266,19 @@ fn adapters_have_peft_format() {
 
 #[test]
 fn adapters_resume_and_shard() {
-    let model = Model::new();
+    let model = ModelHome::new();
     model.train("base", &["--steps", "4", "--init", "3"]);
     let base = model.path("base");
     let lora = ["--steps", "6", "--model", &base, "--lora", "4", "--lora-alpha", "4"];
     model.train("whole", &lora);
     let found = model.losses("whole");
-    // It begins where the model has ended: B is zero.
+    // The first loss is the loss of the model, since B starts at zero.
     model.train("all", &["--steps", "1", "--model", &base]);
     assert_eq!(model.losses("all"), found[..1]);
     let adapter = files(&model.at("whole/adapter"));
     fs::remove_dir_all(model.at("whole/adapter")).unwrap();
     let out = model.path("whole");
-    refuses(&resume(&out, &["--lora", "2"]), &["with --lora 4"]);
+    rejects(&resume(&out, &["--lora", "2"]), &["with --lora 4"]);
     text(&resume(&out, &["--strategy", "full"]));
     assert!(files(&model.at("whole/adapter")) == adapter);
     for (n, more) in [
@@ -293,15 +295,15 @@ fn adapters_resume_and_shard() {
     text(&["report", &out]);
     let page = fs::read_to_string(model.at("whole/report.html")).unwrap();
     assert!(page.contains("lora") && page.contains("started from"), "{page}");
-    // A run that has trained adapters alone has no model.
-    is_refused(&model, &["--model", &out], &["holds adapters, and not their model"]);
+    // A run that trained only adapters has no model.
+    is_rejected(&model, &["--model", &out], &["holds adapters, but not their model"]);
 }
 
 #[test]
 fn adapters_without_model_are_rejected() {
-    refuses(&["train", "--lora", "2"], &["adapters of rank 2 need a model", "hint: --model"]);
-    refuses(&["train", "--lora-alpha", "2"], &["--lora"]);
-    let model = Model::new();
+    rejects(&["train", "--lora", "2"], &["adapters of rank 2 need a model", "hint: --model"]);
+    rejects(&["train", "--lora-alpha", "2"], &["--lora"]);
+    let model = ModelHome::new();
     let base = model.path("new");
     let data = model.path("texts");
     let train = ["train", "--model", &base, "--data", &data, "--init", "1", "--lora"];
@@ -309,45 +311,45 @@ fn adapters_without_model_are_rejected() {
         (&["0"][..], "the rank of adapters is 0"),
         (&["1", "--lora-alpha", "0"], "the alpha of adapters is 0"),
     ] {
-        refuses(&[&train[..], options].concat(), &[words]);
+        rejects(&[&train[..], options].concat(), &[words]);
     }
 }
 
-/// Checks that a run is refused before anything is written, with these words.
-fn is_refused(model: &Model, options: &[&str], words: &[&str]) {
-    let arguments = model.arguments("refused", options);
-    refuses(&arguments.iter().map(String::as_str).collect::<Vec<_>>(), words);
-    assert!(!model.at("refused").exists(), "{options:?}");
+/// Checks that a run is rejected with these words before anything is written.
+fn is_rejected(model: &ModelHome, options: &[&str], words: &[&str]) {
+    let arguments = model.arguments("rejected", options);
+    rejects(&arguments.iter().map(String::as_str).collect::<Vec<_>>(), words);
+    assert!(!model.at("rejected").exists(), "{options:?}");
 }
 
 #[test]
 fn untrainable_models_are_rejected_by_name() {
-    let model = Model::new();
-    is_refused(&model, &[], &["has no model.safetensors", "hint: --init SEED of train"]);
+    let model = ModelHome::new();
+    is_rejected(&model, &[], &["has no model.safetensors", "hint: --init SEED of train"]);
     let init = ["--init", "3"];
     let with = |more: &[&'static str]| [&init[..], more].concat();
-    is_refused(&model, &with(&["--context", "49"]), &["--context is 49, must be 2 to 48"]);
-    is_refused(
+    is_rejected(&model, &with(&["--context", "49"]), &["--context is 49, must be 2 to 48"]);
+    is_rejected(
         &model,
         &with(&["--max-tokens", "25"]),
         &["--max-tokens is 25, must be at least 26"],
     );
-    is_refused(&model, &with(&["--batch-size", "0"]), &["--batch-size is 0"]);
-    is_refused(
+    is_rejected(&model, &with(&["--batch-size", "0"]), &["--batch-size is 0"]);
+    is_rejected(
         &model,
         &with(&["--rows", "packed", "--batch-size", "99"]),
-        &["packed rows, and a step has 99", "hint: a smaller --batch-size"],
+        &["packed rows, but a step has 99", "hint: a smaller --batch-size"],
     );
-    is_refused(&model, &with(&["--lr", "0"]), &["--lr is 0"]);
-    is_refused(&model, &with(&["--validation", "1"]), &["a fraction 1 of 16 examples is 16"]);
-    is_refused(&model, &with(&["--n-layers", "3"]), &["--n-layers", "cannot be used with"]);
-    is_refused(
+    is_rejected(&model, &with(&["--lr", "0"]), &["--lr is 0"]);
+    is_rejected(&model, &with(&["--validation", "1"]), &["a fraction 1 of 16 examples is 16"]);
+    is_rejected(&model, &with(&["--n-layers", "3"]), &["--n-layers", "cannot be used with"]);
+    is_rejected(
         &model,
         &with(&["--context", "12"]),
         &["and the context is 12", "--overlong truncate"],
     );
     let new = model.path("new");
-    refuses(&["train", "--model", &new, "--init", "3"], &["--model needs --data"]);
+    rejects(&["train", "--model", &new, "--init", "3"], &["--model needs --data"]);
 
     let changed = |field: &str, value: Value| {
         let mut config = config();
@@ -355,16 +357,16 @@ fn untrainable_models_are_rejected_by_name() {
         fs::write(model.at("new/config.json"), config.to_string()).unwrap();
     };
     changed("architectures", json!(["GPT2LMHeadModel"]));
-    is_refused(&model, &init, &["architectures is", "GPT2LMHeadModel", "config.json"]);
+    is_rejected(&model, &init, &["architectures is", "GPT2LMHeadModel", "config.json"]);
     changed("rope_scaling", json!({"rope_type": "yarn", "factor": 2.0}));
-    is_refused(&model, &init, &["rope_scaling.type is yarn"]);
+    is_rejected(&model, &init, &["rope_scaling.type is yarn"]);
     changed("quantization_config", json!({"bits": 4}));
-    is_refused(&model, &init, &["quantized"]);
+    is_rejected(&model, &init, &["quantized"]);
 }
 
 #[test]
 fn tied_head_may_be_stored() {
-    let model = Model::new();
+    let model = ModelHome::new();
     let mut tied = config();
     tied["tie_word_embeddings"] = json!(true);
     fs::write(model.at("new/config.json"), tied.to_string()).unwrap();
@@ -384,7 +386,7 @@ fn tied_head_may_be_stored() {
 
 #[test]
 fn failed_sample_does_not_fail_run() {
-    let model = Model::new();
+    let model = ModelHome::new();
     let run = |out: &str, more: &[&str]| {
         let more = [&["--steps", "1", "--init", "3"][..], more].concat();
         let arguments = model.arguments(out, &more);
@@ -398,26 +400,26 @@ fn failed_sample_does_not_fail_run() {
     assert!(model.at("usual/sample.txt").is_file());
     assert!(!run("silent", &["--no-sample"]).contains("the model writes"));
     assert!(!model.at("silent/sample.txt").exists());
-    // What is no file is not replaced.
+    // A folder is not replaced.
     fs::create_dir_all(model.at("taken/sample.txt")).unwrap();
     assert!(run("taken", &[]).contains("the model writes nothing: "));
 }
 
 #[test]
 fn missing_and_extra_tensors_are_named() {
-    let model = Model::new();
+    let model = ModelHome::new();
     model.train("base", &["--steps", "1", "--init", "3"]);
     let base = model.path("base/model");
     let deeper = model.at("base/model/config.json");
     replace(deeper.clone(), "\"num_hidden_layers\":2", "\"num_hidden_layers\":3");
-    is_refused(&model, &["--model", &base], &["9 of 30 parameters are missing"]);
+    is_rejected(&model, &["--model", &base], &["9 of 30 parameters are missing"]);
     replace(deeper, "\"num_hidden_layers\":3", "\"num_hidden_layers\":1");
-    is_refused(&model, &["--model", &base], &["9 of 21 tensors are not the model's"]);
+    is_rejected(&model, &["--model", &base], &["9 of 21 tensors are not the model's"]);
 }
 
 #[test]
 fn resume_requires_same_model_and_options() {
-    let model = Model::new();
+    let model = ModelHome::new();
     model.train("run", &["--steps", "8", "--init", "3"]);
     fs::remove_dir_all(model.at("run/model")).unwrap();
     let out = model.path("run");
@@ -432,13 +434,13 @@ fn resume_requires_same_model_and_options() {
         (&["--hidden", "32"], "the run started without --hidden"),
         (&["--n-heads", "4"], "the run started without --n-heads"),
     ] {
-        refuses(&resume(&out, more), &[words]);
+        rejects(&resume(&out, more), &[words]);
     }
     let config = model.at("new/config.json");
     replace(config.clone(), "\"rms_norm_eps\":1e-6", "\"rms_norm_eps\":1e-5");
-    refuses(
+    rejects(
         &resume(&out, &[]),
-        &["is not the model that the run began with", "hint: give --model"],
+        &["is not the model that the run started with", "hint: give --model"],
     );
     replace(config, "\"rms_norm_eps\":1e-5", "\"rms_norm_eps\":1e-6");
     // The folder may have moved.
@@ -450,7 +452,7 @@ fn resume_requires_same_model_and_options() {
 
 #[test]
 fn default_context_fits_the_texts() {
-    let model = Model::new();
+    let model = ModelHome::new();
     let config = model.at("new/config.json");
     replace(config, "\"max_position_embeddings\":48", "\"max_position_embeddings\":32768");
     let (new, texts) = (model.path("new"), model.path("texts"));
@@ -469,7 +471,7 @@ fn default_context_fits_the_texts() {
 
 #[test]
 fn extra_files_in_model_folder_are_allowed() {
-    let model = Model::new();
+    let model = ModelHome::new();
     model.train("run", &["--steps", "1", "--init", "3"]);
     let at = |name: &str| model.at(&format!("run/model/{name}"));
     fs::write(at("README.md"), "What it learnt.").unwrap();
@@ -484,14 +486,14 @@ fn extra_files_in_model_folder_are_allowed() {
 
 #[test]
 fn restarted_run_backs_up_old_results() {
-    let model = Model::new();
+    let model = ModelHome::new();
     let options = ["--steps", "8", "--init", "3", "--validation", "0.5", "--lora", "2", "--merge"];
     model.train("run", &options);
     let at = |name: &str| model.at(&format!("run/{name}"));
     let folders = ["model", "adapter", "best"];
     let before = folders.map(|name| files(&at(name)));
     let found = fs::read(at("validation.jsonl")).unwrap();
-    // Neither a checkpoint nor all metrics are left.
+    // All checkpoints and metrics are lost.
     fs::remove_dir_all(at("checkpoints")).unwrap();
     fs::write(at("metrics.jsonl"), "").unwrap();
     text(&resume(&model.path("run"), &[]));
@@ -507,18 +509,18 @@ fn resume<'a>(out: &'a str, more: &[&'a str]) -> Vec<&'a str> {
 
 #[test]
 fn dry_run_predicts_memory_and_traffic() {
-    let model = Model::new();
+    let model = ModelHome::new();
     let (new, texts) = (model.path("new"), model.path("texts"));
     let dry = ["train", "--model", &new, "--data", &texts, "--init", "3", "--dry-run"];
     let printed = text(&[&dry[..], &["--strategy", "full", "--lora", "2"]].concat());
     assert!(printed.contains("weights with adapters") && printed.contains("all_gather"));
     let limited = [&dry[..], &["--memory-limit", "1MiB"]].concat();
-    refuses(&limited, &["this process would take about", "--memory-limit"]);
+    rejects(&limited, &["this process would take about", "--memory-limit"]);
 }
 
 #[test]
 fn files_without_examples_cause_warnings() {
-    let model = Model::new();
+    let model = ModelHome::new();
     fs::write(model.at("texts/README.md"), "About it.").unwrap();
     fs::write(model.at("texts/picture"), b"\xff").unwrap();
     let arguments = model.arguments("run", &["--init", "1", "--steps", "1"]);

@@ -1,4 +1,4 @@
-//! `generate`: what models of folders write, and which folders are refused.
+//! `generate`: texts of models in folders, and rejected folders.
 
 use std::{fs, path::Path};
 
@@ -6,8 +6,8 @@ use candle_core::{Device, safetensors};
 use serde_json::{Value, json};
 
 use crate::support::{
-    finetune::Model,
-    golden, json, refuses, run,
+    finetune::ModelHome,
+    golden, json, rejects, run,
     run::{Home, copy},
     text,
 };
@@ -23,11 +23,11 @@ fn generate(folder: &str, more: &[&str]) -> Value {
     json(&[&["generate", folder], more].concat())
 }
 
-/// A copy of a folder.
-struct Copy(tempfile::TempDir);
+/// A copy of a model folder.
+struct FolderCopy(tempfile::TempDir);
 
-impl Copy {
-    fn of(model: &str) -> Self {
+impl FolderCopy {
+    fn new(model: &str) -> Self {
         let home = tempfile::tempdir().unwrap();
         copy(Path::new(&golden(model)), home.path());
         Self(home)
@@ -47,7 +47,7 @@ impl Copy {
         self
     }
 
-    /// Changes a JSON file.
+    /// Sets a field of a JSON file.
     fn set(&self, name: &str, field: &str, value: Value) -> &Self {
         let path = self.0.path().join(name);
         let mut content: Value = serde_json::from_slice(&fs::read(&path).unwrap()).unwrap();
@@ -55,10 +55,10 @@ impl Copy {
         self.write(name, content.to_string())
     }
 
-    /// Checks that nothing is generated, for a reason in these words, and with advice.
-    fn is_refused(&self, words: &[&str]) {
+    /// Checks that `generate` fails with these words and a hint.
+    fn is_rejected(&self, words: &[&str]) {
         let args = ["generate", self.path(), "--prompt", "a", "--max-tokens", "2"];
-        refuses(&args, &[&["\nhint: "], words].concat());
+        rejects(&args, &[&["\nhint: "], words].concat());
     }
 }
 
@@ -84,7 +84,8 @@ fn logits_cover_all_tokens() {
     let found = generate(&golden("llama"), &[&PROMPT[..], &more].concat());
     let logits = safetensors::load(file, &Device::Cpu).unwrap().remove("logits").unwrap();
     let ids = |field: &str| serde_json::from_value::<Vec<u32>>(found[field].clone()).unwrap();
-    let (prompt, new) = (ids("prompt_ids"), ids("ids"));
+    let prompt = ids("prompt_ids");
+    let new = ids("ids");
     assert_eq!(logits.dims(), [prompt.len() + 16, 320]);
     let likeliest: Vec<u32> = logits.argmax(1).unwrap().to_vec1().unwrap();
     assert_eq!(likeliest[prompt.len() - 1..][..16], new);
@@ -98,22 +99,23 @@ fn logits_cover_all_tokens() {
 #[test]
 #[cfg(unix)]
 fn logits_never_replace_model_files() {
-    let copy = Copy::of("llama");
+    let copy = FolderCopy::new("llama");
     let weights = copy.0.path().join("model.safetensors");
     let before = fs::read(&weights).unwrap();
     let more = [&PROMPT[..], &["--max-tokens", "1", "--logits"]].concat();
-    let (weights_path, new) = (weights.to_str().unwrap(), format!("{}/a", copy.path()));
+    let weights_path = weights.to_str().unwrap();
+    let new = format!("{}/a", copy.path());
     let home = tempfile::tempdir().unwrap();
     let link = home.path().join("link");
     std::os::unix::fs::symlink(&weights, &link).unwrap();
     for file in [weights_path, &new, link.to_str().unwrap()] {
-        refuses(
+        rejects(
             &[&["generate", copy.path()], &more[..], &[file]].concat(),
             &["--logits", "which the model is read from", "\nhint: "],
         );
     }
     assert!(fs::read(&weights).unwrap() == before);
-    // Others that hold the file keep what they have: it is replaced in one piece.
+    // Hard links keep the old content, since the file is replaced atomically.
     let file = home.path().join("logits");
     fs::write(&file, "old").unwrap();
     fs::hard_link(&file, home.path().join("other")).unwrap();
@@ -131,23 +133,23 @@ fn sampling_is_reproducible_by_seed() {
     assert_eq!(drawn("1"), drawn("1"));
     assert_ne!(drawn("1"), drawn("2"));
     let llama = golden("llama");
-    refuses(
+    rejects(
         &["generate", &llama, "--prompt", "a", "--temperature", "0"],
         &["the temperature is 0, must be above 0", "\nhint: "],
     );
-    refuses(&["generate", &llama, "--prompt", "a", "--seed", "1"], &["--temperature"]);
+    rejects(&["generate", &llama, "--prompt", "a", "--seed", "1"], &["--temperature"]);
 }
 
 #[test]
 fn chat_uses_the_chat_template() {
-    let copy = Copy::of("qwen2");
+    let copy = FolderCopy::new("qwen2");
     let template = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n\
                     {% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}";
     copy.write("chat_template.jinja", template);
     let more = ["--prompt", "Why?", "--chat", "--max-tokens", "3", "--ignore-eos"];
     let plain = generate(copy.path(), &more);
     let ids = plain["prompt_ids"].as_array().unwrap();
-    // <|im_start|> is 318, <|im_end|> 319: the user's turn, and the beginning of the assistant's.
+    // <|im_start|> is 318, <|im_end|> 319: the user's message, and the start of the answer.
     let marks: Vec<u64> =
         ids.iter().filter_map(Value::as_u64).filter(|id| (317..=319).contains(id)).collect();
     assert_eq!(marks, [318, 319, 318]);
@@ -155,7 +157,7 @@ fn chat_uses_the_chat_template() {
     let with_system = generate(copy.path(), &[&more[..], &["--system", "Be brief."]].concat());
     let longer = with_system["prompt_ids"].as_array().unwrap();
     assert!(longer.ends_with(ids) && longer.len() > ids.len());
-    refuses(
+    rejects(
         &[&["generate", &golden("qwen2")], &more[..]].concat(),
         &["has no chat template for messages", "\nhint: "],
     );
@@ -172,74 +174,74 @@ fn unsupported_models_are_rejected() {
         ("num_hidden_layers", json!(3), "9 of 30 parameters are missing (model.layers.2."),
         ("intermediate_size", json!(80), "expected [80, 32]"),
     ] {
-        let copy = Copy::of("llama");
-        copy.set("config.json", field, value).is_refused(&[words, copy.path()]);
+        let copy = FolderCopy::new("llama");
+        copy.set("config.json", field, value).is_rejected(&[words, copy.path()]);
     }
-    let copy = Copy::of("mistral");
+    let copy = FolderCopy::new("mistral");
     copy.set("config.json", "sliding_window", json!(64));
-    copy.is_refused(&["sliding_window is 64", "config.json"]);
-    let copy = Copy::of("llama");
+    copy.is_rejected(&["sliding_window is 64", "config.json"]);
+    let copy = FolderCopy::new("llama");
     copy.set("config.json", "num_hidden_layers", json!(1));
-    copy.is_refused(&["9 of 21 tensors are not the model's (model.layers.1."]);
-    let copy = Copy::of("llama");
-    copy.write("model.safetensors", "PK").is_refused(&["model.safetensors: "]);
+    copy.is_rejected(&["9 of 21 tensors are not the model's (model.layers.1."]);
+    let copy = FolderCopy::new("llama");
+    copy.write("model.safetensors", "PK").is_rejected(&["model.safetensors: "]);
 }
 
 #[test]
 fn incomplete_folders_are_rejected() {
-    refuses(
+    rejects(
         &["generate", "meta/llama", "--prompt", "a"],
         &["meta/llama is not a folder", "\nhint: ", "hf download"],
     );
-    let copy = Copy::of("llama");
-    copy.remove("config.json").is_refused(&["config.json", "hf download"]);
-    let copy = Copy::of("llama");
+    let copy = FolderCopy::new("llama");
+    copy.remove("config.json").is_rejected(&["config.json", "hf download"]);
+    let copy = FolderCopy::new("llama");
     copy.remove("model.safetensors").write("pytorch_model.bin", "PK");
-    copy.is_refused(&["has weights in pytorch_model.bin alone", "save_pretrained"]);
-    copy.remove("pytorch_model.bin").is_refused(&["has no model.safetensors and no"]);
-    let copy = Copy::of("llama");
-    copy.remove("tokenizer.json").is_refused(&["has no tokenizer.json", "AutoTokenizer"]);
-    let copy = Copy::of("mistral");
+    copy.is_rejected(&["has weights only in pytorch_model.bin", "save_pretrained"]);
+    copy.remove("pytorch_model.bin").is_rejected(&["has no model.safetensors and no"]);
+    let copy = FolderCopy::new("llama");
+    copy.remove("tokenizer.json").is_rejected(&["has no tokenizer.json", "AutoTokenizer"]);
+    let copy = FolderCopy::new("mistral");
     copy.remove("model-00002-of-00002.safetensors");
-    copy.is_refused(&["model-00002-of-00002.safetensors: "]);
-    let copy = Copy::of("mistral");
+    copy.is_rejected(&["model-00002-of-00002.safetensors: "]);
+    let copy = FolderCopy::new("mistral");
     copy.set("model.safetensors.index.json", "weight_map", json!({"a": "../a.safetensors"}));
-    copy.is_refused(&["\"../a.safetensors\"", "not a plain file name"]);
+    copy.is_rejected(&["\"../a.safetensors\"", "not a plain file name"]);
     copy.set("model.safetensors.index.json", "weight_map", json!({}));
-    copy.is_refused(&["model.safetensors.index.json: 21 of 21 parameters are missing"]);
-    let copy = Copy::of("mistral");
+    copy.is_rejected(&["model.safetensors.index.json: 21 of 21 parameters are missing"]);
+    let copy = FolderCopy::new("mistral");
     let shard = |n: u8| copy.0.path().join(format!("model-0000{n}-of-00002.safetensors"));
     let [first, mut second] = [1, 2].map(|n| safetensors::load(shard(n), &Device::Cpu).unwrap());
     second.insert("model.embed_tokens.weight".into(), first["model.embed_tokens.weight"].clone());
     safetensors::save(&second, shard(2)).unwrap();
-    copy.is_refused(&["model-00002-of", "model.embed_tokens.weight"]);
+    copy.is_rejected(&["model-00002-of", "model.embed_tokens.weight"]);
 }
 
 #[test]
 fn mismatched_tokenizers_are_rejected() {
-    let copy = Copy::of("llama");
+    let copy = FolderCopy::new("llama");
     copy.set("config.json", "vocab_size", json!(319));
-    copy.is_refused(&["has number 319, and the model has 319 tokens"]);
-    let copy = Copy::of("llama");
+    copy.is_rejected(&["has number 319, but the model has 319 tokens"]);
+    let copy = FolderCopy::new("llama");
     copy.set("tokenizer_config.json", "eos_token", Value::Null);
     copy.set("config.json", "eos_token_id", Value::Null);
-    copy.is_refused(&["no token of ", " ends a text"]);
-    let copy = Copy::of("llama");
+    copy.is_rejected(&["no token of ", " ends a text"]);
+    let copy = FolderCopy::new("llama");
     copy.write("tokenizer.json", "{\"version\": \"1.0\"");
-    copy.is_refused(&["tokenizer.json: "]);
-    copy.write("tokenizer.json", "[]").is_refused(&["tokenizer.json: "]);
-    let copy = Copy::of("llama");
-    copy.write("chat_template.jinja", "{% for %}").is_refused(&["chat_template.jinja: "]);
+    copy.is_rejected(&["tokenizer.json: "]);
+    copy.write("tokenizer.json", "[]").is_rejected(&["tokenizer.json: "]);
+    let copy = FolderCopy::new("llama");
+    copy.write("chat_template.jinja", "{% for %}").is_rejected(&["chat_template.jinja: "]);
 }
 
 #[test]
 fn unusable_prompts_are_rejected() {
     let long = "fog ".repeat(200);
-    refuses(
+    rejects(
         &["generate", &golden("llama"), "--prompt", &long],
-        &["tokens, and the model has 128 positions", "\nhint: "],
+        &["tokens, but the model has 128 positions", "\nhint: "],
     );
-    refuses(
+    rejects(
         &["generate", &golden("qwen2"), "--prompt", ""],
         &["the prompt has no token", "\nhint: "],
     );
@@ -259,15 +261,15 @@ fn byte_model_repeats_its_training_text() {
     assert_eq!((&found["prompt_ids"], &found["stop"]), (&json!(b"Line 7 of a"), &json!("end")));
     let long = generate(&run, &["--prompt", "L", "--max-tokens", "400"]);
     assert_eq!(long["stop"], "end", "{long}");
-    refuses(&["generate", &run, "--prompt", "a", "--chat"], &["has no chat template", "\nhint: "]);
-    refuses(&["generate", &run, "--prompt", ""], &["the prompt has no token", "\nhint: "]);
+    rejects(&["generate", &run, "--prompt", "a", "--chat"], &["has no chat template", "\nhint: "]);
+    rejects(&["generate", &run, "--prompt", ""], &["the prompt has no token", "\nhint: "]);
     fs::remove_dir_all(home.at("run/model")).unwrap();
-    refuses(&["generate", &run, "--prompt", "a"], &["has not ended", "\nhint: "]);
+    rejects(&["generate", &run, "--prompt", "a"], &["has not ended", "\nhint: "]);
 }
 
 #[test]
 fn generate_accepts_runs_models_and_adapters() {
-    let model = Model::new();
+    let model = ModelHome::new();
     let learns = ["--steps", "4", "--lr", "0.01"];
     model.train("base", &[&learns[..], &["--init", "7"]].concat());
     let base = model.path("base/model");
@@ -278,7 +280,8 @@ fn generate_accepts_runs_models_and_adapters() {
     let lora = ["--steps", "12", "--lr", "0.1", "--model", &base, "--lora", "4"];
     model.train("lora", &lora);
     model.train("merged", &[&lora[..], &["--merge"]].concat());
-    let (run, adapter) = (model.path("lora"), model.path("lora/adapter"));
+    let run = model.path("lora");
+    let adapter = model.path("lora/adapter");
     let found = generate(&run, &prompt);
     assert_ne!(found["ids"], whole["ids"]);
     let others = [
@@ -288,17 +291,17 @@ fn generate_accepts_runs_models_and_adapters() {
     ];
     assert!(others.iter().all(|other| *other == found), "{found} {others:?}");
 
-    refuses(&["generate", &adapter, "--prompt", "a"], &["holds adapters", "hint: ", "--adapter"]);
-    // They have more layers, or others.
+    rejects(&["generate", &adapter, "--prompt", "a"], &["holds adapters", "hint: ", "--adapter"]);
+    // These models have more or other layers.
     for other in ["qwen2", "mistral"].map(golden) {
         let other = [&["generate", &other, "--adapter", &adapter][..], &prompt].concat();
-        refuses(&other, &["\nhint: adapters are of one model"]);
+        rejects(&other, &["\nhint: adapters are of one model"]);
     }
     let missing = [&["generate", &base, "--adapter", &base][..], &prompt].concat();
-    refuses(&missing, &["adapter_config.json", "\nhint: "]);
+    rejects(&missing, &["adapter_config.json", "\nhint: "]);
     fs::rename(model.at("base"), model.at("moved")).unwrap();
-    refuses(&["generate", &run, "--prompt", "a"], &["is not a folder", "hint: ", "--adapter"]);
-    // Nobody else has random weights, so the model is written, too.
+    rejects(&["generate", &run, "--prompt", "a"], &["is not a folder", "hint: ", "--adapter"]);
+    // Random weights exist nowhere else, so the model is written too.
     model.train("random", &["--steps", "1", "--init", "7", "--lora", "4"]);
     generate(&model.path("random"), &prompt);
     assert!(model.at("random/adapter").is_dir() && model.at("random/model").is_dir());
@@ -323,7 +326,7 @@ fn train_sample_equals_generate_output() {
         text(&[&["generate", &run, "--seed", "3", "--max-tokens", "320"], &warm[..]].concat());
     assert!(printed.ends_with(&format!("\n{line}")), "{printed}{line}");
 
-    let model = Model::new();
+    let model = ModelHome::new();
     let words = ["--prompt", "3 and 1 is "];
     let learns = ["--steps", "2", "--init", "7", "--strategy", "full"];
     let arguments = model.arguments("folder", &[&learns[..], &words].concat());
@@ -339,12 +342,12 @@ fn train_rejects_unusable_prompts_early() {
     let train = ["train", "--data", &data, "--steps", "2", "--context", "384", "--out", &run];
     let long = "a".repeat(385);
     for (more, words) in [
-        (&["--prompt", &long][..], "the prompt has 385 tokens, and the model has 384 positions"),
+        (&["--prompt", &long][..], "the prompt has 385 tokens, but the model has 384 positions"),
         (&["--prompt", ""], "the prompt has no token"),
         (&["--prompt", "a", "--temperature", "0"], "the temperature is 0, must be above 0"),
         (&["--temperature", "1"], "--prompt"),
     ] {
-        refuses(&[&train[..], more].concat(), &[words]);
+        rejects(&[&train[..], more].concat(), &[words]);
         assert!(!home.at("run").exists(), "{words}");
     }
 }

@@ -1,8 +1,8 @@
-//! What the program says of itself: help, version, completions and manual pages.
+//! Help, version, completions and manual pages.
 
 use std::{fs, path::Path};
 
-use crate::support::{SUBCOMMANDS, command, golden, refuses, run, text};
+use crate::support::{SUBCOMMANDS, command, golden, rejects, run, text};
 
 #[test]
 fn help_lists_every_subcommand() {
@@ -20,7 +20,7 @@ fn version_prints_name_and_version() {
     );
 }
 
-/// The commands that a page of help shows.
+/// Returns the example commands of a help page.
 #[cfg(unix)]
 fn examples(page: &[&str]) -> Vec<String> {
     let help = text(&[page, &["--help"]].concat());
@@ -32,7 +32,7 @@ fn examples(page: &[&str]) -> Vec<String> {
         .collect()
 }
 
-/// A home that holds the files and folders that examples name.
+/// Creates a folder with the files and folders that examples use.
 #[cfg(unix)]
 fn home() -> tempfile::TempDir {
     let home = tempfile::tempdir().unwrap();
@@ -105,7 +105,7 @@ fn completions_cover_subcommands_in_every_shell() {
         }
         assert!(script.contains("world-size"), "{shell}");
     }
-    refuses(&["completions", "tcsh"], &["tcsh", "bash"]);
+    rejects(&["completions", "tcsh"], &["tcsh", "bash"]);
 }
 
 #[test]

@@ -1,12 +1,12 @@
-//! Errors that say what to do next.
+//! Errors with hints.
 
-use crate::support::{file, json, refuses, run};
+use crate::support::{file, json, rejects, run};
 
 const MANIFEST: &str = r#"{"w": {"dtype": "F32", "shape": [64, 4]}}"#;
 
-/// Checks that a refusal comes with advice that has all of these words.
+/// Checks that a command is rejected with a hint and all of these words.
 fn advises(args: &[&str], words: &[&str]) {
-    refuses(args, &[&["\nhint: "], words].concat());
+    rejects(args, &[&["\nhint: "], words].concat());
 }
 
 #[test]
@@ -123,28 +123,28 @@ fn unfillable_step_lists_remainder_options() {
 
 #[test]
 fn names_from_files_are_escaped() {
-    let refused = |args: &[&str], escaped: &str| {
+    let rejected = |args: &[&str], escaped: &str| {
         let output = run(args);
         let message = String::from_utf8(output.stderr).unwrap();
         assert_eq!(output.status.code(), Some(2), "{args:?}: {message}");
-        let acts = |char: char| char.is_control() && char != '\n';
-        assert!(!message.contains(acts), "{args:?}: {message:?}");
+        let has_control = message.contains(|char: char| char.is_control() && char != '\n');
+        assert!(!has_control, "{args:?}: {message:?}");
         assert!(message.contains(escaped), "{args:?}: no {escaped} in {message}");
     };
     let large = "\"shape\": [4611686018427387904, 4611686018427387904]";
     let (_dir, model) =
         file("m.json", format!(r#"{{"\u001b[31mred\n": {{"dtype": "F32", {large}}}}}"#));
-    refused(&["plan", &model, "--world-size", "2"], r"\u{1b}[31mred\n");
+    rejected(&["plan", &model, "--world-size", "2"], r"\u{1b}[31mred\n");
     let (_dir, model) = file("m.json", r#"{"w": {"dtype": "F\u001b[31m32", "shape": [2]}}"#);
-    refused(&["plan", &model, "--world-size", "2"], r"F\u{1b}[31m32");
+    rejected(&["plan", &model, "--world-size", "2"], r"F\u{1b}[31m32");
     let (_dir, state) = file("state.json", r#"{"\u001b[31m": 1}"#);
-    refused(&["sample", "--len", "9", "--resume", &state], "state.json");
-    refused(
+    rejected(&["sample", "--len", "9", "--resume", &state], "state.json");
+    rejected(
         &["sample", "--len", "9", "--resume", "no\u{1b}[31m\u{202e}file"],
         r"no\u{1b}[31m\u{202e}file",
     );
     let (_dir, lengths) = file("l\u{1b}[31m.txt", "1 \u{1b}[31m");
-    refused(&["batch", "--lengths", &lengths, "--strategy", "dynamic"], r"l\u{1b}[31m.txt");
+    rejected(&["batch", "--lengths", &lengths, "--strategy", "dynamic"], r"l\u{1b}[31m.txt");
 }
 
 #[test]
@@ -156,23 +156,23 @@ fn hostile_patterns_are_rejected_everywhere() {
         [(&nested, ["250 braces", "limit is 16"]), (&long, ["100001 bytes", "limit is 4096"])]
     {
         for option in ["--stay-gathered", "--layer-pattern"] {
-            refuses(&["plan", &model, "--world-size", "2", option, pattern], &words);
+            rejects(&["plan", &model, "--world-size", "2", option, pattern], &words);
         }
         let rules = format!(r#"{{"rules": [{{"pattern": "{pattern}", "choice": "replicate"}}]}}"#);
         let (_dir, rules) = file("rules.json", rules);
-        refuses(&["plan", &model, "--world-size", "2", "--rules", &rules], &words);
+        rejects(&["plan", &model, "--world-size", "2", "--rules", &rules], &words);
     }
     let deep = format!(r#"{{"rules": {}"#, "[".repeat(200_000));
     let (_dir, rules) = file("rules.json", deep);
-    refuses(&["plan", &model, "--world-size", "2", "--rules", &rules], &["rules.json"]);
+    rejects(&["plan", &model, "--world-size", "2", "--rules", &rules], &["rules.json"]);
     let many = vec![r#"{"pattern": "a.*", "choice": "replicate"}"#; 4097].join(",");
     let (_dir, rules) = file("rules.json", format!(r#"{{"rules": [{many}]}}"#));
-    refuses(&["plan", &model, "--world-size", "2", "--rules", &rules], &["more than 4096 rules"]);
+    rejects(&["plan", &model, "--world-size", "2", "--rules", &rules], &["more than 4096 rules"]);
     let long = format!(r#"{{"pattern": "{}", "choice": "replicate"}}"#, "a".repeat(4096));
     let (_dir, rules) =
         file("rules.json", format!(r#"{{"rules": [{}]}}"#, vec![&*long; 257].join(",")));
     let words = ["patterns of the rules", "more than 1048576 bytes"];
-    refuses(&["plan", &model, "--world-size", "2", "--rules", &rules], &words);
+    rejects(&["plan", &model, "--world-size", "2", "--rules", &rules], &words);
 }
 
 #[test]
@@ -182,7 +182,7 @@ fn plan_rejects_pipes_as_models() {
     let pipe = |name: &str| {
         assert!(std::process::Command::new("mkfifo").arg(path(name)).status().unwrap().success());
     };
-    let plan = |model: &str| refuses(&["plan", model, "--world-size", "2"], &["is not a file"]);
+    let plan = |model: &str| rejects(&["plan", model, "--world-size", "2"], &["is not a file"]);
     pipe("model.safetensors");
     plan(&path(""));
     plan(&path("model.safetensors"));
@@ -202,7 +202,7 @@ fn oversized_order_gets_matching_hint() {
     let (_dir, classes) = file("classes.txt", "0 1 2 3 4");
     let args = ["sample", "--classes", &classes, "--fixed", "20000000", "--count", "1"];
     let mut shell = std::process::Command::new("bash");
-    // The order itself, of 400 MB, fits; what sorts it, of 1.6 GB, does not.
+    // The order itself (400 MB) fits into memory, but the buffer to sort it (1.6 GB) does not.
     shell.args(["-c", r#"ulimit -v 1500000; exec "$0" "$@""#]);
     shell.arg(command(&[]).get_program()).args(args);
     let output = shell.output().unwrap();

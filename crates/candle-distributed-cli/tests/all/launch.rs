@@ -1,4 +1,4 @@
-//! `launch`: what the processes are told, what becomes of what they print, and how they end.
+//! `launch`: environment, output and end of processes.
 
 use std::{
     fs::{self, File},
@@ -9,10 +9,10 @@ use std::{
 
 use crate::support::{self, command};
 
-/// What a launcher would set, and this program takes for one.
+/// Variables that identify a launcher.
 const LAUNCHED: [&str; 4] = ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"];
 
-/// A command that starts `n` shells which run `script`.
+/// Returns a command that starts `n` shells that run `script`.
 fn launch(n: usize, options: &[&str], script: &str) -> Command {
     let n = n.to_string();
     let mut command =
@@ -27,7 +27,7 @@ fn output(n: usize, script: &str) -> Output {
     launch(n, &[], script).output().unwrap()
 }
 
-/// The lines of an output, sorted, since ranks print at the same time.
+/// Returns the sorted lines of an output, since ranks print concurrently.
 fn lines(bytes: &[u8]) -> Vec<String> {
     let mut lines: Vec<String> =
         String::from_utf8_lossy(bytes).lines().map(str::to_owned).collect();
@@ -35,7 +35,7 @@ fn lines(bytes: &[u8]) -> Vec<String> {
     lines
 }
 
-/// A pipe with a name, in a folder that lives as long as the first.
+/// Creates a named pipe in a temporary folder.
 fn pipe() -> (tempfile::TempDir, PathBuf) {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("pipe");
@@ -43,20 +43,20 @@ fn pipe() -> (tempfile::TempDir, PathBuf) {
     (dir, path)
 }
 
-/// A launcher whose output is read while it runs.
-struct Running {
+/// A running launcher with its output.
+struct RunningLauncher {
     launcher: Child,
     stdout: BufReader<ChildStdout>,
 }
 
-impl Running {
+impl RunningLauncher {
     fn start(mut command: Command) -> Self {
         let mut launcher = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
         let stdout = BufReader::new(launcher.stdout.take().unwrap());
         Self { launcher, stdout }
     }
 
-    /// The next `n` lines, sorted.
+    /// Reads the next `n` lines, and sorts them.
     fn next_lines(&mut self, n: usize) -> Vec<String> {
         let mut text = String::new();
         for _ in 0..n {
@@ -70,7 +70,7 @@ impl Running {
         assert!(Command::new("kill").args([signal, &pid]).status().unwrap().success());
     }
 
-    /// The exit code, and what is left of both outputs.
+    /// Waits for the end, and returns the exit code and the rest of both outputs.
     fn end(mut self) -> (Option<i32>, Vec<String>, String) {
         let mut rest = Vec::new();
         self.stdout.read_to_end(&mut rest).unwrap();
@@ -96,9 +96,9 @@ fn processes_share_port_and_fresh_store() {
     let Output { status, stdout, .. } = output(2, script);
     assert!(status.success());
     let lines = lines(&stdout);
-    let told: Vec<&str> = lines.iter().map(|line| line.split_once("] ").unwrap().1).collect();
-    assert_eq!(told[0], told[1]);
-    let (port, store) = told[0].split_once(' ').unwrap();
+    let values: Vec<&str> = lines.iter().map(|line| line.split_once("] ").unwrap().1).collect();
+    assert_eq!(values[0], values[1]);
+    let (port, store) = values[0].split_once(' ').unwrap();
     assert!(port.parse::<u16>().unwrap() > 0);
     assert!(!Path::new(store).parent().unwrap().exists(), "the folder is removed at the end");
 }
@@ -124,14 +124,14 @@ fn output_lines_stay_whole() {
         let text = String::from_utf8(bytes).unwrap();
         for rank in 0..3 {
             let prefix = format!("[{rank}] ");
-            let of_rank: Vec<&str> =
+            let rank_lines: Vec<&str> =
                 text.lines().filter_map(|line| line.strip_prefix(&*prefix)).collect();
             let mut expected: Vec<String> =
                 (0..200).map(|i| format!("{word} {rank} {i} end")).collect();
             if word == "out" {
                 expected.push("no end".into());
             }
-            assert_eq!(of_rank, expected);
+            assert_eq!(rank_lines, expected);
         }
     }
 }
@@ -152,7 +152,7 @@ fn standard_input_is_empty() {
 
 #[test]
 fn failure_ends_the_other_processes() {
-    // The others would wait forever, and what they have started as well.
+    // The other processes and their children would wait forever.
     let script = "if [ $RANK = 1 ]; then exit 7; fi; tail -f /dev/null & tail -f /dev/null";
     let Output { status, stderr, .. } = output(3, script);
     let message = String::from_utf8(stderr).unwrap();
@@ -172,7 +172,7 @@ fn fatal_signal_is_named() {
 #[test]
 fn stubborn_process_is_killed_after_grace() {
     let (_dir, pipe) = pipe();
-    // Rank 0 fails as soon as rank 1 cannot be asked to end any more.
+    // Rank 0 fails as soon as rank 1 ignores SIGTERM.
     let script = format!(
         "if [ $RANK = 0 ]; then read line < {0}; exit 5; fi
         trap '' TERM; echo ready > {0}; while :; do tail -f /dev/null; done",
@@ -187,9 +187,9 @@ fn stubborn_process_is_killed_after_grace() {
 #[test]
 fn hanging_process_is_killed_after_signal() {
     let script = "trap '' TERM; echo ready; while :; do tail -f /dev/null; done";
-    // Not one of them ends before, which would start the other period.
+    // If a process ended earlier, the shorter --grace period would apply.
     let options = ["--stop-grace", "0", "--grace", "600"];
-    let mut running = Running::start(launch(2, &options, script));
+    let mut running = RunningLauncher::start(launch(2, &options, script));
     assert_eq!(running.next_lines(2), ["[0] ready", "[1] ready"]);
     running.signal("-TERM");
     let (code, _, message) = running.end();
@@ -199,7 +199,7 @@ fn hanging_process_is_killed_after_signal() {
 
 #[test]
 fn child_processes_end_with_their_parent() {
-    // It would keep the output open.
+    // A surviving child would keep the output open.
     let Output { status, stdout, .. } = output(2, "tail -f /dev/null & echo started");
     assert!(status.success());
     assert_eq!(lines(&stdout), ["[0] started", "[1] started"]);
@@ -209,12 +209,12 @@ fn child_processes_end_with_their_parent() {
 #[test]
 fn open_output_is_awaited_until_signal() {
     let (_dir, pipe) = pipe();
-    // A process in a session of its own, which ends when the pipe is opened for the second time.
+    // A process in a separate session, which ends when the pipe is opened for the second time.
     let script = format!(
         "setsid sh -c 'echo ready > {0}; read line < {0}' & read line < {0}; echo done",
         pipe.display()
     );
-    let mut running = Running::start(launch(1, &["--grace", "0"], &script));
+    let mut running = RunningLauncher::start(launch(1, &["--grace", "0"], &script));
     assert_eq!(running.next_lines(1), ["[0] done"]);
     let mut message = String::new();
     let mut stderr = BufReader::new(running.launcher.stderr.take().unwrap());
@@ -229,18 +229,18 @@ fn open_output_is_awaited_until_signal() {
 fn signals_are_forwarded_to_all() {
     for (signal, name) in [("-TERM", "TERM"), ("-INT", "INT"), ("-HUP", "HUP")] {
         let (_dir, pipe) = pipe();
-        // A shell runs its trap when what it waits for has ended: here a child in its own group.
+        // A shell runs its trap after its current command has ended, here a blocked `read`.
         let script = format!(
             "trap 'echo got {name}; exit 9' {name}; echo ready; while :; do read line < {}; done 2> /dev/null",
             pipe.display()
         );
-        let mut running = Running::start(launch(2, &[], &script));
+        let mut running = RunningLauncher::start(launch(2, &[], &script));
         assert_eq!(running.next_lines(2), ["[0] ready", "[1] ready"]);
         running.signal(signal);
         let (code, lines, message) = running.end();
         assert_eq!(lines, [format!("[0] got {name}"), format!("[1] got {name}")]);
         assert_eq!(code, Some(9), "{message}");
-        assert!(!message.contains("SIGKILL after"), "they end by themselves: {message}");
+        assert!(!message.contains("SIGKILL after"), "no process is killed: {message}");
     }
 }
 
@@ -248,7 +248,7 @@ fn signals_are_forwarded_to_all() {
 #[test]
 fn ignored_signals_stay_ignored() {
     let (_dir, pipe) = pipe();
-    // As `nohup` does, whose programs inherit it.
+    // Ignores SIGHUP, like `nohup`. The launcher inherits this.
     let script = format!(
         "trap 'exit 9' TERM; echo ready; while :; do read line < {}; done 2> /dev/null",
         pipe.display()
@@ -256,7 +256,7 @@ fn ignored_signals_stay_ignored() {
     let launcher = launch(1, &[], &script);
     let mut shell = Command::new("sh");
     shell.args(["-c", r#"trap '' HUP; exec "$0" "$@""#]).arg(launcher.get_program());
-    let mut running = Running::start({
+    let mut running = RunningLauncher::start({
         shell.args(launcher.get_args());
         shell
     });
@@ -273,7 +273,7 @@ fn clean_exit_after_signal_is_success() {
         "trap 'exit 0' TERM; echo ready; while :; do read line < {}; done 2> /dev/null",
         pipe.display()
     );
-    let mut running = Running::start(launch(2, &[], &script));
+    let mut running = RunningLauncher::start(launch(2, &[], &script));
     running.next_lines(2);
     running.signal("-TERM");
     let (code, _, message) = running.end();
@@ -284,17 +284,17 @@ fn clean_exit_after_signal_is_success() {
 #[test]
 fn processes_end_with_a_killed_launcher() {
     let (_dir, pipe) = pipe();
-    // The pipe ends when the last process has ended that holds it.
+    // The pipe closes when the last process has ended.
     let script = format!("exec 3> {}; echo ready >&3; exec tail -f /dev/null", pipe.display());
-    let mut running = Running::start(launch(3, &[], &script));
-    let mut held = BufReader::new(File::open(&pipe).unwrap());
+    let mut running = RunningLauncher::start(launch(3, &[], &script));
+    let mut reader = BufReader::new(File::open(&pipe).unwrap());
     let mut text = String::new();
     for _ in 0..3 {
-        held.read_line(&mut text).unwrap();
+        reader.read_line(&mut text).unwrap();
     }
     assert_eq!(text, "ready\nready\nready\n");
     running.signal("-KILL");
-    assert_eq!(held.read_to_string(&mut text).unwrap(), 0);
+    assert_eq!(reader.read_to_string(&mut text).unwrap(), 0);
     running.launcher.wait().unwrap();
 }
 
@@ -311,7 +311,7 @@ fn full_output_ends_the_program() {
 
 #[test]
 fn nested_launch_is_rejected() {
-    let refuses = |variables: &[(&str, &str)], words: &[&str]| {
+    let rejects = |variables: &[(&str, &str)], words: &[&str]| {
         let output = launch(2, &[], "true").envs(variables.iter().copied()).output().unwrap();
         let message = String::from_utf8(output.stderr).unwrap();
         assert_eq!(output.status.code(), Some(2), "{message}");
@@ -319,10 +319,10 @@ fn nested_launch_is_rejected() {
             assert!(message.contains(word), "{message}");
         }
     };
-    refuses(&[("RANK", "1"), ("WORLD_SIZE", "4")], &["rank 1 of 4", "launch starts the ranks"]);
-    refuses(&[("WORLD_SIZE", "4")], &["WORLD_SIZE", "RANK"]);
+    rejects(&[("RANK", "1"), ("WORLD_SIZE", "4")], &["rank 1 of 4", "launch starts the ranks"]);
+    rejects(&[("WORLD_SIZE", "4")], &["WORLD_SIZE", "RANK"]);
     let open_mpi = [("OMPI_COMM_WORLD_RANK", "0"), ("OMPI_COMM_WORLD_SIZE", "2")];
-    refuses(&open_mpi, &["Open MPI"]);
+    rejects(&open_mpi, &["Open MPI"]);
 
     let nested =
         format!("{} launch --processes 1 -- true", env!("CARGO_BIN_EXE_candle-distributed"));

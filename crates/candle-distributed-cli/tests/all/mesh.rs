@@ -1,8 +1,8 @@
-//! `mesh`: the devices, and collectives on them.
+//! `mesh`: devices, and collectives on them.
 
 use serde_json::json;
 
-use crate::support::{command, json, refuses, text};
+use crate::support::{command, json, rejects, text};
 
 const SMALL: [&str; 5] = ["mesh", "--bytes", "4KiB,100", "--repetitions", "2"];
 
@@ -25,7 +25,7 @@ fn mesh_json_has_documented_fields() {
     for (figures, factor) in
         collectives.iter().step_by(2).zip([4.0 / 3.0, 2.0 / 3.0, 2.0 / 3.0, 2.0 / 3.0, 1.0])
     {
-        // The next size that three devices can share in numbers of four bytes.
+        // The next multiple of three 4-byte numbers above 4 KiB.
         assert_eq!((&figures["group_size"], &figures["bytes"]), (&json!(3), &json!(4104)));
         let [seconds, algorithm, bus] =
             ["seconds", "algorithm_bytes_per_second", "bus_bytes_per_second"]
@@ -71,27 +71,27 @@ fn mesh_prints_thread_counts() {
     assert!(threads(None).contains(", CANDLE_NUM_THREADS=1 RAYON_NUM_THREADS=1\n"));
     assert!(
         threads(Some("2")).contains(", CANDLE_NUM_THREADS=1 RAYON_NUM_THREADS=2\n"),
-        "what the user says"
+        "the user's value is kept"
     );
 }
 
 #[test]
 fn mesh_rejects_bad_input() {
-    refuses(&["mesh", "--axis", "data"], &["data", "data=2"]);
+    rejects(&["mesh", "--axis", "data"], &["data", "data=2"]);
     for axis in ["=2", "data=", "data=0", "data=-1", "data=2x"] {
-        refuses(&["mesh", "--axis", axis], &[axis, "at least 1"]);
+        rejects(&["mesh", "--axis", axis], &[axis, "at least 1"]);
     }
-    refuses(&["mesh", "--axis", "a=2", "--axis", "a=2"], &["two axes named a"]);
-    refuses(
+    rejects(&["mesh", "--axis", "a=2", "--axis", "a=2"], &["two axes named a"]);
+    rejects(
         &["mesh", "--axis", "a=2", "--axis", "b=3", "--world-size", "4"],
         &["grid of 6", "4 devices"],
     );
-    refuses(
+    rejects(
         &["mesh", "--axis", "a=65535", "--axis", "b=18446744073709551615"],
         &["18446744073709551615"],
     );
-    refuses(&["mesh", "--bytes", "0"], &["1 byte", "1.00 GiB"]);
-    refuses(&["mesh", "--bytes", "2GiB"], &["1.00 GiB"]);
-    refuses(&["mesh", "--repetitions", "0"], &["0"]);
-    refuses(&["mesh", "--device", "tpu"], &["tpu", "cpu"]);
+    rejects(&["mesh", "--bytes", "0"], &["1 byte", "1.00 GiB"]);
+    rejects(&["mesh", "--bytes", "2GiB"], &["1.00 GiB"]);
+    rejects(&["mesh", "--repetitions", "0"], &["0"]);
+    rejects(&["mesh", "--device", "tpu"], &["tpu", "cpu"]);
 }

@@ -1,10 +1,10 @@
-//! Short runs of every kind, whose losses change only with a commit that says so.
+//! Short runs of every kind with pinned losses.
 
 use std::fs;
 
 use crate::{
     pins::{self, Losses},
-    support::{finetune::Model, golden, run::said},
+    support::{finetune::ModelHome, golden, run::said},
 };
 
 const SMALL: [&str; 14] = [
@@ -25,8 +25,9 @@ const SMALL: [&str; 14] = [
 ];
 
 /// Trains the small model in the folder `name`, and returns its losses.
-fn small(home: &Model, name: &str, more: &[&str]) -> Vec<f64> {
-    let (data, out) = (home.path("texts"), home.path(name));
+fn small(home: &ModelHome, name: &str, more: &[&str]) -> Vec<f64> {
+    let data = home.path("texts");
+    let out = home.path(name);
     let args = ["train", "--no-sample", "--out", &out];
     let data = ["--data", &data];
     let data = if more.contains(&"--stories") { &data[..0] } else { &data[..] };
@@ -35,8 +36,8 @@ fn small(home: &Model, name: &str, more: &[&str]) -> Vec<f64> {
     home.losses(name)
 }
 
-/// Fine-tunes a model that transformers has made.
-fn finetuned(home: &Model, name: &str, more: &[&str]) -> Vec<f64> {
+/// Fine-tunes a model made with transformers, and returns its losses.
+fn finetuned(home: &ModelHome, name: &str, more: &[&str]) -> Vec<f64> {
     let llama = golden("llama");
     let usual =
         ["--model", &llama, "--steps", "3", "--lr", "0.001", "--no-sample", "--max-tokens", "256"];
@@ -46,7 +47,7 @@ fn finetuned(home: &Model, name: &str, more: &[&str]) -> Vec<f64> {
 
 #[test]
 fn losses_match_pinned_runs() {
-    let home = Model::of_lines();
+    let home = ModelHome::with_lines();
     let full = ["--strategy", "full"];
     let mut found = Losses::new();
     for (name, more) in [
@@ -82,7 +83,7 @@ fn losses_match_pinned_runs() {
     ] {
         assert_eq!(found[sharded], found[whole], "{sharded}");
     }
-    // As if it had been killed after step 2.
+    // Simulates a kill after step 2.
     fs::remove_dir_all(home.at("whole-2/model")).unwrap();
     let out = home.path("whole-2");
     let resumed = ["train", "--resume", "--no-sample", "--out", &out];

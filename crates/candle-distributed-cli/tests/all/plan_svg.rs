@@ -1,16 +1,16 @@
-//! The picture of a plan: a column for each rank, and the limit.
+//! The drawing of a plan: one column per rank, and the limit.
 
 use std::{fs, process::Command};
 
 const OPTIMIZER: &str = "fill=\"#F7BE96\"";
-/// A dash of the limit. The style sheet names the color too, but not as the attribute of a line.
+/// A dash of the limit line. The style sheet has the color too, but not as an attribute.
 const LIMIT: &str = " stroke=\"#C0262D\"";
 
 const MODEL: &str = r#"{"embed": {"dtype": "F32", "shape": [1024, 256]},
     "layers.0.weight": {"dtype": "F32", "shape": [256, 256]},
     "layers.1.weight": {"dtype": "F32", "shape": [256, 256]}}"#;
 
-/// The picture that `plan` prints for a model that is given as a manifest.
+/// Returns the drawing that `plan` prints for a manifest.
 fn picture(manifest: &str, args: &str) -> String {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("model.json");
@@ -39,7 +39,7 @@ fn drawing_names_all_memory_parts() {
     }
     assert!(svg.contains(": every rank fits in 2.00 GiB\n"), "{svg}");
     assert!(has_text(&svg, "limit 2.00 GiB"), "{svg}");
-    // A column each, and one in the legend.
+    // One column per rank, and the legend.
     assert_eq!(svg.matches(OPTIMIZER).count(), 4);
     assert!(!picture(MODEL, "--world-size 3").contains(LIMIT));
 }

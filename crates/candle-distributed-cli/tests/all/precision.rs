@@ -1,9 +1,9 @@
-//! `train --dtype`: a model that computes in half precision.
+//! `train --dtype`: training in half precision.
 
 use safetensors::{Dtype, SafeTensors};
 
 use crate::support::{
-    refuses,
+    rejects,
     run::{Home, STEPS},
     text,
 };
@@ -27,10 +27,11 @@ fn bf16_learns_whole_and_sharded() {
     assert!(tensors.tensors().iter().all(|(_, tensor)| tensor.dtype() == Dtype::BF16));
 
     let [single, whole] = ["single", "whole"].map(|name| home.losses(name));
-    let (expected, found) = (single[39], whole[39]);
+    let expected = single[39];
+    let found = whole[39];
     assert!((found - expected).abs() < 0.1 * expected, "{found}, {expected}");
     assert_ne!(single, whole);
-    // A run of single precision may begin with it.
+    // A run in single precision may start with this model.
     let model = home.path("whole");
     home.train("next", &["--steps", "1", "--model", &model]);
     assert!(home.losses("next")[0] < 1.1 * found);
@@ -52,9 +53,9 @@ fn resume_keeps_the_precision() {
         assert!(home.model(name) == model, "{name}");
     }
     home.remove_model("whole");
-    home.is_refused("whole", &["--dtype", "f32"], &["with --dtype bf16"]);
+    home.is_rejected("whole", &["--dtype", "f32"], &["with --dtype bf16"]);
     home.killed("single");
-    home.is_refused("single", &["--dtype", "bf16"], &["without --dtype"]);
+    home.is_rejected("single", &["--dtype", "bf16"], &["without --dtype"]);
 }
 
 #[test]
@@ -74,5 +75,5 @@ fn bf16_halves_gathered_bytes() {
         cells[2]
     };
     assert_eq!(bytes("f32"), 2 * bytes("bf16"));
-    refuses(&["train", "--dtype", "f16"], &["invalid value 'f16'", "hint: f16 loses small"]);
+    rejects(&["train", "--dtype", "f16"], &["invalid value 'f16'", "hint: f16 loses small"]);
 }

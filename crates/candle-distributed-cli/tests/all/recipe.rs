@@ -1,9 +1,9 @@
-//! How `train` learns: schedules of its learning rate and clipped gradients, resumed as they were.
+//! Learning rate schedules and gradient clipping of `train`, also after resuming.
 
 use std::fs;
 
 use crate::support::{
-    refuses,
+    rejects,
     run::{Home, STEPS, said},
 };
 
@@ -15,7 +15,8 @@ fn resume_keeps_the_schedule() {
     let home = Home::new();
     let options = [&COSINE[..], &["--max-grad-norm", "0.3"]].concat();
     home.train("run", &[&["--steps", STEPS], &options[..]].concat());
-    let (model, rates) = (home.model("run"), home.numbers("run", "learning_rate"));
+    let model = home.model("run");
+    let rates = home.numbers("run", "learning_rate");
     let mut rises = rates.iter().zip([0.0015, 0.003, 0.003]);
     assert!(rises.all(|(found, expected)| (found - expected).abs() < 1e-9), "{rates:?}");
     assert_eq!(rates.len(), 12);
@@ -31,17 +32,17 @@ fn resume_keeps_the_schedule() {
         (&["--lr-schedule", "cosine", "--min-lr-rate", "0.2"], "with --min-lr-rate 0.1"),
         (&["--max-grad-norm", "1"], "with --max-grad-norm 0.3"),
     ] {
-        home.is_refused("run", more, &[words, "can only be resumed with the same"]);
+        home.is_rejected("run", more, &[words, "can only be resumed with the same"]);
     }
     home.killed("plain");
-    home.is_refused("plain", &["--max-grad-norm", "1"], &["without --max-grad-norm"]);
+    home.is_rejected("plain", &["--max-grad-norm", "1"], &["without --max-grad-norm"]);
 
     let run_json = home.at("run").join("run.json");
     let other = fs::read_to_string(&run_json)
         .unwrap()
         .replace("\"warmup_steps\": 2", "\"warmup_steps\": 1");
     fs::write(&run_json, other).unwrap();
-    home.is_refused("run", &[], &["run.json is damaged"]);
+    home.is_rejected("run", &[], &["run.json is damaged"]);
 }
 
 #[test]
@@ -62,17 +63,17 @@ fn run_starts_from_model_of_another() {
     let next = home.numbers("whole", "loss")[0];
     assert!(next < last, "{next} is not below {last}");
 
-    // It is resumed with the same model, wherever that is now, and with no other.
+    // The run resumes only with the same model, which may have moved.
     home.remove_model("whole");
     fs::rename(&model, home.at("moved")).unwrap();
     let moved = home.path("moved");
-    home.is_refused("whole", &[], &["is not a folder", "hint: "]);
+    home.is_rejected("whole", &[], &["is not a folder", "hint: "]);
     let other = crate::support::golden("llama");
-    home.is_refused("whole", &["--model", &other], &["is not the model that"]);
+    home.is_rejected("whole", &["--model", &other], &["is not the model that"]);
     let resumed = home.resume("whole", &["--model", &moved]);
     assert!(resumed.status.success(), "{}", said(&resumed));
     home.killed("new");
-    home.is_refused("new", &["--model", &moved], &["without --model"]);
+    home.is_rejected("new", &["--model", &moved], &["without --model"]);
 }
 
 #[test]
@@ -80,7 +81,7 @@ fn large_gradients_are_clipped() {
     let home = Home::new();
     let short = ["--steps", "3"];
     home.train("plain", &short);
-    // Above every norm, and below.
+    // A limit above every norm changes nothing.
     home.train("loose", &[&short[..], &["--max-grad-norm", "1e9"]].concat());
     assert!(home.model("loose") == home.model("plain"));
     home.train("tight", &[&short[..], &["--max-grad-norm", "1e-9"]].concat());
@@ -108,6 +109,6 @@ fn invalid_schedules_are_rejected() {
             &["--optimizer-in-backward cannot be used with --max-grad-norm 2"],
         ),
     ] {
-        refuses(&[&["train"][..], args].concat(), words);
+        rejects(&[&["train"][..], args].concat(), words);
     }
 }

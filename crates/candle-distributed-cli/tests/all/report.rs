@@ -1,4 +1,4 @@
-//! The page of `report`: what is on it, whether it is well-formed, and what a browser makes of it.
+//! The page of `report`: its content, well-formed HTML, and rendering in a browser.
 
 use std::{
     env, fs,
@@ -7,13 +7,12 @@ use std::{
     process::Command,
 };
 
-use crate::support::{file, refuses, text};
+use crate::support::{file, rejects, text};
 
 const SECTIONS: [&str; 7] =
     ["summary", "settings", "sample", "training", "plan", "batches", "coverage"];
 
-/// A run of a few steps on this text, in a folder `run` beside it; the folder of both lives as long
-/// as it.
+/// Trains a few steps on this text, in the folder `run` of a temporary folder.
 fn run_on(text_to_learn: &str) -> (tempfile::TempDir, PathBuf) {
     let (dir, data) = file("text <&>.txt", text_to_learn);
     let run = dir.path().join("run");
@@ -24,20 +23,21 @@ fn run_on(text_to_learn: &str) -> (tempfile::TempDir, PathBuf) {
 
 const TEXT: &str = "to be or not to be, that is the question.\n\nshort\n\n";
 
-/// The page about a run.
+/// Writes and reads the page about a run.
 fn page(run: &Path) -> String {
     let said = text(&["report", run.to_str().unwrap()]);
     assert!(said.trim_end().ends_with("report.html"), "{said}");
     fs::read_to_string(run.join("report.html")).unwrap()
 }
 
-/// The body of a page about a run.
+/// Checks a page about one run, and returns its body.
 fn checked(page: &str) -> &str {
-    of_sections(page, &SECTIONS)
+    checked_sections(page, &SECTIONS)
 }
 
-/// The body of a page of these sections: all tags are closed, and it needs nothing from elsewhere.
-fn of_sections<'a>(page: &'a str, sections: &[&str]) -> &'a str {
+/// Checks that a page has these sections, well-formed and without external resources, and returns
+/// its body.
+fn checked_sections<'a>(page: &'a str, sections: &[&str]) -> &'a str {
     assert!(
         page.starts_with("<!DOCTYPE html>") && !page.contains("http") && !page.contains("<script"),
         "{page}"
@@ -72,7 +72,7 @@ fn page_covers_the_whole_run() {
         assert!(body.contains(words), "no {words:?} in {body}");
     }
     assert_eq!(body.contains("Peak memory of the process: "), cfg!(target_os = "linux"));
-    // The same arguments write the same page.
+    // Equal arguments write equal pages.
     assert_eq!(self::page(&run), page);
     let curve = fs::read_to_string(run.join("loss.svg")).unwrap();
     assert!(roxmltree::Document::parse(&curve).is_ok() && curve.contains("tokens/s"), "{curve}");
@@ -90,7 +90,7 @@ fn missing_data_is_noted() {
     fs::remove_file(&data).unwrap();
     assert!(checked(&page(&run)).contains("can no longer be read"));
 
-    // A run that was killed before its first step.
+    // Simulates a run killed before its first step.
     fs::remove_dir_all(run.join("model")).unwrap();
     fs::remove_file(run.join("metrics.jsonl")).unwrap();
     let begun = page(&run);
@@ -106,8 +106,8 @@ fn out_option_moves_the_page() {
     text(&["report", run.to_str().unwrap(), "--out", out.to_str().unwrap()]);
     checked(&fs::read_to_string(out).unwrap());
     assert!(!run.join("report.html").exists());
-    refuses(&["report", dir.path().to_str().unwrap()], &["does not hold a run", "hint: ", "train"]);
-    refuses(&["report"], &["RUN_DIR"]);
+    rejects(&["report", dir.path().to_str().unwrap()], &["does not hold a run", "hint: ", "train"]);
+    rejects(&["report"], &["RUN_DIR"]);
 }
 
 #[test]
@@ -122,17 +122,17 @@ fn several_runs_are_compared() {
     let said = text(&["report", run.to_str().unwrap(), other.to_str().unwrap()]);
     assert!(said.trim_end().ends_with("comparison.html"), "{said}");
     let page = fs::read_to_string(run.join("comparison.html")).unwrap();
-    let body = of_sections(&page, &["summary", "settings", "training", "sample"]);
+    let body = checked_sections(&page, &["summary", "settings", "training", "sample"]);
     assert_eq!(n_pictures(body), 1);
     for words in ["3 of 3", "2 of 2", "sharded by full", "to be &lt;or&gt;\n\\u{1b}[2J not"] {
         assert!(body.contains(words), "no {words:?} in {body}");
     }
     assert!(!body.contains("fingerprint"), "the text is the same: {body}");
 
-    // A page about one run shows what its model wrote.
-    let alone = self::page(&other);
-    assert!(checked(&alone).contains("Generated text"));
-    refuses(&["report", "a", "b", "c", "d", "e"], &["RUN_DIR"]);
+    // A page about one run shows the generated text.
+    let single = self::page(&other);
+    assert!(checked(&single).contains("Generated text"));
+    rejects(&["report", "a", "b", "c", "d", "e"], &["RUN_DIR"]);
 }
 
 #[test]
@@ -148,7 +148,7 @@ fn curve_covers_resumed_steps() {
     assert!(checked(&page(&run)).contains("2 devices from step 3 on"));
 }
 
-/// A Chromium, if there is one.
+/// Finds a Chromium, if one is installed.
 fn chromium() -> Option<String> {
     let named = env::var("CHROMIUM").ok();
     let known = ["chromium", "chromium-browser", "google-chrome"].map(String::from);
@@ -157,8 +157,8 @@ fn chromium() -> Option<String> {
     })
 }
 
-/// What a browser shows of a page, of which its console must have no complaints: the width in
-/// pixels, and the pixels.
+/// Renders a page in a browser with this width and color scheme, and returns the pixels. Checks
+/// that the console of the browser is empty.
 fn screenshot(chromium: &str, page: &Path, (width, scheme): (u32, &str)) -> Vec<u8> {
     let folder = page.parent().unwrap();
     let png = folder.join(format!("{width}-{scheme}.png"));
@@ -195,7 +195,7 @@ fn screenshot(chromium: &str, page: &Path, (width, scheme): (u32, &str)) -> Vec<
 #[test]
 fn browser_renders_light_and_dark() {
     let Some(chromium) = chromium() else {
-        println!("SKIPPED: there is no Chromium; the variable CHROMIUM may name one");
+        println!("SKIPPED: Chromium not found; the variable CHROMIUM may name it");
         return;
     };
     let (_dir, run) = run_on(&TEXT.repeat(200));

@@ -1,15 +1,15 @@
-//! The folder of a run: what may be resumed, what is refused, and what damage does to it.
+//! The folder of a run: resuming, rejected folders, and damage.
 
 use std::{fs, path::Path, process::Stdio};
 
 use crate::support::{
-    SMALL, as_given, command, refuses,
+    SMALL, as_given, command, rejects,
     run::{Home, STEPS, contents, copy, replace, said},
     text,
 };
 
-/// What befalls the model of a run.
-type Damage = fn(&Path);
+/// A function that damages a run, given the path of its model.
+type DamageFn = fn(&Path);
 
 #[test]
 fn damaged_results_are_not_complete() {
@@ -22,11 +22,11 @@ fn damaged_results_are_not_complete() {
     for (name, junk) in [("junk", "junk"), ("empty", "")] {
         fs::create_dir(home.at(name)).unwrap();
         fs::write(home.at(name).join("model"), junk).unwrap();
-        home.is_refused(name, &[], &["holds model, but no run.json", "hint: "]);
+        home.is_rejected(name, &[], &["holds model, but no run.json", "hint: "]);
     }
 
-    // What is there beside a run is no model of it, and the last steps are made again.
-    let damage: [(&str, Damage); 6] = [
+    // A damaged model does not count, and the last steps run again.
+    let damage: [(&str, DamageFn); 6] = [
         ("an empty file", |model| fs::write(model, "").unwrap()),
         ("a file", |model| {
             fs::remove_dir_all(model.parent().unwrap()).unwrap();
@@ -56,8 +56,8 @@ fn damaged_results_are_not_complete() {
         copy(&home.at("run"), &home.at(what));
         damage(&home.at(what).join("model/model.safetensors"));
         if home.at(what).join("model").is_file() {
-            // It is not this program's to remove.
-            home.is_refused(what, &[], &["model is not a folder"]);
+            // The program does not remove a file that it did not write.
+            home.is_rejected(what, &[], &["model is not a folder"]);
             continue;
         }
         let resumed = home.resume(what, &[]);
@@ -83,17 +83,21 @@ fn foreign_checkpoint_is_never_loaded() {
         copy(&home.at(name).join("checkpoints").join(step), &checkpoints.join(step));
         copy(&home.at(&mixed), &home.at("alone"));
 
-        // There is one of this run: the other is passed over, and said.
+        // With an own checkpoint, the foreign one is skipped with a warning.
         let resumed = home.resume(&mixed, &[]);
         assert!(resumed.status.success(), "{name}: {}", said(&resumed));
         assert!(said(&resumed).contains(step), "{}", said(&resumed));
         assert!(said(&resumed).contains("this is a checkpoint of run"), "{}", said(&resumed));
         assert!(home.model(&mixed) == home.model("whole"));
 
-        // There is none.
+        // Without an own checkpoint, resuming fails.
         let own = home.at("alone").join("checkpoints/step-0000000004");
         fs::remove_dir_all(own).unwrap();
-        home.is_refused("alone", &[], &["this is a checkpoint of run", "hint: ", "another folder"]);
+        home.is_rejected(
+            "alone",
+            &[],
+            &["this is a checkpoint of run", "hint: ", "another folder"],
+        );
         fs::remove_dir_all(home.at("alone")).unwrap();
     }
 }
@@ -130,16 +134,16 @@ fn running_run_is_locked() {
     while steps() == 0 {
         std::thread::yield_now();
     }
-    refuses(&args, &["is being trained by process", &first.id().to_string(), "hint: "]);
+    rejects(&args, &["is being trained by process", &first.id().to_string(), "hint: "]);
     let before = steps();
     while steps() <= before {
         std::thread::yield_now();
     }
-    // The lock does not outlive its holder.
+    // The lock ends with its process.
     first.kill().unwrap();
     first.wait().unwrap();
     assert!(steps() > before);
-    home.is_refused("run", &["--steps", "9"], &["--steps 100000"]);
+    home.is_rejected("run", &["--steps", "9"], &["--steps 100000"]);
 }
 
 #[test]
@@ -162,7 +166,7 @@ fn one_of_three_concurrent_starts_trains() {
             _ => panic!("{said}"),
         }
     }
-    // One that comes when the first has ended finds the run complete.
+    // A process that starts after the first has ended finds a complete run.
     assert!(ended.iter().any(|process| process.status.success()));
     home.train("alone", &["--steps", STEPS]);
     assert!(home.model("run") == home.model("alone"));
@@ -184,8 +188,8 @@ fn two_signals_still_save_a_checkpoint() {
     while fs::read(&metrics).map_or(0, |metrics| metrics.len()) == 0 {
         std::thread::yield_now();
     }
-    // While it is held still, two signals gather that it then gets at once. They differ, since the
-    // system makes one of two that are the same.
+    // Two signals are pending while the process is stopped, and arrive together. They differ, since
+    // the system merges equal pending signals.
     for signal in ["-STOP", "-TERM", "-HUP", "-CONT"] {
         let mut kill = std::process::Command::new("kill");
         assert!(kill.args([signal, &train.id().to_string()]).status().unwrap().success());
@@ -203,9 +207,9 @@ fn run_without_settings_is_rejected() {
     home.killed("run");
     fs::remove_file(home.at("run").join("run.json")).unwrap();
     let data = home.path("text.txt");
-    home.is_refused("run", &[], &["this is a checkpoint of run"]);
+    home.is_rejected("run", &[], &["this is a checkpoint of run"]);
     let same = [&["--data", &data, "--steps", STEPS][..], &SMALL].concat();
-    home.is_refused("run", &same, &["but no run.json", "hint: "]);
+    home.is_rejected("run", &same, &["but no run.json", "hint: "]);
 }
 
 #[test]
@@ -214,10 +218,10 @@ fn failed_start_leaves_no_files() {
     let data = home.path("text.txt");
     let out = home.path("run");
     let train = ["train", "--data", &data, "--steps", "1", "--out", &out];
-    refuses(&[&train[..], &["--memory-limit", "10MiB"]].concat(), &["10.00 MiB", "--memory-limit"]);
+    rejects(&[&train[..], &["--memory-limit", "10MiB"]].concat(), &["10.00 MiB", "--memory-limit"]);
     for device in ["cuda", "metal"] {
         let limited = ["--device", device, "--memory-limit", "4GiB"];
-        refuses(&[&train[..], &limited].concat(), &["--memory-limit is for --device cpu"]);
+        rejects(&[&train[..], &limited].concat(), &["--memory-limit is for --device cpu"]);
     }
     assert!(!home.at("run").exists());
 
@@ -242,7 +246,7 @@ fn memory_limit_is_checked_early() {
     let home = Home::new();
     let (data, out) = (home.path("text.txt"), home.path("run"));
     let train = ["train", "--data", &data, "--steps", "1", "--context", "384", "--out", &out];
-    refuses(
+    rejects(
         &[&train[..], &["--world-size", "1000", "--memory-limit", "1GiB"]].concat(),
         &["would take about", "GiB", "1.00 GiB", "--memory-limit", "hint: --strategy full"],
     );
@@ -288,12 +292,12 @@ fn run_files_must_be_regular_files() {
         copy(&home.at("run"), &home.at(&endless));
         fs::remove_file(home.at(&endless).join(name)).unwrap();
         std::os::unix::fs::symlink("/dev/zero", home.at(&endless).join(name)).unwrap();
-        refuses(&["report", &home.path(&endless)], &[name, "is not a file"]);
+        rejects(&["report", &home.path(&endless)], &[name, "is not a file"]);
         home.resume(&endless, &[]);
         let piped = home.at(&endless).join(name);
         fs::remove_file(&piped).unwrap();
         assert!(std::process::Command::new("mkfifo").arg(&piped).status().unwrap().success());
-        refuses(&["report", &home.path(&endless)], &[name, "is not a file"]);
+        rejects(&["report", &home.path(&endless)], &[name, "is not a file"]);
     }
 }
 
@@ -310,11 +314,11 @@ fn damaged_metrics_are_reported_and_kept() {
     let damaged = fs::read(&metrics).unwrap();
     let resumed = home.resume("run", &[]);
     assert!(resumed.status.success());
-    let beside = home.at("run").join("metrics.damaged-0001.jsonl");
-    assert_eq!(fs::read(&beside).unwrap(), damaged);
+    let backup = home.at("run").join("metrics.damaged-0001.jsonl");
+    assert_eq!(fs::read(&backup).unwrap(), damaged);
     for words in [
         "warning: ",
-        "has damage in line 3; the whole file is kept as",
+        "has damage in line 3; the whole file is backed up as",
         "lacks the metrics of step 3\n",
     ] {
         assert!(said(&resumed).contains(words), "{}", said(&resumed));
@@ -337,31 +341,31 @@ fn metrics_without_checkpoint_are_kept() {
         home.complete("whole");
         home.model("whole")
     };
-    for beside in ["metrics.unsaved-0001.jsonl", "metrics.unsaved-0002.jsonl"] {
+    for backup in ["metrics.unsaved-0001.jsonl", "metrics.unsaved-0002.jsonl"] {
         fs::remove_dir_all(home.at("run").join("checkpoints")).unwrap();
         let before = fs::read(home.at("run").join("metrics.jsonl")).unwrap();
         let resumed = home.resume("run", &[]);
         assert!(resumed.status.success(), "{}", said(&resumed));
         let checkpoints = home.path("run/checkpoints");
-        for words in ["warning: ", "ends with step 12", &checkpoints, "starts anew", beside] {
+        for words in ["warning: ", "ends with step 12", &checkpoints, "starts anew", backup] {
             assert!(said(&resumed).contains(words), "no {words:?} in {}", said(&resumed));
         }
-        assert_eq!(fs::read(home.at("run").join(beside)).unwrap(), before);
+        assert_eq!(fs::read(home.at("run").join(backup)).unwrap(), before);
         assert!(home.model("run") == model);
         fs::remove_dir_all(home.at("run").join("model")).unwrap();
     }
     assert_eq!(fs::read(home.at("run").join("metrics.unsaved-0001.jsonl")).unwrap(), whole);
-    // A model that does not complete the run is kept too.
+    // A model that does not complete the run is backed up too.
     copy(&home.at("whole"), &home.at("other"));
     fs::remove_dir_all(home.at("other").join("checkpoints")).unwrap();
     fs::write(home.at("other").join("model/model.safetensors"), "a model").unwrap();
     let resumed = home.resume("other", &[]);
-    let beside = home.at("other").join("model.unsaved-0001/model.safetensors");
+    let backup = home.at("other").join("model.unsaved-0001/model.safetensors");
     assert!(said(&resumed).contains(&home.path("other/model.unsaved-0001")), "{}", said(&resumed));
-    assert_eq!(fs::read(beside).unwrap(), b"a model");
+    assert_eq!(fs::read(backup).unwrap(), b"a model");
     assert!(home.model("other") == model);
 
-    // With a checkpoint nothing is set aside.
+    // With a checkpoint, nothing is backed up.
     assert!(home.resume("run", &[]).status.success());
     assert!(!home.at("run").join("metrics.unsaved-0003.jsonl").exists());
 }
@@ -407,11 +411,11 @@ fn unreadable_checkpoint_fails_with_hint() {
     let newest = home.at("run").join("checkpoints/step-0000000008");
     let index = newest.join("index.json");
     fs::remove_file(&index).unwrap();
-    // Nobody, not even root, gets through a link to itself.
+    // Even root cannot follow a link to itself.
     std::os::unix::fs::symlink("index.json", &index).unwrap();
-    let refused = home.resume("run", &[]);
-    assert_eq!(refused.status.code(), Some(1));
-    assert!(said(&refused).contains("move its folder away"), "{}", said(&refused));
+    let rejected = home.resume("run", &[]);
+    assert_eq!(rejected.status.code(), Some(1));
+    assert!(said(&rejected).contains("move its folder away"), "{}", said(&rejected));
 
     fs::rename(&newest, home.at("away")).unwrap();
     let resumed = home.resume("run", &[]);
@@ -450,6 +454,6 @@ fn too_many_devices_cause_warning() {
 
 #[test]
 fn deadline_must_be_positive() {
-    refuses(&["mesh", "--deadline", "0"], &["--deadline", "0"]);
+    rejects(&["mesh", "--deadline", "0"], &["--deadline", "0"]);
     text(&["mesh", "--deadline", "60", "--bytes", "1", "--repetitions", "1"]);
 }

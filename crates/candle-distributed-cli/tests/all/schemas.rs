@@ -1,5 +1,4 @@
-//! `docs/schemas` describe what the program writes and reads: its real outputs hold, damaged ones
-//! do not.
+//! The schemas in `docs/schemas` accept real outputs of the program, and reject damaged outputs.
 
 use std::{
     collections::BTreeSet,
@@ -17,13 +16,13 @@ use candle_distributed::{
 use jsonschema::Validator;
 use serde_json::{Value, json};
 
-use crate::support::{file, finetune::Model, golden, json, run, text, words};
+use crate::support::{file, finetune::ModelHome, golden, json, run, text, words};
 
-/// A schema, and what the program really writes of its form.
-struct Form {
+/// A schema with real documents of the program.
+struct SchemaExamples {
     name: &'static str,
     documents: Vec<Value>,
-    /// Where anything may stand, as JSON pointers.
+    /// JSON pointers of values without constraints.
     free: &'static [&'static str],
 }
 
@@ -39,8 +38,7 @@ fn schema(name: &str) -> Value {
     read(&folder().join(format!("schemas/{name}.schema.json")))
 }
 
-/// The schema with no room for fields that it does not name. Outputs may grow, but not without
-/// their schema.
+/// Closes a schema against unknown fields. New fields of outputs must be added to their schema.
 fn closed(mut schema: Value) -> Value {
     visit(&mut schema, &mut |object| {
         if object.contains_key("properties") {
@@ -53,8 +51,7 @@ fn closed(mut schema: Value) -> Value {
 fn visit(value: &mut Value, change: &mut impl FnMut(&mut serde_json::Map<String, Value>)) {
     match value {
         Value::Object(object) => {
-            // A field of the name `properties` would be described within another `properties`;
-            // there is none.
+            // No schema describes a field named `properties`, so this key is always a keyword.
             change(object);
             object.values_mut().for_each(|value| visit(value, change));
         }
@@ -67,17 +64,17 @@ fn validator(schema: &Value) -> Validator {
     jsonschema::draft202012::new(schema).unwrap()
 }
 
-/// Every form, with outputs that have all of its fields between them.
-fn forms() -> Vec<Form> {
+/// Returns examples for every schema, which cover all fields.
+fn forms() -> Vec<SchemaExamples> {
     let dir = tempfile::tempdir().unwrap();
     let mut forms =
-        vec![samples(dir.path()), batches(), batch_states(dir.path()), written(), mesh()];
+        vec![samples(dir.path()), batches(), batch_states(dir.path()), generated(), mesh()];
     forms.extend(plans(dir.path()));
-    forms.extend(run_of(dir.path()));
+    forms.extend(run_files(dir.path()));
     forms
 }
 
-fn samples(dir: &Path) -> Form {
+fn samples(dir: &Path) -> SchemaExamples {
     let world = ["sample", "--len", "11", "--world-size", "4"];
     let states = dir.join("states");
     fs::create_dir(&states).unwrap();
@@ -88,18 +85,19 @@ fn samples(dir: &Path) -> Form {
         json(&words("sample --len 11 --world-size 4 --tail drop --order sequential --locate 10")),
         json(&["sample", "--mix", "9:1,5:2", "--count", "5"]),
     ];
-    Form { name: "sample", documents, free: &[] }
+    SchemaExamples { name: "sample", documents, free: &[] }
 }
 
-fn batches() -> Form {
+fn batches() -> SchemaExamples {
     let (_dir, lengths) = file("lengths.txt", "12 80 15 70 9");
     let batch = |more: &[&str]| json(&[&["batch", "--lengths", &lengths], more].concat());
     let ranks = ["--strategy", "sorted", "--max-tokens", "100", "--world-size", "2", "--rank", "1"];
     let lines = |more: &[&str]| {
         text(&[&["batch", "--lengths", &lengths, "--format", "jsonl"], more].concat())
     };
-    let [alone, of_rank] = [lines(&["--strategy", "pack", "--capacity", "100"]), lines(&ranks)];
-    let lines = alone.lines().chain(of_rank.lines());
+    let all_lines = lines(&["--strategy", "pack", "--capacity", "100"]);
+    let rank_lines = lines(&ranks);
+    let lines = all_lines.lines().chain(rank_lines.lines());
     let mut documents = vec![
         batch(&["--strategy", "bucket", "--max-tokens", "160"]),
         batch(&["--strategy", "pack", "--capacity", "100"]),
@@ -109,27 +107,27 @@ fn batches() -> Form {
         )),
     ];
     documents.extend(lines.map(|line| serde_json::from_str::<Value>(line).unwrap()));
-    Form { name: "batch", documents, free: &[] }
+    SchemaExamples { name: "batch", documents, free: &[] }
 }
 
-fn mesh() -> Form {
+fn mesh() -> SchemaExamples {
     let documents =
         vec![json(&words("mesh --axis data=2 --axis model=2 --bytes 64 --repetitions 1"))];
-    Form {
+    SchemaExamples {
         name: "mesh",
         documents,
         free: &["/threads/CANDLE_NUM_THREADS", "/threads/RAYON_NUM_THREADS"],
     }
 }
 
-fn written() -> Form {
+fn generated() -> SchemaExamples {
     let llama = golden("llama");
     let generate = |more: &[&str]| json(&[&["generate", &llama], more].concat());
     let documents = vec![
         generate(&["--prompt", "When the fog came in", "--max-tokens", "3"]),
         generate(&["--prompt", "", "--max-tokens", "400", "--ignore-eos"]),
     ];
-    Form { name: "generate", documents, free: &[] }
+    SchemaExamples { name: "generate", documents, free: &[] }
 }
 
 const MANIFEST: &str = r#"{
@@ -149,9 +147,11 @@ const RULES: &str = r#"{"rules": [
     {"pattern": "*", "choice": "layer_wise"}
 ], "default": {"full": "dim0"}}"#;
 
-fn plans(dir: &Path) -> [Form; 4] {
+fn plans(dir: &Path) -> [SchemaExamples; 4] {
     let at = |name: &str| dir.join(name).to_str().unwrap().to_owned();
-    let (model, rules, old) = (at("model.json"), at("rules.json"), at("old.json"));
+    let model = at("model.json");
+    let rules = at("rules.json");
+    let old = at("old.json");
     fs::write(&model, MANIFEST).unwrap();
     fs::write(&rules, RULES).unwrap();
     let plan = |more: &[&str]| json(&[&["plan", &model], more].concat());
@@ -179,11 +179,15 @@ fn plans(dir: &Path) -> [Form; 4] {
     .unwrap();
     differences.push(against(&plans[0]));
     [
-        Form { name: "plan", documents: plans, free: &[] },
-        // It describes parameters in the same words.
-        Form { name: "plan-diff", documents: differences, free: &[] },
-        Form { name: "rules", documents: vec![serde_json::from_str(RULES).unwrap()], free: &[] },
-        Form {
+        SchemaExamples { name: "plan", documents: plans, free: &[] },
+        // Differences describe parameters in the same format.
+        SchemaExamples { name: "plan-diff", documents: differences, free: &[] },
+        SchemaExamples {
+            name: "rules",
+            documents: vec![serde_json::from_str(RULES).unwrap()],
+            free: &[],
+        },
+        SchemaExamples {
             name: "manifest",
             documents: vec![serde_json::from_str(MANIFEST).unwrap()],
             free: &[
@@ -196,7 +200,7 @@ fn plans(dir: &Path) -> [Form; 4] {
     ]
 }
 
-/// A resized plan, which remembers what each rank kept; only a Rust program makes one.
+/// Returns a resized plan with the parts that each rank kept. Only the Rust API makes such plans.
 fn resized() -> Value {
     let parameters = [ParameterInfo::new("fc.weight", [12, 4], ElemType::F32).unwrap()];
     let four = Full::new(Layout::RowRagged { rows: 1 })
@@ -205,8 +209,8 @@ fn resized() -> Value {
     serde_json::to_value(four.resized(WorldSize::new(3).unwrap()).unwrap()).unwrap()
 }
 
-/// States of the batches of a rank.
-fn batch_states(dir: &Path) -> Form {
+/// Returns states of batches.
+fn batch_states(dir: &Path) -> SchemaExamples {
     let (_dir, lengths) = file("lengths.txt", "12 80 15 70 9");
     let state = dir.join("batches.json").to_str().unwrap().to_owned();
     let batch = |more: &[&str]| {
@@ -216,12 +220,12 @@ fn batch_states(dir: &Path) -> Form {
         read(Path::new(&state))
     };
     let documents = vec![batch(&["sorted"]), batch(&["dynamic", "--shuffle", "--epoch", "7"])];
-    Form { name: "batch-state", documents, free: &[] }
+    SchemaExamples { name: "batch-state", documents, free: &[] }
 }
 
-/// The settings of runs that fine-tune, and what their validations have found.
+/// Returns the settings of fine-tuning runs, and the results of validations.
 fn finetuned(dir: &Path) -> (Vec<Value>, Vec<Value>) {
-    let model = Model::new();
+    let model = ModelHome::new();
     let train = |out: &Path, more: &[&str]| {
         let out_name = out.to_str().unwrap();
         model.train(out_name, &[&["--steps", "2", "--validation", "0.4"], more].concat());
@@ -251,10 +255,12 @@ fn finetuned(dir: &Path) -> (Vec<Value>, Vec<Value>) {
     (settings, found.lines().map(|line| serde_json::from_str(line).unwrap()).collect())
 }
 
-/// The files that are written: states of samplers, and the folder of a run.
-fn run_of(dir: &Path) -> [Form; 5] {
+/// Returns examples of written files: states of samplers, and the folder of a run.
+fn run_files(dir: &Path) -> [SchemaExamples; 5] {
     let at = |name: &str| dir.join(name).to_str().unwrap().to_owned();
-    let (state, data, out) = (at("state.json"), at("text.txt"), at("run"));
+    let state = at("state.json");
+    let data = at("text.txt");
+    let out = at("run");
     let sample = |more: &[&str]| {
         text(&[&["sample", "--len", "100", "--count", "2", "--save-state", &state], more].concat());
         read(Path::new(&state))
@@ -282,30 +288,31 @@ fn run_of(dir: &Path) -> [Form; 5] {
         .filter(|index| index.exists())
         .collect();
     checkpoints.sort();
-    let mut of_own_text = read(&run.join("run.json"));
-    of_own_text["data"] = Value::Null;
-    of_own_text["allow_non_finite"] = true.into();
-    of_own_text["sessions"][0]["sharding"]["optimizer_in_backward"] = true.into();
+    let mut without_data = read(&run.join("run.json"));
+    without_data["data"] = Value::Null;
+    without_data["allow_non_finite"] = true.into();
+    without_data["sessions"][0]["sharding"]["optimizer_in_backward"] = true.into();
     let (mut runs, validations) = finetuned(dir);
-    runs.extend([read(&run.join("run.json")), of_own_text]);
+    runs.extend([read(&run.join("run.json")), without_data]);
     let indices: Vec<_> = checkpoints.iter().map(|path| read(path)).collect();
     [
-        Form { name: "sampler-state", documents: states, free: &[] },
-        Form { name: "run", documents: runs, free: &["/finetune/config"] },
-        Form { name: "validation", documents: validations, free: &[] },
-        Form {
+        SchemaExamples { name: "sampler-state", documents: states, free: &[] },
+        SchemaExamples { name: "run", documents: runs, free: &["/finetune/config"] },
+        SchemaExamples { name: "validation", documents: validations, free: &[] },
+        SchemaExamples {
             name: "metrics",
             documents: metrics.lines().map(|line| serde_json::from_str(line).unwrap()).collect(),
             free: &[],
         },
-        Form { name: "checkpoint-index", documents: indices, free: &["/state"] },
+        SchemaExamples { name: "checkpoint-index", documents: indices, free: &["/state"] },
     ]
 }
 
 #[test]
 fn outputs_match_their_schemas() {
-    for Form { name, documents, .. } in forms() {
-        let (open, closed) = (validator(&schema(name)), validator(&closed(schema(name))));
+    for SchemaExamples { name, documents, .. } in forms() {
+        let open = validator(&schema(name));
+        let closed = validator(&closed(schema(name)));
         assert!(!documents.is_empty(), "{name}");
         for document in documents {
             for (validator, kind) in [(&open, "open"), (&closed, "closed")] {
@@ -319,7 +326,7 @@ fn outputs_match_their_schemas() {
 
 #[test]
 fn every_schema_field_has_an_example() {
-    for Form { name, documents, .. } in forms() {
+    for SchemaExamples { name, documents, .. } in forms() {
         let mut written = BTreeSet::new();
         for mut document in documents {
             visit(&mut document, &mut |object| written.extend(object.keys().cloned()));
@@ -339,14 +346,12 @@ fn every_schema_field_has_an_example() {
 
 #[test]
 fn damaged_outputs_fail_validation() {
-    for Form { name, documents, free } in forms() {
-        let (schema, closed) = (schema(name), closed(schema(name)));
-        let (open, closed) = (validator(&schema), validator(&closed));
-        let is_free = |place: &str| {
-            free.iter().any(|free| place == *free || place.starts_with(&format!("{free}/")))
-        };
+    for SchemaExamples { name, documents, free } in forms() {
+        let schema = schema(name);
+        let open = validator(&schema);
+        let closed = validator(&closed(schema.clone()));
         for document in documents {
-            for place in places(&document).iter().filter(|place| !is_free(place)) {
+            for place in places(&document).iter().filter(|place| !is_free(free, place)) {
                 let original = document.pointer(place).unwrap();
                 for damage in [
                     json!({ "no": "such thing" }),
@@ -355,7 +360,7 @@ fn damaged_outputs_fail_validation() {
                     json!(true),
                     json!("\u{1}"),
                 ] {
-                    // Of the same type it may be another value that is as good.
+                    // A value of the same type may be valid.
                     let same_type =
                         std::mem::discriminant(original) == std::mem::discriminant(&damage);
                     if same_type || (original.is_null() && !damage.is_object()) {
@@ -365,8 +370,8 @@ fn damaged_outputs_fail_validation() {
                     *damaged.pointer_mut(place).unwrap() = damage;
                     assert!(!open.is_valid(&damaged), "{name}{place}: accepted in {damaged}");
                 }
-                // An entry of a manifest may have any other field, as headers of safetensors files
-                // do; groups of variables may have any names.
+                // Entries of a manifest may have other fields, like headers of safetensors files,
+                // and groups of variables may have any names.
                 let any_field = name == "manifest" || place.ends_with("/learning_rates");
                 if original.is_object() && !any_field {
                     let mut longer = document.clone();
@@ -392,20 +397,25 @@ fn damaged_outputs_fail_validation() {
     }
 }
 
-/// Whether an object of this form always has the field.
+/// Returns true if a place is inside a value without constraints.
+fn is_free(free: &[&str], place: &str) -> bool {
+    free.iter().any(|free| place == *free || place.starts_with(&format!("{free}/")))
+}
+
+/// Returns true if the schema requires the field.
 fn is_required(schema: &Value, field: &str) -> bool {
     let alternatives = schema["anyOf"].as_array().map_or_else(Vec::new, Clone::clone);
-    let mut of_this = alternatives
+    let mut definitions = alternatives
         .iter()
         .map(|one| &schema["$defs"][&one["$ref"].as_str().unwrap()["#/$defs/".len()..]]);
     let requires = |schema: &Value| {
         schema["required"].as_array().is_some_and(|fields| fields.contains(&json!(field)))
     };
-    requires(schema) || of_this.any(requires)
+    requires(schema) || definitions.any(requires)
 }
 
-/// Where values stand in a document, as JSON pointers: all of its objects, the first and last items
-/// of its arrays.
+/// Returns JSON pointers to the values of a document: all fields of objects, and the first and last
+/// items of arrays.
 fn places(document: &Value) -> Vec<String> {
     let mut found = vec![String::new()];
     let mut add = |key: &str, value: &Value| {
@@ -429,9 +439,8 @@ fn places(document: &Value) -> Vec<String> {
 fn program_rejects_schema_violations() {
     let dir = tempfile::tempdir().unwrap();
     let at = |name: &str| dir.path().join(name).to_str().unwrap().to_owned();
-    let (model, rules) = (at("model.json"), at("rules.json"));
-    let plan_fails =
-        || run(&["plan", &model, "--world-size", "2", "--rules", &rules]).status.code() == Some(2);
+    let model = at("model.json");
+    let rules = at("rules.json");
     let agree = |name: &str, file: &str, good: &str, damaged: &[&str]| {
         let schema = validator(&schema(name));
         for (text, is_good) in
@@ -443,7 +452,8 @@ fn program_rejects_schema_violations() {
                 is_good,
                 "{name}: {text}"
             );
-            assert_eq!(plan_fails(), !is_good, "plan with {name} {text}");
+            let planned = run(&["plan", &model, "--world-size", "2", "--rules", &rules]);
+            assert_eq!(planned.status.code() == Some(2), !is_good, "plan with {name} {text}");
         }
         fs::write(file, good).unwrap();
     };
@@ -502,7 +512,7 @@ fn schemas_are_valid_and_documented() {
             {
                 assert!(
                     about["description"].is_string() || about["$ref"].is_string(),
-                    "{name}: what is {field}?"
+                    "{name}: {field} has no description"
                 );
             }
         });

@@ -1,12 +1,12 @@
-//! `train` with its model in parts: the losses of whole models, other sizes, resumed either way, and
-//! models that only fit in parts.
+//! `train` with a sharded model: losses as without sharding, model sizes, resuming, and models that
+//! fit only when sharded.
 
 use std::fs;
 
 use serde_json::Value;
 
 use crate::support::{
-    self, refuses, run,
+    self, rejects, run,
     run::{Home, STEPS, said},
     text,
 };
@@ -52,7 +52,7 @@ fn sharding_does_not_change_results() {
     }
 }
 
-/// Gradients of two copies are added in another order than those of four devices.
+/// Compares with a tolerance, since two copies add gradients in another order than four devices.
 #[test]
 fn replicas_learn_the_same() {
     let home = Home::new();
@@ -70,7 +70,7 @@ fn replicas_learn_the_same() {
     assert!(home.model("two") == home.model("two-in-bwd"));
     assert_eq!(run_json(&home, "two")["sessions"][0]["sharding"]["replicas"], 2);
 
-    // It is resumed on one copy, and one copy on it.
+    // Runs resume with another number of copies.
     for (name, more) in [("two", &["--strategy", "full"][..]), ("two-in-bwd", &copies)] {
         home.end_again(name, &[&["--world-size", "4"][..], more].concat());
         assert_eq!(home.losses(name).len(), home.losses("whole").len());
@@ -93,7 +93,7 @@ fn optimizer_in_backward_keeps_no_gradients() {
     let within = text(&[&train[..], &["--optimizer-in-backward"]].concat());
     assert_ne!(row(&after, "gradients ")[1], "0.00 B", "{after}");
     assert_eq!(row(&within, "gradients ")[1], "0.00 B", "{within}");
-    // Devices agree on each unit's gradients in the place of all at once.
+    // Devices agree on gradients once per unit instead of once per step.
     assert_ne!(row(&within, "all_gather")[2], row(&after, "all_gather")[2], "{within}");
 
     home.train("after", &["--steps", STEPS, "--strategy", "full"]);
@@ -129,7 +129,7 @@ fn runs_resume_with_other_sharding() {
         let sharded = |n: usize| sessions[n].get("sharding").is_some();
         assert_eq!((sharded(0), sharded(1)), (!first.is_empty(), !second.is_empty()), "{name}");
 
-        // On another number of devices, up to rounding.
+        // Another number of devices gives nearly equal losses.
         home.end_again(name, &[&["--world-size", "3"][..], first].concat());
         for (found, expected) in home.losses(name).iter().zip(home.losses("whole")) {
             assert!((found - expected).abs() < 1e-4, "{name}: {found} for {expected}");
@@ -171,16 +171,16 @@ fn size_options_set_model_sizes() {
     assert_eq!(shape("model.layers.2.self_attn.q_proj.weight"), [24, 24]);
     assert_eq!(shape("model.layers.2.mlp.up_proj.weight"), [66, 24]);
 
-    // The run knows its sizes, and is no run of others.
+    // The run keeps its sizes, and rejects others.
     home.end_again("small", &["--strategy", "full"]);
     assert!(home.model("small") == file);
-    home.is_refused(
+    home.is_rejected(
         "small",
         &["--hidden", "48"],
         &["--hidden 24", "only be resumed with the same"],
     );
-    home.is_refused("small", &["--n-layers", "2"], &["--n-layers 3"]);
-    home.is_refused("small", &["--context", "128"], &["--context 16"]);
+    home.is_rejected("small", &["--n-layers", "2"], &["--n-layers 3"]);
+    home.is_rejected("small", &["--context", "128"], &["--context 16"]);
 }
 
 #[test]
@@ -209,11 +209,11 @@ fn conflicting_options_are_rejected() {
         (&["--dry-run", "--out", "run"], &["--dry-run", "--out"]),
         (&["--dry-run", "--steps", "3"], &["--dry-run", "--steps"]),
     ] {
-        refuses(&[&["train"][..], args].concat(), words);
+        rejects(&[&["train"][..], args].concat(), words);
     }
 }
 
-/// The cells of the row of a table that begins with this name.
+/// Returns the cells of the table row that begins with this name.
 fn row<'a>(table: &'a str, name: &str) -> Vec<&'a str> {
     let row = table.lines().find(|line| line.trim_start().starts_with(name)).unwrap();
     let cells = row.trim().split("  ").map(str::trim).filter(|cell| !cell.is_empty());
@@ -228,13 +228,13 @@ fn dry_run_compares_and_writes_nothing() {
     let before = support::run::contents(&home.at(""));
     for keep in ["inputs", "graph", "gathered"] {
         let printed = text(&[&train[..], &["--strategy", "full", "--keep", keep]].concat());
-        // What is planned is what is counted: calls, and bytes.
+        // Predicted and counted calls and bytes are equal.
         let reduced = row(&printed, "reduce_scatter");
         assert_eq!((reduced[1], reduced[3]), (reduced[2], reduced[4]), "{printed}");
         assert_ne!(reduced[3], "0", "{printed}");
         let gathered = row(&printed, "all_gather");
         let number = |cell: &str| cell.replace(',', "").parse::<u64>().unwrap();
-        // Beside the plan: the loss, which parameters have a gradient, and their squares.
+        // Not in the plan: the loss, the set of parameters with a gradient, and gradient norms.
         assert_eq!(number(gathered[2]), number(gathered[1]) + 3, "{printed}");
         let more = number(gathered[4]) - number(gathered[3]);
         assert!((1..1000).contains(&more), "{printed}");
@@ -253,12 +253,12 @@ fn dry_run_compares_and_writes_nothing() {
 const LARGE: [&str; 8] =
     ["--n-layers", "8", "--hidden", "640", "--context", "32", "--max-tokens", "128"];
 
-/// What four devices in one process may take: more than they need of a model in parts, and less than
-/// they need if each has gradients of all of it.
+/// Memory limit of four devices in one process: enough for a sharded model, but not for four full
+/// sets of gradients.
 #[cfg(target_os = "linux")]
 const LIMIT_KIB: u32 = 1_400_000;
 
-/// Trains the large model on four devices in a process that may take no more memory than that.
+/// Trains the large model on four devices in a process with that limit.
 #[cfg(target_os = "linux")]
 fn train_limited(home: &Home, name: &str, more: &[&str]) -> std::process::Output {
     let limit = format!("ulimit -v {LIMIT_KIB}; exec \"$0\" \"$@\"");
@@ -272,15 +272,15 @@ fn train_limited(home: &Home, name: &str, more: &[&str]) -> std::process::Output
 #[test]
 fn sharding_trains_oversized_model() {
     let home = Home::new();
-    // It is refused before the first step, with both numbers and what to do.
-    let refused = train_limited(&home, "whole", &[]);
-    assert_eq!(refused.status.code(), Some(2), "{}", said(&refused));
+    // The run is rejected before the first step, with both sizes and a hint.
+    let rejected = train_limited(&home, "whole", &[]);
+    assert_eq!(rejected.status.code(), Some(2), "{}", said(&rejected));
     for words in ["would take about", "iB, but its address space", "hint: --strategy full"] {
-        assert!(said(&refused).contains(words), "{}", said(&refused));
+        assert!(said(&rejected).contains(words), "{}", said(&rejected));
     }
     assert!(!home.at("whole").exists());
 
-    // With that check off it dies.
+    // Without that check, the process runs out of memory.
     let killed = train_limited(&home, "killed", &["--memory-limit", "1TiB"]);
     assert!(!killed.status.success(), "{}", said(&killed));
     assert!(!home.at("killed").join("model").exists());

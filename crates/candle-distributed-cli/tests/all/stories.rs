@@ -1,4 +1,4 @@
-//! What the model of the program writes after it has read short stories: sentences of their grammar.
+//! The built-in model generates grammatical sentences after training on short stories.
 
 use std::env;
 
@@ -7,10 +7,10 @@ use crate::support::{as_given, run::said};
 #[path = "../../../finetune/src/text/stories.rs"]
 mod grammar;
 
-/// Set to the number of seeds to train with, each for about a minute with `--release`.
+/// The variable with the number of seeds to train with, about a minute each with `--release`.
 const SEEDS: &str = "STORY_SEEDS";
 
-/// The least part of the sentences that the grammar must have.
+/// Minimum fraction of grammatical sentences.
 const LEAST: f64 = 0.8;
 
 #[test]

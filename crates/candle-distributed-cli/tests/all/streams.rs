@@ -1,4 +1,4 @@
-//! Readers that go away, and places that are full.
+//! Closed pipes, full devices, and writes to files, links and streams.
 
 #[cfg(unix)]
 use std::os::unix::fs::{MetadataExt, PermissionsExt, chown, symlink};
@@ -15,8 +15,7 @@ use serde_json::Value;
 
 use crate::support::{command, file};
 
-/// Checks what becomes of everything that prints a result, but training, if it is printed to a
-/// place like this.
+/// Calls `check` with the arguments of every command that prints a result, except training.
 fn every_result(check: impl Fn(&[&str])) {
     let (dir, lengths) = file("lengths.txt", "12 80 15 70 9");
     let model = dir.path().join("model.json");
@@ -84,7 +83,7 @@ fn unwritable_messages_keep_exit_code() {
     }
 }
 
-/// Saves a state to this path, by the example of which every file is written.
+/// Saves a state to this path. All files are written in the same way.
 fn save(path: impl AsRef<Path>) -> (Option<i32>, String) {
     run_into(Stdio::null(), &saving(path.as_ref()))
 }
@@ -180,9 +179,9 @@ fn files_keep_their_owner() {
         let known = fs::metadata(&state).unwrap();
         (known.uid(), known.gid(), known.permissions().mode() & 0o7777)
     };
-    // Only root gives files away; for others the owner stays who it was.
+    // Only root can change the owner. For other users, the owner stays the same.
     drop(chown(&state, Some(12345), Some(54321)));
-    // The system takes this bit from a file that gets another owner.
+    // The system clears this bit when the owner changes.
     fs::set_permissions(&state, fs::Permissions::from_mode(0o4640)).unwrap();
     let before = owner();
     assert_eq!(save(&state).0, Some(0));

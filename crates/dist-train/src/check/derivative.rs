@@ -1,65 +1,66 @@
-//! How fast a loss changes along a direction: as its differences say, and as its gradients do.
+//! Slopes of a loss along a direction, by differences of the loss and by its gradients.
 //!
-//! The direction is cut into cells around the variables. Over each of them the difference of the
-//! loss is the integral of the gradient, for which the gradient in the middle stands. So what is
-//! compared has no error of first order, at any step size, and a kink of the loss is off in the one
-//! cell that it lies in, to either side. A gradient that is wrong is off in all cells alike. How
-//! much the cells scatter says how sure their mean is.
+//! The direction is divided into cells around the variables. Over a cell, the difference of the
+//! loss is the integral of the gradient, which is approximated by the gradient at the cell's
+//! middle. So the comparison has no first-order error for any step size. A kink of the loss
+//! disturbs only the cell that contains it, in either direction, but a wrong gradient is off in all
+//! cells alike. The scatter of the cells gives the uncertainty of their mean.
 //!
-//! Differences of the loss alone, however extrapolated, do not get there: in a network with ReLU
-//! thousands of kinks lie within any step that rounding allows. Of a transformer in double
-//! precision, two neighboring step sizes agreed to 1 % on a derivative that was twice the gradient;
-//! the mean over 17 cells was off by 1.5 ± 8 %.
+//! Differences of the loss alone fail even with extrapolation: in a network with ReLU, any step
+//! large enough for rounding contains thousands of kinks. For a transformer in double precision,
+//! two neighboring step sizes agreed to 1 % on a derivative twice as large as the gradient; the
+//! mean over 17 cells was off by 1.5 ± 8 %.
 
 use candle_core::{DType, Tensor};
 
-use super::{CHECKING, Checked, Part};
+use super::{CHECKING, Checked, CheckedPart};
 use crate::{
     error::{Doing, Result},
     gradient_report::Verdict,
 };
 
-/// How wide cells are, in units of the direction, at the least: narrow ones have few kinks, and
-/// even in these single precision leaves a loss four digits of its change.
+/// The minimum cell width, in units of the direction. Narrow cells contain few kinks, and this
+/// width still leaves four digits of a loss difference in single precision.
 const WIDTH: f64 = 1.0 / 256.0;
 
-/// How many cells there are at most on either side of the middle one. Of so many, the scatter is
+/// The maximum number of cells on either side of the middle cell. With this number, the scatter is
 /// known to a sixth.
 const SIDES: usize = 8;
 
-/// By how much a gradient may be off: rounding leaves less than a hundredth of this in single
-/// precision, an operation without backward mostly far more.
+/// The tolerated relative error of a gradient. Rounding in single precision causes less than a
+/// hundredth of it; an operation without a backward pass mostly causes far more.
 const TOLERANCE: f64 = 0.02;
 
-/// How much of its rounding a gradient adds up, of each of its items: what is tolerated in half
-/// precision besides.
+/// The number of roundings a gradient accumulates per item, tolerated in addition because of half
+/// precision.
 const ROUNDED: f64 = 8.0;
 
-/// By how many times its standard error a mean over all cells must be off to be wrong: one in ten
-/// thousand is by chance (Student's t of 16 degrees of freedom), of errors with long tails fewer.
+/// The number of standard errors by which the mean of all cells must be off to count as wrong: one
+/// in ten thousand is by chance (Student's t with 16 degrees of freedom), fewer for errors with
+/// long tails.
 const SURE: f64 = 5.0;
 
-/// Roundings that a loss is taken to have, besides those that its scatter shows.
+/// Roundings assumed for a loss, in addition to its observed scatter.
 const ROUNDINGS: f64 = 2.0;
 
-/// A derivative along a direction. By default nothing is moved, and nothing changes.
+/// A derivative along a direction. The default is for an empty direction, along which nothing
+/// changes.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Derivative {
-    /// By differences.
+    /// The derivative by differences of the loss.
     pub(super) expected: f64,
-    /// By the gradient.
+    /// The derivative by the gradient.
     pub(super) found: f64,
     /// The standard error of `expected`.
     scatter: f64,
-    /// How far `expected` may be off by the rounding of the loss.
+    /// The uncertainty of `expected` due to the rounding of the loss.
     rounding: f64,
-    /// How large one is that has the gradient's items with random signs: what a sum in which they
-    /// happen to cancel is compared with.
+    /// The typical size of the derivative if the signs of the gradient's items were random: a scale
+    /// for sums in which the items cancel by chance.
     typical: f64,
-    /// By what part of its size it may be off.
+    /// The tolerated relative error.
     tolerance: f64,
-    /// Whether there are as many cells as there can be: that a gradient is wrong is believed only
-    /// then.
+    /// Whether the maximum number of cells was evaluated; only then is a gradient judged wrong.
     is_final: bool,
 }
 
@@ -70,7 +71,7 @@ impl Derivative {
         if self.expected.is_finite() && !self.found.is_finite() {
             Verdict::Wrong
         } else if off == 0.0 && self.scatter == 0.0 {
-            // Of what the loss does not depend on, too.
+            // Also for parameters that do not affect the loss.
             Verdict::Right
         } else if off + self.uncertainty() <= tolerated {
             Verdict::Right
@@ -81,7 +82,7 @@ impl Derivative {
         }
     }
 
-    /// How far `expected` may be off: in one case of twenty it is by more.
+    /// Returns the uncertainty of `expected`, which is exceeded in one case of twenty.
     pub(super) fn uncertainty(&self) -> f64 {
         2.0 * self.scatter + self.rounding
     }
@@ -90,7 +91,7 @@ impl Derivative {
         self.expected.abs().max(self.found.abs()).max(self.typical)
     }
 
-    /// The one of two that says more against the gradient.
+    /// Returns the derivative with the stronger evidence against the gradient.
     pub(super) fn or_worse(self, other: Self) -> Self {
         let rank = |derivative: &Self| match derivative.verdict() {
             Verdict::Right => 0,
@@ -107,21 +108,21 @@ impl Derivative {
     }
 }
 
-/// Where two cells meet.
+/// The border between two cells.
 #[derive(Debug)]
-struct Edge {
+struct CellEdge {
     values: Vec<Tensor>,
     loss: f64,
 }
 
-/// How fast the loss changes over one cell.
+/// The slope of the loss over one cell.
 #[derive(Clone, Copy, Debug)]
-struct Slope {
+struct CellSlope {
     expected: f64,
     found: f64,
 }
 
-impl Slope {
+impl CellSlope {
     fn off(&self) -> f64 {
         self.expected - self.found
     }
@@ -131,19 +132,19 @@ impl Slope {
     }
 }
 
-/// What is known of a direction.
-struct Cells<'a> {
-    part: &'a Part<'a>,
+/// Measurements along a direction.
+struct DirectionCells<'a> {
+    part: &'a CheckedPart<'a>,
     direction: &'a [Tensor],
     width: f64,
     /// The largest loss on an edge.
     loss: f64,
-    slopes: Vec<Slope>,
+    slopes: Vec<CellSlope>,
 }
 
-impl Part<'_> {
-    /// The derivative along a direction, of as many cells as it takes. The variables are left where
-    /// the last evaluation was.
+impl CheckedPart<'_> {
+    /// Returns the derivative along a direction, using as many cells as necessary. Leaves the
+    /// variables at the values of the last evaluation.
     #[track_caller]
     pub(super) fn derivative(
         &self,
@@ -151,7 +152,8 @@ impl Part<'_> {
         direction: &[Tensor],
     ) -> Result<Derivative> {
         let width = WIDTH.max(4.0 * self.epsilon());
-        let mut cells = Cells { part: self, direction, width, loss: 0.0, slopes: Vec::new() };
+        let mut cells =
+            DirectionCells { part: self, direction, width, loss: 0.0, slopes: Vec::new() };
         let mut ends = [cells.edge(model, -0.5)?, cells.edge(model, 0.5)?];
         let middle = cells.slope([&ends[0], &ends[1]], 1.0, &self.gradients)?;
         cells.slopes.push(middle);
@@ -172,7 +174,7 @@ impl Part<'_> {
         cells.derivative(true)
     }
 
-    /// The values at a place along the direction, as the loss computes with them.
+    /// Returns the values at a point along the direction, in the dtypes the loss computes in.
     fn moved(&self, direction: &[Tensor], place: f64) -> candle_core::Result<Vec<Tensor>> {
         let values = self.at.iter().zip(direction).zip(&self.dtypes);
         let moved = values.map(|((at, direction), &dtype)| {
@@ -189,28 +191,31 @@ impl Part<'_> {
         Ok(squares.sqrt())
     }
 
-    /// What the coarsest type of the variables, in which the loss is mostly computed, rounds off of
-    /// 1.
+    /// Returns the rounding unit of the variables' coarsest dtype, in which most of the loss is
+    /// computed.
     fn epsilon(&self) -> f64 {
-        let epsilon = |dtype: &DType| match dtype {
-            DType::F64 => f64::EPSILON,
-            DType::F32 => f32::EPSILON.into(),
-            DType::F16 => half::f16::EPSILON.to_f64(),
-            _ => half::bf16::EPSILON.to_f64(),
-        };
-        self.dtypes.iter().map(epsilon).fold(0.0, f64::max)
+        self.dtypes.iter().map(|&dtype| rounding_unit(dtype)).fold(0.0, f64::max)
     }
 }
 
-/// Places are counted in cells from the variables' own values, which are in the middle of one.
-impl Cells<'_> {
+fn rounding_unit(dtype: DType) -> f64 {
+    match dtype {
+        DType::F64 => f64::EPSILON,
+        DType::F32 => f32::EPSILON.into(),
+        DType::F16 => half::f16::EPSILON.to_f64(),
+        _ => half::bf16::EPSILON.to_f64(),
+    }
+}
+
+/// Positions count cells from the variables' own values, which lie in the middle of a cell.
+impl DirectionCells<'_> {
     #[track_caller]
-    fn edge(&mut self, model: &mut impl Checked, place: f64) -> Result<Edge> {
+    fn edge(&mut self, model: &mut impl Checked, place: f64) -> Result<CellEdge> {
         let values = self.part.moved(self.direction, place * self.width).doing(CHECKING)?;
         self.part.set(model, &values)?;
         let loss = model.loss()?;
         self.loss = self.loss.max(loss.abs());
-        Ok(Edge { values, loss })
+        Ok(CellEdge { values, loss })
     }
 
     #[track_caller]
@@ -220,30 +225,37 @@ impl Cells<'_> {
         self.part.on_host(&model.gradients()?)
     }
 
-    /// The slope from one edge to another, which lies on this side of it, by the gradients between
-    /// them.
-    fn slope(&self, [from, to]: [&Edge; 2], side: f64, gradients: &[Tensor]) -> Result<Slope> {
+    /// Returns the slope between two edges, the second on the given `side` of the first, by the
+    /// gradients between them.
+    fn slope(
+        &self,
+        [from, to]: [&CellEdge; 2],
+        side: f64,
+        gradients: &[Tensor],
+    ) -> Result<CellSlope> {
         let change = predicted(&from.values, &to.values, gradients).doing(CHECKING)?;
         let width = side * self.width;
-        Ok(Slope { expected: (to.loss - from.loss) / width, found: change / width })
+        Ok(CellSlope { expected: (to.loss - from.loss) / width, found: change / width })
     }
 
-    /// What the cells say together.
+    /// Combines the cells.
     fn derivative(&self, is_final: bool) -> Result<Derivative> {
         let typical = self.part.typical(self.direction).doing(CHECKING)?;
         let epsilon = self.part.epsilon();
         let tolerance = TOLERANCE + ROUNDED * epsilon;
-        // What is not finite at the variables themselves is not what training can use.
+        // If the gradient is not finite at the variables themselves, training cannot use it.
         let middle = self.slopes[0];
         if middle.expected.is_finite() && !middle.found.is_finite() {
-            let Slope { expected, found } = middle;
+            let CellSlope { expected, found } = middle;
             return Ok(Derivative { expected, found, ..Derivative::default() });
         }
-        // Beside them, a loss may have no value.
-        let slopes: Vec<&Slope> = self.slopes.iter().filter(|slope| slope.is_finite()).collect();
+        // Away from the variables, the loss may legitimately be undefined.
+        let slopes: Vec<&CellSlope> =
+            self.slopes.iter().filter(|slope| slope.is_finite()).collect();
         let n = slopes.len() as f64;
-        let mean = |of: fn(&Slope) -> f64| slopes.iter().map(|slope| of(slope)).sum::<f64>() / n;
-        let off = mean(Slope::off);
+        let mean =
+            |value: fn(&CellSlope) -> f64| slopes.iter().map(|slope| value(slope)).sum::<f64>() / n;
+        let off = mean(CellSlope::off);
         let squares: f64 = slopes.iter().map(|slope| (slope.off() - off).powi(2)).sum();
         Ok(Derivative {
             expected: mean(|slope| slope.expected),
@@ -257,8 +269,8 @@ impl Cells<'_> {
     }
 }
 
-/// The change of the loss as the gradients say: between the values that there are after rounding,
-/// which in half precision are rather other ones.
+/// Predicts the change of the loss from the gradients, between the values after rounding, which
+/// differ noticeably in half precision.
 fn predicted(from: &[Tensor], to: &[Tensor], gradients: &[Tensor]) -> candle_core::Result<f64> {
     let mut change = 0.0;
     for ((from, to), gradient) in from.iter().zip(to).zip(gradients) {

@@ -1,25 +1,26 @@
-//! Directions in which variables are moved, in double precision, a tensor for each variable.
+//! Directions for moving variables, in double precision, one tensor per variable.
 
 use candle_core::{DType, Device, Tensor};
 use candle_nn::Init;
 use core_types::Seed;
 
-use super::{CHECKING, Part};
+use super::{CHECKING, CheckedPart};
 use crate::{
     error::{Doing, Result},
     parameters::{declare::Declared, init},
 };
 
-/// The least that items are taken to be large: biases and others that begin with zero.
+/// The minimum assumed size of items, for biases and other variables that start at zero.
 const SMALLEST: f64 = 1e-2;
 
-/// The gradient, in which the loss changes most; so it shows best what the gradient has too much,
-/// or has where nothing is. Its largest item is as large as the variables are on the whole.
-pub(super) fn steepest(part: &Part<'_>) -> Result<Vec<Tensor>> {
+/// Returns the gradient as a direction, scaled so that its largest item equals the variables'
+/// average size. The loss changes most along it, so it reveals a gradient that is too large or
+/// should be zero.
+pub(super) fn steepest(part: &CheckedPart<'_>) -> Result<Vec<Tensor>> {
     scaled_gradients(part).doing(CHECKING)
 }
 
-fn scaled_gradients(part: &Part<'_>) -> candle_core::Result<Vec<Tensor>> {
+fn scaled_gradients(part: &CheckedPart<'_>) -> candle_core::Result<Vec<Tensor>> {
     let size = part.at.iter().map(size_of_items).sum::<candle_core::Result<f64>>()?;
     let mut largest: f64 = 0.0;
     let gradients = part.gradients.iter().map(finite_items);
@@ -33,17 +34,17 @@ fn scaled_gradients(part: &Part<'_>) -> candle_core::Result<Vec<Tensor>> {
     gradients.iter().map(|gradient| gradient * scale).collect()
 }
 
-/// A gradient with zeros in place of items that are infinite or NaN: along these, no loss could be
-/// compared with what the gradient says.
+/// Replaces infinite and NaN items of a gradient by zeros, because losses along such a direction
+/// cannot be compared.
 fn finite_items(gradient: &Tensor) -> candle_core::Result<Tensor> {
-    // Infinity times 0 is NaN, which equals nothing.
+    // Infinity times 0 is NaN, which is not equal to 0.
     let is_finite = (gradient * 0.0)?.eq(0.0)?;
     is_finite.where_cond(gradient, &gradient.zeros_like()?)
 }
 
-/// Normal numbers as large as the items of each variable. They show what the gradient lacks, which
-/// may be at right angles to the gradient.
-pub(super) fn random(part: &Part<'_>) -> Result<Vec<Tensor>> {
+/// Draws normal numbers with the size of each variable's items. This direction reveals missing
+/// parts of a gradient, which may be orthogonal to the gradient.
+pub(super) fn random(part: &CheckedPart<'_>) -> Result<Vec<Tensor>> {
     let named = part.names.iter().zip(&part.at);
     named
         .map(|(name, at)| {
@@ -60,10 +61,10 @@ pub(super) fn random(part: &Part<'_>) -> Result<Vec<Tensor>> {
         .collect()
 }
 
-/// Any would do; it keeps these numbers apart from those of initial values.
+/// An arbitrary seed, different from the seeds of initial values.
 const SEED: Seed = Seed::new(0x6772_6164);
 
-/// The root of the mean square of a variable's items.
+/// Returns the root mean square of a variable's items.
 fn size_of_items(at: &Tensor) -> candle_core::Result<f64> {
     let squares = at.to_dtype(DType::F64)?.sqr()?.sum_all()?.to_scalar::<f64>()?;
     Ok((squares / at.elem_count().max(1) as f64).sqrt().max(SMALLEST))

@@ -1,11 +1,11 @@
-//! Gradients compared with differences of the loss.
+//! Checks gradients against differences of the loss.
 //!
-//! A backward pass that is wrong trains without a word: an operation without backward beside a
-//! residual gives every parameter before it a gradient, only another one. What cannot be wrong is
-//! the loss itself, so it is evaluated at places around the variables, along a direction, and the
-//! differences are what the gradients between these places must say of the direction. PyTorch's
-//! `gradcheck` does so for every input of one operation in f64; here it is done for a whole model
-//! as it is trained, with two directions for each of its parts.
+//! A wrong backward pass trains without any error: an operation without a backward pass next to a
+//! residual still gives every earlier parameter a gradient, only a wrong one. The loss itself is
+//! the reference. It is evaluated at points along a direction through the variables, and its
+//! differences must match the gradients between these points. PyTorch's `gradcheck` does this for
+//! every input of one operation in f64. This module does it for a whole model during training, with
+//! two directions for each part of the model.
 
 mod derivative;
 mod direction;
@@ -19,34 +19,35 @@ use crate::{
     gradient_report::{GradientReport, PrefixCheck, Verdict},
 };
 
-/// A model whose gradients are checked, in the middle of training.
+/// A model whose gradients can be checked during training.
 pub(crate) trait Checked {
-    /// The loss of the batch with the variables as they are, always with the same random numbers.
+    /// Returns the loss of the batch for the current variables, always with the same random
+    /// numbers.
     #[track_caller]
     fn loss(&mut self) -> Result<f64>;
 
-    /// The gradients of all variables as they are.
+    /// Returns the gradients of all variables.
     #[track_caller]
     fn gradients(&mut self) -> Result<Vec<Option<Tensor>>>;
 
-    /// The value of a variable.
+    /// Returns the value of a variable.
     fn value(&self, var: usize) -> Result<Tensor>;
 
-    /// Returns the type in which the loss computes with a variable of type `stored`.
+    /// Returns the dtype in which the loss computes with a variable stored as `stored`.
     fn computed(&self, stored: DType) -> DType;
 
-    /// Gives a variable another value.
+    /// Sets the value of a variable.
     fn set(&mut self, var: usize, value: &Tensor) -> Result<()>;
 }
 
 /// Compares the gradients of named variables with differences of the loss.
 ///
-/// The variables have their values again afterwards, whatever happens.
+/// Restores the values of the variables afterwards, even on error.
 ///
 /// # Errors
 ///
-/// [`GradientError::Wrong`] with all prefixes whose gradients are, [`GradientError::NotRepeatable`]
-/// if the loss is another one each time, and those of `model`.
+/// Returns [`GradientError::Wrong`] with all prefixes that have wrong gradients,
+/// [`GradientError::NotRepeatable`] if the loss of one batch varies, and the errors of `model`.
 #[track_caller]
 pub(crate) fn check_gradients(
     model: &mut impl Checked,
@@ -69,8 +70,8 @@ pub(crate) fn check_gradients(
     Err(GradientError::Wrong { wrong, prefixes: prefixes.len() }.into())
 }
 
-/// The positions of the variables of each prefix, in the order of the first ones: those of a block,
-/// or of a layer outside of all blocks.
+/// Groups the indices of variables by name prefix, in order of first appearance. A prefix is a
+/// block, or a layer outside all blocks.
 fn by_prefix(names: &[&str]) -> Result<Vec<(String, Vec<usize>)>> {
     let mut prefixes: Vec<(String, Vec<usize>)> = Vec::new();
     for (var, &name) in names.iter().enumerate() {
@@ -85,7 +86,7 @@ fn by_prefix(names: &[&str]) -> Result<Vec<(String, Vec<usize>)>> {
     Ok(prefixes)
 }
 
-/// Checks the variables of a prefix along two directions, and returns the worse of both.
+/// Checks the variables of a prefix along two directions and returns the worse result.
 #[track_caller]
 fn check_prefix(
     model: &mut impl Checked,
@@ -94,11 +95,11 @@ fn check_prefix(
     names: &[&str],
     gradients: &[Option<Tensor>],
 ) -> Result<PrefixCheck> {
-    let part = Part::new(model, vars, names, gradients)?;
+    let part = CheckedPart::new(model, vars, names, gradients)?;
     let mut worst = Derivative::default();
     for direction in [direction::steepest(&part)?, direction::random(&part)?] {
         let derivative = part.derivative(model, &direction);
-        // First of all, since the derivative may be an error.
+        // The values must be restored even if the derivative is an error.
         part.restore(model)?;
         worst = worst.or_worse(derivative?);
     }
@@ -112,19 +113,19 @@ fn check_prefix(
     })
 }
 
-/// Some variables of a model, and what is said of them.
-struct Part<'a> {
+/// Variables that are checked together, with their values and gradients.
+struct CheckedPart<'a> {
     vars: &'a [usize],
     names: Vec<&'a str>,
-    /// Their values, on the processor.
+    /// Values, on the host.
     at: Vec<Tensor>,
-    /// The types in which the loss computes with them.
+    /// The dtypes in which the loss computes with them.
     dtypes: Vec<DType>,
-    /// Their gradients there.
+    /// Gradients at these values, on the host and in double precision.
     gradients: Vec<Tensor>,
 }
 
-impl<'a> Part<'a> {
+impl<'a> CheckedPart<'a> {
     fn new(
         model: &impl Checked,
         vars: &'a [usize],
@@ -133,7 +134,7 @@ impl<'a> Part<'a> {
     ) -> Result<Self> {
         let mut at = Vec::new();
         for &var in vars {
-            // A copy, for the variable is about to change.
+            // A copy, because the variable is about to change.
             let value = model.value(var)?.to_device(&Device::Cpu).and_then(|value| value.copy());
             at.push(value.doing(CHECKING)?);
         }
@@ -144,17 +145,16 @@ impl<'a> Part<'a> {
         Ok(part)
     }
 
-    /// The gradients of these variables, on the processor and in double precision, given those of
-    /// all; zeros where there is none.
+    /// Picks the gradients of these variables from the gradients of all variables, on the host and
+    /// in double precision; zeros for a missing gradient.
     fn on_host(&self, gradients: &[Option<Tensor>]) -> Result<Vec<Tensor>> {
-        let of_var = |(&var, at): (&usize, &Tensor)| match &gradients[var] {
-            Some(gradient) => gradient.to_device(&Device::Cpu)?.to_dtype(DType::F64),
-            None => Tensor::zeros(at.shape(), DType::F64, &Device::Cpu),
-        };
         self.vars
             .iter()
             .zip(&self.at)
-            .map(of_var)
+            .map(|(&var, at)| match &gradients[var] {
+                Some(gradient) => gradient.to_device(&Device::Cpu)?.to_dtype(DType::F64),
+                None => Tensor::zeros(at.shape(), DType::F64, &Device::Cpu),
+            })
             .collect::<candle_core::Result<_>>()
             .doing(CHECKING)
     }
@@ -171,8 +171,8 @@ impl<'a> Part<'a> {
 const CHECKING: &str = "checking gradients";
 
 #[cfg(test)]
-#[expect(clippy::needless_pass_by_value, reason = "models are built of builders by value")]
-#[expect(clippy::unnecessary_wraps, reason = "as a norm of the network may fail")]
+#[expect(clippy::needless_pass_by_value, reason = "constructors take builders by value")]
+#[expect(clippy::unnecessary_wraps, reason = "other norms of the network may fail")]
 mod tests {
     use std::panic::Location;
 
@@ -186,13 +186,13 @@ mod tests {
         parameters::{InitialValues, Initializer, declare::declare},
     };
 
-    /// Variables by name, and a loss of them.
-    struct Plain<F> {
+    /// Named variables and their loss.
+    struct PlainModel<F> {
         vars: Vec<(String, Var)>,
         loss: F,
     }
 
-    impl<F: FnMut() -> candle_core::Result<Tensor>> Checked for Plain<F> {
+    impl<F: FnMut() -> candle_core::Result<Tensor>> Checked for PlainModel<F> {
         fn loss(&mut self) -> Result<f64> {
             (self.loss)().and_then(|loss| loss.to_dtype(DType::F64)?.to_scalar()).doing("a loss")
         }
@@ -215,13 +215,13 @@ mod tests {
         }
     }
 
-    /// Checks the gradients of a loss, and that all variables have their values again.
+    /// Checks the gradients of a loss, and that all variables are restored.
     fn check(
         vars: &[(String, Var)],
         loss: impl FnMut() -> candle_core::Result<Tensor>,
     ) -> Result<GradientReport> {
         let before: Vec<_> = vars.iter().map(|(_, var)| var.copy().unwrap()).collect();
-        let mut model = Plain { vars: vars.to_vec(), loss };
+        let mut model = PlainModel { vars: vars.to_vec(), loss };
         let gradients = model.gradients()?;
         let names: Vec<&str> = vars.iter().map(|(name, _)| name.as_str()).collect();
         let outcome = check_gradients(&mut model, &names, &gradients);
@@ -233,7 +233,7 @@ mod tests {
         outcome
     }
 
-    /// The prefixes that are wrong.
+    /// Returns the prefixes with wrong gradients.
     fn wrong(outcome: Result<GradientReport>) -> Vec<String> {
         match outcome {
             Ok(_) => Vec::new(),
@@ -249,7 +249,7 @@ mod tests {
     }
 
     /// A residual network: `embed`, `blocks.0` to `blocks.2`, `head`.
-    struct Net {
+    struct ResidualNet {
         embed: Linear,
         blocks: Vec<(Linear, Linear)>,
         head: Linear,
@@ -257,7 +257,7 @@ mod tests {
 
     const WIDTH: usize = 24;
 
-    impl Net {
+    impl ResidualNet {
         fn new(vb: VarBuilder<'_>) -> candle_core::Result<Self> {
             let block = |k: usize| {
                 let vb = vb.pp("blocks").pp(k);
@@ -270,7 +270,7 @@ mod tests {
             })
         }
 
-        /// `norm` is what block 1 has before its layers, the others have none.
+        /// Returns the loss with `norm` before the layers of block 1.
         fn loss(
             &self,
             x: &Tensor,
@@ -285,15 +285,15 @@ mod tests {
         }
     }
 
-    /// A network of seeded weights with its variables, and a batch.
-    fn net(dtype: DType) -> (Net, Vec<(String, Var)>, Tensor) {
+    /// Returns a network with seeded weights, its variables, and a batch.
+    fn net(dtype: DType) -> (ResidualNet, Vec<(String, Var)>, Tensor) {
         let values = InitialValues { init: Initializer::Seeded(Seed::new(3)), weights: None };
         let map = VarMap::new();
-        for declared in declare(Net::new, dtype, &Device::Cpu).unwrap() {
+        for declared in declare(ResidualNet::new, dtype, &Device::Cpu).unwrap() {
             let value = values.tensor(&declared, &Device::Cpu).unwrap();
             map.data().lock().unwrap().insert(declared.name, Var::from_tensor(&value).unwrap());
         }
-        let net = Net::new(VarBuilder::from_varmap(&map, dtype, &Device::Cpu)).unwrap();
+        let net = ResidualNet::new(VarBuilder::from_varmap(&map, dtype, &Device::Cpu)).unwrap();
         let mut vars: Vec<_> = map.data().lock().unwrap().clone().into_iter().collect();
         vars.sort_by(|(left, _), (right, _)| left.cmp(right));
         let x: Vec<f32> = (0..16 * 8).map(|item| (item as f32 * 1.7).sin()).collect();
@@ -317,7 +317,7 @@ mod tests {
     }
 
     #[test]
-    fn gradients_of_halves_are_not_called_wrong() {
+    fn half_precision_is_not_called_wrong() {
         for dtype in [DType::BF16, DType::F16] {
             let (net, vars, x) = net(dtype);
             assert_eq!(wrong(check(&vars, || net.loss(&x, same))), [""; 0]);
@@ -325,7 +325,7 @@ mod tests {
     }
 
     #[test]
-    fn an_operation_without_backward_beside_a_residual_is_found() {
+    fn missing_backward_at_a_residual_is_found() {
         let (net, vars, x) = net(DType::F32);
         let scale = Tensor::ones(WIDTH, DType::F32, &Device::Cpu).unwrap();
         let fused = |x: &Tensor| candle_nn::ops::rms_norm(&x.contiguous()?, &scale, 1e-5);
@@ -337,10 +337,10 @@ mod tests {
         assert_eq!(wrong(check(&vars, || net.loss(&x, slow))), [""; 0]);
     }
 
-    /// The identity, with a backward that is off by a factor.
-    struct Off(f64);
+    /// The identity, with a backward pass that is wrong by a factor.
+    struct ScaledBackward(f64);
 
-    impl CustomOp1 for Off {
+    impl CustomOp1 for ScaledBackward {
         fn name(&self) -> &'static str {
             "off"
         }
@@ -365,28 +365,28 @@ mod tests {
     }
 
     #[test]
-    fn a_twentieth_more_or_less_is_found() {
+    fn small_factors_are_found() {
         for factor in [0.95, 1.05, -1.0] {
             let (net, vars, x) = net(DType::F32);
-            let loss = || net.loss(&x, same)?.apply_op1(Off(factor));
+            let loss = || net.loss(&x, same)?.apply_op1(ScaledBackward(factor));
             assert_eq!(wrong(check(&vars, loss)).len(), 5, "{factor}");
         }
-        // Of what comes through one branch beside a residual, more.
+        // The error must be larger if it passes through only one branch of a residual.
         for factor in [0.5, 1.5, -1.0] {
             let (net, vars, x) = net(DType::F32);
-            let loss = || net.loss(&x, |x| x.contiguous()?.apply_op1(Off(factor)));
+            let loss = || net.loss(&x, |x| x.contiguous()?.apply_op1(ScaledBackward(factor)));
             assert_eq!(wrong(check(&vars, loss)), ["blocks.0", "embed"], "{factor}");
         }
     }
 
-    /// A smooth loss leaves nothing beside what is tolerated.
+    /// The loss is smooth, so only the tolerance decides.
     #[test]
-    fn a_gradient_is_wrong_from_what_is_tolerated_on() {
+    fn errors_above_the_tolerance_are_wrong() {
         for (factor, verdict) in [(0.985, Verdict::Right), (0.975, Verdict::Wrong)] {
             for dtype in [DType::F64, DType::F32] {
                 let at = Var::new(&[0.5, -1.0, 2.0], &Device::Cpu).unwrap();
                 let at = Var::from_tensor(&at.to_dtype(dtype).unwrap()).unwrap();
-                let loss = || at.sin()?.exp()?.sum_all()?.apply_op1(Off(factor));
+                let loss = || at.sin()?.exp()?.sum_all()?.apply_op1(ScaledBackward(factor));
                 let is_right = match check(&[("at".to_owned(), at.clone())], loss) {
                     Ok(report) => verdicts(&report) == [Verdict::Right],
                     Err(_) => false,
@@ -396,9 +396,9 @@ mod tests {
         }
     }
 
-    /// Some kinks lie within any step that rounding allows.
+    /// Any step size large enough for rounding contains some kinks.
     #[test]
-    fn many_kinks_are_not_taken_for_a_wrong_gradient_nor_hide_one() {
+    fn many_kinks_do_not_change_the_verdict() {
         const UNITS: usize = 2048;
         for dtype in [DType::F64, DType::F32] {
             let numbers = |stream: f64| {
@@ -414,12 +414,12 @@ mod tests {
             let loss = || (at.matmul(&up)?.relu()? * down.narrow(0, 0, 1)?)?.sum_all()? + 100.0;
             let report = check(&vars, loss).unwrap();
             assert_eq!(verdicts(&report), [Verdict::Right], "{dtype:?}\n{report}");
-            assert_eq!(wrong(check(&vars, || loss()?.apply_op1(Off(0.5)))), ["at"]);
+            assert_eq!(wrong(check(&vars, || loss()?.apply_op1(ScaledBackward(0.5)))), ["at"]);
         }
     }
 
     #[test]
-    fn a_gradient_straight_through_a_quantization_is_not_called_wrong() {
+    fn straight_through_gradients_are_not_wrong() {
         let at = Var::new(&[0.31, -0.72, 1.13, 0.44], &Device::Cpu).unwrap();
         let loss = || {
             let rounded = ((at.as_tensor() * 500.0)?.round()? / 500.0)?;
@@ -430,23 +430,23 @@ mod tests {
     }
 
     #[test]
-    fn gradients_that_are_not_finite_are_wrong_where_the_loss_is() {
+    fn non_finite_gradients_are_wrong() {
         for factor in [f64::NAN, f64::INFINITY, f64::NEG_INFINITY] {
             let (net, vars, x) = net(DType::F32);
-            let loss = || net.loss(&x, |x| x.contiguous()?.apply_op1(Off(factor)));
+            let loss = || net.loss(&x, |x| x.contiguous()?.apply_op1(ScaledBackward(factor)));
             assert_eq!(wrong(check(&vars, loss)), ["blocks.0", "embed"], "{factor}");
         }
-        // One item of the gradient of a root has no value; along the others it is right.
+        // One item of the root's gradient is undefined; the others are right.
         let var = Var::new(&[0_f64, 4.0], &Device::Cpu).unwrap();
         let loss = || var.sqr()?.sqrt()?.sum_all();
         assert_eq!(wrong(check(&[("root".to_owned(), var.clone())], loss)), ["root"]);
     }
 
     #[test]
-    fn kinks_beside_the_variables_are_not_taken_for_a_wrong_gradient() {
+    fn nearby_kinks_are_not_wrong_gradients() {
         let at = Var::new(&[1_f64], &Device::Cpu).unwrap();
-        // The slope changes by a half at 1.02, and back again from 1.06 on. So the differences over
-        // the two largest steps agree, and are off by a tenth.
+        // The slope rises by a half at 1.02 and falls again at 1.06, so that differences over the
+        // two largest steps agree but are off by a tenth.
         let loss = || {
             let bend = ((at.as_tensor() - 1.02)?.relu()? * 0.5)?;
             let back = ((at.as_tensor() - 1.06)?.relu()? * (0.5 * 0.24 / 0.26))?;
@@ -470,7 +470,7 @@ mod tests {
     }
 
     #[test]
-    fn a_loss_that_is_another_one_each_time_is_refused() {
+    fn varying_losses_are_rejected() {
         let (net, vars, x) = net(DType::F32);
         let mut calls = 0.0;
         let outcome = check(&vars, || {
@@ -480,10 +480,10 @@ mod tests {
         assert!(matches!(outcome, Err(Error::Gradient(GradientError::NotRepeatable { .. }))));
     }
 
-    /// Remembers the lines that ask for its loss.
-    struct Located(Vec<u32>);
+    /// Records the lines that call its methods.
+    struct LocatedModel(Vec<u32>);
 
-    impl Checked for Located {
+    impl Checked for LocatedModel {
         #[track_caller]
         fn loss(&mut self) -> Result<f64> {
             self.0.push(Location::caller().line());
@@ -496,6 +496,10 @@ mod tests {
             Ok(vec![None])
         }
 
+        fn computed(&self, stored: DType) -> DType {
+            stored
+        }
+
         fn value(&self, _: usize) -> Result<Tensor> {
             Tensor::zeros(2, DType::F64, &Device::Cpu).doing("a value")
         }
@@ -506,8 +510,8 @@ mod tests {
     }
 
     #[test]
-    fn every_loss_is_that_of_the_line_that_checks() {
-        let mut model = Located(Vec::new());
+    fn losses_have_the_location_of_the_check() {
+        let mut model = LocatedModel(Vec::new());
         let line = line!() + 1;
         check_gradients(&mut model, &["a"], &[None]).unwrap();
         assert!(model.0.len() > 2 && model.0.iter().all(|&asked| asked == line), "{:?}", model.0);
@@ -520,10 +524,10 @@ mod tests {
         let outcome = check(&vars, || {
             calls += 1;
             if calls > 5 {
-                candle_core::bail!("the data are at an end")
+                candle_core::bail!("the data set has ended")
             }
             net.loss(&x, same)
         });
-        assert!(outcome.unwrap_err().to_string().contains("at an end"));
+        assert!(outcome.unwrap_err().to_string().contains("has ended"));
     }
 }

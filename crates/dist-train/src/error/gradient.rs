@@ -1,4 +1,4 @@
-//! What a check of gradients refuses.
+//! Errors of gradient checks.
 
 use std::fmt;
 
@@ -6,41 +6,41 @@ use dist_checkpoint::support::listed::Listed;
 
 use crate::gradient_report::PrefixCheck;
 
-/// Why gradients are not those of the loss, or cannot be compared with it.
+/// A failed gradient check.
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
 #[non_exhaustive]
 pub enum GradientError {
-    /// Gradients of some parameters are not those of the loss.
+    /// The gradients of some parameters do not match the loss.
     #[error(
         "the gradients of {} of {prefixes} parts of the model are wrong: {}. An operation between \
-         them and the loss has a wrong backward or, beside a residual, none. candle-nn's LayerNorm, \
-         RmsNorm, softmax_last_dim and rope have none: use those of fused_ops::layers and fused_ops, \
-         which candle_distributed has as `ops`",
-        wrong.len(), Listed(&wrong.iter().map(Off).collect::<Vec<_>>())
+         them and the loss has a wrong backward pass or, next to a residual, none. candle-nn's \
+         LayerNorm, RmsNorm, softmax_last_dim and rope have none: use fused_ops::layers and \
+         fused_ops, which candle_distributed exports as `ops`",
+        wrong.len(), Listed(&wrong.iter().map(WrongSlope).collect::<Vec<_>>())
     )]
     Wrong {
-        /// The prefixes of their names, with what was found.
+        /// Results for the prefixes with wrong gradients.
         wrong: Vec<PrefixCheck>,
-        /// How many prefixes there are.
+        /// Number of prefixes that were checked.
         prefixes: usize,
     },
-    /// The same batch and the same variables have another loss each time.
+    /// The loss of the same batch and variables varies.
     #[error(
         "the loss of one batch is {first} and then {second}: it is not repeatable. candle's Dropout \
-         draws other numbers each time: draw them from the replica's rng"
+         draws new numbers each time: draw them from the replica's rng"
     )]
     NotRepeatable {
         /// The loss.
         first: f64,
-        /// The loss of the same batch and variables once more.
+        /// The loss of the second evaluation.
         second: f64,
     },
 }
 
-/// What was found of a prefix beside what it should be.
-struct Off<'a>(&'a PrefixCheck);
+/// Displays a wrong slope next to the expected slope.
+struct WrongSlope<'a>(&'a PrefixCheck);
 
-impl fmt::Display for Off<'_> {
+impl fmt::Display for WrongSlope<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let PrefixCheck { prefix, found, expected, .. } = self.0;
         write!(f, "{prefix} ({found:.3e} instead of {expected:.3e})")

@@ -1,4 +1,4 @@
-//! What can be wrong with the adapters of a model.
+//! Errors of adapters.
 
 use std::path::PathBuf;
 
@@ -6,76 +6,77 @@ use candle_core::DType;
 use core_types::human::Printable;
 use dist_checkpoint::support::listed::Listed;
 
-/// Why a model cannot have these adapters.
+/// An invalid set of adapters for a model.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum LoraError {
-    /// No layer is to have an adapter.
-    #[error("no layers are named that adapters are for")]
+    /// The list of target layers is empty.
+    #[error("the adapters have no target layers")]
     NoTargets,
-    /// Targets are no linear layers of the model.
+    /// Some targets are not linear layers of the model.
     #[error("no linear layer of the model is named {}", Listed(targets))]
     Unmatched {
-        /// All that match nothing.
+        /// All targets without a match.
         targets: Vec<String>,
     },
-    /// A target has a weight that is no matrix.
+    /// The weight of a target is not a matrix.
     #[error("{} has the shape {shape:?}, adapters are for matrices", Printable(name))]
     NoMatrix {
         /// The weight.
         name: String,
-        /// Its shape.
+        /// The shape.
         shape: Vec<usize>,
     },
-    /// A target has a weight of half precision, which its sum with an adapter would be rounded to.
+    /// The weight of a target has half precision, to which its sum with an adapter would be
+    /// rounded.
     #[error(
-        "{} is of {}, in which the effect of an adapter may vanish: use Lora::linear, or a type of \
-         32 bits", Printable(name), dtype.as_str()
+        "{} is of {}, in which the effect of an adapter may vanish: use Lora::linear or a 32-bit \
+         type", Printable(name), dtype.as_str()
     )]
     Rounded {
         /// The layer.
         name: String,
-        /// The type of its weight.
+        /// The dtype of its weight.
         dtype: DType,
     },
-    /// A layer has an adapter that is none of those to be saved.
+    /// A layer has an adapter, but is not a target of the adapters to save.
     #[error("{} has an adapter, and no target names it", Printable(layer))]
     NotTargeted {
         /// The layer.
         layer: String,
     },
-    /// A matrix is of adapters of another rank than those to be saved.
+    /// The rank of a matrix differs from the rank of the adapters to save.
     #[error("{} has the shape {shape:?}, which is not of rank {rank}", Printable(name))]
     OtherRank {
         /// The matrix.
         name: String,
-        /// Its shape.
+        /// The shape.
         shape: Vec<u64>,
-        /// The rank of the adapters to be saved.
+        /// The rank of the adapters to save.
         rank: usize,
     },
-    /// The model has no adapters that could be saved.
-    #[error("none of the {parameters} parameters belongs to an adapter")]
+    /// The model has no adapters to save.
+    #[error("no parameter of {parameters} belongs to an adapter")]
     NoAdapters {
-        /// How many parameters there are.
+        /// Number of parameters of the model.
         parameters: usize,
     },
-    /// The configuration of saved adapters asks for something else than `B · A · alpha / rank`.
+    /// The configuration of saved adapters defines another function than `B · A · alpha / rank`.
     #[error("{}: {} is {}, {expected} was expected", Printable(path.display()), Printable(field), Printable(found))]
     Config {
         /// The file.
         path: PathBuf,
         /// The field.
         field: String,
-        /// What it says, in JSON.
+        /// The value of the field, in JSON.
         found: String,
-        /// What it may say.
+        /// The supported values.
         expected: &'static str,
     },
 }
 
 impl From<LoraError> for candle_core::Error {
-    /// For the constructors of models, which return candle's errors.
+    /// Wraps the error for constructors of models, which return candle's errors.
     fn from(error: LoraError) -> Self {
         Self::wrap(error)
     }

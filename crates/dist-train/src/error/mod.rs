@@ -1,4 +1,4 @@
-//! What can go wrong in training: the mesh, the plan, parameters, shards, checkpoints, candle.
+//! Errors of training: mesh, plan, parameters, shards, checkpoints, candle.
 
 pub(crate) mod gradient;
 pub(crate) mod lora;
@@ -19,79 +19,78 @@ use self::{
     gradient::GradientError, lora::LoraError, sharding::ShardingError, training::TrainingError,
 };
 
-/// The result of training on a mesh.
+/// The result of an operation of this crate.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
-/// Why a model could not be trained, saved or loaded.
+/// An error of training, saving or loading a model.
 ///
-/// Large subjects have errors of their own, which this one shows in their words. An error that has
-/// a cause shows it too, in the same line, so [`source`](std::error::Error::source) does not repeat
+/// Large subjects have their own error types, and this type displays their messages. A message
+/// includes its cause in the same line, so [`source`](std::error::Error::source) does not repeat
 /// it.
 ///
-/// In a replica `?` turns it into candle's error.
+/// Inside a replica, `?` converts it into candle's error.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
-    /// The mesh failed, or a replica on it.
+    /// The mesh or one of its replicas failed.
     #[error(transparent)]
     Mesh(pmap_mesh::Error),
-    /// A sharding plan cannot be made of the tensors.
+    /// The tensors do not admit a sharding plan.
     #[error(transparent)]
     Plan(#[from] fsdp_plan::Error),
-    /// A parameter is missing, or is not as it should be.
+    /// A parameter is missing or does not match.
     #[error(transparent)]
     Parameter(#[from] ParameterError),
-    /// A plan cannot be carried out on this mesh.
+    /// A plan does not fit this mesh.
     #[error(transparent)]
     Sharding(#[from] ShardingError),
-    /// A checkpoint cannot be read or written.
+    /// Reading or writing a checkpoint failed.
     #[error(transparent)]
     Checkpoint(CheckpointError),
-    /// A step would train something wrong, or the options of a model do not fit it.
+    /// A step failed a check, or the options of a model do not fit it.
     #[error(transparent)]
     Training(#[from] TrainingError),
-    /// Gradients are not those of the loss.
+    /// A gradient check failed.
     #[error(transparent)]
     Gradient(#[from] GradientError),
-    /// Adapters do not fit the model, or cannot be those of the folder.
+    /// Adapters do not fit the model or the folder.
     #[error(transparent)]
     Lora(#[from] LoraError),
-    /// A setting of an optimizer, of clipping or of a check is a number with which every result would
-    /// be wrong.
+    /// A setting of an optimizer, a clip or a check has an invalid value.
     #[error("{name} is {value}, it must be {expected}")]
     Setting {
         /// The setting, in words.
         name: &'static str,
-        /// Its value.
+        /// The value.
         value: f64,
-        /// What it may be, in words.
+        /// The valid values, in words.
         expected: &'static str,
     },
 
-    /// A file that steps are to be written to has something else in it.
-    #[error("{}: no line of it is a step", Printable(path.display()))]
+    /// A metrics file contains something else.
+    #[error("{}: no line is a step", Printable(path.display()))]
     NoMetrics {
         /// The file.
         path: PathBuf,
     },
-    /// A parameter cannot be initialized as the constructor wants it to be: a bound is no number, a
-    /// width is negative, or integers are to be drawn.
+    /// A parameter's initializer is invalid: a bound is not a number, a width is negative, or
+    /// random integers are requested.
     #[error("parameter {name} of {dtype} cannot be initialized by {init}", name = Printable(name))]
     Init {
         /// The parameter.
         name: String,
-        /// The initializer, as `Debug` shows it.
+        /// The initializer in its `Debug` form.
         init: String,
-        /// The type of its items.
+        /// The dtype of the parameter.
         dtype: &'static str,
     },
-    /// The model or an optimizer of a data-parallel step could not be built.
+    /// Building the model or an optimizer of a data-parallel step failed.
     #[error("the model cannot be built: {}", one_line(cause))]
     Model {
-        /// What the function that builds it returned.
+        /// The error of the constructor.
         cause: candle_core::Error,
     },
-    /// What an optimizer keeps for a parameter could not be read from it, or given to it.
+    /// Reading or setting the optimizer state of a parameter failed.
     #[error(
         "the optimizer state of parameter {parameter} cannot be read or set: {}",
         one_line(cause)
@@ -99,40 +98,40 @@ pub enum Error {
     Optimizer {
         /// The parameter.
         parameter: String,
-        /// What the optimizer returned.
+        /// The error of the optimizer.
         cause: candle_core::Error,
     },
-    /// Tensors could not be cut, moved or joined.
+    /// Splitting, moving or joining tensors failed.
     #[error("{doing} failed: {}", one_line(cause))]
     Tensor {
-        /// What was being done.
+        /// The operation that failed.
         doing: &'static str,
-        /// What candle says about it.
+        /// The error of candle.
         cause: candle_core::Error,
     },
-    /// Another process of the mesh failed, and this one has stopped for that reason.
+    /// Another process of the mesh failed, so this process stopped.
     #[error("the process of slot {slot} failed: {reason}")]
     OtherProcess {
         /// A slot of the process that failed.
         slot: usize,
-        /// Its error, in its words.
+        /// The message of its error.
         reason: String,
     },
-    /// The threads of a [`feed`](crate::feed) could not be started.
-    #[error("{threads} threads that make batches cannot be started: {cause}")]
+    /// Starting the threads of a [`feed`](crate::feed) failed.
+    #[error("cannot start {threads} threads for batches: {cause}")]
     Threads {
-        /// How many there should be.
+        /// The requested number of threads.
         threads: usize,
-        /// What the operating system says of it.
+        /// The error of the operating system.
         cause: rayon::ThreadPoolBuildError,
     },
-    /// Variables that should be the same on all devices are not.
-    #[error("variable {name} of replica {replica} differs from that of the first that has it")]
+    /// Replicated variables differ between devices.
+    #[error("variable {name} of replica {replica} differs from the first replica's value")]
     Diverged {
         /// The first variable that differs, in the order of names.
         name: String,
-        /// The replica that has another value than the first that has this variable, or of one that
-        /// is cut this part of it.
+        /// The first replica with a value different from the first replica that stores this
+        /// variable, or this shard of it.
         replica: usize,
     },
 }
@@ -166,7 +165,8 @@ impl From<CheckpointError> for Error {
 }
 
 impl From<Error> for CheckpointError {
-    /// For functions that load a checkpoint: it decides by the error whether another one is tried.
+    /// Converts the error inside functions that load a checkpoint, where the kind of error decides
+    /// on trying another checkpoint.
     fn from(error: Error) -> Self {
         match error {
             Error::Mesh(error) => Self::from(error),
@@ -180,27 +180,27 @@ impl From<Error> for CheckpointError {
 }
 
 impl From<Error> for candle_core::Error {
-    /// For functions that run in replicas, which return candle's errors.
+    /// Wraps the error for functions that run in replicas, which return candle's errors.
     fn from(error: Error) -> Self {
         Self::wrap(error)
     }
 }
 
-/// Names the path that an error of the system is about.
-pub(crate) trait At<T> {
-    /// Turns the system's error into [`CheckpointError::Io`].
+/// Adds the path to an I/O error.
+pub(crate) trait AtPath<T> {
+    /// Converts an I/O error into [`CheckpointError::Io`].
     fn at(self, path: &Path) -> Result<T>;
 }
 
-impl<T> At<T> for io::Result<T> {
+impl<T> AtPath<T> for io::Result<T> {
     fn at(self, path: &Path) -> Result<T> {
         self.map_err(|cause| CheckpointError::Io { path: path.to_owned(), cause }.into())
     }
 }
 
-/// Says what candle was doing when it failed.
+/// Adds the failed operation to an error of candle.
 pub(crate) trait Doing<T> {
-    /// Turns candle's error into [`Error::Tensor`].
+    /// Converts candle's error into [`Error::Tensor`].
     fn doing(self, doing: &'static str) -> Result<T>;
 }
 

@@ -1,4 +1,4 @@
-//! What ends a training step, or cannot be trained as it was asked for.
+//! Errors of training steps and of training options.
 
 use std::{
     fmt,
@@ -9,47 +9,48 @@ use dist_checkpoint::support::listed::Listed;
 
 use crate::error::Result;
 
-/// Why a step would train something wrong, or a model cannot be trained as the options say.
+/// A step that would train something wrong, or an option that does not fit the model.
 ///
-/// All replicas of all processes decide alike, so each process gets the error and may take the next
-/// step; no variable has changed, unless optimizers run [inside the backward
-/// pass](crate::ModelBuilder::optimizer_in_backward). What a replica finds out alone, in a unit that it enters
-/// ([`UnknownUnit`](Self::UnknownUnit), [`Captured`](Self::Captured),
-/// [`ParameterOutsideUnit`](Self::ParameterOutsideUnit), [`NotRepeatable`](Self::NotRepeatable), [`Differentiated`](Self::Differentiated)), is such an error
-/// on a mesh of one process; one of several ends as with any error of a replica.
+/// All replicas of all processes take the same decision, so each process gets the error and may
+/// continue with the next step; no variable has changed, unless optimizers run [inside the backward
+/// pass](crate::ModelBuilder::optimizer_in_backward). Some errors are detected by a single replica
+/// inside a unit: [`UnknownUnit`](Self::UnknownUnit), [`Captured`](Self::Captured),
+/// [`ParameterOutsideUnit`](Self::ParameterOutsideUnit), [`NotRepeatable`](Self::NotRepeatable) and
+/// [`Differentiated`](Self::Differentiated). They too are recoverable on a mesh of one process, but
+/// end the processes of a mesh of several, like any error of a replica.
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
 #[non_exhaustive]
 pub enum TrainingError {
-    /// A loss is not one number that has a gradient.
+    /// A loss is not a floating-point scalar.
     #[error(
-        "the loss of slot {slot}, of shape {shape:?} and type {dtype}, cannot be differentiated, it \
-         must be a scalar of floats"
+        "the loss of slot {slot}, of shape {shape:?} and type {dtype}, cannot be differentiated: it \
+         must be a floating-point scalar"
     )]
     LossShape {
         /// The first such slot.
         slot: usize,
-        /// The shape of what `loss` returned.
+        /// The shape of the returned loss.
         shape: Vec<usize>,
-        /// The type of its items.
+        /// The dtype of the returned loss.
         dtype: String,
     },
-    /// The weight of a loss is a tensor, but not one number.
+    /// The weight of a loss is a tensor but not a scalar.
     #[error("the weight of the loss of slot {slot} has the shape {shape:?}, it must be a scalar")]
     WeightShape {
         /// The first such slot.
         slot: usize,
-        /// Its shape.
+        /// The shape of the weight.
         shape: Vec<usize>,
     },
-    /// A loss has a weight that no sum can have.
+    /// The weight of a loss is negative, infinite or NaN.
     #[error("the loss of slot {slot} has the weight {weight}, it must be finite and at least 0")]
     Weight {
         /// The slot.
         slot: usize,
-        /// Its weight.
+        /// The weight.
         weight: f64,
     },
-    /// No shard of an update or evaluation has any weight, so there is no mean.
+    /// All shards of an update or evaluation have weight 0, so there is no mean.
     #[error("the losses of all slots have the weight 0, so there is no mean loss")]
     NoWeight,
     /// The loss of a shard is infinite or NaN.
@@ -57,24 +58,24 @@ pub enum TrainingError {
     NonFiniteLoss {
         /// The first such slot.
         slot: usize,
-        /// Its loss.
+        /// The loss of that slot.
         value: f64,
     },
     /// A gradient of [`value_and_grad`](crate::value_and_grad) is infinite or NaN.
     #[error("the gradient of parameter {index}, of shape {shape:?}, is not finite")]
     NonFiniteGradient {
-        /// Its index in the list of parameters.
+        /// The index in the list of parameters.
         index: usize,
-        /// Its shape.
+        /// The shape.
         shape: Vec<usize>,
     },
     /// The norm of the gradients is infinite or NaN.
-    #[error("the norm of the gradients is {value}{}", Culprit(variable.as_deref()))]
+    #[error("the norm of the gradients is {value}{}", FirstNonFinite(variable.as_deref()))]
     NonFiniteNorm {
         /// The norm.
         value: f64,
-        /// The first variable whose gradient has such a norm, in the order of names; `None` if only
-        /// their sum is too large.
+        /// The first variable with a non-finite gradient norm, in the order of names; `None` if all
+        /// norms are finite and only their sum overflows.
         variable: Option<String>,
     },
     /// A buffer, such as a running variance, would be infinite or NaN.
@@ -83,30 +84,30 @@ pub enum TrainingError {
         /// The buffer.
         name: String,
     },
-    /// Variables have no gradient in the first step, on any slot.
+    /// Some variables have no gradient on any slot in the first step.
     #[error(
         "{} of {trained} variables got no gradient: {}. The loss does not use them (then \
-         `freeze` them, or `allow_unused`), or an operation on the way to them has no backward. \
-         candle-nn's LayerNorm, RmsNorm, softmax_last_dim and rope have none: use those of \
-         fused_ops::layers and fused_ops, which candle_distributed has as `ops`",
+         `freeze` them, or `allow_unused`), or an operation on the way to them has no backward pass. \
+         candle-nn's LayerNorm, RmsNorm, softmax_last_dim and rope have none: use \
+         fused_ops::layers and fused_ops, which candle_distributed exports as `ops`",
         missing.len(), Listed(missing)
     )]
     NoGradient {
-        /// Their names.
+        /// The names of these variables.
         missing: Vec<String>,
-        /// How many variables are trained.
+        /// Number of trained variables.
         trained: usize,
     },
 
     /// A loss enters a unit that the model does not have.
     #[error("there is no unit named {unit:?}, the units are {}", Listed(units))]
     UnknownUnit {
-        /// The name that was asked for.
+        /// The requested name.
         unit: String,
         /// The units of the model.
         units: Vec<String>,
     },
-    /// No batch of the first update has entered a unit, so its parameters would never learn.
+    /// No batch of the first update enters a unit, so its parameters would never be trained.
     #[error(
         "the loss does not enter unit {unit}, so {} of its parameters got no gradient: {}. Enter it, \
          `freeze` them, or `allow_unused`",
@@ -115,49 +116,49 @@ pub enum TrainingError {
     NotEntered {
         /// The first such unit, in the order of names.
         unit: String,
-        /// Its parameters that are trained and in no other unit that was entered.
+        /// Its trained parameters that are in no entered unit.
         parameters: Vec<String>,
     },
-    /// An option needs the gradients of the whole model, which are never there at once when
+    /// An option needs the gradients of the whole model at once. They never exist together if
     /// optimizers run inside the backward pass.
     #[error(
-        "`{option}` needs the gradients of the whole model at once, and with \
-         `optimizer_in_backward` those of a unit are gone when the next ones come"
+        "`{option}` needs the gradients of the whole model at once, but \
+         `optimizer_in_backward` frees a unit's gradients before the next unit's exist"
     )]
     NeedsAllGradients {
         /// The option or method.
         option: &'static str,
     },
-    /// A type in which parameters cannot be computed with, or gradients summed.
+    /// A dtype is not supported for computation or for reducing gradients.
     #[error("`mixed_precision` has {dtype} as {option}: {hint}")]
     UnfitDtype {
         /// `param_dtype` or `reduce_dtype`.
         option: &'static str,
-        /// The type.
+        /// The dtype.
         dtype: &'static str,
-        /// What to take instead.
+        /// A supported alternative.
         hint: &'static str,
     },
-    /// A step has failed after its optimizers had begun to run, or a load on its way.
+    /// A step failed after its optimizers started to run, or a load failed half way.
     #[error(
-        "a step or a load failed after some parameters had been changed and others had not: `load` a \
-         checkpoint, or build the model anew"
+        "a failed step or load left the model partially updated: `load` a checkpoint, or rebuild \
+         the model"
     )]
     HalfUpdated,
-    /// A unit's function uses a tensor from outside that is differentiated, and its gradient would
-    /// be lost.
+    /// A unit's function captures a differentiable tensor from outside, which would get no
+    /// gradient.
     #[error(
-        "the function of unit {unit} uses a tensor from outside that is differentiated: hand it \
-         over with the unit's input, as one of a tuple"
+        "the function of unit {unit} captures a tensor that needs a gradient: pass it with the \
+         unit's input, as part of a tuple"
     )]
     Captured {
         /// The unit.
         unit: String,
     },
-    /// A loss uses a parameter outside the function of its unit, where it would get no gradient.
+    /// A loss uses a parameter outside its unit's function, where it would get no gradient.
     #[error(
         "the loss uses parameter {parameter} outside the function of unit {unit}, where it gets no \
-         gradient: return it from the function as one of a tuple"
+         gradient: return it from the function as part of a tuple"
     )]
     ParameterOutsideUnit {
         /// The unit.
@@ -165,18 +166,18 @@ pub enum TrainingError {
         /// The parameter.
         parameter: String,
     },
-    /// A unit's function had another result when it was run again for the backward pass.
+    /// Recomputing a unit for the backward pass gave another result than the forward pass.
     #[error(
-        "unit {unit} has another result in the backward pass than it had in the forward pass: \
-         draw random numbers by keys that are made before the unit and moved into it \
-         (`ctx.batch_keys()`), or set `Keep::Graph` for it"
+        "unit {unit} has another result in the backward pass than in the forward pass: draw \
+         random numbers by keys that are created before the unit and moved into it \
+         (`ctx.batch_keys()`), or set `Keep::Graph` for the unit"
     )]
     NotRepeatable {
         /// The unit.
         unit: String,
     },
-    /// Two slots of a shard group have entered other units, or in another order, where units are
-    /// [gathered ahead](crate::ModelBuilder::prefetch).
+    /// Two slots of a shard group entered different units, or in a different order, while units are
+    /// [prefetched](crate::ModelBuilder::prefetch).
     #[error(
         "replica {left} enters the units {}, replica {right} enters {}",
         left_units.join(", "), right_units.join(", ")
@@ -184,37 +185,35 @@ pub enum TrainingError {
     OtherUnits {
         /// The first slot of the shard group.
         left: usize,
-        /// The units that it has entered, in their order.
+        /// The units it entered, in order.
         left_units: Vec<String>,
-        /// The first slot of the group that has entered others.
+        /// The first slot of the group with another sequence of units.
         right: usize,
-        /// The units that this one has entered.
+        /// The units this slot entered, in order.
         right_units: Vec<String>,
     },
-    /// A unit is differentiated by something else than the step, or twice.
+    /// Something other than the step differentiates a unit, or the step differentiates it twice.
     #[error("unit {unit} is differentiated {how}: only the step differentiates a loss, and once")]
     Differentiated {
         /// The unit.
         unit: String,
-        /// When, in words.
+        /// The time, in words.
         how: &'static str,
     },
 
-    /// An option of sharded models was set, and the model is replicated.
-    #[error(
-        "`{option}` is for a sharded model, and every device has this one whole: call `fully_shard`"
-    )]
+    /// An option for sharded models is set on a replicated model.
+    #[error("`{option}` is for sharded models, but this model is replicated: call `fully_shard`")]
     OnlySharded {
         /// The option.
         option: &'static str,
     },
-    /// An option of replicated models was set, and the model is sharded.
-    #[error("`{option}` is for a model that every device has whole, and this one is sharded")]
+    /// An option for replicated models is set on a sharded model.
+    #[error("`{option}` is for replicated models, but this model is sharded")]
     OnlyReplicated {
         /// The option.
         option: &'static str,
     },
-    /// A pattern of an option picks no variable.
+    /// A pattern of an option matches no variable.
     #[error("the pattern {pattern:?} of `{option}` matches none of the model's variables")]
     Unmatched {
         /// The option.
@@ -222,71 +221,71 @@ pub enum TrainingError {
         /// The pattern.
         pattern: String,
     },
-    /// A variable belongs to two groups of parameters.
+    /// A variable is in two parameter groups.
     #[error("variable {name} is in group {first:?} and in group {second:?}")]
     TwoGroups {
         /// The variable.
         name: String,
-        /// A group that it is in.
+        /// The first of its groups.
         first: String,
-        /// The other one.
+        /// The second of its groups.
         second: String,
     },
-    /// There are two groups of one name.
+    /// Two groups have the same name.
     #[error("there are two groups named {name:?}")]
     SameGroup {
         /// The name.
         name: String,
     },
-    /// No variable of the model is in a group, so nothing has this group's learning rate.
+    /// A learning rate is set for a group without variables.
     #[error("there is no group named {name:?}")]
     UnknownGroup {
-        /// The name that was asked for.
+        /// The requested name.
         name: String,
     },
-    /// A variable has a value of its own and another in the pretrained weights.
+    /// A variable has an initial value and another value in the pretrained weights.
     #[error("variable {name} has a value already, and another in the weights")]
     TwoValues {
         /// The variable.
         name: String,
     },
-    /// A variable has two names, so it would be updated under each of them.
+    /// A variable has two names, so it would be updated twice.
     #[error(
         "{first} and {second} are one variable under two names: ask for one name twice in the \
          constructor"
     )]
     SameVariable {
-        /// One of its names.
+        /// The first of its names.
         first: String,
-        /// The other one.
+        /// The second of its names.
         second: String,
     },
-    /// The model has no variable that is not frozen.
+    /// All variables of the model are frozen or buffers.
     #[error("there is nothing to train: all {variables} variables are frozen or buffers")]
     NothingTrained {
-        /// How many variables there are.
+        /// Number of variables.
         variables: usize,
     },
-    /// The processes of the mesh have built different models.
-    #[error("the model of replica {replica} has other variables than that of replica 0")]
+    /// The processes of the mesh built different models.
+    #[error("replicas 0 and {replica} have different variables")]
     OtherModel {
-        /// The first replica whose model has variables of other names, shapes or types.
+        /// The first replica with variables of different names, shapes or dtypes.
         replica: usize,
     },
-    /// The processes of the mesh have set an option of a model in different ways.
-    #[error("`{option}` of replica {replica} differs from that of replica 0")]
+    /// The processes of the mesh set an option of a model differently.
+    #[error("replicas 0 and {replica} have different values of `{option}`")]
     OtherOption {
-        /// The option, as the method that sets it is called.
+        /// The name of the method that sets the option.
         option: &'static str,
-        /// The first replica that has another value.
+        /// The first replica with a different value.
         replica: usize,
     },
 }
 
-/// The variable whose gradient is the first that is not finite, if one is.
-struct Culprit<'a>(Option<&'a str>);
+/// The first variable with a non-finite gradient, if any.
+struct FirstNonFinite<'a>(Option<&'a str>);
 
-impl fmt::Display for Culprit<'_> {
+impl fmt::Display for FirstNonFinite<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self.0 {
             Some(variable) => {
@@ -297,31 +296,31 @@ impl fmt::Display for Culprit<'_> {
     }
 }
 
-/// Where the replicas of this process leave what they refuse, since candle's errors can only carry
-/// its text.
+/// The typed errors of this process's replicas, because candle's errors carry only their text.
 ///
-/// What is here need not have ended anything: a loss may pass over the error of a unit and go on.
+/// An error in this store may have had no effect: a loss may ignore the error of a unit and
+/// continue.
 #[derive(Debug, Default)]
-pub(crate) struct Refusal(Mutex<Refused>);
+pub(crate) struct Refusal(Mutex<RecordedErrors>);
 
 #[derive(Debug, Default)]
-struct Refused {
-    /// What all replicas of the mesh refuse at the same place.
+struct RecordedErrors {
+    /// The error that all replicas of the mesh raise at the same place.
     agreed: Option<TrainingError>,
-    /// What single replicas refuse, each once.
+    /// Errors of single replicas, without duplicates.
     alone: Vec<TrainingError>,
 }
 
 impl Refusal {
-    /// Refuses what all replicas refuse, by what they know of each other. Returns an error for the
-    /// replica to end with.
+    /// Records an error that all replicas detect from exchanged data, and returns an error for this
+    /// replica to fail with.
     pub(crate) fn agreed(&self, error: TrainingError) -> candle_core::Error {
-        // All replicas of this process bring the same, and the first is kept.
+        // All replicas of this process report the same error; the first one is stored.
         candle_core::Error::msg(self.refused().agreed.get_or_insert(error))
     }
 
-    /// Refuses what this replica alone knows of. The error that is returned ends the call for the
-    /// others, unless the loss passes over it.
+    /// Records an error that only this replica detects. The returned error ends the call on all
+    /// replicas, unless the loss ignores it.
     pub(crate) fn alone(&self, error: TrainingError) -> candle_core::Error {
         let ending = candle_core::Error::msg(&error);
         let alone = &mut self.refused().alone;
@@ -331,8 +330,8 @@ impl Refusal {
         ending
     }
 
-    /// What a replica returns: nothing, where all refuse. Its call succeeds then, since over
-    /// several processes a call that fails ends them.
+    /// Converts the result of a replica: `None` if all replicas fail together. Their call succeeds
+    /// then, because a failed call would end the other processes.
     pub(crate) fn outcome<T>(
         &self,
         outcome: candle_core::Result<T>,
@@ -343,14 +342,18 @@ impl Refusal {
         }
     }
 
-    /// The outcome of a call whose replicas return [outcomes](Self::outcome): what was refused only
-    /// where it ended the call.
-    #[expect(clippy::expect_used, reason = "a replica returns nothing only where all refuse")]
-    pub(crate) fn of<T>(&self, outcome: pmap_mesh::Result<Option<T>>) -> Result<T> {
+    /// Converts the result of a call whose replicas return [outcomes](Self::outcome). A recorded
+    /// error of a single replica is returned only if it ended the call.
+    #[expect(clippy::expect_used, reason = "a replica returns `None` only after an agreed error")]
+    pub(crate) fn call_result<T>(&self, outcome: pmap_mesh::Result<Option<T>>) -> Result<T> {
         let refused = self.refused();
         match outcome {
             Ok(Some(value)) => Ok(value),
-            Ok(None) => Err(refused.agreed.clone().expect("something was refused").into()),
+            Ok(None) => Err(refused
+                .agreed
+                .clone()
+                .expect("an agreed error is recorded before `None` is returned")
+                .into()),
             Err(error) => {
                 let said = error.to_string();
                 let ended = refused.alone.iter().find(|refused| is_said(&said, refused));
@@ -359,13 +362,15 @@ impl Refusal {
         }
     }
 
-    /// Whoever panicked with the lock had changed nothing yet.
-    fn refused(&self) -> MutexGuard<'_, Refused> {
+    /// Ignores poisoning: every change under the lock is a single insertion, so a panic leaves no
+    /// partial state.
+    fn refused(&self) -> MutexGuard<'_, RecordedErrors> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
-/// Whether an error's text has that of a refusal. Some of candle's contexts quote what they are of.
+/// Returns true if an error's text contains a recorded error. Some of candle's contexts quote their
+/// cause, hence the escaped form.
 fn is_said(text: &str, refused: &TrainingError) -> bool {
     let refused = refused.to_string();
     text.contains(&refused) || text.contains(&refused.escape_debug().to_string())
@@ -388,28 +393,30 @@ mod tests {
     }
 
     #[test]
-    fn what_was_refused_and_passed_over_ends_nothing() {
+    fn ignored_errors_do_not_end_the_call() {
         let refusal = Refusal::default();
         refusal.alone(unknown("a"));
-        assert_eq!(refusal.of(Ok(Some(7))).unwrap(), 7);
-        let other = refusal.of(failed(candle_core::Error::msg("no such file"))).unwrap_err();
+        assert_eq!(refusal.call_result(Ok(Some(7))).unwrap(), 7);
+        let other =
+            refusal.call_result(failed(candle_core::Error::msg("no such file"))).unwrap_err();
         assert!(other.to_string().contains("no such file"), "{other}");
         let ending = refusal.alone(unknown("b"));
-        let found = refusal.of(failed(ending.context("unit b, forward pass"))).unwrap_err();
+        let found =
+            refusal.call_result(failed(ending.context("unit b, forward pass"))).unwrap_err();
         assert!(matches!(found, Error::Training(found) if found == unknown("b")));
         let quoted = Err::<(), _>(refusal.alone(unknown("c"))).context("quoted").unwrap_err();
-        let found = refusal.of(failed(quoted)).unwrap_err();
+        let found = refusal.call_result(failed(quoted)).unwrap_err();
         assert!(matches!(found, Error::Training(found) if found == unknown("c")));
     }
 
     #[test]
-    fn what_all_refuse_is_told_though_something_was_passed_over() {
+    fn agreed_errors_win_over_ignored_ones() {
         let refusal = Refusal::default();
         refusal.alone(unknown("a"));
         let ending = refusal.agreed(TrainingError::NoWeight);
         let outcome = refusal.outcome::<u8>(Err(ending)).unwrap();
         assert_eq!(outcome, None);
-        let found = refusal.of(Ok(outcome)).unwrap_err();
+        let found = refusal.call_result(Ok(outcome)).unwrap_err();
         assert!(matches!(found, Error::Training(TrainingError::NoWeight)));
     }
 }

@@ -1,7 +1,7 @@
-//! The queue between the threads that make batches and the one that takes them.
+//! The queue between the threads that make batches and the thread that takes them.
 //!
-//! Each batch has a channel of its own, and the channels stand in the order of the batches: whichever
-//! is finished first, the next one to be taken is known.
+//! Each batch has its own channel, and the queue holds the channels in batch order, so the order of
+//! completion does not matter.
 
 use std::{
     collections::VecDeque,
@@ -19,19 +19,18 @@ use rayon::ThreadPool;
 
 /// The batches of a [`feed`](crate::feed), in order.
 ///
-/// An error that the function returns comes where its batch would have come, and so does a panic of
-/// the function, in the thread that takes the batches. When it is dropped, what no thread has begun
-/// is not made any more.
+/// An error or a panic of the function appears in place of its batch, in the thread that takes the
+/// batches. Dropping the iterator cancels the batches that no thread has started.
 #[must_use = "iterators are lazy and do nothing unless consumed"]
 pub struct Feeding<I: Iterator, F, T> {
     batches: Fuse<I>,
     f: Arc<F>,
-    /// Jobs look whether it is still there before they begin.
+    /// Token of the consumer; jobs check that it still exists before they start.
     taker: Arc<()>,
-    /// `None`: whoever takes a batch makes it.
+    /// Worker threads; `None` if the consumer makes the batches.
     pool: Option<ThreadPool>,
     depth: usize,
-    /// What is ready or in the making, the next one first.
+    /// Receivers of batches that are ready or in progress, in order.
     ahead: VecDeque<Receiver<thread::Result<T>>>,
 }
 
@@ -56,10 +55,14 @@ where
         let missing = self.depth - self.ahead.len();
         self.ahead.extend(self.batches.by_ref().take(missing).map(begun));
         let next = self.ahead.pop_front()?;
-        // The threads go on while the step of this batch runs.
+        // Refill the queue before waiting, so that the threads stay busy during the step of this
+        // batch.
         self.ahead.extend(self.batches.next().map(begun));
-        #[expect(clippy::expect_used, reason = "a job is dropped unrun only after the taker")]
-        let made = next.recv().expect("the job of a batch that is taken is run");
+        #[expect(
+            clippy::expect_used,
+            reason = "a job is skipped only after the consumer is dropped"
+        )]
+        let made = next.recv().expect("the job runs while the consumer exists");
         Some(made.unwrap_or_else(|panic| resume_unwind(panic)))
     }
 
@@ -86,7 +89,7 @@ where
 {
 }
 
-/// Has a thread of the pool apply `f` to `item`, unless the taker is gone by then.
+/// Runs `f(item)` on a thread of the pool, unless the consumer is dropped before.
 fn make<A, F, T>(
     pool: &ThreadPool,
     f: &Arc<F>,
@@ -106,9 +109,10 @@ where
             return;
         }
         let made = catch_unwind(AssertUnwindSafe(|| f(item)));
-        // Before the last batch arrives: what the function has captured is then the taker's alone.
+        // Dropped before the last batch arrives, so that the consumer is then the only owner of the
+        // captured values.
         drop(f);
-        // Nobody may want it any more.
+        // Sending fails if the consumer is gone, which is fine.
         drop(sender.send(made));
     });
     receiver

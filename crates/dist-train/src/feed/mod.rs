@@ -1,4 +1,4 @@
-//! Batches that are made ahead of the steps that take them.
+//! Batches prepared ahead of their steps.
 
 mod ahead;
 
@@ -7,17 +7,16 @@ use rayon::ThreadPoolBuilder;
 pub use self::ahead::Feeding;
 use crate::error::{Error, Result};
 
-/// Makes batches on background threads while steps are taken: the workers of PyTorch's
-/// `DataLoader`, as threads.
+/// Makes batches on background threads while steps run, like the workers of PyTorch's `DataLoader`.
 ///
-/// `batches` says what is to be made, such as the steps of a sampler, and
-/// [`collate`](Feed::collate) how. What comes out is what `batches.map(f)` gives, in its order,
-/// whatever the number of threads.
+/// `batches` yields the inputs, such as the steps of a sampler, and [`collate`](Feed::collate) sets
+/// the function that makes a batch. The result equals `batches.map(f)`, in order, for any number of
+/// threads.
 ///
 /// # Determinism
 ///
-/// As that of `batches` and of the function. Random numbers in the function have to come from what
-/// it is given, such as the index of the step, and not from a generator that threads share.
+/// As deterministic as `batches` and the function. Random numbers in the function must depend on
+/// its input, such as the index of the step, and not on a generator shared by threads.
 ///
 /// # Examples
 ///
@@ -26,7 +25,7 @@ use crate::error::{Error, Result};
 /// use dist_train::feed;
 ///
 /// let texts = ["to be", "or not", "to be"];
-/// let indices = [2, 0, 1]; // of a sampler
+/// from a sampler
 /// let bytes = move |index: usize| Tensor::new(texts[index].as_bytes(), &Device::Cpu);
 /// for (batch, index) in feed(indices).threads(2).collate(bytes)?.zip(indices) {
 ///     assert_eq!(batch?.to_vec1::<u8>()?, texts[index].as_bytes());
@@ -38,7 +37,7 @@ pub fn feed<I: IntoIterator>(batches: I) -> Feed<I::IntoIter> {
     Feed { batches: batches.into_iter(), threads: 1, depth: None }
 }
 
-/// What [`feed`] is to do: on how many threads, and how far ahead.
+/// A builder for [`feed`]: the number of threads and of prefetched batches.
 #[derive(Clone, Debug)]
 #[must_use = "nothing is made before `collate`"]
 pub struct Feed<I> {
@@ -48,30 +47,30 @@ pub struct Feed<I> {
 }
 
 impl<I: Iterator> Feed<I> {
-    /// Sets the number of threads; 1 by default, and with 0 each batch is made by the thread that
-    /// asks for it, when it does. (`num_workers` of PyTorch's `DataLoader`.)
+    /// Sets the number of threads; 1 by default. With 0, the consumer's thread makes each batch on
+    /// request. (`num_workers` of PyTorch's `DataLoader`.)
     ///
-    /// They share the processor with the slots of a mesh: what
-    /// [`init_threads`](pmap_mesh::init_threads) gives to the slots is not theirs.
+    /// They share the CPU with the slots of a mesh: [`init_threads`](pmap_mesh::init_threads)
+    /// assigns threads to slots only.
     pub fn threads(self, threads: usize) -> Self {
         Self { threads, ..self }
     }
 
-    /// Sets how many batches may be ready or in the making at a time; two for each thread by
-    /// default. Memory for one more is needed, which the step has. (PyTorch's `prefetch_factor`
+    /// Sets the maximum number of batches that are ready or in progress; two per thread by default.
+    /// Reserve memory for one more batch, which the current step uses. (PyTorch's `prefetch_factor`
     /// times `num_workers`.)
     pub fn depth(self, batches: usize) -> Self {
         Self { depth: Some(batches), ..self }
     }
 
-    /// Starts the threads; `f` makes a batch from what the iterator yields.
+    /// Starts the threads; `f` makes a batch from an item of the iterator.
     ///
-    /// The iterator itself is advanced by the thread that takes the batches, so it may borrow.
+    /// The thread that takes the batches also advances the iterator, so the iterator may borrow.
     ///
     /// # Errors
     ///
-    /// [`Error::Setting`] if nothing may be ahead on threads, [`Error::Threads`] if the system does
-    /// not start them.
+    /// Returns [`Error::Setting`] if the depth is 0 with threads, and [`Error::Threads`] if the
+    /// operating system fails to start them.
     pub fn collate<T, F>(self, f: F) -> Result<Feeding<I, F, T>>
     where
         I::Item: Send + 'static,

@@ -1,5 +1,4 @@
-//! What hands out the parameters of a model with adapters, in place of what hands out those of the
-//! model.
+//! Variable builders that add adapters to a model's constructor.
 
 use std::{
     collections::BTreeSet,
@@ -18,21 +17,22 @@ use crate::{
     parameters::declare::Declared,
 };
 
-/// Asks for the adapter of each layer that is meant, and hands out its weight as it is.
-pub(crate) struct Declaring<'a> {
+/// Declares the adapter of each target layer, and passes weights on unchanged.
+pub(crate) struct AdapterDeclarer<'a> {
     lora: &'a Lora,
     inner: VarBuilder<'a>,
-    /// What was asked for, and the targets that were met. A constructor may ask from several threads.
-    found: Mutex<Found>,
+    /// Adapters and matched targets so far. The lock is needed because a constructor may use
+    /// several threads.
+    found: Mutex<FoundAdapters>,
 }
 
 #[derive(Default)]
-struct Found {
+struct FoundAdapters {
     adapters: Vec<Declared>,
     targets: BTreeSet<String>,
 }
 
-impl<'a> Declaring<'a> {
+impl<'a> AdapterDeclarer<'a> {
     pub(crate) fn new(lora: &'a Lora, inner: VarBuilder<'a>) -> Self {
         Self { lora, inner, found: Mutex::default() }
     }
@@ -42,21 +42,22 @@ impl<'a> Declaring<'a> {
         VarBuilder::from_backend(Box::new(self), dtype, device)
     }
 
-    /// The matrices that were asked for, of all targets.
+    /// Returns the declared matrices of all targets.
     pub(crate) fn into_adapters(self) -> Result<Vec<Declared>> {
-        // Whoever panicked with the lock had not changed anything yet.
+        // Every change under the lock is complete before anything can panic, so poisoning is
+        // ignored.
         let found = self.found.into_inner().unwrap_or_else(PoisonError::into_inner);
         self.lora.config.check_all_met(&found.targets)?;
         Ok(found.adapters)
     }
 
-    /// The name of a parameter in the whole model.
+    /// Returns the name of a parameter in the whole model.
     fn full_name(&self, name: &str) -> String {
         let prefix = self.inner.prefix();
         if prefix.is_empty() { name.to_owned() } else { format!("{prefix}.{name}") }
     }
 
-    /// Asks for the matrices of a layer.
+    /// Declares the matrices of a layer's adapter.
     fn declare(&self, layer: &str, shape: &Shape, dtype: DType) -> Result<()> {
         let [n_out, n_in] = *shape.dims() else {
             let (name, shape) = (self.full_name(layer), shape.dims().to_vec());
@@ -75,7 +76,7 @@ impl<'a> Declaring<'a> {
     }
 }
 
-impl SimpleBackend for &Declaring<'_> {
+impl SimpleBackend for &AdapterDeclarer<'_> {
     fn get(
         &self,
         shape: Shape,
@@ -104,23 +105,23 @@ impl SimpleBackend for &Declaring<'_> {
     }
 }
 
-/// Hands out the sum of weight and adapter for each layer that has an adapter.
+/// Returns the sum of weight and adapter for each layer that has an adapter.
 ///
-/// Which ones have is seen by the parameters that are there, so a unit that knows its layers by the
-/// ends of their names alone has the same ones that were declared.
-pub(crate) struct Composing<'a> {
+/// A layer has an adapter if the adapter's parameters exist. So a unit that sees only the ends of
+/// layer names composes the same layers that were declared.
+pub(crate) struct AdapterComposer<'a> {
     inner: VarBuilder<'a>,
     rank: usize,
     scale: f64,
 }
 
-impl<'a> Composing<'a> {
+impl<'a> AdapterComposer<'a> {
     pub(crate) fn builder(inner: VarBuilder<'a>, rank: usize, scale: f64) -> VarBuilder<'a> {
         let (dtype, device) = (inner.dtype(), inner.device().clone());
         VarBuilder::from_backend(Box::new(Self { inner, rank, scale }), dtype, device)
     }
 
-    /// What a parameter is used as.
+    /// Returns the parameter, or its sum with the adapter if there is one.
     fn composed(&self, name: &str, parameter: Tensor) -> Result<Tensor> {
         let Some(layer) = layer_of(name) else { return Ok(parameter) };
         let [a, b] = names_of(layer);
@@ -135,7 +136,7 @@ impl<'a> Composing<'a> {
     }
 }
 
-impl SimpleBackend for Composing<'_> {
+impl SimpleBackend for AdapterComposer<'_> {
     fn get(
         &self,
         shape: Shape,

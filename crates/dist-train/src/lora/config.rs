@@ -1,4 +1,4 @@
-//! What adapters are, and the file beside saved ones that says so, in the form of PEFT's.
+//! The configuration of adapters, and its file next to saved adapters in PEFT's format.
 
 use std::{collections::BTreeSet, fs, path::Path, sync::Arc};
 
@@ -6,14 +6,14 @@ use fsdp_plan::ParameterInfo;
 use serde_json::{Map, Value, json};
 
 use crate::{
-    error::{At, Result, lora::LoraError},
+    error::{AtPath, Result, lora::LoraError},
     lora::matrices::adapted_by,
 };
 
 /// The name of the file.
 pub(crate) const CONFIG: &str = "adapter_config.json";
 
-/// The fields with which adapters would be something else. They may be there and say nothing.
+/// Fields that would change the meaning of the adapters. They must be missing or empty.
 const OTHERS: [&str; 21] = [
     "alora_invocation_tokens",
     "alpha_pattern",
@@ -38,24 +38,24 @@ const OTHERS: [&str; 21] = [
     "megatron_config",
 ];
 
-/// The ways to begin that leave the weights of the model as they are. With others (`pissa`, `olora`,
-/// `corda`, `loftq`) adapters belong to weights that are not those of the model.
+/// Initializations that leave the weights of the model unchanged. With others (`pissa`, `olora`,
+/// `corda`, `loftq`) the adapters belong to modified weights.
 const BEGINNINGS: [&str; 3] = ["gaussian", "eva", "orthogonal"];
 
-/// Which layers have adapters, and which ones.
+/// The target layers, rank and scale of adapters.
 #[derive(Clone, Debug, PartialEq)]
-pub(crate) struct Config {
+pub(crate) struct AdapterConfig {
     pub(crate) targets: Arc<[String]>,
     pub(crate) rank: usize,
     pub(crate) alpha: f64,
 }
 
-impl Config {
+impl AdapterConfig {
     /// Reads the file of a folder.
     ///
     /// # Errors
     ///
-    /// [`CheckpointError::Io`](crate::CheckpointError::Io), and [`LoraError::Config`].
+    /// Returns [`CheckpointError::Io`](crate::CheckpointError::Io) or [`LoraError::Config`].
     pub(crate) fn read(folder: &Path) -> Result<Self> {
         let path = folder.join(CONFIG);
         let text = fs::read_to_string(&path).at(&path)?;
@@ -67,14 +67,14 @@ impl Config {
         };
         let fields: Map<String, Value> = serde_json::from_str(&text)
             .map_err(|error| refused("the file", &error.to_string(), "a JSON object"))?;
-        Self::of(&fields).map_err(|Refused { field, expected }| {
+        Self::from_fields(&fields).map_err(|UnsupportedField { field, expected }| {
             let found = fields.get(field).unwrap_or(&Value::Null);
             refused(field, &found.to_string(), expected).into()
         })
     }
 
-    fn of(fields: &Map<String, Value>) -> Result<Self, Refused> {
-        let refuse = |field, expected| Refused { field, expected };
+    fn from_fields(fields: &Map<String, Value>) -> Result<Self, UnsupportedField> {
+        let refuse = |field, expected| UnsupportedField { field, expected };
         let field = |name: &str| fields.get(name).unwrap_or(&Value::Null);
         if field("peft_type") != "LORA" {
             return Err(refuse("peft_type", "\"LORA\""));
@@ -101,35 +101,41 @@ impl Config {
         })
     }
 
-    /// The targets that mean a layer.
+    /// Returns the targets that match a layer.
     pub(crate) fn targets_of(&self, layer: &str) -> Vec<&String> {
-        let is_meant = |target: &&String| {
-            layer
-                .strip_suffix(target.as_str())
-                .is_some_and(|rest| rest.is_empty() || rest.ends_with('.'))
-        };
-        self.targets.iter().filter(is_meant).collect()
+        let mut matching = Vec::new();
+        for target in &*self.targets {
+            let Some(rest) = layer.strip_suffix(target.as_str()) else { continue };
+            if rest.is_empty() || rest.ends_with('.') {
+                matching.push(target);
+            }
+        }
+        matching
     }
 
+    /// Checks that every target has matched a layer.
+    ///
     /// # Errors
     ///
-    /// [`LoraError::Unmatched`] if some targets are not among those that were met.
+    /// Returns [`LoraError::Unmatched`] otherwise.
     pub(crate) fn check_all_met(&self, met: &BTreeSet<String>) -> Result<(), LoraError> {
         let unmatched: Vec<String> =
             self.targets.iter().filter(|target| !met.contains(*target)).cloned().collect();
         if unmatched.is_empty() { Ok(()) } else { Err(LoraError::Unmatched { targets: unmatched }) }
     }
 
-    /// Whether matrices, all those of a model, are those of these adapters, as the file says.
+    /// Checks that the matrices of a model all belong to these adapters.
     ///
     /// # Errors
     ///
-    /// [`LoraError::NotTargeted`], [`LoraError::OtherRank`] and [`LoraError::Unmatched`] if not.
-    #[expect(clippy::expect_used, reason = "says why it cannot fail")]
+    /// Returns [`LoraError::NotTargeted`], [`LoraError::OtherRank`] or [`LoraError::Unmatched`]
+    /// otherwise.
+    #[expect(clippy::expect_used, reason = "the callers pass adapter matrices only")]
     pub(crate) fn check_are_mine(&self, matrices: &[&ParameterInfo]) -> Result<(), LoraError> {
         let mut met = BTreeSet::new();
         for matrix in matrices {
-            let (layer, rank_dim) = adapted_by(matrix.name()).expect("it is named as a matrix");
+            let (layer, rank_dim) =
+                adapted_by(matrix.name()).expect("the name ends like an adapter matrix");
             let targets = self.targets_of(layer);
             if targets.is_empty() {
                 return Err(LoraError::NotTargeted { layer: layer.to_owned() });
@@ -147,12 +153,12 @@ impl Config {
         self.check_all_met(&met)
     }
 
-    /// The factor of `B · A`.
+    /// Returns the factor of `B · A`.
     pub(crate) fn scale(&self) -> f64 {
         self.alpha / self.rank as f64
     }
 
-    /// The content of the file.
+    /// Returns the content of the file.
     pub(crate) fn json(&self) -> String {
         let config = json!({
             "base_model_name_or_path": null,
@@ -170,13 +176,13 @@ impl Config {
     }
 }
 
-/// A field that does not say what it should.
-struct Refused {
+/// An unsupported value of a field.
+struct UnsupportedField {
     field: &'static str,
     expected: &'static str,
 }
 
-/// Whether adapters that began in this way belong to the weights of the model.
+/// Returns true if adapters with this initialization belong to the model's original weights.
 fn keeps_weights(beginning: &Value) -> bool {
     match beginning {
         Value::Null | Value::Bool(_) => true,
@@ -185,7 +191,7 @@ fn keeps_weights(beginning: &Value) -> bool {
     }
 }
 
-/// Whether a field says no more than if it were not there.
+/// Returns true if a field means the same as a missing field.
 fn is_silent(value: &Value) -> bool {
     match value {
         Value::Null => true,

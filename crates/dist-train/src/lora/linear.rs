@@ -12,11 +12,12 @@ use crate::{
     parameters::declare::Declared,
 };
 
-/// A linear layer with an adapter: `x · Wᵀ + bias + alpha / rank · (x · Aᵀ) · Bᵀ`. Made by
+/// A linear layer with an adapter: `x · Wᵀ + bias + alpha / rank · (x · Aᵀ) · Bᵀ`. Created by
 /// [`Lora::linear`].
 ///
-/// A and B are in single precision, in double precision beside a weight of that. Beside a weight of
-/// halves their product is computed in single precision, added to the layer's, and rounded.
+/// A and B are in double precision if the weight is, and in single precision otherwise. For a
+/// half-precision weight, their product is computed in single precision, added to the layer's
+/// output, and rounded.
 #[derive(Clone, Debug)]
 pub struct LoraLinear {
     base: Linear,
@@ -26,7 +27,7 @@ pub struct LoraLinear {
 }
 
 impl LoraLinear {
-    /// The layer `base` with the adapter that `vb` has.
+    /// Wraps the layer `base` with the adapter in `vb`.
     pub(super) fn new(lora: &Lora, base: Linear, vb: &VarBuilder<'_>) -> Result<Self> {
         let weight = base.weight();
         let (n_out, n_in) = weight.dims2()?;
@@ -44,7 +45,7 @@ impl Module for LoraLinear {
         let dtype = self.a.weight().dtype();
         let adapted = self.b.forward(&self.a.forward(&x.to_dtype(dtype)?)?)?;
         let y = self.base.forward(x)?;
-        // The sum is rounded once.
+        // The sum is rounded only once.
         (y.to_dtype(dtype)? + (adapted * self.scale)?)?.to_dtype(y.dtype())
     }
 }

@@ -5,31 +5,32 @@ use candle_nn::{Init, init::ZERO};
 
 use crate::parameters::declare::Declared;
 
-/// The file of adapters, as PEFT names it.
+/// The file name of adapters in PEFT.
 pub(crate) const FILE: &str = "adapter_model.safetensors";
-/// What PEFT puts before the names of the model.
+/// The prefix that PEFT adds to names of the model.
 pub(crate) const FILE_PREFIX: &str = "base_model.model.";
 
 const WEIGHT: &str = "weight";
 const A: &str = "lora_A.weight";
 const B: &str = "lora_B.weight";
 
-/// The layer whose weight a parameter is: what its name has before `.weight`.
+/// Returns the layer of a weight, which is the name without `.weight`, or `None` for other
+/// parameters.
 pub(crate) fn layer_of(name: &str) -> Option<&str> {
     if name == WEIGHT { Some("") } else { name.strip_suffix(WEIGHT)?.strip_suffix('.') }
 }
 
-/// The names of the two matrices of a layer.
+/// Returns the names of the two matrices of a layer.
 pub(crate) fn names_of(layer: &str) -> [String; 2] {
     [A, B].map(|inner| if layer.is_empty() { inner.to_owned() } else { format!("{layer}.{inner}") })
 }
 
-/// Whether a parameter is a matrix of an adapter.
+/// Returns true if a parameter is a matrix of an adapter.
 pub(crate) fn is_matrix(name: &str) -> bool {
     adapted_by(name).is_some()
 }
 
-/// The layer that a matrix adapts, and which of its dimensions is the rank.
+/// Returns the layer that a matrix adapts, and the matrix dimension of size rank.
 pub(crate) fn adapted_by(name: &str) -> Option<(&str, usize)> {
     [(A, 0), (B, 1)].into_iter().find_map(|(inner, rank_dim)| {
         let before = name.strip_suffix(inner)?;
@@ -38,20 +39,20 @@ pub(crate) fn adapted_by(name: &str) -> Option<(&str, usize)> {
     })
 }
 
-/// The type in which the matrices are held and their product is computed: as in PEFT, halves have
-/// too few digits for what an update adds.
+/// Returns the dtype in which the matrices are stored and multiplied: half precision has too few
+/// digits for updates, as PEFT also assumes.
 pub(crate) fn wide(dtype: DType) -> DType {
     if dtype == DType::F64 { DType::F64 } else { DType::F32 }
 }
 
-/// The matrices of a layer whose weight is [`n_out`, `n_in`].
+/// Declares the matrices for a layer with a weight of shape [`n_out`, `n_in`].
 pub(crate) fn declared(
     layer: &str,
     rank: usize,
     [n_out, n_in]: [usize; 2],
     dtype: DType,
 ) -> [Declared; 2] {
-    // Kaiming's uniform distribution for a leaky slope of √5, as in PyTorch's linear layers.
+    // Kaiming's uniform distribution for a leaky slope of √5, like in PyTorch's linear layers.
     let bound = (n_in as f64).sqrt().recip();
     let [a, b] = names_of(layer);
     [
@@ -65,13 +66,13 @@ pub(crate) fn declared(
     ]
 }
 
-/// `weight + scale · b · a`.
+/// Returns `weight + scale · b · a`.
 pub(crate) fn sum(weight: &Tensor, a: &Tensor, b: &Tensor, scale: f64) -> Result<Tensor> {
-    // The smaller matrix is scaled, so that fewer large ones are in the graph.
+    // Scales the smaller matrix, so that the graph contains fewer large tensors.
     weight + b.matmul(&(a * scale)?)?
 }
 
-/// [`sum`] of tensors that have no gradient, rounded once.
+/// Returns [`sum`] of tensors without gradients, rounded only once.
 pub(crate) fn merged(weight: &Tensor, a: &Tensor, b: &Tensor, scale: f64) -> Result<Tensor> {
     let dtype = weight.dtype();
     let [weight, a, b] = [weight, a, b].map(|tensor| tensor.to_dtype(wide(dtype)));
@@ -83,7 +84,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn names_are_those_of_peft() {
+    fn names_match_peft() {
         assert_eq!(layer_of("h.0.q.weight"), Some("h.0.q"));
         assert_eq!(
             [layer_of("weight"), layer_of("h.bias"), layer_of("h.overweight")],

@@ -1,7 +1,7 @@
-//! Adapters of low rank: small matrices that are trained beside the frozen weights of a model.
+//! Low-rank adapters: small trained matrices next to the frozen weights of a model.
 //!
-//! The weight `W` [outputs, inputs] of a linear layer is used as `W + alpha / rank · B · A` (Hu and
-//! others, arXiv 2106.09685). Names, initial values and files are those of Hugging Face's PEFT.
+//! The weight `W` [outputs, inputs] of a linear layer becomes `W + alpha / rank · B · A` (Hu et
+//! al., arXiv 2106.09685). Names, initial values and files follow Hugging Face's PEFT.
 
 mod builders;
 pub(crate) mod config;
@@ -16,38 +16,38 @@ use candle_nn::VarBuilder;
 use dist_checkpoint::{ParameterError, StoredWeights, TensorInfo, support::AllowedNames};
 
 use self::{
-    builders::{Composing, Declaring},
-    config::Config,
+    builders::{AdapterComposer, AdapterDeclarer},
+    config::AdapterConfig,
     linear::LoraLinear,
     matrices::{FILE, FILE_PREFIX},
 };
 use crate::{
     error::{Error, Result, lora::LoraError},
-    lora::save::{Content, PretrainedFiles},
+    lora::save::{PretrainedFiles, SavedContent},
     parameters::declare::Declared,
 };
 
-/// Adapters of low rank for the linear layers of a model, whose own parameters stay as they are.
+/// Low-rank adapters for the linear layers of a model with frozen parameters.
 ///
-/// Beside the weight `q_proj.weight` [outputs, inputs] stand `q_proj.lora_A.weight` [rank, inputs]
-/// and `q_proj.lora_B.weight` [outputs, rank]; the layer computes with
-/// `weight + alpha / rank · B · A`. B begins with zeros, and A uniformly within ±1 / √inputs, as in
-/// Hugging Face's PEFT, whose `target_modules` are the `targets` here: names of layers, whole or from
-/// some dot on to the end.
+/// The weight `q_proj.weight` [outputs, inputs] gets the adapter `q_proj.lora_A.weight` [rank,
+/// inputs] and `q_proj.lora_B.weight` [outputs, rank], and the layer computes with `weight + alpha
+/// / rank · B · A`. B starts at zero and A uniformly within ±1 / √inputs, like in Hugging Face's
+/// PEFT. Its `target_modules` are the `targets` here: full names of layers, or their last
+/// components.
 ///
-/// There are two ways, of the same results up to rounding:
+/// There are two ways, with equal results up to rounding:
 ///
-/// - **Any model**, without a change of its code: it is made where a loss uses it, as the
-///   [`Units`](crate::Units) of [`DataParallel`](crate::DataParallel) or
-///   [`FullyShard`](crate::FullyShard). [`adapt`](Self::adapt) declares the adapters,
-///   [`unit`](Self::unit) lets layers find the sum in place of the weight. While the graph of a unit
-///   is there it has two matrices more of the size of each weight, and the backward pass makes the
-///   gradient of the whole sum: a step takes the time of one that trains all weights. Weights of half
-///   precision are refused, since the sum would be rounded to their type.
-/// - **A model of one's own** with the layer [`linear`](Self::linear), which multiplies by A and then
-///   by B. It has two tensors more of the size of its result, and no gradient as large as the
-///   weight. With four layers of 1024 inputs and outputs on one core a step on 128 tokens takes 46 ms
-///   instead of 81, and on 2048 tokens 0.61 s instead of 0.72.
+/// - **Any model**, without a change to its code, if its layers are built where a loss uses them,
+///   as with the [`Units`](crate::Units) of [`DataParallel`](crate::DataParallel) or
+///   [`FullyShard`](crate::FullyShard). [`adapt`](Self::adapt) declares the adapters, and
+///   [`unit`](Self::unit) gives layers the sum in place of the weight. The graph of a unit contains
+///   two more matrices of the size of each weight, and the backward pass computes the gradient of
+///   the full sum, so a step takes as long as a step that trains all weights. Half-precision
+///   weights are rejected, because the sum would be rounded to their dtype.
+/// - **Your own model** with the layer [`linear`](Self::linear), which multiplies by A and then by
+///   B. Its graph contains two more tensors of the size of the result, and no gradient of the
+///   weight's size. With four layers of 1024 inputs and outputs on one core, a step on 128 tokens
+///   takes 46 ms instead of 81, and on 2048 tokens 0.61 s instead of 0.72.
 ///
 /// # Examples
 ///
@@ -77,30 +77,30 @@ use crate::{
 /// assert!(model.step(x, loss)?.loss < first);
 ///
 /// model.save_pretrained(folder.join("adapter"), lora.adapters())?; // for PEFT, and `Lora::open`
-/// model.save_pretrained(folder.join("merged"), lora.merged())?; // for everybody
+/// model.save_pretrained(folder.join("merged"), lora.merged())?; // for any reader
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
 #[derive(Clone, Debug)]
 pub struct Lora {
-    config: Config,
-    /// The matrices that a folder has.
+    config: AdapterConfig,
+    /// The matrices in the folder, if the adapters were opened.
     saved: Option<Arc<StoredWeights>>,
 }
 
 impl Lora {
-    /// What adapters are named in every model: patterns for
+    /// Patterns that match the adapters of every model, for
     /// [`train_only`](crate::ModelBuilder::train_only) and
     /// [`allow_missing`](crate::ModelBuilder::allow_missing).
     pub const PATTERNS: [&'static str; 2] = ["lora_A", "lora_B"];
 
-    /// Adapters of the layers that `targets` name, with the factor `alpha / rank`.
+    /// Creates adapters for the layers in `targets`, with the factor `alpha / rank`.
     ///
-    /// Only linear layers are to be named. The weight of an embedding is a matrix too, and is adapted
-    /// like one, but PEFT looks for its adapter under other names.
+    /// Targets should be linear layers. An embedding's weight is a matrix too and can be adapted,
+    /// but PEFT expects its adapter under other names.
     ///
     /// # Errors
     ///
-    /// [`Error::Setting`] for a rank of 0 and for an `alpha` that is not a positive number,
+    /// Returns [`Error::Setting`] if the rank is 0 or `alpha` is not a positive number, and
     /// [`LoraError::NoTargets`] without targets.
     pub fn new<S: Into<String>>(
         targets: impl IntoIterator<Item = S>,
@@ -113,65 +113,63 @@ impl Lora {
         if targets.is_empty() {
             return Err(LoraError::NoTargets.into());
         }
-        Ok(Self { config: Config { targets, rank, alpha }, saved: None })
+        Ok(Self { config: AdapterConfig { targets, rank, alpha }, saved: None })
     }
 
-    /// The adapters in a folder, as [`adapters`](Self::adapters) or PEFT saves them. Their
-    /// [`values`](Self::values) are read when a model is built.
+    /// Opens the adapters in a folder written by [`adapters`](Self::adapters) or PEFT. Building a
+    /// model reads their [`values`](Self::values).
     ///
-    /// Dropout, which has no effect but in training, is left out: training that resumes from these
-    /// adapters goes without.
+    /// Dropout is ignored: it only affects training, and training resumed from these adapters runs
+    /// without dropout.
     ///
     /// # Errors
     ///
-    /// [`Error::Checkpoint`] if a file cannot be read, [`LoraError::Config`]
-    /// if the adapters are none of this kind (`DoRA`, biases, ranks by pattern) or belong to a base
-    /// whose weights were changed when they began (`PiSSA`, `OLoRA`), and those of
-    /// [`new`](Self::new).
+    /// Returns [`Error::Checkpoint`] if a file cannot be read, [`LoraError::Config`] if the
+    /// adapters are of another kind (`DoRA`, biases, ranks by pattern) or belong to base weights
+    /// changed at initialization (`PiSSA`, `OLoRA`), and the errors of [`new`](Self::new).
     pub fn open(folder: impl AsRef<Path>) -> Result<Self> {
         let folder = folder.as_ref();
-        let Config { targets, rank, alpha } = Config::read(folder)?;
+        let AdapterConfig { targets, rank, alpha } = AdapterConfig::read(folder)?;
         let saved = StoredWeights::open(folder.join(FILE))?.without_prefix(FILE_PREFIX);
         Ok(Self { saved: Some(Arc::new(saved)), ..Self::new(targets.to_vec(), rank, alpha)? })
     }
 
-    /// The names of the layers that have adapters.
+    /// Returns the names of the adapted layers.
     pub fn targets(&self) -> &[String] {
         &self.config.targets
     }
 
-    /// The rank of the adapters: the rows of A, and the columns of B.
+    /// Returns the rank of the adapters: the number of rows of A and of columns of B.
     pub fn rank(&self) -> usize {
         self.config.rank
     }
 
-    /// The `alpha` of the factor `alpha / rank`.
+    /// Returns the `alpha` of the factor `alpha / rank`.
     pub fn alpha(&self) -> f64 {
         self.config.alpha
     }
 
-    /// The constructor of a model with adapters, of the constructor of the model: for
+    /// Wraps the constructor of a model to declare adapters too: for
     /// [`FullyShard::builder`](crate::FullyShard::builder), or for
     /// [`DataParallel::builder`](crate::DataParallel::builder) with
     /// [`by_units`](crate::ModelBuilder::by_units).
     ///
-    /// It makes no model, since the sum in it would not follow what is trained: [`unit`](Self::unit)
-    /// makes it anew wherever it is used.
+    /// The constructor returns no model, because a model with fixed sums would not follow training:
+    /// [`unit`](Self::unit) rebuilds the layers on each use.
     ///
     /// # Errors
     ///
-    /// In the returned function, those of `build`, and wrapped in candle's error
-    /// [`LoraError::Unmatched`], [`LoraError::NoMatrix`], and [`LoraError::Rounded`] for weights of
-    /// half precision; of adapters that were
-    /// [opened](Self::open) also [`ParameterError::Weights`] and [`ParameterError::Shape`], if they are
-    /// not those of the model.
+    /// The returned function returns the errors of `build`, and, wrapped in candle's error,
+    /// [`LoraError::Unmatched`], [`LoraError::NoMatrix`], and [`LoraError::Rounded`] for
+    /// half-precision weights. For [opened](Self::open) adapters that do not match the model it
+    /// also returns [`ParameterError::Weights`] and [`ParameterError::Shape`].
     pub fn adapt<M>(
         &self,
         build: impl Fn(VarBuilder<'_>) -> CandleResult<M>,
     ) -> impl Fn(VarBuilder<'_>) -> CandleResult<()> {
         let lora = self.clone();
         move |vb| {
-            let declaring = Declaring::new(&lora, vb);
+            let declaring = AdapterDeclarer::new(&lora, vb);
             build(declaring.builder())?;
             let adapters = declaring.into_adapters()?;
             match &lora.saved {
@@ -184,8 +182,8 @@ impl Lora {
         }
     }
 
-    /// A function for [`Units::unit`](crate::Units::unit) whose layers find the sum of weight and
-    /// adapter where `f` asks for the weight.
+    /// Wraps a function for [`Units::unit`](crate::Units::unit) so that its layers get the sum of
+    /// weight and adapter in place of the weight.
     pub fn unit<X, R, F>(
         &self,
         f: F,
@@ -194,18 +192,19 @@ impl Lora {
         F: Fn(VarBuilder<'_>, &X) -> CandleResult<R> + Clone + Send + Sync,
     {
         let (rank, scale) = (self.rank(), self.config.scale());
-        move |vb, x| f(Composing::builder(vb, rank, scale), x)
+        move |vb, x| f(AdapterComposer::builder(vb, rank, scale), x)
     }
 
-    /// A linear layer of weight, bias and adapter, for models of one's own: whatever its name, it has
-    /// an adapter, but files of [`adapters`](Self::adapters) want it among the targets.
+    /// Creates a linear layer with weight, bias and adapter, for your own models. The layer has an
+    /// adapter under any name, but to save [`adapters`](Self::adapters) it must be one of the
+    /// targets.
     ///
-    /// Its weight and bias have the type of `vb`, A and B that of `vb` or single precision, whichever
-    /// is the more precise: what an update adds to a half would often be nothing.
+    /// Weight and bias have the dtype of `vb`. A and B have at least single precision, because
+    /// updates are often too small for half precision.
     ///
     /// # Errors
     ///
-    /// If the parameters cannot be loaded.
+    /// Returns an error if the parameters cannot be loaded.
     ///
     /// # Examples
     ///
@@ -219,7 +218,7 @@ impl Lora {
     /// assert_eq!(names, ["up.weight", "up.bias", "up.lora_A.weight", "up.lora_B.weight"]);
     /// # Ok::<(), Box<dyn std::error::Error>>(())
     /// ```
-    #[expect(clippy::needless_pass_by_value, reason = "as candle's layers are made")]
+    #[expect(clippy::needless_pass_by_value, reason = "like the constructors of candle's layers")]
     pub fn linear(
         &self,
         in_dim: usize,
@@ -230,12 +229,12 @@ impl Lora {
         LoraLinear::new(self, base, &vb)
     }
 
-    /// [`linear`](Self::linear) without a bias.
+    /// Creates a layer like [`linear`](Self::linear), without a bias.
     ///
     /// # Errors
     ///
-    /// If the parameters cannot be loaded.
-    #[expect(clippy::needless_pass_by_value, reason = "as candle's layers are made")]
+    /// Returns an error if the parameters cannot be loaded.
+    #[expect(clippy::needless_pass_by_value, reason = "like the constructors of candle's layers")]
     pub fn linear_no_bias(
         &self,
         in_dim: usize,
@@ -246,14 +245,14 @@ impl Lora {
         LoraLinear::new(self, base, &vb)
     }
 
-    /// The values of adapters that were [opened](Self::open), for
-    /// [`init_with`](crate::ModelBuilder::init_with); all else is to come from
+    /// Returns the values of [opened](Self::open) adapters, for
+    /// [`init_with`](crate::ModelBuilder::init_with); all other parameters must come from
     /// [`weights`](crate::ModelBuilder::weights).
     ///
     /// # Errors
     ///
-    /// In the returned function [`ParameterError::Missing`] for a parameter that is none of theirs,
-    /// and if the file cannot be read.
+    /// The returned function returns [`ParameterError::Missing`] for a parameter outside the
+    /// adapters, and an error if the file cannot be read.
     pub fn values(
         &self,
     ) -> impl Fn(&Declared, Range<usize>) -> CandleResult<Tensor> + Send + Sync + 'static {
@@ -265,25 +264,27 @@ impl Lora {
                 }
                 None => None,
             };
-            let name = || declared.name.clone();
-            items.ok_or_else(|| Error::from(ParameterError::Missing { name: name() }).into())
+            items.ok_or_else(|| {
+                Error::from(ParameterError::Missing { name: declared.name.clone() }).into()
+            })
         }
     }
 
-    /// Returns the files of the adapters alone, which PEFT reads, for
-    /// [`save_pretrained`](crate::DistributedModel::save_pretrained): `adapter_model.safetensors` and
-    /// `adapter_config.json`. Saving fails if the model's adapters are of other layers or another
-    /// rank; `alpha` must be the one of the training.
+    /// Returns the files of the adapters alone, in PEFT's format, for
+    /// [`save_pretrained`](crate::DistributedModel::save_pretrained): `adapter_model.safetensors`
+    /// and `adapter_config.json`. Saving fails if the model's adapters differ in layers or rank;
+    /// `alpha` must be the value used in training.
     #[must_use]
     pub fn adapters(&self) -> PretrainedFiles {
-        PretrainedFiles::of(Content::Adapters(self.config.clone()))
+        PretrainedFiles::new(SavedContent::Adapters(self.config.clone()))
     }
 
-    /// The files of a model whose weights are the sums, with the names and shapes of one without
-    /// adapters (PEFT's `merge_and_unload`). Halves are added up in single precision. The same models
-    /// are refused as for [`adapters`](Self::adapters).
+    /// Returns the files of the model with adapters merged into its weights, with the names and
+    /// shapes of the model without adapters (PEFT's `merge_and_unload`). Half-precision weights are
+    /// merged in single precision. Saving rejects the same models as for
+    /// [`adapters`](Self::adapters).
     #[must_use]
     pub fn merged(&self) -> PretrainedFiles {
-        PretrainedFiles::of(Content::Merged(self.config.clone()))
+        PretrainedFiles::new(SavedContent::Merged(self.config.clone()))
     }
 }

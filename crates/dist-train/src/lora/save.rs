@@ -13,13 +13,14 @@ use pmap_mesh::DeviceMesh;
 use crate::{
     error::{Doing, Result, lora::LoraError},
     lora::{
-        config::{CONFIG, Config},
+        config::{AdapterConfig, CONFIG},
         matrices::{self, FILE, FILE_PREFIX},
     },
     sharded::runs,
 };
 
-/// How [`save_pretrained`](crate::DistributedModel::save_pretrained) writes a model.
+/// The contents and layout of the files that
+/// [`save_pretrained`](crate::DistributedModel::save_pretrained) writes.
 ///
 /// # Examples
 ///
@@ -29,70 +30,71 @@ use crate::{
 /// ```
 #[derive(Clone, Debug, PartialEq)]
 pub struct PretrainedFiles {
-    content: Content,
+    content: SavedContent,
     max_bytes: u64,
     allows_non_finite: bool,
-    /// The type of all parameters in the files; each keeps its own if there is none.
+    /// The dtype of all parameters in the files; `None` for each parameter's own dtype.
     dtype: Option<DType>,
 }
 
-/// What of a model is written.
+/// The parameters to write.
 #[derive(Clone, Debug, PartialEq)]
-pub(crate) enum Content {
-    /// Its parameters.
+pub(crate) enum SavedContent {
+    /// All parameters of the model.
     All,
-    /// The matrices of its adapters.
-    Adapters(Config),
-    /// The parameters that it would have without adapters, and with their effect.
-    Merged(Config),
+    /// The matrices of the adapters only.
+    Adapters(AdapterConfig),
+    /// The parameters of the model without adapters, with the adapters merged.
+    Merged(AdapterConfig),
 }
 
 impl Default for PretrainedFiles {
-    /// Files of 5 GB, as Hugging Face's have, of finite numbers.
+    /// Returns files of at most 5 GB, like Hugging Face's, with finite numbers only.
     fn default() -> Self {
-        Self::of(Content::All)
+        Self::new(SavedContent::All)
     }
 }
 
 impl PretrainedFiles {
-    pub(crate) fn of(content: Content) -> Self {
+    pub(crate) fn new(content: SavedContent) -> Self {
         Self { content, max_bytes: 5_000_000_000, allows_non_finite: false, dtype: None }
     }
 
-    /// Sets how many bytes of parameters a file has at most, 5 GB by default; a larger parameter
-    /// has one of its own. A model of no more is one file, `model.safetensors`; one of more
-    /// several, beside an index, `model.safetensors.index.json`. Adapters are always one file.
+    /// Sets the maximum bytes of parameters per file, 5 GB by default; a larger parameter gets its
+    /// own file. A smaller model is one file, `model.safetensors`; a larger model is several files
+    /// and an index, `model.safetensors.index.json`. Adapters are always one file.
     #[must_use]
     pub fn max_bytes(self, max_bytes: u64) -> Self {
         Self { max_bytes, ..self }
     }
 
-    /// Writes all parameters in one type, whatever they are trained in: each keeps its own by default.
+    /// Writes all parameters in one dtype instead of each parameter's own dtype.
     ///
-    /// A model of mixed precision is kept in single precision, and may be wanted in the half in which
-    /// it computes.
+    /// A mixed-precision model is stored in single precision, but can be saved in the half
+    /// precision that it computes in.
     #[must_use]
     pub fn dtype(self, dtype: DType) -> Self {
         Self { dtype: Some(dtype), ..self }
     }
 
-    /// Writes parameters that are infinite or not numbers, too, which are refused by default.
+    /// Also writes infinite and NaN parameters, which are rejected by default.
     #[must_use]
     pub fn allow_non_finite(self) -> Self {
         Self { allows_non_finite: true, ..self }
     }
 }
 
-/// Writes the parameters of a model into `folder`, which is made if it is not there; every process
-/// calls it, and the first one writes.
+/// Writes the parameters of a model into `folder`, creating it if necessary. Every process must
+/// call it; rank 0 writes.
 ///
-/// `whole` is called in all processes in the same order, once for each parameter, and each result
-/// is dropped before the next is made.
+/// All processes call `whole` in the same order, once per parameter, and drop each result before
+/// the next call.
 ///
 /// # Errors
 ///
-/// On all processes, if one fails: the errors of `whole`, those of [`ModelFolder::write`], and where adapters are asked for [`LoraError::NoAdapters`] and those of
-/// [`Config::check_are_mine`].
+/// Returns an error on all processes if one fails: the errors of `whole` and of
+/// [`ModelFolder::write`], and for adapters [`LoraError::NoAdapters`] and the errors of
+/// [`AdapterConfig::check_are_mine`].
 pub(crate) fn save(
     mesh: &DeviceMesh,
     folder: &Path,
@@ -109,27 +111,30 @@ pub(crate) fn save(
     };
     let all: Vec<_> = parameters.iter().collect();
     match content {
-        Content::All => target.write(infos(&all, dtype)?, max_bytes, |name| typed(whole(name))),
-        Content::Merged(config) => {
+        SavedContent::All => {
+            target.write(infos(&all, dtype)?, max_bytes, |name| typed(whole(name)))
+        }
+        SavedContent::Merged(config) => {
             let (_, base) = with_adapters(parameters, &config)?;
             let scale = config.scale();
-            let merged = |name: &str| typed(merged(name, scale, parameters, &whole));
-            target.write(infos(&base, dtype)?, max_bytes, merged)
+            target.write(infos(&base, dtype)?, max_bytes, |name| {
+                typed(merged(name, scale, parameters, &whole))
+            })
         }
-        Content::Adapters(config) => {
+        SavedContent::Adapters(config) => {
             let (adapters, _) = with_adapters(parameters, &config)?;
             let mut infos = infos(&adapters, dtype)?;
             for info in &mut infos {
                 info.name.insert_str(0, FILE_PREFIX);
             }
-            // All names begin with the prefix.
-            let whole = |name: &str| typed(whole(&name[FILE_PREFIX.len()..]));
-            target.write_with_text(FILE, infos, whole, (CONFIG, &config.json()))
+            // All names start with the prefix, which was added above.
+            let parameter = |name: &str| typed(whole(&name[FILE_PREFIX.len()..]));
+            target.write_with_text(FILE, infos, parameter, (CONFIG, &config.json()))
         }
     }
 }
 
-/// Returns the tensors of the files, of one type if one is asked for.
+/// Returns descriptions of the tensors in the files, with dtype `dtype` if given.
 fn infos(parameters: &[&ParameterInfo], dtype: Option<DType>) -> Result<Vec<TensorInfo>> {
     let mut infos = Vec::with_capacity(parameters.len());
     for parameter in parameters {
@@ -146,10 +151,10 @@ fn infos(parameters: &[&ParameterInfo], dtype: Option<DType>) -> Result<Vec<Tens
     Ok(infos)
 }
 
-/// The parameters of adapters, and the others.
+/// Splits parameters into adapter matrices and others.
 fn with_adapters<'a>(
     parameters: &'a [ParameterInfo],
-    config: &Config,
+    config: &AdapterConfig,
 ) -> Result<(Vec<&'a ParameterInfo>, Vec<&'a ParameterInfo>), LoraError> {
     let (adapters, others): (Vec<_>, Vec<_>) =
         parameters.iter().partition(|info| matrices::is_matrix(info.name()));
@@ -160,7 +165,7 @@ fn with_adapters<'a>(
     Ok((adapters, others))
 }
 
-/// A parameter with the effect of its adapter, if it has one.
+/// Returns a parameter with its adapter merged, if it has one.
 fn merged(
     name: &str,
     scale: f64,
@@ -168,11 +173,12 @@ fn merged(
     whole: impl Fn(&str) -> Result<Tensor>,
 ) -> Result<Tensor> {
     let matrices = matrices::layer_of(name).map(matrices::names_of);
-    let has = |matrix: &String| parameters.iter().any(|info| info.name() == matrix);
-    let Some([a, b]) = matrices.filter(|matrices| matrices.iter().all(has)) else {
+    let is_known = |name: &String| parameters.iter().any(|info| info.name() == name);
+    let Some([a, b]) = matrices.filter(|[a, b]| is_known(a) && is_known(b)) else {
         return whole(name);
     };
-    // All three are asked for before one fails: all processes put them together.
+    // Gather all three before returning an error: gathering is collective, so all processes must do
+    // it.
     let [weight, a, b] = [name, &a, &b].map(whole);
     matrices::merged(&weight?, &a?, &b?, scale).doing("merging an adapter")
 }
@@ -185,7 +191,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn parameters_are_written_in_one_type() {
+    fn parameters_are_saved_in_one_dtype() {
         let folder = tempfile::tempdir().unwrap();
         let mesh = DeviceMesh::cpu(1).unwrap();
         let info = |name, dtype| ParameterInfo::new(name, [4], dtype).unwrap();

@@ -1,4 +1,4 @@
-//! Writing the numbers of a run, a line for each step.
+//! Writes the metrics of a run, one line per step.
 
 use std::{
     fs::{self, File},
@@ -10,15 +10,15 @@ use std::{
 use dist_checkpoint::files;
 
 use crate::{
-    error::{At, Error, Result},
+    error::{AtPath, Error, Result},
     metrics::{StepMetrics, read::Metrics},
 };
 
-/// A file that gets a line of JSON for each step: what `candle-distributed train` writes as
-/// `metrics.jsonl`, and its pictures and reports read.
+/// A file with one line of JSON per step, in the format of `metrics.jsonl` of `candle-distributed
+/// train`, which its plots and reports read.
 ///
-/// One process of a run writes it. A session that resumes a run goes on in the same file; that its
-/// clock begins at 0 again tells it apart.
+/// One process of a run writes the file. A session that resumes a run appends to the same file;
+/// readers recognize a new session because its clock starts at 0.
 ///
 /// # Examples
 ///
@@ -54,17 +54,17 @@ pub struct MetricsLog {
 }
 
 impl MetricsLog {
-    /// Opens a file to resume it after `done` steps, or makes it and its folder. The lines of later
-    /// steps, which the run that is resumed has taken after its checkpoint, are dropped, and with
-    /// them those that are [damaged](Metrics::damaged). The clock of the session starts.
+    /// Opens a file to resume it after `done` steps, or creates it and its folder. Lines of later
+    /// steps, which the resumed run took after its checkpoint, are dropped, and so are
+    /// [damaged](Metrics::damaged) lines. Starts the clock of the session.
     ///
-    /// The whole file is kept beside it if lines are damaged, as `metrics.damaged-0001.jsonl`, and if
-    /// a run without a checkpoint starts anew, as `metrics.unsaved-0001.jsonl`.
+    /// Backs up the whole file as `metrics.damaged-0001.jsonl` if lines are damaged, and as
+    /// `metrics.unsaved-0001.jsonl` if a run without a checkpoint starts again.
     ///
     /// # Errors
     ///
-    /// [`Error::NoMetrics`] for a file that has no step in it, and is something else
-    /// therefore; [`CheckpointError::Io`](crate::CheckpointError::Io) if it cannot be opened or changed.
+    /// Returns [`Error::NoMetrics`] if the file contains something else, and
+    /// [`CheckpointError::Io`](crate::CheckpointError::Io) if it cannot be opened or changed.
     pub fn open(path: impl Into<PathBuf>, done: u64) -> Result<Self> {
         let path = path.into();
         if let Some(folder) = path.parent() {
@@ -75,12 +75,12 @@ impl MetricsLog {
         Ok(Self { path, file, start: Instant::now() })
     }
 
-    /// Writes the line of a step that ends now: its seconds and the memory of the process, where the
-    /// system tells it (on Linux), are put in.
+    /// Writes the line of the step that ends now, with the elapsed seconds and, on Linux, the peak
+    /// memory of the process.
     ///
     /// # Errors
     ///
-    /// [`CheckpointError::Io`](crate::CheckpointError::Io).
+    /// Returns [`CheckpointError::Io`](crate::CheckpointError::Io) if writing fails.
     pub fn write(&mut self, step: StepMetrics) -> Result<()> {
         let seconds = self.start.elapsed().as_secs_f64();
         let step = StepMetrics { seconds, peak_bytes: peak_bytes(), ..step };
@@ -88,23 +88,23 @@ impl MetricsLog {
         writeln!(self.file, "{line}").at(&self.path)
     }
 
-    /// Waits until all lines are on disk: call it before a checkpoint is saved, and no resumed run
-    /// lacks the numbers of its steps.
+    /// Flushes all lines to disk. Call it before saving a checkpoint, so that a resumed run has the
+    /// metrics of all its steps.
     ///
     /// # Errors
     ///
-    /// [`CheckpointError::Io`](crate::CheckpointError::Io).
+    /// Returns [`CheckpointError::Io`](crate::CheckpointError::Io) if flushing fails.
     pub fn sync(&self) -> Result<()> {
         self.file.sync_data().at(&self.path)
     }
 
-    /// The file.
+    /// Returns the path of the file.
     pub fn path(&self) -> &Path {
         &self.path
     }
 }
 
-/// Drops the lines of the steps from `end` on, if there are any.
+/// Drops the lines of the steps from `end` on.
 fn keep_before(path: &Path, end: u64) -> Result<()> {
     let text = match fs::read(path) {
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(()),
@@ -125,20 +125,21 @@ fn keep_before(path: &Path, end: u64) -> Result<()> {
     if kept == text { Ok(()) } else { files::write(path, &kept).at(path) }
 }
 
-/// Whether a file without a step is what a run leaves that is killed in the line of its first.
+/// Returns true if a file without a step may come from a run that was killed while it wrote its
+/// first line.
 fn is_begun(text: &[u8]) -> bool {
     let start: &[u8] = br#"{"step":"#;
     text.is_empty() || (text.starts_with(start) && !text.contains(&b'\n'))
 }
 
-/// Backs up a file, and warns of the lines that the run does not go on with.
+/// Backs up a file, and warns about its dropped lines.
 fn back_up(path: &Path, word: &str, text: &[u8]) -> Result<()> {
     let copy = files::back_up(path, word, text).at(path)?;
-    tracing::warn!("{} has {word} lines, and is kept as {}", path.display(), copy.display());
+    tracing::warn!("{} has {word} lines, backed up as {}", path.display(), copy.display());
     Ok(())
 }
 
-/// The largest resident memory of this process so far, in bytes, where the system tells it: on Linux.
+/// Returns the peak resident memory of this process in bytes, on Linux only.
 ///
 /// # Examples
 ///
@@ -150,7 +151,7 @@ pub fn peak_bytes() -> Option<u64> {
     peak_in(&fs::read_to_string("/proc/self/status").ok()?)
 }
 
-/// The high-water mark in a `/proc/PID/status`.
+/// Returns the high-water mark in the text of a `/proc/PID/status`.
 fn peak_in(status: &str) -> Option<u64> {
     let mark = status.lines().find_map(|line| line.strip_prefix("VmHWM:"))?;
     mark.trim().strip_suffix(" kB")?.parse::<u64>().ok()?.checked_mul(1024)
@@ -162,10 +163,10 @@ mod tests {
     use crate::metrics::read::Metrics;
 
     #[test]
-    fn sessions_append_and_their_clocks_begin_anew() {
+    fn sessions_append_and_restart_the_clock() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("new/run/metrics.jsonl");
-        // The second resumes at step 2, after which the first has taken another one.
+        // The second session resumes at step 2, although the first session took one more step.
         for (first, end) in [(0, 3), (2, 4)] {
             let mut log = MetricsLog::open(&path, first).unwrap();
             for step in first..end {
@@ -189,24 +190,25 @@ mod tests {
     }
 
     fn names(folder: &Path) -> Vec<String> {
-        let name = |entry: fs::DirEntry| entry.file_name().into_string().unwrap();
-        let mut names: Vec<_> =
-            fs::read_dir(folder).unwrap().map(|entry| name(entry.unwrap())).collect();
+        let mut names: Vec<_> = fs::read_dir(folder)
+            .unwrap()
+            .map(|entry| entry.unwrap().file_name().into_string().unwrap())
+            .collect();
         names.sort();
         names
     }
 
     #[test]
-    fn a_file_that_is_no_log_is_left_as_it_is() {
+    fn other_files_are_not_changed() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("texts.jsonl");
         for text in ["{\"text\": \"a\"}\n{\"text\": \"b\"}\n", "no end of a line", "\n"] {
             fs::write(&path, text).unwrap();
             let error = MetricsLog::open(&path, 0).unwrap_err();
-            assert!(error.to_string().ends_with("texts.jsonl: no line of it is a step"), "{error}");
+            assert!(error.to_string().ends_with("texts.jsonl: no line is a step"), "{error}");
             assert_eq!(fs::read_to_string(&path).unwrap(), text);
         }
-        // The first line of a run that was killed in it.
+        // The first line of a run that was killed while writing it.
         fs::write(&path, "{\"step\":0,\"epo").unwrap();
         MetricsLog::open(&path, 0).unwrap();
         assert_eq!(fs::read_to_string(&path).unwrap(), "");
@@ -214,10 +216,10 @@ mod tests {
     }
 
     #[test]
-    fn what_no_checkpoint_or_line_vouches_for_is_kept_beside() {
+    fn unsaved_and_damaged_metrics_are_backed_up() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("metrics.jsonl");
-        // A file of the name that a careless writer would take.
+        // A file with a name that a careless writer could use for itself.
         fs::write(folder.path().join("metrics.partial"), "mine").unwrap();
         let written = || {
             let mut log = MetricsLog::open(&path, 0).unwrap();
@@ -226,7 +228,7 @@ mod tests {
         };
         let text = written();
         assert_eq!(text.lines().count(), 2);
-        assert_eq!(written().lines().count(), 2, "the run starts anew");
+        assert_eq!(written().lines().count(), 2, "the run starts again");
         let read = |name: &str| fs::read_to_string(folder.path().join(name)).unwrap();
         assert_eq!(read("metrics.unsaved-0001.jsonl"), text);
         for number in 1..=2 {
@@ -236,7 +238,7 @@ mod tests {
             assert_eq!(read(&format!("metrics.damaged-000{number}.jsonl")), damaged);
             assert_eq!(fs::read_to_string(&path).unwrap(), text);
         }
-        // Steps after the checkpoint are taken again, and nothing is lost.
+        // Steps after the checkpoint are taken again, so they need no backup.
         MetricsLog::open(&path, 1).unwrap();
         assert_eq!(Metrics::read(&path).unwrap().done(), 1);
         assert_eq!(
@@ -253,7 +255,7 @@ mod tests {
     }
 
     #[test]
-    fn the_peak_is_read_from_the_status_of_a_process() {
+    fn peak_is_read_from_proc_status() {
         let status = "Name:\ttrain\nVmPeak:\t   99 kB\nVmHWM:\t    1234 kB\nVmRSS:\t 5 kB\n";
         assert_eq!(peak_in(status), Some(1234 * 1024));
         for status in ["", "VmHWM: lots", "VmHWM: 12", "VmHWM: x kB"] {

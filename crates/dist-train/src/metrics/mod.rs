@@ -1,4 +1,4 @@
-//! How a run goes: the numbers of each step, written as lines of JSON and read again.
+//! Metrics of a run: the numbers of each step as lines of JSON.
 
 pub(crate) mod log;
 pub(crate) mod read;
@@ -7,10 +7,9 @@ use serde::{Deserialize, Deserializer, Serialize};
 
 use crate::step::rules::Step;
 
-/// The numbers of one step, as one line of a [log](crate::MetricsLog).
+/// The metrics of one step, one line of a [log](crate::MetricsLog).
 ///
-/// The fields that are no options stand in every line. Readers pass over fields that they do not
-/// know.
+/// Every line has the fields that are not optional. Readers ignore unknown fields.
 ///
 /// # Examples
 ///
@@ -32,37 +31,37 @@ pub struct StepMetrics {
     pub step: u64,
     /// The epoch, from 0.
     pub epoch: u64,
-    /// The mean loss, in single precision; NaN, and `null` in JSON, if it is not finite.
+    /// The mean loss, in single precision; a non-finite loss is NaN here and `null` in JSON.
     #[serde(deserialize_with = "number")]
     pub loss: f32,
     /// The learning rate.
     pub learning_rate: f64,
-    /// The sequences of the batch, on all devices.
+    /// Number of sequences in the batch, over all devices.
     pub sequences: u64,
-    /// Their tokens.
+    /// Number of tokens in these sequences.
     pub real_tokens: u64,
-    /// The same with padding.
+    /// Number of tokens including padding.
     pub padded_tokens: u64,
-    /// The seconds from the start of the session to the end of the step.
+    /// Seconds from the start of the session to the end of the step.
     pub seconds: f64,
-    /// The norm of the gradients before they were clipped.
+    /// The gradient norm before clipping.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub grad_norm: Option<f64>,
-    /// What the loss is the mean over, if it is not the tokens but the first of each sequence.
+    /// The weight of the mean loss, if it is not the number of predicted tokens.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub weight: Option<f64>,
-    /// The largest memory of the process so far.
+    /// Peak memory of the process so far, in bytes.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub peak_bytes: Option<u64>,
 }
 
-/// A number; JSON writes `null` for NaN and the infinities.
+/// Reads a number; JSON stores NaN and infinities as `null`.
 fn number<'de, D: Deserializer<'de>>(deserializer: D) -> Result<f32, D::Error> {
     Ok(Option::deserialize(deserializer)?.unwrap_or(f32::NAN))
 }
 
 impl StepMetrics {
-    /// A step with this number, from 0, and loss; all else is 0 or not known.
+    /// Creates the metrics of step `step`, counted from 0; all other fields are 0 or `None`.
     pub fn new(step: u64, loss: f32) -> Self {
         Self {
             step,
@@ -79,9 +78,9 @@ impl StepMetrics {
         }
     }
 
-    /// What a model says of its step with this number, from 0: loss, norm of the gradients, and
-    /// weight.
-    #[expect(clippy::cast_possible_truncation, reason = "losses are shown in single precision")]
+    /// Creates the metrics of step `step`, counted from 0, with the loss, gradient norm and weight
+    /// that the model returned.
+    #[expect(clippy::cast_possible_truncation, reason = "metrics store losses in single precision")]
     pub fn of<A>(step: u64, done: &Step<A>) -> Self {
         let (grad_norm, weight) = (Some(done.grad_norm), Some(done.weight));
         Self { grad_norm, weight, ..Self::new(step, done.loss as f32) }
@@ -99,40 +98,41 @@ impl StepMetrics {
         Self { learning_rate, ..self }
     }
 
-    /// Sets how many sequences and tokens the batch has: `real_tokens` of them are no padding.
+    /// Sets the number of sequences and tokens in the batch; `real_tokens` excludes padding.
     #[must_use]
     pub fn batch(self, sequences: u64, real_tokens: u64, padded_tokens: u64) -> Self {
         Self { sequences, real_tokens, padded_tokens, ..self }
     }
 
-    /// How many steps are done after it.
+    /// Returns the number of finished steps after this one.
     pub fn end(&self) -> u64 {
         self.step.saturating_add(1)
     }
 
-    /// The tokens that are predicted: all but the first of each sequence.
+    /// Returns the number of predicted tokens: all but the first token of each sequence.
     pub fn predictions(&self) -> u64 {
         self.real_tokens.saturating_sub(self.sequences)
     }
 
-    /// What the loss is the mean over: the weight if it is known, else the
+    /// Returns the weight of the mean loss: the recorded weight, or else the number of
     /// [predictions](Self::predictions).
     pub fn loss_weight(&self) -> f64 {
         self.weight.unwrap_or(self.predictions() as f64)
     }
 
-    /// The part of the padded tokens that is padding; NaN without tokens.
+    /// Returns the fraction of padding among all tokens; NaN without tokens.
     pub fn padding(&self) -> f64 {
         1.0 - self.real_tokens as f64 / self.padded_tokens as f64
     }
 
-    /// Whether a step can have such numbers: there is one after it, and no sequence is empty.
+    /// Returns true if the numbers are plausible: the step has a successor, and no sequence is
+    /// empty.
     fn is_possible(&self) -> bool {
         self.step < u64::MAX && self.sequences <= self.real_tokens
     }
 }
 
-/// The mean loss of several steps, each with its [weight](StepMetrics::loss_weight).
+/// The mean loss of several steps, weighted by [`StepMetrics::loss_weight`].
 ///
 /// # Examples
 ///
@@ -157,7 +157,7 @@ impl MeanLoss {
         self.weight += step.loss_weight();
     }
 
-    /// The mean; NaN of no steps.
+    /// Returns the mean; NaN without steps.
     pub fn mean(self) -> f64 {
         self.sum / self.weight
     }
@@ -167,7 +167,7 @@ impl MeanLoss {
 mod tests {
     use super::*;
 
-    /// By the predictions, 9 and 1, the mean would be 1.2.
+    /// Weighted by predictions, 9 and 1, the mean would be 1.2.
     #[test]
     fn known_weights_count_in_the_mean() {
         let step = |loss, weight, tokens| StepMetrics {

@@ -1,13 +1,13 @@
-//! Reading the numbers of a run, and sums and means over them.
+//! Reads the metrics of a run, with sums and means over steps.
 
 use std::{fs, ops::Range, path::Path};
 
 use crate::{
-    error::{At, Result},
+    error::{AtPath, Result},
     metrics::{MeanLoss, StepMetrics},
 };
 
-/// The steps of a run, in order: what a [log](crate::MetricsLog) has of them.
+/// The steps of a run in order, as recorded in a [log](crate::MetricsLog).
 ///
 /// # Examples
 ///
@@ -29,51 +29,51 @@ use crate::{
 #[derive(Clone, Debug, Default)]
 pub struct Metrics {
     steps: Vec<StepMetrics>,
-    /// The line of each step, from 0.
+    /// The line index of each step, from 0.
     places: Vec<usize>,
-    /// The numbers of the damaged lines, from 1.
+    /// The line numbers of damaged lines, from 1.
     damaged: Vec<u64>,
 }
 
-/// A step and how long it took.
+/// A step with its duration.
 #[derive(Clone, Copy, Debug, PartialEq)]
 #[non_exhaustive]
 pub struct TimedStep {
-    /// The numbers of the step.
+    /// The metrics of the step.
     pub metrics: StepMetrics,
-    /// How long it took; the first of a session from the start of the session.
+    /// The duration; for the first step of a session, since the start of the session.
     pub seconds: f64,
-    /// Whether a session other than the first starts with it.
+    /// Whether the step is the first of a resumed session.
     pub is_resumed: bool,
 }
 
 impl TimedStep {
-    /// The tokens per second, without padding.
+    /// Returns the tokens per second, without padding.
     pub fn tokens_per_second(&self) -> f64 {
         self.metrics.real_tokens as f64 / self.seconds
     }
 }
 
 impl Metrics {
-    /// The steps in a file.
+    /// Reads the steps in a file.
     ///
     /// # Errors
     ///
-    /// [`CheckpointError::Io`](crate::CheckpointError::Io) if it cannot be read.
+    /// Returns [`CheckpointError::Io`](crate::CheckpointError::Io) if reading fails.
     pub fn read(path: impl AsRef<Path>) -> Result<Self> {
         let path = path.as_ref();
         Ok(Self::parse(&fs::read(path).at(path)?))
     }
 
-    /// The steps in the content of a file.
+    /// Parses the steps in the content of a file.
     ///
-    /// Lines that are no steps, or whose step is not between those around it, are
-    /// [damaged](Self::damaged). Only a last line without an end is as a run leaves it that is
-    /// killed.
+    /// A line is [damaged](Self::damaged) if it is not a step, or if its step number does not fit
+    /// between its neighbors. A truncated last line is ignored instead, because a killed run may
+    /// leave one.
     pub fn parse(text: &[u8]) -> Self {
         let is_cut = text.last().is_some_and(|&last| last != b'\n');
         let mut lines: Vec<&[u8]> = text.split(|&byte| byte == b'\n').collect();
-        // What stands behind the last end of a line: nothing, or half a line.
+        // The text after the last newline: empty or a partial line. A complete step there is used.
         let last = lines.pop().filter(|last| is_cut && step_of(last).is_some());
         let steps: Vec<Option<StepMetrics>> = lines.into_iter().chain(last).map(step_of).collect();
         let mut metrics = Self::default();
@@ -90,8 +90,8 @@ impl Metrics {
         metrics
     }
 
-    /// Whether a step comes after those so far, and before the next one, unless it is the next one
-    /// that is out of place.
+    /// Returns true if a step comes after the previous steps and before the next one, unless the
+    /// next step is the misplaced one.
     fn is_between(&self, step: &StepMetrics, next: Option<StepMetrics>) -> bool {
         let done = self.done();
         let is_next_misplaced = next.is_some_and(|next| next.step < done);
@@ -99,12 +99,12 @@ impl Metrics {
         step.step >= done && (is_before_next || is_next_misplaced || step.step == done)
     }
 
-    /// The steps.
+    /// Returns the steps.
     pub fn steps(&self) -> &[StepMetrics] {
         &self.steps
     }
 
-    /// How many steps were done when the last of these was.
+    /// Returns the number of finished steps after the last of these steps.
     pub fn done(&self) -> u64 {
         match self.steps.last() {
             None => 0,
@@ -112,33 +112,34 @@ impl Metrics {
         }
     }
 
-    /// The numbers of the damaged lines, from 1.
+    /// Returns the line numbers of damaged lines, from 1.
     pub fn damaged(&self) -> &[u64] {
         &self.damaged
     }
 
-    /// The lines of these steps, as they stand in the `text` that they were
-    /// [parsed](Self::parse) from.
+    /// Returns the lines of these steps, unchanged from the `text` they were [parsed](Self::parse)
+    /// from.
     pub fn lines(&self, text: &[u8]) -> Vec<u8> {
         let lines: Vec<&[u8]> = text.split(|&byte| byte == b'\n').collect();
         self.places.iter().flat_map(|&place| [lines[place], b"\n"].concat()).collect()
     }
 
-    /// Drops the steps from `end` on, which a run that is resumed there takes again.
+    /// Drops the steps from `end` on, which a run resumed at `end` repeats.
     pub fn truncate(&mut self, end: u64) {
         let n_kept = self.steps.partition_point(|step| step.step < end);
         self.steps.truncate(n_kept);
         self.places.truncate(n_kept);
     }
 
-    /// The steps before `end` of which there are no numbers.
+    /// Returns the ranges of steps before `end` without metrics.
     pub fn missing(&self, end: u64) -> Vec<Range<u64>> {
         let starts = [0].into_iter().chain(self.steps.iter().map(StepMetrics::end));
         let ends = self.steps.iter().map(|step| step.step).chain([end]);
         starts.zip(ends).map(|(start, end)| start..end).filter(|gap| !gap.is_empty()).collect()
     }
 
-    /// The steps with their times. Where the clock goes back, a new session starts.
+    /// Iterates over the steps with their durations. A new session starts at each step where the
+    /// clock goes back.
     pub fn timed(&self) -> impl Iterator<Item = TimedStep> {
         let before = [0.0].into_iter().chain(self.steps.iter().map(|step| step.seconds));
         self.steps.iter().zip(before).map(|(&metrics, before)| {
@@ -148,17 +149,17 @@ impl Metrics {
         })
     }
 
-    /// The duration of all steps, without the time between sessions.
+    /// Returns the duration of all steps, without the time between sessions.
     pub fn seconds(&self) -> f64 {
         self.timed().map(|step| step.seconds).sum()
     }
 
-    /// The sum over all steps of what `count` says of each.
+    /// Adds up `count` over all steps.
     pub fn sum(&self, count: impl Fn(&StepMetrics) -> u64) -> u128 {
         self.steps.iter().map(|step| u128::from(count(step))).sum()
     }
 
-    /// The mean loss of the last `n_steps`.
+    /// Returns the mean loss of the last `n_steps`.
     pub fn last_loss(&self, n_steps: usize) -> f64 {
         let mut mean = MeanLoss::default();
         self.steps.iter().rev().take(n_steps).for_each(|step| mean.add(step));
@@ -174,7 +175,7 @@ fn step_of(line: &[u8]) -> Option<StepMetrics> {
 mod tests {
     use super::*;
 
-    /// A line as `candle-distributed train` writes it, to the byte.
+    /// A line exactly as `candle-distributed train` writes it.
     const LINE: &str = r#"{"step":7,"epoch":1,"loss":2.1,"learning_rate":0.003,"sequences":12,"real_tokens":3000,"padded_tokens":3072,"seconds":1.25}"#;
 
     fn line(step: u64, loss: &str, seconds: f64) -> String {
@@ -186,7 +187,7 @@ mod tests {
     }
 
     #[test]
-    fn a_line_is_written_as_it_was_read() {
+    fn lines_round_trip() {
         let all = LINE.replace('}', r#","grad_norm":0.5,"weight":12.0,"peak_bytes":4096}"#);
         for line in [LINE, &all, &LINE.replace("2.1", "null")] {
             let metrics = Metrics::parse(line.as_bytes());
@@ -200,7 +201,7 @@ mod tests {
     }
 
     #[test]
-    fn sessions_are_timed_one_by_one() {
+    fn sessions_are_timed_separately() {
         let lines =
             [line(0, "3", 1.0), line(1, "2", 1.5), line(2, "null", 0.25), line(3, "1", 0.75)];
         let metrics = Metrics::parse((lines.concat() + "{\"step\": 4, ").as_bytes());
@@ -220,7 +221,7 @@ mod tests {
     }
 
     #[test]
-    fn damaged_lines_are_counted_and_the_others_kept() {
+    fn damaged_lines_are_reported_and_skipped() {
         let lines: Vec<String> = (0..6).map(|step| line(step, "1", 1.0)).collect();
         assert_eq!(steps(&lines), ((0..6).collect(), vec![]));
         for (at, damage, kept, damaged) in [
@@ -234,7 +235,7 @@ mod tests {
             lines[at] = damage.into();
             assert_eq!(steps(&lines), (kept, damaged), "{damage:?}");
         }
-        // A step after which there can be none, and one of empty sequences.
+        // A step without a successor, and a step with empty sequences.
         for damage in [
             line(u64::MAX, "1", 1.0),
             line(5, "1", 1.0).replace("\"sequences\": 1", "\"sequences\": 6"),
@@ -243,20 +244,20 @@ mod tests {
             lines[5] = damage;
             assert_eq!(steps(&lines), ((0..5).collect(), vec![6]));
         }
-        // A step of another place hides none of its neighbors.
+        // A misplaced step does not hide its neighbors.
         for (at, step, kept) in [(2, 9, [0, 1, 3, 4, 5]), (2, 0, [0, 1, 3, 4, 5])] {
             let mut lines = lines.clone();
             lines[at] = line(step, "1", 1.0);
             assert_eq!(steps(&lines), (kept.into(), vec![3]));
         }
-        // The end of the last line alone is missing.
+        // Only the newline of the last line is missing.
         let mut uncut = lines.concat();
         uncut.pop();
         assert_eq!(Metrics::parse(uncut.as_bytes()).done(), 6);
     }
 
     #[test]
-    fn steps_without_numbers_are_found() {
+    fn missing_steps_are_found() {
         let lines: String = [1, 2, 5].map(|step| line(step, "1", 1.0)).concat();
         let mut metrics = Metrics::parse(lines.as_bytes());
         assert_eq!(metrics.missing(7), [0..1, 3..5, 6..7]);

@@ -1,4 +1,4 @@
-//! How a model is built: what its layouts have in common.
+//! Steps of building a model that both layouts share.
 
 use candle_core::Result as CandleResult;
 use candle_nn::{Optimizer, VarBuilder};
@@ -11,7 +11,8 @@ use crate::{
         DistributedModel,
         builder::{Group, ModelBuilder, Source},
         layout::Layout,
-        replicated, settings,
+        replicated::{self, build::TypedConstructor},
+        settings,
         sharded::{self, build::Description},
         slot::{SharedSlot, lock},
     },
@@ -20,46 +21,52 @@ use crate::{
     units::Units,
 };
 
-/// The parameters, the slots of this process, and the layout of a model.
+/// The parameters, this process's slots, and the layout of a model.
 type BuiltModel<M, O> = (Arc<Inventory>, Vec<SharedSlot<O>>, Layout<M>);
 
 impl<M> ModelBuilder<'_, M> {
-    /// Builds the model on every slot, and the optimizers.
+    /// Builds the model on every slot, and its optimizers.
     ///
-    /// The model's constructor must ask for the same variables each time that it is called; the first
-    /// time they are all zeros of no size, and what it makes of them is dropped. A model
-    /// [by units](Self::by_units) asks it for no more. Where the mesh spans several processes, all
-    /// must set the same options, and begin with the values of the first, or if the model is sharded
-    /// with the same ones. If one of them fails, all return at once.
+    /// The model's constructor must request the same variables on each call; on the first call they
+    /// are all zeros without memory, and the resulting model is dropped. For a model [by
+    /// units](Self::by_units) this is the only call. If the mesh spans several processes, all must
+    /// set the same options. They start with the values of rank 0; a sharded model must start with
+    /// equal values. If one process fails, all return together.
     ///
-    /// `optimizer` is called for each slot and group with the variables that this slot updates: parts
-    /// of parameters if the model is sharded, and with
-    /// [`optimizer_in_backward`](ModelBuilder::optimizer_in_backward) for each unit besides. It is
-    /// given the gradients of halves in single precision, as [`AdamW`](crate::AdamW) and
-    /// [`Sgd`](crate::Sgd) take them; candle's own optimizers need variables of the gradients' type,
-    /// and so no halves.
+    /// `optimizer` is called for each slot and group with the variables that this slot updates:
+    /// shards of parameters if the model is sharded, and with
+    /// [`optimizer_in_backward`](ModelBuilder::optimizer_in_backward) separately for each unit.
+    /// Gradients of half-precision variables are in single precision, like [`AdamW`](crate::AdamW)
+    /// and [`Sgd`](crate::Sgd) expect; candle's own optimizers need gradients of the variable's
+    /// dtype, and so do not work with half precision.
     ///
-    /// A unit that has over half of all parameters is warned of in the log: where it is gathered
-    /// little is saved.
+    /// Logs a warning if one unit has more than half of all parameters, because sharding then saves
+    /// little memory while it is gathered.
     ///
     /// # Errors
     ///
-    /// [`Error::Setting`](crate::Error::Setting) if the largest norm is negative or NaN, or variables
-    /// are to be checked every 0 steps; [`Error::Model`](crate::Error::Model) with what the
-    /// constructor and `optimizer` return, or if variables lie elsewhere;
-    /// [`Error::Sharding`](crate::Error::Sharding) if a parameter of a sharded model is in no unit or
-    /// is a buffer, or a plan is not for this model and mesh;
-    /// [`Error::Training`](crate::Error::Training) if a pattern matches nothing, groups overlap, a
-    /// variable has two names, nothing is trained, options exclude each other or are of another
-    /// layout, or processes build other models or set other options or weights;
-    /// [`Error::Diverged`](crate::Error::Diverged) if they begin with other values of what several
-    /// slots store; [`Error::Plan`](crate::Error::Plan) for a pattern that is none or parameters that
-    /// cannot be planned; [`Error::Checkpoint`](crate::Error::Checkpoint) and
-    /// [`Error::Parameter`](crate::Error::Parameter) if weights cannot be read or are not the
-    /// model's; [`Error::OtherProcess`](crate::Error::OtherProcess) with the message of another
-    /// process that fails; [`Error::Mesh`](crate::Error::Mesh) if a process does not answer. The
-    /// [`variables`](Self::with_variables) may then have the values of the first process, and this
-    /// model's new ones.
+    /// - [`Error::Setting`](crate::Error::Setting) if the maximum norm is negative or NaN, or the
+    ///   check interval is 0;
+    /// - [`Error::Model`](crate::Error::Model) if the constructor or `optimizer` fails, or if
+    ///   variables are on another device;
+    /// - [`Error::Sharding`](crate::Error::Sharding) if a parameter of a sharded model is in no
+    ///   unit or is a buffer, or if a plan does not fit this model and mesh;
+    /// - [`Error::Training`](crate::Error::Training) if a pattern matches nothing, groups overlap,
+    ///   a variable has two names, nothing is trained, or options exclude each other or belong to
+    ///   the other layout; also if processes have different models, options or weights;
+    /// - [`Error::Diverged`](crate::Error::Diverged) if processes start with different values of
+    ///   replicated variables;
+    /// - [`Error::Plan`](crate::Error::Plan) for an invalid pattern or parameters that cannot be
+    ///   planned;
+    /// - [`Error::Checkpoint`](crate::Error::Checkpoint) and
+    ///   [`Error::Parameter`](crate::Error::Parameter) if weights cannot be read or do not match
+    ///   the model;
+    /// - [`Error::OtherProcess`](crate::Error::OtherProcess) with the message of another process
+    ///   that fails;
+    /// - [`Error::Mesh`](crate::Error::Mesh) if a process does not respond.
+    ///
+    /// After an error, the [`variables`](Self::with_variables) may already have the values of rank
+    /// 0, and new variables of this model.
     pub fn build<O: Optimizer>(
         self,
         optimizer: impl Fn(Group) -> CandleResult<O>,
@@ -111,16 +118,18 @@ impl<M> ModelBuilder<'_, M> {
                 Ok((inventory, slots, Layout::Sharded(layout, *lend)))
             }
             Source::Units { declare, rules, own, .. } => {
-                let units = Units::by(rules.clone(), declare);
-                self.build_replicated(&|vb| Ok(own(units(vb)?)), optimizer)
+                let units = |vb: VarBuilder<'_>, dtype| {
+                    Units::replicated(rules, declare, dtype, &vb).map(own)
+                };
+                self.build_replicated(&units, optimizer)
             }
-            Source::Model(model) => self.build_replicated(model, optimizer),
+            Source::Model(model) => self.build_replicated(&|vb, _| model(vb), optimizer),
         }
     }
 
     fn build_replicated<O: Optimizer>(
         &self,
-        model: &dyn Fn(VarBuilder<'_>) -> CandleResult<M>,
+        model: &TypedConstructor<'_, M>,
         optimizer: &dyn Fn(Group) -> CandleResult<O>,
     ) -> Result<BuiltModel<M, O>> {
         let built = replicated::build::build(self.mesh, &self.config, model, optimizer)?;

@@ -9,6 +9,7 @@ use fsdp_plan::{ShardingPlan, strategy::ShardingStrategy};
 use pmap_mesh::{DeviceMesh, Specs, Uneven};
 
 use crate::{
+    error::Error,
     model::config::{ModelConfig, PlanSource, ShardingConfig, Sharing},
     parameters::{Initializer, declare::Declared},
     precision::Precision,
@@ -16,14 +17,14 @@ use crate::{
     units::{Units, accumulation::Accumulation, keep::Keep, rules::UnitRules},
 };
 
-/// Builds a [`DistributedModel`](crate::DistributedModel): made by
+/// Builds a [`DistributedModel`](crate::DistributedModel); created by
 /// [`DataParallel::builder`](crate::DataParallel::builder) and
 /// [`FullyShard::builder`](crate::FullyShard::builder).
 ///
-/// `M` is what losses are lent: what the constructor returns, or [`Units`] of it.
+/// Losses receive a reference to an `M`: the constructor's return value, or [`Units`].
 ///
-/// Patterns are those of [`fsdp_plan::Pattern`], over the names of parameters or, where they are
-/// about units, of units: components such as `embeddings` or `encoder.layer.0`, or globs such as
+/// Patterns are [`fsdp_plan::Pattern`]s over the names of parameters, or of units in options about
+/// units: components such as `embeddings` or `encoder.layer.0`, or globs such as
 /// `encoder.layer.*.output.*` and `**.bias`, in which `*` stays within a component. A pattern that
 /// matches nothing is an error.
 #[must_use = "a model is made by `build`"]
@@ -38,11 +39,11 @@ pub struct ModelBuilder<'a, M> {
 /// A model's constructor.
 pub(crate) type Constructor<'a, M> = Box<dyn Fn(VarBuilder<'_>) -> CandleResult<M> + 'a>;
 
-/// What is built on each slot.
+/// The kind of model on each slot.
 pub(super) enum Source<'a, M> {
-    /// What the constructor returns.
+    /// The constructor's return value.
     Model(Constructor<'a, M>),
-    /// Units of the parameters that the constructor asks for. Here `M` is `Units`, so both functions
+    /// Units over the parameters that the constructor requests. `M` is `Units`, so both functions
     /// are the identity.
     Units {
         declare: Constructor<'a, ()>,
@@ -52,18 +53,18 @@ pub(super) enum Source<'a, M> {
     },
 }
 
-/// Returns units as what a loss is lent. It spares losses a trait, and models the `'static` that
-/// `Any` or a boxed trait would want.
+/// Converts units to the model type that a loss borrows. A function pointer avoids a trait on
+/// losses, and the `'static` bound on models that `Any` or a boxed trait would need.
 pub(crate) type LendUnits<M> = for<'a> fn(&'a Units) -> &'a M;
 
-/// Some of the variables of a model, for which an optimizer is to be made.
+/// The variables of a parameter group, for which to create an optimizer.
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub struct Group {
-    /// The name of the group: `default` for what no [`group`](ModelBuilder::group) has.
+    /// The name of the group: `default` for variables in no [`group`](ModelBuilder::group).
     pub name: String,
-    /// Those of its variables that one slot updates, which may be none: whole parameters, or a
-    /// sharded model's parts of them, each of one dimension.
+    /// The group's variables that one slot updates, possibly none: full parameters, or
+    /// one-dimensional shards if the model is sharded.
     pub vars: Vec<Var>,
 }
 
@@ -79,11 +80,12 @@ impl<'a, M> ModelBuilder<'a, M> {
         }
     }
 
-    /// Lends losses [units](Units) of the model, by these rules, in place of what its constructor
-    /// returns. The constructor is then only asked which parameters there are, and units make their
-    /// layers themselves.
+    /// Makes losses borrow [units](Units) of the model, defined by `rules`, instead of the
+    /// constructor's return value. The constructor then only declares the parameters, and units
+    /// build their own layers.
     ///
-    /// Such a model can be [sharded](Self::fully_shard), and a loss by units runs either way.
+    /// Such a model can be [sharded](Self::fully_shard), and a loss by units runs with both
+    /// layouts.
     ///
     /// # Examples
     ///
@@ -119,25 +121,27 @@ impl<'a, M> ModelBuilder<'a, M> {
             Source::Model(model) => Box::new(move |vb| model(vb).map(drop)),
             Source::Units { declare, .. } => declare,
         };
-        // The one place that makes these functions, and here `M` is `Units`.
+        // The only place that creates these functions; `M` is `Units` here.
         let source = Source::Units { declare, rules, own: |units| units, lend: |units| units };
         ModelBuilder { mesh, source, config, is_sharded, sharding }
     }
 
-    /// Sets the seed of initial values; 0 by default. Item i of a parameter is a function of the
-    /// seed, the parameter's name and i, distributed as the layer's constructor says: the same on
-    /// every device, in every process, for every number of slots and for every plan.
+    /// Sets the seed of initial values; 0 by default. Item i of a parameter depends only on the
+    /// seed, the parameter's name and i, and has the distribution chosen by the layer's
+    /// constructor. So it is the same on every device, in every process, for any number of slots
+    /// and any plan.
     pub fn init(mut self, seed: Seed) -> Self {
         self.config.initializer = Initializer::Seeded(seed);
         self
     }
 
-    /// Takes initial values from a function in place of the [seed](Self::init). Given a parameter
-    /// and a range of its items, counted in row-major order, it returns these items as one
-    /// dimension, of the parameter's type: all of them, or those of a slot if the model is sharded.
+    /// Computes initial values by a function instead of the [seed](Self::init). The function gets a
+    /// parameter and a range of its items, counted in row-major order, and returns these items as a
+    /// one-dimensional tensor of the parameter's dtype: all items, or a slot's shard if the model
+    /// is sharded.
     ///
-    /// It is a function of its arguments alone, so that a part has the values that it has in the
-    /// whole.
+    /// The result must depend on the arguments only, so that a range has the same values as in the
+    /// full parameter.
     ///
     /// # Examples
     ///
@@ -162,19 +166,19 @@ impl<'a, M> ModelBuilder<'a, M> {
         self
     }
 
-    /// Begins with pretrained weights: a safetensors file, a Hugging Face index, whose name ends in
-    /// `.json`, or a folder with `model.safetensors` or `model.safetensors.index.json`, as
-    /// [`save_pretrained`](crate::DistributedModel::save_pretrained) writes it. Names are matched
-    /// exactly. A parameter that is not there is an error unless
-    /// [`allow_missing`](Self::allow_missing) names it or it [has a value](Self::with_variables), and
-    /// so is one that has both, and a tensor that the model does not have, unless
-    /// [`allow_unexpected`](Self::allow_unexpected) does.
+    /// Starts with pretrained weights: a safetensors file, a Hugging Face index with a name ending
+    /// in `.json`, or a folder with `model.safetensors` or `model.safetensors.index.json`, such as
+    /// [`save_pretrained`](crate::DistributedModel::save_pretrained) writes. Names must match
+    /// exactly. A missing parameter is an error unless [`allow_missing`](Self::allow_missing)
+    /// matches it or it [has a value](Self::with_variables); a parameter with both is an error, and
+    /// so is a tensor unknown to the model unless [`allow_unexpected`](Self::allow_unexpected)
+    /// matches it.
     ///
-    /// The slots of a sharded model read their own items. All processes must have the same weights,
-    /// and none has all of them in memory: compared are which parameters they have, and some items
-    /// from all over each, all of those of up to 256. So weights of another training run are found,
-    /// and a copy of which few items differ may not be. What several processes keep is compared to
-    /// the bit.
+    /// The slots of a sharded model read only their own items. All processes must have the same
+    /// weights, but none has all of them in memory. So processes compare the parameter names, and
+    /// samples of the items of each parameter (all items of parameters with at most 256). This
+    /// detects weights of another training run, but may miss a copy that differs in few items.
+    /// Values that several processes store are compared to the bit.
     pub fn weights(mut self, path: impl Into<PathBuf>) -> Self {
         self.config.weights_path = Some(path.into());
         self
@@ -187,8 +191,8 @@ impl<'a, M> ModelBuilder<'a, M> {
         self
     }
 
-    /// Skips the tensors of the [`weights`](Self::weights) that a pattern matches, if the model does
-    /// not have them.
+    /// Skips the tensors of the [`weights`](Self::weights) that a pattern matches, if the model
+    /// does not have them.
     pub fn allow_unexpected<S: Into<String>>(
         mut self,
         patterns: impl IntoIterator<Item = S>,
@@ -197,37 +201,38 @@ impl<'a, M> ModelBuilder<'a, M> {
         self
     }
 
-    /// Trains the variables of `vars` that the model asks for, with the values they have; those
-    /// that are not there are added to it. Those that are there must lie on the first device of the
-    /// mesh: on that very one, as [`DeviceMesh::devices`] returns it. None has two names: layers
-    /// that share a variable ask for the same name.
+    /// Trains the variables in `vars` that the model requests, starting with their values, and adds
+    /// the model's other variables to `vars`. Existing variables must be on the first device of the
+    /// mesh, the same object that [`DeviceMesh::devices`] returns. No variable may have two names:
+    /// layers that share a variable must request the same name.
     ///
-    /// Slots on the first device use them directly, so between steps they are what was trained. A
-    /// sharded model has no such variables and rejects the option.
+    /// Slots on the first device use them directly, so between steps they contain the trained
+    /// values. A sharded model has no such variables and rejects the option.
     pub fn with_variables(mut self, vars: &VarMap) -> Self {
         self.config.map = Some(vars.clone());
         self
     }
 
-    /// Sets the type of new parameters; by default that of [variables](Self::with_variables) that
-    /// are there, or single precision.
+    /// Sets the dtype of new parameters; the default is the dtype of existing
+    /// [variables](Self::with_variables), or single precision.
     ///
-    /// Halves are stored as such, and [`AdamW`](crate::AdamW) and [`Sgd`](crate::Sgd) keep their
-    /// masters in single precision. Checkpoints have the masters, so a model of another type loads
-    /// them, too.
+    /// Half-precision parameters are stored as such, with master weights in the state of
+    /// [`AdamW`](crate::AdamW) and [`Sgd`](crate::Sgd). A checkpoint contains the master weights, so
+    /// a model of any other dtype can load it.
     pub fn dtype(mut self, dtype: DType) -> Self {
         self.config.given_dtype = Some(dtype);
         self
     }
 
-    /// Computes with parameters as `param_dtype`, and sums gradients as `reduce_dtype`; what slots
-    /// store stays in the [type](Self::dtype) of parameters: values, sums and the optimizers'
-    /// moments. (PyTorch's `MixedPrecisionPolicy(param_dtype, reduce_dtype)`.)
+    /// Computes with parameters as `param_dtype`, and reduces gradients as `reduce_dtype`.
+    /// Variables or shards, reduced gradients, optimizer state and checkpoints stay in the
+    /// [dtype](Self::dtype) of the parameters. (PyTorch's `MixedPrecisionPolicy(param_dtype,
+    /// reduce_dtype)`.)
     ///
-    /// With [`DType::BF16`] and [`DType::F32`] a replicated model stores a rounded copy of each
-    /// parameter beside it, and a sharded one gathers half the bytes, in half the time of a network.
-    /// Both have the same bits. Builders then have `param_dtype`, as have buffers, and a loss casts
-    /// what else it computes with: `x.to_dtype(vb.dtype())`, and the logits before a cross-entropy
+    /// A replicated model stores a rounded copy of each parameter beside it. A sharded one gathers
+    /// rounded parameters: with [`DType::BF16`] they take half the memory and half the network time.
+    /// Both layouts have the same bits. Builders then have `param_dtype`, as have buffers, and a loss
+    /// must cast its other tensors: `x.to_dtype(vb.dtype())`, and the logits before a cross-entropy
     /// to [`DType::F32`].
     ///
     /// # Examples
@@ -254,55 +259,53 @@ impl<'a, M> ModelBuilder<'a, M> {
         self
     }
 
-    /// Gives every slot variables of its own, even on one device: what as many devices would do. The
-    /// slots of a sharded model have their own in any case, and it rejects the option.
+    /// Gives every slot its own variables, even on a shared device, like on separate devices. The
+    /// slots of a sharded model always have their own, so it rejects the option.
     pub fn replicated(mut self) -> Self {
         self.config.sharing = Sharing::PerSlot;
         self
     }
 
-    /// Leaves the parameters that a pattern matches as they are: they have no gradient, nothing is
-    /// sent for them, no optimizer has them. They are saved with the others. (A sharded model still
-    /// gathers them.)
+    /// Freezes the parameters that a pattern matches: they have no gradient, are not reduced, and
+    /// have no optimizer. They are saved with the others. (A sharded model still gathers them.)
     ///
-    /// Buffers are not trained in any case, and those that a pattern matches still follow the forward
-    /// pass: run a frozen batch norm with `train = false`.
+    /// Buffers are never trained, and buffers that a pattern matches are still changed by the
+    /// forward pass: run a frozen batch norm with `train = false`.
     pub fn freeze<S: Into<String>>(mut self, patterns: impl IntoIterator<Item = S>) -> Self {
         self.config.choices.frozen.extend(texts(patterns));
         self
     }
 
-    /// Trains the parameters that a pattern matches, and [freezes](Self::freeze) all others. They come
-    /// from pretrained [weights](Self::weights), so checkpoints do without them. A model that loads
-    /// one must begin with the same weights, which nothing compares. (A new head on a frozen model;
-    /// the adapters of [`Lora`](crate::Lora).)
+    /// Trains the parameters that a pattern matches, and [freezes](Self::freeze) all others. The
+    /// others come from pretrained [weights](Self::weights), so checkpoints omit them. A model that
+    /// loads such a checkpoint must start with the same weights, which is not checked. (For a new
+    /// head on a frozen model, or the adapters of [`Lora`](crate::Lora).)
     pub fn train_only<S: Into<String>>(mut self, patterns: impl IntoIterator<Item = S>) -> Self {
         self.config.choices.trained.extend(texts(patterns));
         self
     }
 
-    /// Allows the parameters that a pattern matches to have no gradient in the first step, which is
-    /// an error otherwise: also those of a unit that is not entered. Without a gradient an optimizer
-    /// leaves them alone.
+    /// Allows the parameters that a pattern matches to have no gradient in the first step,
+    /// including the parameters of a unit that is not entered. Otherwise this is an error.
+    /// Optimizers skip parameters without a gradient.
     pub fn allow_unused<S: Into<String>>(mut self, patterns: impl IntoIterator<Item = S>) -> Self {
         self.config.choices.unused.extend(texts(patterns));
         self
     }
 
-    /// Names buffers: variables that the forward pass changes and no optimizer does, besides
-    /// `**.running_mean`, `**.running_var` and `**.num_batches_tracked`, which are buffers in
-    /// any model.
+    /// Declares buffers: variables changed by the forward pass and not by optimizers.
+    /// `**.running_mean`, `**.running_var` and `**.num_batches_tracked` are buffers in any model.
     ///
-    /// Each slot has its own; after each batch they get their mean over the slots, weighted by rows
-    /// (integers, which count something, the largest). They are saved with the others. A sharded
-    /// model has none.
+    /// Each slot has its own. After each batch they are set to their mean over the slots, weighted
+    /// by rows, or to the maximum for integers, which are counts. They are saved with the
+    /// parameters. A sharded model cannot have buffers.
     pub fn buffers<S: Into<String>>(mut self, patterns: impl IntoIterator<Item = S>) -> Self {
         self.config.choices.buffers.extend(texts(patterns));
         self
     }
 
-    /// Puts the parameters that a pattern matches into a group that has an optimizer of its own:
-    /// with another learning rate, or without weight decay. A parameter can be in one group only.
+    /// Puts the parameters that a pattern matches into a group with its own optimizer, for example
+    /// with another learning rate or without weight decay. A parameter can be in one group only.
     pub fn group<S: Into<String>>(
         mut self,
         name: impl Into<String>,
@@ -312,30 +315,31 @@ impl<'a, M> ModelBuilder<'a, M> {
         self
     }
 
-    /// Sets how a batch is cut for the slots, as [`PMap::in_axes`](pmap_mesh::PMap::in_axes). By
-    /// default every tensor is cut in dimension 0.
+    /// Sets the dimension along which each tensor of a batch is split, like
+    /// [`PMap::in_axes`](pmap_mesh::PMap::in_axes). By default every tensor is split along
+    /// dimension 0.
     pub fn in_axes(mut self, specs: impl Into<Specs>) -> Self {
         self.config.options.in_axes = specs.into();
         self
     }
 
-    /// Sets what happens to a batch that the slots do not divide, as
-    /// [`PMap::uneven`](pmap_mesh::PMap::uneven). By default it is rejected.
+    /// Sets the treatment of a batch that does not divide evenly among the slots, like
+    /// [`PMap::uneven`](pmap_mesh::PMap::uneven). By default such a batch is rejected.
     pub fn uneven(mut self, uneven: Uneven) -> Self {
         self.config.options.uneven = uneven;
         self
     }
 
-    /// Sets the largest norm of the gradients of all parameters taken together: above it they are
-    /// scaled down, as by PyTorch's `clip_grad_norm_`. By default they are not.
+    /// Sets the maximum norm of all gradients together. Above it, gradients are scaled down, like
+    /// by PyTorch's `clip_grad_norm_`. By default they are not clipped.
     #[doc(alias = "clip_grad_norm_")]
     pub fn clip_grad_norm(mut self, max_norm: f64) -> Self {
         self.config.options.max_norm = Some(max_norm);
         self
     }
 
-    /// Multiplies the learning rates by a factor that follows the number of updates; by default they
-    /// stay as they are set. It is stored in checkpoints.
+    /// Multiplies the learning rates by a factor that depends on the number of updates; constant by
+    /// default. Checkpoints store the schedule.
     pub fn schedule(mut self, schedule: Schedule) -> Self {
         self.config.options.schedule = schedule;
         self
@@ -349,16 +353,16 @@ impl<'a, M> ModelBuilder<'a, M> {
         self
     }
 
-    /// Trains on with a loss or gradients that are infinite or NaN, as a scaler of losses that
-    /// lowers its factor then wants it. By default such a step is an error, and changes nothing.
+    /// Continues training with infinite or NaN losses and gradients, for a loss scaler that lowers
+    /// its factor then. By default such a step is an error and changes nothing.
     pub fn allow_non_finite(mut self) -> Self {
         self.config.options.allow_non_finite = true;
         self
     }
 
-    /// Has a step in `steps` begin with [`check_in_sync`](crate::DistributedModel::check_in_sync);
+    /// Runs [`check_in_sync`](crate::DistributedModel::check_in_sync) before one in `steps` steps;
     /// by default only [`state_dict`](crate::DistributedModel::state_dict) and
-    /// [`save_pretrained`](crate::DistributedModel::save_pretrained) do. At least 1.
+    /// [`save_pretrained`](crate::DistributedModel::save_pretrained) run it. Must be at least 1.
     pub fn check_in_sync_every(mut self, steps: u64) -> Self {
         self.config.options.check_every = Some(steps);
         self
@@ -367,14 +371,14 @@ impl<'a, M> ModelBuilder<'a, M> {
 
 /// # A model by units, which can be sharded
 impl ModelBuilder<'_, Units> {
-    /// Cuts parameters, gradients and optimizer state over the slots of the mesh: PyTorch's
+    /// Shards parameters, gradients and optimizer state over the slots of the mesh, like PyTorch's
     /// `fully_shard`. See [`FullyShard`](crate::FullyShard).
     #[doc(alias = "fsdp")]
     pub fn fully_shard(self) -> Self {
         Self { is_sharded: true, ..self.with_rules() }
     }
 
-    /// A constructor that returns units says nothing of rules: then there are none.
+    /// Sets empty rules if there are none, because the constructor itself returns units.
     fn with_rules(self) -> Self {
         match self.source {
             Source::Units { .. } => self,
@@ -382,7 +386,7 @@ impl ModelBuilder<'_, Units> {
         }
     }
 
-    /// Puts parameters into a unit by the beginnings of their names, as [`UnitRules::unit`].
+    /// Assigns parameters to a unit by name prefixes, like [`UnitRules::unit`].
     pub fn unit<S: Into<String>>(
         self,
         name: impl Into<String>,
@@ -395,79 +399,83 @@ impl ModelBuilder<'_, Units> {
         builder
     }
 
-    /// Sets how parameters are cut; by default [`Full`](fsdp_plan::strategy::Full): every one in
-    /// dimension 0, as FSDP2 does.
+    /// Sets the sharding strategy; by default [`Full`](fsdp_plan::strategy::Full), which shards
+    /// every parameter along dimension 0, like FSDP2.
     pub fn strategy(mut self, strategy: impl ShardingStrategy + 'static) -> Self {
         self.sharding.plan_source = PlanSource::Strategy(Box::new(strategy));
         self
     }
 
-    /// Cuts parameters by a plan that was made elsewhere, of the parameters that the model has and
-    /// with the units of the [rules](Self::unit).
+    /// Shards parameters by a given plan. It must have the parameters of the model, and the units
+    /// of the [rules](Self::unit).
     ///
-    /// The units that [stay gathered](ShardingPlan::with_kept_units) in it do so here, unless the
-    /// builder says what units [keep](Self::keep).
+    /// The plan's [kept units](ShardingPlan::with_kept_units) stay gathered, unless the builder
+    /// sets [`keep`](Self::keep).
     pub fn plan(mut self, plan: ShardingPlan) -> Self {
         self.sharding.plan_source = PlanSource::Ready(Box::new(plan));
         self
     }
 
-    /// Sets what units keep between the forward and the backward pass; by default
+    /// Sets the data that units keep between the forward and the backward pass; by default
     /// [`Keep::Inputs`].
     pub fn keep(mut self, keep: Keep) -> Self {
         self.sharding.keeps.set_default(keep);
         self
     }
 
-    /// Sets what the units keep whose names a pattern matches. Of several that match, the last
-    /// decides.
+    /// Sets the data that matching units keep; the last matching pattern wins.
     pub fn keep_unit(mut self, pattern: impl Into<String>, keep: Keep) -> Self {
         self.sharding.keeps.add(pattern.into(), keep);
         self
     }
 
-    /// Sets how many units are gathered before the one in use has returned; 0 by default.
+    /// Sets the number of units to prefetch while a unit is in use; 0 by default.
     ///
-    /// The next ones are those that the batch before has gathered after this one, in the forward
-    /// and in the backward pass, so from the second batch on. A batch that enters units in another
-    /// order prefetches nothing. Gradients of a unit are then summed while the backward pass of the
-    /// next one runs. Up to so many units more are in memory. The bits are the same.
+    /// The prefetched units are the next units of the previous batch, in the forward and in the
+    /// backward pass, so prefetching starts with the second batch. A batch that enters units in
+    /// another order prefetches nothing. The reduction of a unit's gradients overlaps with the
+    /// backward pass of the next unit. Up to `units` more units are in memory. The bits do not
+    /// change.
     ///
-    /// It hides the time of a network behind the computation. Between threads of one process there
-    /// is no network, and nothing is gained. (`forward_prefetch` and `backward_prefetch` in
-    /// PyTorch, `stage3_prefetch_bucket_size` in DeepSpeed.)
+    /// Prefetching hides network time behind computation. Between threads of one process there is
+    /// no network, so nothing is gained. (`forward_prefetch` and `backward_prefetch` in PyTorch,
+    /// `stage3_prefetch_bucket_size` in DeepSpeed.)
     pub fn prefetch(mut self, units: usize) -> Self {
         self.sharding.n_prefetched = units;
         self
     }
 
-    /// Sets when the gradients of [accumulated](crate::DistributedModel::accumulate) batches are
-    /// summed; by default [`Accumulation::ReduceEach`].
+    /// Sets the time at which the gradients of [accumulated](crate::DistributedModel::accumulate)
+    /// batches are reduced; by default [`Accumulation::ReduceEach`].
     pub fn accumulation(mut self, accumulation: Accumulation) -> Self {
         self.sharding.reduction = accumulation;
         self
     }
 
-    /// Lets optimizers update the parameters of a unit in the backward pass, as soon as their
-    /// gradients are summed, and drops these: a slot keeps 12 bytes for each of its parameters
-    /// under AdamW, instead of 16. The bits are the same. (What PyTorch's
-    /// `register_post_accumulate_grad_hook` is used for.)
+    /// Updates the parameters of a unit during the backward pass, as soon as their gradients are
+    /// reduced, and frees these gradients. Under AdamW a slot then stores 12 bytes per parameter
+    /// instead of 16. The bits do not change. (PyTorch uses `register_post_accumulate_grad_hook`
+    /// for this.)
     ///
-    /// It is not the default, since such a step cannot be taken back:
-    /// - all gradients are never there at once, so nothing can be
-    ///   [clipped](Self::clip_grad_norm) or [accumulated](crate::DistributedModel::accumulate)
+    /// This is not the default, because such a step cannot be undone:
+    /// - all gradients never exist at once, so they cannot be [clipped](Self::clip_grad_norm) or
+    ///   [accumulated](crate::DistributedModel::accumulate)
     ///   ([`TrainingError::NeedsAllGradients`](crate::TrainingError::NeedsAllGradients));
-    /// - a step that fails in its backward pass, by a gradient that is not finite, say, may have
-    ///   updated some units and not others. Then the model rejects everything but
+    /// - a step that fails in its backward pass, for example because of a non-finite gradient, may
+    ///   have updated only some units. The model then rejects everything except
     ///   [`load`](crate::DistributedModel::load)
-    ///   ([`TrainingError::HalfUpdated`](crate::TrainingError::HalfUpdated)). A loss that is not
-    ///   finite, or a unit that is not entered, is found before;
-    /// - [`build`](Self::build) makes an optimizer for each unit and group, and each makes one
-    ///   update per step. A parameter of several units is updated after the last of them.
+    ///   ([`TrainingError::HalfUpdated`](crate::TrainingError::HalfUpdated)). Non-finite losses and
+    ///   units that are not entered are detected earlier;
+    /// - [`build`](Self::build) creates an optimizer for each unit and group, each of which makes
+    ///   one update per step. A parameter of several units is updated after the last of them.
     pub fn optimizer_in_backward(mut self) -> Self {
         self.sharding.updates_in_backward = true;
         self
     }
+}
+
+pub(super) fn cannot_build(cause: candle_core::Error) -> Error {
+    Error::Model { cause }
 }
 
 fn texts<S: Into<String>>(patterns: impl IntoIterator<Item = S>) -> impl Iterator<Item = String> {

@@ -1,4 +1,4 @@
-//! What a builder says of a model, by whether it holds for every model or for a sharded one.
+//! Options of a builder, separate for all models and for sharded models.
 
 use std::path::PathBuf;
 
@@ -12,19 +12,19 @@ use fsdp_plan::{
 
 use crate::{
     error::{Result, training::TrainingError},
-    parameters::Initializer,
+    parameters::{Initializer, declare::Declared},
     precision::Precision,
-    step::{options::Options, roles::Choices},
+    step::{inventory::Inventory, options::Options, roles::Choices},
     units::{accumulation::Accumulation, keep::KeepRules},
 };
 
-/// Whether slots on one device use the same variables.
+/// Sharing of variables between slots on one device.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) enum Sharing {
-    /// They do: each device has one set.
+    /// Slots on one device share one set.
     #[default]
     PerDevice,
-    /// They do not: each slot has a set of its own.
+    /// Each slot has its own set.
     PerSlot,
 }
 
@@ -58,7 +58,20 @@ impl Default for ModelConfig {
 }
 
 impl ModelConfig {
-    /// Rejects options that a sharded model has no use for.
+    /// Returns the inventory of a model with these parameters, in the order of names.
+    ///
+    /// # Errors
+    ///
+    /// Returns the errors of [`Choices::roles`].
+    pub(crate) fn inventory(&self, declared: &[Declared]) -> Result<Inventory> {
+        let names: Vec<&str> = declared.iter().map(|declared| declared.name.as_str()).collect();
+        let roles = self.choices.roles(&names)?;
+        let described =
+            |declared: &Declared| (declared.name.clone(), declared.shape.dims().to_vec());
+        Ok(Inventory { parameters: declared.iter().map(described).collect(), roles })
+    }
+
+    /// Rejects options that do not apply to a sharded model.
     pub(crate) fn check_sharded(&self) -> Result<(), TrainingError> {
         let option = match self {
             Self { map: Some(_), .. } => "with_variables",
@@ -79,7 +92,7 @@ pub(crate) struct ShardingConfig {
     pub(crate) updates_in_backward: bool,
 }
 
-/// Where the plan of a sharded model comes from.
+/// The source of a sharded model's plan.
 #[derive(Default)]
 pub(crate) enum PlanSource {
     #[default]
@@ -89,7 +102,7 @@ pub(crate) enum PlanSource {
 }
 
 impl ShardingConfig {
-    /// Rejects options that a replicated model has no use for.
+    /// Rejects options that do not apply to a replicated model.
     pub(crate) fn check_replicated(&self) -> Result<(), TrainingError> {
         let option = match self {
             Self { plan_source: PlanSource::Strategy(_), .. } => "strategy",
@@ -103,7 +116,7 @@ impl ShardingConfig {
         Err(TrainingError::OnlySharded { option })
     }
 
-    /// Rejects what cannot be while optimizers run inside the backward pass.
+    /// Rejects options that cannot be combined with optimizers inside the backward pass.
     pub(crate) fn check_in_backward(&self, options: &Options) -> Result<(), TrainingError> {
         let option = match self {
             Self { updates_in_backward: false, .. } => return Ok(()),
@@ -116,7 +129,7 @@ impl ShardingConfig {
 }
 
 impl PlanSource {
-    /// Returns the plan of these parameters for so many ranks.
+    /// Returns the plan of these parameters for `world_size` ranks.
     pub(crate) fn plan(
         &self,
         infos: &[ParameterInfo],

@@ -1,4 +1,4 @@
-//! The two ways to lay a model out on a mesh, by the names under which users of PyTorch look for them.
+//! The two layouts of a model, under the names that PyTorch users look for.
 
 use candle_core::Result as CandleResult;
 use candle_nn::VarBuilder;
@@ -9,26 +9,28 @@ use crate::{
     units::{Units, rules::UnitRules},
 };
 
-/// Builds a model that every device has whole; PyTorch's `DistributedDataParallel` for candle.
+/// Builds a model with a full replica on every device, like PyTorch's `DistributedDataParallel`.
 ///
-/// Every slot has the model; slots on one device share its variables. A step cuts the batch,
-/// differentiates the shards at the same time, sums their gradients and lets each slot of a device
-/// update its part of the variables: the optimizer's work and memory are divided among the slots of
-/// a device, and every device does them once.
+/// Every slot has the model; slots on one device share its variables. A step splits the batch,
+/// differentiates all shards in parallel, and reduces their gradients. Each slot of a device then
+/// updates a part of the variables, so the optimizer's work and memory are divided among the slots
+/// of a device, and done once per device.
 ///
-/// A loss is lent what the constructor returns, or with [`by_units`](ModelBuilder::by_units)
+/// A loss borrows the constructor's return value, or, with [`by_units`](ModelBuilder::by_units),
+/// [`Units`]; it then also runs with [`FullyShard`].
 ///
-/// [`Units`]: then it also runs with [`FullyShard`]. What is rejected, and what has the same bits,
-/// stands at [`DistributedModel`](crate::DistributedModel).
+/// [`DistributedModel`](crate::DistributedModel) lists the rejected models and steps, and the cases
+/// with identical bits.
 ///
-/// # Where it differs from `DistributedDataParallel`
+/// # Differences from `DistributedDataParallel`
 ///
-/// - Gradients are summed after `backward`, not during it: candle's `backward` calls nothing on its
-///   way but custom operations, and one on each parameter would copy every parameter in every step.
-/// - Shards are weighted by what their losses are means over ([`Loss`](crate::Loss)), so the last
-///   batch of an epoch needs no padding to be exact, and a mean over tokens is one over all of them.
-/// - The optimizer's state is not replicated within a device, as in ZeRO stage 1 (arXiv
-///   1910.02054).
+/// - Gradients are reduced after `backward`, not during it: candle's `backward` has no hooks except
+///   custom operations, and a custom operation on each parameter would copy every parameter in
+///   every step.
+/// - Shards are weighted by the number of rows or tokens in their losses ([`Loss`](crate::Loss)),
+///   so the last batch of an epoch is exact without padding, and a mean over tokens covers the
+///   tokens of all shards.
+/// - The optimizer state is not replicated within a device, as in ZeRO stage 1 (arXiv 1910.02054).
 ///
 /// # Examples
 ///
@@ -61,29 +63,30 @@ use crate::{
 pub struct DataParallel;
 
 impl DataParallel {
-    /// Returns the builder of a model on every slot of `mesh`, of the layers that `model` makes of
-    /// the variables that it asks its builder for: candle's own constructors.
+    /// Returns the builder of a model with a replica on every slot of `mesh`. `model` is a
+    /// constructor as for plain candle, which builds layers from the variables it requests.
     pub fn builder<'a, M: Send>(
         mesh: &'a DeviceMesh,
         model: impl Fn(VarBuilder<'_>) -> CandleResult<M> + 'a,
     ) -> ModelBuilder<'a, M> {
-        // `M: Send` is asked for here and not at `step`, so that a model with an `Rc` is rejected
-        // where it is built.
+        // The bound `M: Send` is here rather than on `step`, so that a model with an `Rc` is
+        // rejected where it is built.
         ModelBuilder::new(mesh, Box::new(model))
     }
 }
 
-/// Builds a model whose parameters, gradients and optimizer state are cut over the devices of a mesh;
-/// PyTorch's `fully_shard` (FSDP2), DeepSpeed's ZeRO stage 3.
+/// Builds a model with parameters, gradients and optimizer state sharded over the devices of a
+/// mesh, like PyTorch's `fully_shard` (FSDP2) and DeepSpeed's ZeRO stage 3.
 ///
-/// Each slot keeps its part of every parameter. A loss is written by [units](Units::unit): entering
-/// one gathers its parameters for as long as its function runs, and its backward gathers them again
-/// and hands each slot its part of the summed gradients. So a slot holds one unit's parameters and
-/// gradients, and of all others its part.
+/// Each slot stores a shard of every parameter. A loss is written by [units](Units::unit): entering
+/// a unit gathers its parameters while its function runs, and its backward pass gathers them again
+/// and reduce-scatters the gradients. So a slot holds the full parameters and gradients of one unit
+/// at a time, and shards of all others.
 ///
-/// The same loss runs with a [`DataParallel`] [by units](ModelBuilder::by_units), which becomes this
-/// by [`fully_shard`](ModelBuilder::fully_shard). What is rejected, and what has the same bits,
-/// stands at [`DistributedModel`](crate::DistributedModel).
+/// The same loss runs with a [`DataParallel`] model [by units](ModelBuilder::by_units), which
+/// [`fully_shard`](ModelBuilder::fully_shard) converts to this layout.
+/// [`DistributedModel`](crate::DistributedModel) lists the rejected models and steps, and the cases
+/// with identical bits.
 ///
 /// # Examples
 ///
@@ -94,7 +97,7 @@ impl DataParallel {
 /// use candle_nn::Optimizer;
 /// use pmap_mesh::{DeviceMesh, Replica};
 ///
-/// // The constructor as for plain candle: names, shapes and initializers are read off it.
+/// // The constructor for plain candle, which declares names, shapes and initializers.
 /// let build = |vb: VarBuilder<'_>| {
 ///     for n in 0..3 {
 ///         linear(4, 4, vb.pp(format!("blocks.{n}")))?;
@@ -132,12 +135,12 @@ impl DataParallel {
 pub struct FullyShard;
 
 impl FullyShard {
-    /// Returns the builder of a model that is cut over the slots of `mesh`, of the parameters that
-    /// `model`, a constructor as for plain candle, asks its builder for. What it returns is dropped:
-    /// units make their layers themselves.
+    /// Returns the builder of a model sharded over the slots of `mesh`. `model` is a constructor as
+    /// for plain candle, which declares the parameters. Its return value is dropped, because units
+    /// build their own layers.
     ///
-    /// Units are numbered blocks; [`by_units`](ModelBuilder::by_units) and
-    /// [`unit`](ModelBuilder::unit) name others.
+    /// Numbered blocks are units; [`by_units`](ModelBuilder::by_units) and
+    /// [`unit`](ModelBuilder::unit) define others.
     pub fn builder<'a, M: 'a>(
         mesh: &'a DeviceMesh,
         model: impl Fn(VarBuilder<'_>) -> CandleResult<M> + 'a,

@@ -1,4 +1,4 @@
-//! A model whose gradients are checked.
+//! Gradient checks of a model.
 
 use std::sync::Arc;
 
@@ -17,35 +17,35 @@ use crate::{
 };
 
 impl<M: Send, O: Optimizer + Send + 'static> DistributedModel<M, O> {
-    /// Compares the gradients of a batch's loss with differences of it: the first thing to run on a
+    /// Compares the gradients of a batch's loss with differences of the loss. Run this first on a
     /// new model.
     ///
-    /// An operation that has a wrong backward trains without a word, and so does one that has none
-    /// beside a residual: every parameter gets a gradient, only not that of the loss. So for each
-    /// part of the model, a block or a layer, the trained parameters are moved a little to both
-    /// sides, along the gradient and along a random direction, and the differences of the loss are
-    /// compared with what the gradients between say of them: at 3 to 17 places, until it is clear. A
-    /// gradient may be off by 2 %, in half precision by some more, and by what these places
-    /// disagree about, as the kinks of ReLU make them. It is wrong if it is off by more than that
-    /// and five standard errors; what lies between, and what rounding hides, is called
-    /// [unclear](crate::Verdict::Unclear). In half precision that may be much; parameters of f64
-    /// leave the least.
+    /// An operation with a wrong backward pass trains without any error, and so does an operation
+    /// without a backward pass next to a residual: every parameter gets a gradient, but a wrong
+    /// one. So for each part of the model, a block or a layer, this moves the trained parameters
+    /// slightly in both directions along the gradient and along a random direction, and compares
+    /// differences of the loss with the gradients at 3 to 17 points, until the result is clear. A
+    /// gradient may be off by 2 %, slightly more in half precision, plus the disagreement between
+    /// the points, which kinks such as ReLU's cause. It is wrong if it is off by more than this
+    /// tolerance plus five standard errors. Results in between, or hidden by rounding, are
+    /// [unclear](crate::Verdict::Unclear): often many in half precision, and fewest with f64
+    /// parameters.
     ///
-    /// For each part of the model the loss is evaluated 8 times and differentiated 4 times, where it
-    /// is hard to tell up to 36 and 32 times, always with the same numbers of [`Replica::rng`].
-    /// Parameters and buffers have their values again afterwards; accumulated gradients are dropped.
-    /// Every process of the mesh calls it, and holds the gradients of all parameters for it and the
-    /// parameters of a block, so check a model of fewer or smaller blocks if yours fills its memory.
+    /// For each part of the model the loss is evaluated 8 times and differentiated 4 times, or up
+    /// to 36 and 32 times in difficult cases, always with the same numbers of [`Replica::rng`].
+    /// Parameters and buffers are restored afterwards; accumulated gradients are dropped. Every
+    /// process of the mesh must call this. Each holds the gradients of all parameters and the
+    /// parameters of one block in memory, so check a smaller model if yours fills the memory.
     ///
     /// # Errors
     ///
-    /// [`GradientError`](crate::GradientError) with the parts whose gradients are wrong, or if
-    /// the loss is another one each time; [`Error::Training`](crate::Error::Training) and
-    /// [`Error::Mesh`](crate::Error::Mesh) as [`step`](Self::step).
+    /// Returns [`GradientError`](crate::GradientError) with the parts that have wrong gradients, or
+    /// if the loss varies between evaluations, and [`Error::Training`](crate::Error::Training) and
+    /// [`Error::Mesh`](crate::Error::Mesh) like [`step`](Self::step).
     ///
     /// # Examples
     ///
-    /// candle's fused softmax has no backward. Beside a residual nothing else shows it:
+    /// candle's fused softmax has no backward pass. Next to a residual, only this check detects it:
     ///
     /// ```
     /// use candle_core::{Device, Result, Tensor};
@@ -66,7 +66,7 @@ impl<M: Send, O: Optimizer + Send + 'static> DistributedModel<M, O> {
     /// let mut model =
     ///     DataParallel::builder(&mesh, model).build(|group| SGD::new(group.vars, 0.1))?;
     /// let x = Tensor::arange(0_f32, 24., &Device::Cpu)?.sin()?.reshape((8, 3))?;
-    /// let Err(Error::Gradient(error)) = model.check_gradients(x, loss) else { panic!("it is wrong") };
+    /// let Err(Error::Gradient(error)) = model.check_gradients(x, loss) else { panic!("the gradient is wrong") };
     /// assert!(error.to_string().starts_with("the gradients of 1 of 2 parts of the model are wrong: up ("));
     /// # Ok::<(), Box<dyn std::error::Error>>(())
     /// ```
@@ -90,10 +90,10 @@ impl<M: Send, O: Optimizer + Send + 'static> DistributedModel<M, O> {
     }
 }
 
-/// A model in the middle of a check.
+/// A model during a check.
 struct CheckedModel<'a, M, O, I, F> {
     model: &'a mut DistributedModel<M, O>,
-    /// The positions of the trained parameters.
+    /// The indices of the trained parameters.
     params: &'a [usize],
     batch: I,
     loss: F,
@@ -107,8 +107,8 @@ where
     A: TensorTree,
     F: Fn(&Replica, &M, I) -> CandleResult<Loss<A>> + Send + Sync,
 {
-    /// Returns the loss of the batch, and its gradients of all trained parameters if it is to be
-    /// differentiated.
+    /// Returns the loss of the batch, and the gradients of all trained parameters if the goal is
+    /// [`Goal::Differentiate`].
     #[track_caller]
     fn run(&self, goal: Goal, allow_non_finite: bool) -> Result<(f64, Vec<Option<Tensor>>)> {
         let model = &*self.model;
@@ -124,7 +124,7 @@ where
     }
 }
 
-/// A loss beside the parameters' own values may be infinite or NaN.
+/// Allows non-finite losses away from the parameters' own values.
 const BESIDE: bool = true;
 
 impl<M, O, I, A, F> Checked for CheckedModel<'_, M, O, I, F>
@@ -154,7 +154,8 @@ where
         self.model.precision.computed(stored)
     }
 
-    /// On every slot. Slots that share a variable set it several times to the same value.
+    /// Sets the value on every slot. Slots that share a variable set it several times to the same
+    /// value.
     fn set(&mut self, trained: usize, value: &Tensor) -> Result<()> {
         const SETTING: &str = "setting a parameter";
         let items = value.flatten_all().doing(SETTING)?;

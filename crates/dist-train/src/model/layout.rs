@@ -1,4 +1,4 @@
-//! How a model lies on the devices. The only module that tells the layouts apart.
+//! Layouts of a model on the devices. Only this module distinguishes them.
 
 use std::sync::Arc;
 
@@ -21,29 +21,28 @@ use crate::{
     units::model::Model,
 };
 
-/// How a model lies on the devices. A third way is a third variant, after which the compiler names
-/// the places that must know it.
+/// The layout of a model on the devices. For a third layout, add a variant and follow the compiler.
 #[derive(Debug)]
 pub(crate) enum Layout<M> {
-    /// Every device has all of it.
+    /// Every device has the full model.
     Replicated(Replicated<M>),
-    /// Every slot has its part.
+    /// Every slot has a shard.
     Sharded(Sharded, LendUnits<M>),
 }
 
-/// A batch on its way through the slots.
+/// A batch in progress on the slots.
 pub(crate) enum Pass<'a, M, O> {
     Replicated(ReplicatedPass<'a, M, O>),
     Sharded(ShardedPass<'a, O>, LendUnits<M>),
 }
 
 impl<M> Layout<M> {
-    /// Begins a batch.
+    /// Starts a batch.
     ///
     /// # Errors
     ///
-    /// [`TrainingError::NeedsAllGradients`](crate::TrainingError::NeedsAllGradients) if the batch is
-    /// to be accumulated and optimizers run in the backward pass; if candle fails.
+    /// Returns [`TrainingError::NeedsAllGradients`](crate::TrainingError::NeedsAllGradients) if the
+    /// batch should be accumulated and optimizers run in the backward pass, and the errors of candle.
     pub(crate) fn begin<'a, O>(
         &'a self,
         slots: &'a [SharedSlot<O>],
@@ -59,7 +58,7 @@ impl<M> Layout<M> {
         })
     }
 
-    /// Returns a whole parameter, given by its position, on this process's first device.
+    /// Returns a full parameter by index, on this process's first device.
     pub(crate) fn parameter<O>(
         &self,
         inventory: &Inventory,
@@ -67,13 +66,13 @@ impl<M> Layout<M> {
         param: usize,
     ) -> Result<Tensor> {
         match self {
-            // It shares the memory of what is trained.
+            // Shares memory with the trained variable.
             Self::Replicated(_) => Ok(lock(&slots[0]).vars[param].var.as_detached_tensor()),
             Self::Sharded(layout, _) => layout.model.vars.gather(inventory.name(param)),
         }
     }
 
-    /// Describes the parameters, in the order in which they are saved.
+    /// Describes the parameters, in the order of saving.
     pub(crate) fn infos<O>(
         &self,
         inventory: &Inventory,
@@ -92,7 +91,7 @@ impl<M> Layout<M> {
         }
     }
 
-    /// Checks that what several slots store of a parameter is the same to the bit.
+    /// Checks that values stored by several slots are the same to the bit.
     pub(crate) fn check_in_sync<O>(
         &self,
         mesh: &DeviceMesh,
@@ -113,7 +112,7 @@ impl<M> Layout<M> {
         }
     }
 
-    /// Returns the model of units, if it is sharded.
+    /// Returns the model of units if it is sharded.
     pub(crate) fn sharded(&self) -> Option<&Arc<Model>> {
         match self {
             Self::Replicated(_) => None,
@@ -123,7 +122,7 @@ impl<M> Layout<M> {
 }
 
 impl<M, O: Optimizer + Send + 'static> Pass<'_, M, O> {
-    /// Computes a replica's part of the batch. Returns nothing where all replicas reject it.
+    /// Computes a replica's shard of the batch. Returns `None` if all replicas reject it.
     pub(crate) fn replica(
         &self,
         ctx: &Replica,
@@ -144,7 +143,8 @@ impl<M, O: Optimizer + Send + 'static> Pass<'_, M, O> {
         }
     }
 
-    /// Ends the batch: stores what a later one needs, or takes back what this one has changed.
+    /// Ends the batch: stores the state for later batches, or reverts partial changes after an
+    /// error.
     pub(crate) fn end(&self, is_ok: bool) -> Result<()> {
         match self {
             Self::Replicated(pass) => pass.end(is_ok),
@@ -155,8 +155,8 @@ impl<M, O: Optimizer + Send + 'static> Pass<'_, M, O> {
         }
     }
 
-    /// Returns the whole gradients of all trained parameters, of a batch that was differentiated.
-    /// Every process of the mesh calls it.
+    /// Returns the full gradients of all trained parameters, after a differentiated batch. Every
+    /// process of the mesh must call this.
     pub(crate) fn gradients(&self) -> Result<Vec<Option<Tensor>>> {
         match self {
             Self::Replicated(pass) => Ok(pass.gradients()),

@@ -1,4 +1,4 @@
-//! A model in training, however it lies on the devices.
+//! A model in training, for both layouts.
 
 mod build;
 pub(crate) mod builder;
@@ -52,47 +52,48 @@ use crate::{
     units::{keep::Keep, model::Unit},
 };
 
-/// A model that the devices of a mesh train together, and its optimizers: made by
-/// [`DataParallel::builder`](crate::DataParallel::builder), of which every device has the whole, or by
-/// [`FullyShard::builder`](crate::FullyShard::builder), of which every slot has its part.
+/// A model with its optimizers, trained by all devices of a mesh. It is built by
+/// [`DataParallel::builder`](crate::DataParallel::builder), with a full replica on every device, or
+/// by [`FullyShard::builder`](crate::FullyShard::builder), with a shard on every slot.
 ///
-/// `M` is what losses are lent: what the model's constructor returns, or
-/// [`Units`](crate::Units) of it. `O` is the type of its optimizers. Methods, results and
-/// checkpoints are the same however the model lies on the devices.
+/// Losses borrow an `M`: the return value of the model's constructor, or [`Units`](crate::Units).
+/// `O` is the type of its optimizers. Methods, results and checkpoints are the same for both
+/// layouts.
 ///
-/// # What is refused
+/// # Rejected steps and models
 ///
-/// - A parameter without a gradient on any slot, in the first step: an operation without backward
-///   ends the gradient, and nothing before it would learn
+/// - A parameter without a gradient on any slot in the first step: an operation without a backward
+///   pass cuts the gradient, so earlier parameters would not train
 ///   ([`allow_unused`](crate::ModelBuilder::allow_unused),
-///   [`freeze`](crate::ModelBuilder::freeze)). In later steps it is left alone.
-/// - A loss, a norm of gradients or a buffer that is not finite, before any parameter changes
+///   [`freeze`](crate::ModelBuilder::freeze)). In later steps such a parameter is skipped.
+/// - A non-finite loss, gradient norm or buffer, before any parameter changes
 ///   ([`allow_non_finite`](crate::ModelBuilder::allow_non_finite)).
-/// - A loss of integers, or of more than one item.
+/// - A loss of integers, or with more than one item.
 ///
-/// And if the model is sharded:
+/// A sharded model also rejects:
 /// - a parameter in no unit, when the model is built;
 /// - buffers, such as a running mean: the forward pass changes them;
-/// - in the first step of a model that enters it, also of one that was [loaded](Self::load), a unit
-///   that has another result when it is run again ([`TrainingError::NotRepeatable`]), one that is not
-///   entered ([`TrainingError::NotEntered`]), and a parameter that the loss uses outside the function
-///   of its unit without being a result of it ([`TrainingError::ParameterOutsideUnit`]);
-/// - replicas that enter different units, or in another order:
-///   [`CollectiveError::Mismatch`](pmap_mesh::CollectiveError::Mismatch) names both. Where units are
-///   [prefetched](crate::ModelBuilder::prefetch), it names what each gathers then, or
-///   [`TrainingError::OtherUnits`] all units that both have entered.
+/// - in the first step of a model that enters it, including a [loaded](Self::load) model: a unit
+///   that gives another result when it is recomputed ([`TrainingError::NotRepeatable`]), a unit
+///   that is not entered ([`TrainingError::NotEntered`]), and a parameter that the loss uses
+///   outside the function of its unit without being a result of it
+///   ([`TrainingError::ParameterOutsideUnit`]);
+/// - replicas that enter different units, or in a different order:
+///   [`CollectiveError::Mismatch`](pmap_mesh::CollectiveError::Mismatch) names both units. With
+///   [prefetching](crate::ModelBuilder::prefetch), it names the units being gathered instead, or
+///   [`TrainingError::OtherUnits`] lists all units that both replicas entered.
 ///
 /// # Determinism
 ///
-/// The loss of W slots is that of one slot on the same batches, up to the rounding of sums. On
-/// meshes of one size it is the same to the bit every time, over threads and over processes: sums
-/// are formed in rank order.
+/// The loss on W slots equals the loss on one slot for the same batches, up to the rounding of
+/// sums. On meshes of one size it is the same to the bit every time, with threads and with
+/// processes, because sums are formed in rank order.
 ///
-/// A sharded model has the bits of a replicated one on as many slots, whatever units keep and however
-/// a plan cuts parameters. To rounding the same are: a value or parameter that several units use,
-/// groups of slots that repeat the parts, gradients that are clipped, and batches that are
-/// [accumulated](Self::accumulate) and [summed in each](crate::Accumulation::ReduceEach), whose sums
-/// are formed in another order.
+/// A sharded model has the same bits as a replicated model on as many slots, for any
+/// [`Keep`](crate::Keep) and any plan. Results are equal only up to rounding if several units use a
+/// value or parameter, if groups of slots replicate the shards, if gradients are clipped, or if
+/// batches are [accumulated](Self::accumulate) and [reduced in each
+/// batch](crate::Accumulation::ReduceEach), because sums are then formed in another order.
 #[derive(Debug)]
 pub struct DistributedModel<M, O> {
     mesh: DeviceMesh,
@@ -101,7 +102,7 @@ pub struct DistributedModel<M, O> {
     precision: Precision,
     progress: Progress,
     rates: Rates,
-    /// Of this process. Each is locked by its own replica alone while a step runs.
+    /// The slots of this process. During a step, only a slot's own replica locks it.
     slots: Vec<SharedSlot<O>>,
     layout: Layout<M>,
 }
@@ -110,22 +111,23 @@ impl<M: Send, O: Optimizer + Send + 'static> DistributedModel<M, O> {
     /// Differentiates the batch's loss and updates the parameters.
     ///
     /// `loss` returns a [`Loss`], or a tensor: the mean over the rows of its shard, or over the
-    /// first [`Replica::valid_len`] of them if the shard may be padded. If batches were
-    /// [accumulated](Self::accumulate) before, the update uses the gradient of the mean over all of
-    /// them and this one. It may borrow what lies around it: the step waits for all replicas, and
-    /// on a mesh with a [deadline](pmap_mesh::DeviceMeshBuilder::deadline) a replica that never
-    /// returns ends the process (see [`DeviceMesh::pmap_scoped`]).
+    /// first [`Replica::valid_len`] of them if the shard may be padded. If earlier batches were
+    /// [accumulated](Self::accumulate), the update uses the gradient of the mean over all of them
+    /// and this batch. `loss` may borrow local variables: the step waits for all replicas, and on a
+    /// mesh with a [deadline](pmap_mesh::DeviceMeshBuilder::deadline) a replica that never returns
+    /// ends the process (see [`DeviceMesh::pmap_scoped`]).
     ///
     /// # Errors
     ///
-    /// [`Error::Training`] if the step [would train something wrong](Self#what-is-refused);
-    /// [`Error::Mesh`] with those of [`PMap::call`](pmap_mesh::PMap::call); [`Error::Diverged`] if it
-    /// is time to [check](crate::ModelBuilder::check_in_sync_every). If the step fails before the
-    /// optimizers run, no parameter has changed, and accumulated gradients are dropped. If it fails
-    /// later, by an optimizer's own error or when they run [inside the backward
-    /// pass](crate::ModelBuilder::optimizer_in_backward), some parameters may be updated and others
-    /// not: from then on the model rejects everything but [`load`](Self::load)
-    /// ([`TrainingError::HalfUpdated`]).
+    /// - [`Error::Training`] if the step is [rejected](Self#rejected-steps-and-models);
+    /// - [`Error::Mesh`] if [`PMap::call`](pmap_mesh::PMap::call) fails;
+    /// - [`Error::Diverged`] if a [periodic check](crate::ModelBuilder::check_in_sync_every) fails.
+    ///
+    /// If the step fails before the optimizers run, no parameter has changed, and accumulated
+    /// gradients are dropped. It may fail later because of an optimizer's own error, or because
+    /// optimizers run [inside the backward pass](crate::ModelBuilder::optimizer_in_backward). Then
+    /// only some parameters may be updated, and the model rejects everything except
+    /// [`load`](Self::load) ([`TrainingError::HalfUpdated`]).
     #[track_caller]
     pub fn step<I, A, L, F>(&mut self, batch: I, loss: F) -> Result<Step<A>>
     where
@@ -142,18 +144,18 @@ impl<M: Send, O: Optimizer + Send + 'static> DistributedModel<M, O> {
         Ok(Step { loss: loss.mean(), grad_norm, weight: loss.weight(), aux })
     }
 
-    /// Differentiates the batch's loss and adds the gradients to those for the next
-    /// [`step`](Self::step); returns the loss of this batch. (PyTorch's `no_sync`; but losses and
-    /// weights are added up and divided once, so nothing need be divided by the number of batches.)
-    /// A batch without weight adds nothing.
+    /// Differentiates the batch's loss and adds the gradients to the next [`step`](Self::step);
+    /// returns the loss of this batch. (Like PyTorch's `no_sync`, but losses and weights are added
+    /// up and divided once, so there is no need to divide by the number of batches.) A batch
+    /// without weight adds nothing.
     ///
-    /// A replicated model keeps the gradients on each slot. A sharded one sums them over the slots in
-    /// every batch, so that a slot keeps its part of them alone, unless the builder says
-    /// [otherwise](crate::ModelBuilder::accumulation).
+    /// A replicated model stores the gradients on each slot. A sharded model reduces them in every
+    /// batch, so that a slot stores only its shards, unless the builder sets [another
+    /// time](crate::ModelBuilder::accumulation).
     ///
     /// # Errors
     ///
-    /// Those of [`step`](Self::step); accumulated gradients are dropped.
+    /// Returns the errors of [`step`](Self::step), and drops accumulated gradients;
     /// [`TrainingError::NeedsAllGradients`] if optimizers run inside the backward pass.
     #[track_caller]
     #[doc(alias = "no_sync")]
@@ -169,19 +171,18 @@ impl<M: Send, O: Optimizer + Send + 'static> DistributedModel<M, O> {
         Ok(Evaluation { loss: loss.mean(), weight: loss.weight(), aux })
     }
 
-    /// Returns the loss of a batch, without gradients: the model is given the same variables, by which
-    /// no operation is recorded, and units are gathered once. What the forward pass makes of buffers
-    /// is taken back.
+    /// Returns the loss of a batch, without gradients: no operations are recorded, and units are
+    /// gathered once. Changes of buffers by the forward pass are reverted.
     ///
-    /// All evaluations between two steps draw the same random numbers, so that one of the same batch
-    /// has the same loss, and that a run draws the same whether it was evaluated on the way or not.
-    /// They are others than those of steps.
+    /// All evaluations between two steps draw the same random numbers, which differ from the
+    /// numbers of steps. So the same batch always has the same loss, and evaluations do not change
+    /// the random numbers of a run.
     ///
     /// # Errors
     ///
-    /// [`Error::Training`] if a loss is no scalar of floats, not finite, or no shard has weight, or
-    /// with [`TrainingError::HalfUpdated`]; [`Error::Mesh`] with those of
-    /// [`PMap::call`](pmap_mesh::PMap::call) and [`Units::unit`](crate::Units::unit).
+    /// Returns [`Error::Training`] if a loss is not a floating-point scalar or not finite, if no
+    /// shard has weight, or with [`TrainingError::HalfUpdated`]; and [`Error::Mesh`] if
+    /// [`PMap::call`](pmap_mesh::PMap::call) or [`Units::unit`](crate::Units::unit) fails.
     #[track_caller]
     pub fn evaluate<I, A, L, F>(&mut self, batch: I, loss: F) -> Result<Evaluation<A>>
     where
@@ -216,8 +217,8 @@ impl<M: Send, O: Optimizer + Send + 'static> DistributedModel<M, O> {
         Ok(outcome)
     }
 
-    /// Runs a batch through the replicas. Every kind of batch comes through here; the random numbers
-    /// of its losses are those of a seed, at a position.
+    /// Runs a batch of any kind through the replicas. The random numbers of its losses start at a
+    /// position in a seed's stream.
     #[expect(clippy::expect_used, reason = "a call that succeeded has run every replica")]
     #[track_caller]
     fn run<I, A, L, F>(
@@ -233,7 +234,7 @@ impl<M: Send, O: Optimizer + Send + 'static> DistributedModel<M, O> {
         L: Into<Loss<A>>,
         F: Fn(&Replica, &M, I) -> CandleResult<L> + Send + Sync,
     {
-        let shapes = BatchShapes::of(&batch);
+        let shapes = BatchShapes::new(&batch);
         let report = OnceLock::new();
         let call = self.mesh.pmap_scoped(|ctx, shard: I| {
             let mut shard = Some(shard);
@@ -245,7 +246,7 @@ impl<M: Send, O: Optimizer + Send + 'static> DistributedModel<M, O> {
                     }
                     ShardUse::Last => shard.take(),
                 };
-                let shard = shard.expect("a shard is used until its last use");
+                let shard = shard.expect("the shard is taken by its last use only");
                 let loss = shapes.explain(shard, |shard| loss(ctx, model, shard))?.into();
                 let (loss, leafless) = loss.into_leaves();
                 form = Some(leafless);
@@ -258,7 +259,7 @@ impl<M: Send, O: Optimizer + Send + 'static> DistributedModel<M, O> {
             }))
         });
         let call = self.options.cut(call).seed(seed);
-        let outcome = pass.rules().refusal.of(call.call_at(position, batch));
+        let outcome = pass.rules().refusal.call_result(call.call_at(position, batch));
         pass.end(outcome.is_ok())?;
         let aux = outcome?;
         Ok((*report.get().expect("every replica has set the report"), aux))
@@ -266,12 +267,12 @@ impl<M: Send, O: Optimizer + Send + 'static> DistributedModel<M, O> {
 }
 
 impl<M, O> DistributedModel<M, O> {
-    /// Sets the learning rate of all groups, by which the factor of the
-    /// [schedule](Self::set_schedule) is multiplied.
+    /// Sets the learning rate of all groups, which the factor of the [schedule](Self::set_schedule)
+    /// multiplies.
     ///
     /// # Errors
     ///
-    /// [`Error::Setting`] if it is negative or no number.
+    /// Returns [`Error::Setting`] if the rate is negative or not a number.
     pub fn set_learning_rate(&mut self, learning_rate: f64) -> Result<()> {
         self.rates.set_all(learning_rate)
     }
@@ -280,37 +281,37 @@ impl<M, O> DistributedModel<M, O> {
     ///
     /// # Errors
     ///
-    /// [`TrainingError::UnknownGroup`] if no group of that name has a variable, [`Error::Setting`] if
-    /// the rate is negative or no number.
+    /// Returns [`TrainingError::UnknownGroup`] if no group of that name has a variable, and
+    /// [`Error::Setting`] if the rate is negative or not a number.
     pub fn set_group_learning_rate(&mut self, name: &str, learning_rate: f64) -> Result<()> {
         self.rates.set_group(name, learning_rate)
     }
 
-    /// Sets how learning rates follow the number of updates from now on, in place of what the
-    /// [builder](crate::ModelBuilder::schedule) or a checkpoint said.
+    /// Replaces the learning rate schedule set by the [builder](crate::ModelBuilder::schedule) or a
+    /// checkpoint, from now on.
     ///
     /// # Errors
     ///
-    /// [`Error::Setting`] if the warm-up is not over before the schedule, or the floor is not from 0
-    /// to 1.
+    /// Returns [`Error::Setting`] if the warm-up is not shorter than the schedule, or if the floor
+    /// is not from 0 to 1.
     pub fn set_schedule(&mut self, schedule: Schedule) -> Result<()> {
         self.rates.set_schedule(schedule)
     }
 
-    /// Returns the number of updates since the start of training, those before a checkpoint included.
+    /// Returns the number of updates since the start of training, including updates before a
+    /// checkpoint.
     pub fn steps(&self) -> u64 {
         self.progress.steps
     }
 
-    /// Returns a whole parameter, on this process's first device. That of a replicated model shares
-    /// the memory of what is trained, and changes with it; that of a sharded one is gathered. Every
-    /// process of the mesh calls it.
+    /// Returns a full parameter on this process's first device. For a replicated model it shares
+    /// memory with the trained variable, and changes with it; for a sharded model it is gathered.
+    /// Every process of the mesh must call this.
     ///
     /// # Errors
     ///
-    /// [`TrainingError::HalfUpdated`] after a step that failed on its way,
-    /// [`ParameterError::Unknown`], [`Error::Tensor`] if candle fails, [`Error::Mesh`] if a process
-    /// does not answer.
+    /// Returns [`TrainingError::HalfUpdated`] after a partial update, [`ParameterError::Unknown`],
+    /// [`Error::Tensor`] if candle fails, and [`Error::Mesh`] if a process does not respond.
     #[doc(alias = "full_tensor")]
     #[doc(alias = "gather")]
     pub fn parameter(&self, name: &str) -> Result<Tensor> {
@@ -321,13 +322,13 @@ impl<M, O> DistributedModel<M, O> {
         self.layout.parameter(&self.inventory, &self.slots, position.map_err(unknown)?)
     }
 
-    /// Returns all [parameters](Self::parameter) by name: what `candle_core::safetensors::save`
-    /// writes. A sharded model that does not fit one device hands them out [one after the
-    /// other](Self::for_each_parameter).
+    /// Returns all [parameters](Self::parameter) by name, in the form that
+    /// `candle_core::safetensors::save` writes. If a sharded model does not fit one device, use
+    /// [`for_each_parameter`](Self::for_each_parameter).
     ///
     /// # Errors
     ///
-    /// Those of [`parameter`](Self::parameter).
+    /// Returns the errors of [`parameter`](Self::parameter).
     #[doc(alias = "named_parameters")]
     #[doc(alias = "variables")]
     pub fn parameters(&self) -> Result<BTreeMap<String, Tensor>> {
@@ -335,14 +336,15 @@ impl<M, O> DistributedModel<M, O> {
         names.map(|name| Ok((name.clone(), self.parameter(name)?))).collect()
     }
 
-    /// Hands each whole [parameter](Self::parameter) to `f`, one after the other in the order of
-    /// names: a sharded model that fills all devices can be written out by one. Every process of the
-    /// mesh calls it.
+    /// Passes each full [parameter](Self::parameter) to `f`, one at a time in the order of names,
+    /// so that one device can write out a sharded model that fills all devices. Every process of
+    /// the mesh must call this.
     ///
     /// # Errors
     ///
-    /// Those of [`parameter`](Self::parameter), and the first of `f`, in the process that has it: the
-    /// rest is gathered for the others all the same.
+    /// Returns the errors of [`parameter`](Self::parameter), and the first error of `f`, in the
+    /// process where it occurs. The remaining parameters are still gathered for the other
+    /// processes.
     pub fn for_each_parameter<E: From<Error>>(
         &self,
         mut f: impl FnMut(&str, Tensor) -> Result<(), E>,
@@ -355,22 +357,23 @@ impl<M, O> DistributedModel<M, O> {
         outcome
     }
 
-    /// Writes the parameters as pretrained weights into `folder`, beside what is there: files with
-    /// the names and the index that Hugging Face's libraries look for, which
-    /// [`weights`](crate::ModelBuilder::weights) of that folder reads, too. A model that is there is
-    /// replaced: if the new one is a single file, in one step, and otherwise so that a reader finds
-    /// the old one, none for a moment, or the new one.
+    /// Writes the parameters as pretrained weights into `folder`, next to other files, with the
+    /// names and the index that Hugging Face's libraries expect.
+    /// [`weights`](crate::ModelBuilder::weights) can read the folder too. An existing model is
+    /// replaced: atomically if the new one is a single file, and otherwise so that a reader finds
+    /// the old model, briefly no model, or the new model.
     ///
-    /// Every process of the mesh calls it, with the same arguments, and the first one writes. One
+    /// Every process of the mesh must call this with the same arguments; rank 0 writes. Only one
     /// parameter of a sharded model is in memory at a time.
     ///
     /// # Errors
     ///
-    /// On all processes: those of [`check_in_sync`](Self::check_in_sync), with which it begins;
-    /// [`CheckpointError::NotFinite`](crate::CheckpointError::NotFinite) unless they are
-    /// [allowed](PretrainedFiles::allow_non_finite);
-    /// [`CheckpointError::Io`](crate::CheckpointError::Io) if a file cannot be written, and
-    /// [`Error::OtherProcess`] on the others.
+    /// On all processes:
+    /// - the errors of [`check_in_sync`](Self::check_in_sync), which runs first;
+    /// - [`CheckpointError::NotFinite`](crate::CheckpointError::NotFinite) unless non-finite
+    ///   parameters are [allowed](PretrainedFiles::allow_non_finite);
+    /// - [`CheckpointError::Io`](crate::CheckpointError::Io) if a file cannot be written, and
+    ///   [`Error::OtherProcess`] on the other processes.
     ///
     /// # Examples
     ///
@@ -396,36 +399,35 @@ impl<M, O> DistributedModel<M, O> {
         save(&self.mesh, folder.as_ref(), files, &parameters, |name| self.parameter(name))
     }
 
-    /// Checks that what several devices store of the parameters is the same to the bit: the variables
-    /// of a replicated model, and of a sharded one the parts of other groups of slots (HSDP) and the
-    /// parameters that a plan replicates. They are updated alike, so they differ only if something has
-    /// gone wrong: memory, or an optimizer that does not do the same everywhere. Every process of the
-    /// mesh calls it.
+    /// Checks that values stored by several devices are the same to the bit: the variables of a
+    /// replicated model, and in a sharded model the shards in other groups of slots (HSDP) and the
+    /// parameters that a plan replicates. They get the same updates, so they differ only because of
+    /// a fault, such as bad memory or an optimizer that is not deterministic. Every process of the
+    /// mesh must call this.
     ///
     /// # Errors
     ///
-    /// [`Error::Diverged`] with the first parameter and the first slot that has other values,
-    /// [`TrainingError::HalfUpdated`] after a step that failed on its way, [`Error::Tensor`] if one
-    /// cannot be read, [`Error::Mesh`] if a process does not answer.
+    /// Returns [`Error::Diverged`] with the first parameter and the first slot with different
+    /// values, [`TrainingError::HalfUpdated`] after a partial update, [`Error::Tensor`] if a
+    /// parameter cannot be read, and [`Error::Mesh`] if a process does not respond.
     pub fn check_in_sync(&self) -> Result<()> {
         self.check_whole()?;
         self.layout.check_in_sync(&self.mesh, &self.inventory, &self.slots)
     }
 
-    /// Returns the plan by which parameters are cut, if the model is sharded.
+    /// Returns the sharding plan if the model is sharded.
     ///
-    /// A parameter that is in several units counts in its cost and schedule for the first of them,
-    /// though it is gathered and summed for each; and whole gradients that
-    /// [`Accumulation::ReduceLast`](crate::Accumulation::ReduceLast) keeps between batches, as many
-    /// bytes as the model on every slot, are not counted.
+    /// The plan's cost and schedule count a parameter in several units for the first of them only,
+    /// although it is gathered and reduced for each. They also do not count the unreduced gradients
+    /// that [`Accumulation::ReduceLast`](crate::Accumulation::ReduceLast) stores between batches,
+    /// as many bytes as the full model on every slot.
     pub fn plan(&self) -> Option<&ShardingPlan> {
         Some(self.layout.sharded()?.vars.plan())
     }
 
-    /// Returns what the cost of the [plan](Self::plan) depends on besides it, as this model carries
-    /// it out: what its units keep, how many are prefetched, in which types, and when its optimizers
-    /// run. The optimizer is taken to be Adam, and the activations are [to be
-    /// told](CostModel::with_activations).
+    /// Returns the settings of this model that the cost of the [plan](Self::plan) depends on: kept
+    /// data, prefetching, dtypes, and the time at which optimizers run. It assumes Adam, and does
+    /// not set the size of [activations](CostModel::with_activations).
     ///
     /// # Examples
     ///
@@ -448,17 +450,17 @@ impl<M, O> DistributedModel<M, O> {
             .with_runtime(Runtime::Candle)
             .with_prefetch(model.prefetch as u64)
             .with_kept_graphs(n_graphs as u64);
-        let cost = model.precision.of_cost(cost);
+        let cost = model.precision.set_in_cost(cost);
         Some(if model.updates_in_backward { cost.with_optimizer_in_backward() } else { cost })
     }
 
-    /// Returns the units of the model in the order of names, if it is sharded, and otherwise none.
+    /// Returns the units of a sharded model in the order of names; empty for a replicated model.
     pub fn units(&self) -> impl Iterator<Item = &str> {
         let units = self.layout.sharded().into_iter().flat_map(|model| model.units.keys());
         units.map(String::as_str)
     }
 
-    /// Rejects a model of which a step has updated some parameters and not others.
+    /// Returns an error if a failed step or load left the model partially updated.
     fn check_whole(&self) -> Result<(), TrainingError> {
         let is_half_updated = self.slots.iter().any(|slot| lock(slot).is_half_updated);
         if is_half_updated { Err(TrainingError::HalfUpdated) } else { Ok(()) }

@@ -1,4 +1,4 @@
-//! What the processes of a mesh must say alike of a model, and how it is compared.
+//! Comparison of options and models between the processes of a mesh.
 
 use std::fmt;
 
@@ -7,21 +7,21 @@ use core_types::Fingerprint;
 use pmap_mesh::DeviceMesh;
 
 use crate::{
-    error::{Result, training::TrainingError},
+    error::{Error, Result, training::TrainingError},
     model::config::{ModelConfig, Sharing},
     step::{inventory::Inventory, options::Options, roles::Role},
 };
 
-/// What all processes must say alike, in the order in which it is compared: with each option a
-/// fingerprint of its value.
+/// Options that must be equal in all processes, each with a fingerprint of its value, in the order
+/// of comparison.
 pub(crate) type Settings<const N: usize> = [(&'static str, u64); N];
 
 /// Checks that all processes build the same model with the same options.
 ///
 /// # Errors
 ///
-/// [`TrainingError::OtherModel`] and [`TrainingError::OtherOption`] with the first difference,
-/// [`Error::Mesh`](crate::Error::Mesh) if a process does not answer.
+/// Returns [`TrainingError::OtherModel`] and [`TrainingError::OtherOption`] with the first
+/// difference, and [`Error::Mesh`](crate::Error::Mesh) if a process does not respond.
 pub(crate) fn check<const N: usize>(mesh: &DeviceMesh, here: &Settings<N>) -> Result<()> {
     if !mesh.spans_processes() {
         return Ok(());
@@ -42,8 +42,8 @@ pub(crate) fn check<const N: usize>(mesh: &DeviceMesh, here: &Settings<N>) -> Re
 
 const VARIABLES: &str = "variables";
 
-/// What a model consists of, and how it is trained. Replicas that train other variables, say, would
-/// wait for each other's gradients.
+/// Returns the settings of a model. Without this comparison, replicas that train different
+/// variables, for example, would deadlock.
 pub(crate) fn of_model(
     inventory: &Inventory,
     dtypes: impl IntoIterator<Item = DType>,
@@ -54,10 +54,11 @@ pub(crate) fn of_model(
         &config.options;
     let Inventory { roles, .. } = inventory;
     let in_role = |role: fn(Role) -> u64| of_numbers(roles.of.iter().map(|&of| role(of)));
-    // Neither the bits of a norm, which is a number, nor a number of steps that are ever made.
+    // A value that is neither the bits of a finite norm nor a realistic number of steps.
     let absent = u64::MAX;
     [
-        // First of all: models of two layouts would wait for each other's collectives.
+        // Compared first, because models of different layouts would wait for each other's
+        // collectives.
         ("fully_shard", is_sharded.into()),
         (VARIABLES, of_form(inventory, dtypes)),
         ("freeze", in_role(|role| (role == Role::Frozen).into())),
@@ -77,14 +78,40 @@ pub(crate) fn of_model(
     ]
 }
 
-/// The fingerprint of a variable's bits: NaN equals itself, and zeros of two signs differ.
+/// Checks that slots with the same items of a parameter have the same bits, given fingerprints of
+/// each local slot's parameters. The items of slot `s` are those of slot `s % period`; a period of
+/// `None` means that no two slots have the same.
+///
+/// # Errors
+///
+/// Returns [`Error::Diverged`] with the first parameter that differs, and [`Error::Mesh`] if a
+/// process does not answer.
+pub(crate) fn check_values(
+    mesh: &DeviceMesh,
+    inventory: &Inventory,
+    here: Vec<Vec<u64>>,
+    periods: &[Option<usize>],
+) -> Result<()> {
+    let slots = mesh.gather_number_lists(here)?;
+    for (param, &period) in periods.iter().enumerate() {
+        let Some(period) = period else { continue };
+        let differs = |&slot: &usize| slots[slot][param] != slots[slot % period][param];
+        if let Some(replica) = (0..slots.len()).find(differs) {
+            return Err(Error::Diverged { name: inventory.name(param).to_owned(), replica });
+        }
+    }
+    Ok(())
+}
+
+/// Returns a fingerprint of a variable's bits; bits make NaN equal to itself and distinguish 0 from
+/// -0.
 pub(crate) fn of_value(var: &Var) -> candle_core::Result<u64> {
     let mut bytes = Vec::new();
     var.as_detached_tensor().force_contiguous()?.write_bytes(&mut bytes)?;
     Ok(Fingerprint::new().write_bytes(&bytes).finish())
 }
 
-/// A fingerprint of names, shapes and types.
+/// Returns a fingerprint of names, shapes and dtypes.
 fn of_form(inventory: &Inventory, dtypes: impl IntoIterator<Item = DType>) -> u64 {
     let mut form = Fingerprint::new();
     for ((name, shape), dtype) in inventory.parameters.iter().zip(dtypes) {
@@ -95,7 +122,7 @@ fn of_form(inventory: &Inventory, dtypes: impl IntoIterator<Item = DType>) -> u6
     form.finish()
 }
 
-/// A fingerprint of the groups, and of which trained variable is in which.
+/// Returns a fingerprint of the groups and their variables.
 fn of_groups(inventory: &Inventory) -> u64 {
     let mut groups = Fingerprint::new();
     for group in &inventory.roles.groups {
@@ -108,12 +135,12 @@ fn of_groups(inventory: &Inventory) -> u64 {
     groups.finish()
 }
 
-/// A fingerprint of what has no numbers of its own.
+/// Returns a fingerprint of a value's `Debug` form.
 pub(crate) fn of_debug(value: &impl fmt::Debug) -> u64 {
     Fingerprint::new().write_bytes(format!("{value:?}").as_bytes()).finish()
 }
 
-/// A fingerprint of numbers, in their order.
+/// Returns a fingerprint of numbers in order.
 pub(crate) fn of_numbers(numbers: impl IntoIterator<Item = u64>) -> u64 {
     numbers.into_iter().collect::<Fingerprint>().finish()
 }
@@ -126,7 +153,7 @@ mod tests {
     use super::*;
     use crate::step::roles::Choices;
 
-    /// Returns the options whose values differ between a builder of these and one of defaults.
+    /// Returns the names of the options that differ between this configuration and the default.
     fn differing(config: &ModelConfig, is_sharded: bool) -> Vec<&'static str> {
         let names = ["a", "b"];
         let settings = |config: &ModelConfig, is_sharded| {

@@ -1,4 +1,4 @@
-//! What one slot stores of a model between steps, however the model is laid out.
+//! State that one slot stores between steps, for both layouts.
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
@@ -19,22 +19,22 @@ use crate::{
     },
 };
 
-/// The slot of a worker, which the operations of its graph share if they update parameters.
+/// A shared slot: owned by its worker, and by operations in its graph that update parameters.
 pub(crate) type SharedSlot<O> = Arc<Mutex<Slot<O>>>;
 
-/// What one slot stores between steps: variables, and optimizers of those that it updates.
+/// State that one slot stores between steps: variables, and the optimizers for its updates.
 #[derive(Debug)]
 pub(crate) struct Slot<O> {
-    /// In the order of parameters.
+    /// The variables, in the order of parameters.
     pub(crate) vars: Vec<SlotVar>,
-    /// Of each group at least one, in the order of groups.
+    /// The optimizers, at least one per group, in the order of groups.
     pub(crate) optimizers: Vec<SlotOptimizer<O>>,
-    /// What is known of the batches since the last update.
+    /// Totals of the batches since the last update.
     pub(crate) totals: Option<Totals>,
-    /// The squares of the gradients by which parameters were updated in the backward pass that is in
-    /// flight, for each trained parameter of the model.
+    /// Squares of the gradients used for updates in the current backward pass, one per trained
+    /// parameter of the model.
     pub(crate) squares: Vec<f64>,
-    /// Whether a step has begun to update parameters and not come to its end.
+    /// Whether a step started to update parameters and did not finish.
     pub(crate) is_half_updated: bool,
 }
 
@@ -42,40 +42,40 @@ pub(crate) struct Slot<O> {
 #[derive(Debug)]
 pub(crate) struct SlotVar {
     pub(crate) var: Var,
-    /// The copy that the model computes with, if that is of another type.
+    /// The copy in the dtype that the model computes in, if it is another one.
     pub(crate) rounded: Option<Var>,
-    /// The parameter's position among those of the model.
+    /// The parameter's index in the model.
     pub(crate) param: usize,
-    /// The first item, in the parameter.
+    /// The index of the first item in the parameter.
     pub(crate) start: usize,
-    /// The parameter's position among those that are trained.
+    /// The parameter's index among the trained parameters; `None` if it is not trained.
     pub(crate) trained: Option<usize>,
-    /// Whether this slot reports the gradient of these items, where several have the same.
+    /// Whether this slot reports the gradient of these items, if several slots store them.
     pub(crate) is_primary: bool,
-    /// Whether this slot writes them to checkpoints.
+    /// Whether this slot writes the variable to checkpoints.
     pub(crate) is_saved: bool,
-    /// Whether this slot reads them from checkpoints.
+    /// Whether this slot reads the variable from checkpoints.
     pub(crate) is_loaded: bool,
 }
 
-/// The optimizer of some of a group's variables: of all that the slot updates, or where it runs in
-/// the backward pass of those of one unit.
+/// The optimizer of some variables of a group: all variables that the slot updates, or, inside the
+/// backward pass, the variables of one unit.
 #[derive(Debug)]
 pub(crate) struct SlotOptimizer<O> {
     pub(crate) group: usize,
-    /// The positions of its variables in the slot, in the order in which it was given them.
+    /// Indices of its variables in the slot, in the optimizer's order.
     pub(crate) vars: Vec<usize>,
     pub(crate) optimizer: O,
-    /// Whether it has made the step that is in flight.
+    /// Whether it has made the current step.
     pub(crate) has_stepped: bool,
 }
 
-/// Locks what a slot stores. A step locks it in the slot's own worker alone, and everything else
-/// between steps, so that nobody waits.
+/// Locks a slot. During a step only the slot's own worker locks it, and all other code runs between
+/// steps, so there is no contention.
 ///
-/// A loss or an optimizer may panic while it holds the lock. That fails the step as an error does,
-/// and a failed step leaves a slot that is either as before or says that it is half updated. So a
-/// poisoned lock says nothing that the caller was not told.
+/// Ignores poisoning: a loss or an optimizer may panic while it holds the lock, which fails the
+/// step like an error. A failed step leaves the slot either unchanged or marked as half updated, so
+/// poisoning adds no information.
 pub(crate) fn lock<T>(slot: &Mutex<T>) -> MutexGuard<'_, T> {
     slot.lock().unwrap_or_else(PoisonError::into_inner)
 }
@@ -85,32 +85,33 @@ impl SlotVar {
         TensorKey::model(inventory.name(self.param), self.start)
     }
 
-    /// Sets the variable to its items of a whole parameter, given as one dimension.
+    /// Sets the variable to its range of a full parameter's items, given as a one-dimensional
+    /// tensor.
     ///
     /// # Errors
     ///
-    /// If candle fails.
+    /// Returns the errors of candle.
     pub(crate) fn set_items(&self, items: &Tensor) -> CandleResult<()> {
         let own = items.narrow(0, self.start, self.var.elem_count())?;
-        // Copied first: candle moves all that a view looks at.
+        // Copied first, because candle would move the full storage of a view.
         self.set(&own.force_contiguous()?.reshape(self.var.shape())?)
     }
 
-    /// Sets the variable to a value of any type, on any device.
+    /// Sets the variable to a value of any dtype on any device.
     ///
     /// # Errors
     ///
-    /// If candle fails.
+    /// Returns the errors of candle.
     fn set(&self, value: &Tensor) -> CandleResult<()> {
         self.var.set(&moved(value, self.var.device())?.to_dtype(self.var.dtype())?)?;
         self.round()
     }
 
-    /// Rounds the variable to what the model computes with.
+    /// Updates the rounded copy of the variable, if there is one.
     ///
     /// # Errors
     ///
-    /// If candle fails.
+    /// Returns the errors of candle.
     pub(crate) fn round(&self) -> CandleResult<()> {
         let Some(rounded) = &self.rounded else { return Ok(()) };
         rounded.set(&self.var.as_detached_tensor().to_dtype(rounded.dtype())?)
@@ -127,23 +128,23 @@ impl<O> Slot<O> {
         Self { vars, optimizers, totals: None, squares, is_half_updated: false }
     }
 
-    /// Begins a batch. Returns what is known of those since the last update.
+    /// Starts a batch, and returns the totals of the batches since the last update.
     pub(crate) fn begin(&mut self) -> Option<Totals> {
         self.squares.fill(0.0);
         self.optimizers.iter_mut().for_each(|of_vars| of_vars.has_stepped = false);
         self.totals.take()
     }
 
-    /// Returns the variables of some trained parameters, each with the position of its parameter
-    /// among those.
+    /// Returns the indices of variables of some trained parameters, each with the parameter's index
+    /// among all trained parameters.
     pub(crate) fn vars_of(&self, trained: &[usize]) -> Vec<(usize, usize)> {
         let of_var = |(position, var): (usize, &SlotVar)| Some((position, var.trained?));
         let all = self.vars.iter().enumerate().filter_map(of_var);
         all.filter(|(_, of_var)| trained.contains(of_var)).collect()
     }
 
-    /// Returns the squares of this slot's sums, added up for each trained parameter in the order of
-    /// items.
+    /// Returns the sums of squares of this slot's sums for each trained parameter, added up in item
+    /// order.
     pub(crate) fn local_squares(&self, sums: &[(usize, Tensor)]) -> CandleResult<Vec<f64>> {
         let mut squares = vec![0.0; self.squares.len()];
         for (position, sum) in sums {
@@ -154,7 +155,7 @@ impl<O> Slot<O> {
         Ok(squares)
     }
 
-    /// Returns the optimizer that updates a variable, if one does, and the variable's position in it.
+    /// Returns the optimizer that updates a variable, if any, and the variable's index in it.
     fn optimizer_of(&self, var: usize) -> Option<(&O, usize)> {
         self.optimizers.iter().find_map(|of_vars| {
             let position = of_vars.vars.iter().position(|&other| other == var)?;
@@ -177,12 +178,13 @@ impl<O: Optimizer> Slot<O> {
         of_group.for_each(|of_vars| of_vars.optimizer.set_learning_rate(learning_rate));
     }
 
-    /// Updates all variables by `factor` times these sums, of whose squares all slots know those of
-    /// each trained parameter. Returns the norm of all gradients before they are clipped.
+    /// Updates all variables by `factor` times these sums. `squares` has the squares of each
+    /// trained parameter, which all slots agree on. Returns the gradient norm before clipping.
     ///
     /// # Errors
     ///
-    /// If the norm is not finite, on all slots and before a variable changes; those of optimizers.
+    /// Returns an error on all slots, before a variable changes, if the norm is not finite, and the
+    /// errors of optimizers.
     pub(crate) fn update_all(
         &mut self,
         rules: &Rules,
@@ -197,7 +199,7 @@ impl<O: Optimizer> Slot<O> {
         Ok(norm)
     }
 
-    /// Lets the optimizers of these variables make a step, by `factor` times their sums.
+    /// Makes a step of these variables' optimizers by `factor` times the sums.
     pub(crate) fn update(&mut self, sums: Vec<(usize, Tensor)>, factor: f64) -> CandleResult<()> {
         let summed: Vec<usize> = sums.iter().map(|&(position, _)| position).collect();
         let mut grads = GradStore::default();
@@ -208,8 +210,8 @@ impl<O: Optimizer> Slot<O> {
         self.step_each(&grads, |of_vars| of_vars.vars.iter().any(|var| summed.contains(var)))
     }
 
-    /// Lets the optimizers make a step that had no variable with a gradient, so that all count as
-    /// many.
+    /// Makes a step of the remaining optimizers, which had no variable with a gradient, so that all
+    /// count the same number of steps.
     pub(crate) fn step_remaining(&mut self) -> CandleResult<()> {
         self.step_each(&GradStore::default(), |of_vars| !of_vars.has_stepped)
     }
@@ -231,11 +233,11 @@ impl<O: Optimizer> Slot<O> {
 }
 
 impl<O: StatefulOptimizer> Slot<O> {
-    /// Adds what this slot writes to a checkpoint.
+    /// Adds this slot's tensors to a checkpoint.
     ///
     /// # Errors
     ///
-    /// Those of [`StateDict::add`] and [`add_state`].
+    /// Returns the errors of [`StateDict::add`] and [`add_state`].
     pub(super) fn save(
         &self,
         inventory: &Inventory,
@@ -257,11 +259,11 @@ impl<O: StatefulOptimizer> Slot<O> {
         Ok(())
     }
 
-    /// Takes this slot's values from a checkpoint.
+    /// Loads this slot's values from a checkpoint.
     ///
     /// # Errors
     ///
-    /// Those of [`Checkpoint::like`] and [`load_state`], and if candle fails.
+    /// Returns the errors of [`Checkpoint::like`], [`load_state`] and candle.
     pub(super) fn load(&mut self, inventory: &Inventory, checkpoint: &Checkpoint) -> Result<()> {
         let Self { vars, optimizers, .. } = self;
         for var in vars.iter().filter(|var| var.is_loaded) {

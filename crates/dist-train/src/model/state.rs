@@ -10,19 +10,19 @@ use crate::{
 };
 
 impl<M, O: StatefulOptimizer> DistributedModel<M, O> {
-    /// Returns the parameters, what the optimizers keep for them, and how far training is, for
-    /// [`Checkpoints::save`](crate::Checkpoints::save): each slot of the mesh, in whatever process,
-    /// writes its part. Accumulated gradients are not among them.
+    /// Returns the parameters, optimizer state and progress of training, for
+    /// [`Checkpoints::save`](crate::Checkpoints::save), where each slot of the mesh writes its part
+    /// in its own process. Accumulated gradients are not included.
     ///
-    /// It begins with [`check_in_sync`](Self::check_in_sync), so every process of the mesh calls
-    /// it.
+    /// Runs [`check_in_sync`](Self::check_in_sync) first, so every process of the mesh must call
+    /// this.
     ///
     /// # Errors
     ///
-    /// [`Error::Optimizer`](crate::Error::Optimizer) if an optimizer cannot tell its state,
-    /// [`CheckpointError::Kind`](crate::CheckpointError::Kind) if its state has a name that cannot
-    /// be written, [`Error::OtherProcess`](crate::Error::OtherProcess) if another process fails, and
-    /// those of [`check_in_sync`](Self::check_in_sync).
+    /// Returns [`Error::Optimizer`](crate::Error::Optimizer) if an optimizer cannot return its
+    /// state, [`CheckpointError::Kind`](crate::CheckpointError::Kind) if its state has an invalid
+    /// name, [`Error::OtherProcess`](crate::Error::OtherProcess) if another process fails, and the
+    /// errors of [`check_in_sync`](Self::check_in_sync).
     pub fn state_dict(&self) -> Result<StateDict> {
         self.check_in_sync()?;
         self.mesh.all_ok(self.state_of_slots())
@@ -37,21 +37,23 @@ impl<M, O: StatefulOptimizer> DistributedModel<M, O> {
         Ok(state)
     }
 
-    /// Gives all parameters and optimizers the values of a checkpoint, whatever number of slots and
-    /// layout it was written under, and resumes its count of steps, random numbers and learning
-    /// rates; accumulated gradients are dropped. Each slot reads its own items. Every process of the
-    /// mesh calls this, with the same checkpoint.
+    /// Loads all parameters and optimizer state from a checkpoint written with any number of slots
+    /// and either layout, and resumes its step count, random numbers and learning rates.
+    /// Accumulated gradients are dropped. Each slot reads its own items. Every process of the mesh
+    /// must call this with the same checkpoint.
     ///
     /// # Errors
     ///
-    /// [`Error::Parameter`](crate::Error::Parameter) if the checkpoint has other parameters than
-    /// the model or lacks some of their items, [`Error::Checkpoint`](crate::Error::Checkpoint) if a
-    /// file is damaged or cannot be read, or another process loads another checkpoint,
-    /// [`Error::Optimizer`](crate::Error::Optimizer) if an optimizer rejects its state,
-    /// [`Error::Tensor`](crate::Error::Tensor) if candle fails,
-    /// [`Error::OtherProcess`](crate::Error::OtherProcess) if another process fails. Some parameters
-    /// may then be changed, and the model rejects everything but another `load`
-    /// ([`TrainingError::HalfUpdated`](crate::TrainingError::HalfUpdated)).
+    /// - [`Error::Parameter`](crate::Error::Parameter) if the checkpoint has other parameters than
+    ///   the model or lacks some of their items;
+    /// - [`Error::Checkpoint`](crate::Error::Checkpoint) if a file is damaged or cannot be read, or
+    ///   if another process loads another checkpoint;
+    /// - [`Error::Optimizer`](crate::Error::Optimizer) if an optimizer rejects its state;
+    /// - [`Error::Tensor`](crate::Error::Tensor) if candle fails;
+    /// - [`Error::OtherProcess`](crate::Error::OtherProcess) if another process fails.
+    ///
+    /// After an error some parameters may be changed, and the model rejects everything except
+    /// another `load` ([`TrainingError::HalfUpdated`](crate::TrainingError::HalfUpdated)).
     #[doc(alias = "load_state_dict")]
     pub fn load(&mut self, checkpoint: &Checkpoint) -> Result<()> {
         checkpoint.check_fits(&self.mesh, &self.inventory.saved_shapes())?;
@@ -73,8 +75,8 @@ impl<M, O: StatefulOptimizer> DistributedModel<M, O> {
     }
 
     fn load_slots(&self, checkpoint: &Checkpoint) -> Result<()> {
-        // On all slots before the first is read: some would go on with what the others have dropped.
-        // One that fails on its way has given some parameters their values and others not.
+        // Discard accumulated gradients on all slots before any slot is read, so that all slots
+        // drop them together. A load that fails part way leaves the model partially updated.
         self.layout.discard_accumulated();
         for slot in &self.slots {
             let mut slot = lock(slot);

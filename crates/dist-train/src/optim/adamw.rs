@@ -17,22 +17,23 @@ use crate::{
 
 /// Adam with decoupled weight decay (Loshchilov and Hutter, arXiv 1711.05101).
 ///
-/// It takes the place of [`candle_nn::AdamW`] and has all its methods. In f32 and f64 its steps are
-/// those of candle's to the bit, but
+/// It replaces [`candle_nn::AdamW`] and has all its methods. In f32 and f64 its steps equal
+/// candle's to the bit. It differs as follows:
 ///
-/// - on a processor variables and state are updated in place, so a step allocates nothing of a
-///   variable's size, where candle's holds six to eight such tensors at a time, and threads of the
-///   caller's pool share the work;
-/// - its state can be saved, which candle's keeps private;
-/// - halves are updated in f32: the state has the master that each variable is rounded from, so
-///   changes that are too small for a half add up;
-/// - as in PyTorch, each variable counts its own steps, those for which it had a gradient, and the
-///   tensors of its state are named `step`, `exp_avg` and `exp_avg_sq` (and `master`).
+/// - On the CPU, variables and state are updated in place, so a step allocates no tensor of a
+///   variable's size, while candle's step holds six to eight at a time; the threads of the caller's
+///   pool share the work.
+/// - Its state can be saved; candle's state is private.
+/// - Half-precision variables are updated in f32: the state includes f32 master weights, from which
+///   each variable is rounded, so changes too small for half precision add up.
+/// - As in PyTorch, each variable counts its own steps, one per gradient, and the tensors of its
+///   state are named `step`, `exp_avg` and `exp_avg_sq` (and `master`).
 ///
 /// # Determinism
 ///
-/// Items are updated one by one, with the same rounding wherever they lie: an optimizer of a
-/// variable's shard changes it as one of the whole would, for any number of threads.
+/// Items are updated independently, with the same rounding at any position: an optimizer of a
+/// variable's shard computes the same values as an optimizer of the full variable, for any number
+/// of threads.
 ///
 /// # Examples
 ///
@@ -58,27 +59,27 @@ pub struct AdamW {
 }
 
 impl AdamW {
-    /// Makes an optimizer with a learning rate, and the default values of everything else.
+    /// Creates an optimizer with a learning rate and default values for all other settings.
     ///
     /// # Errors
     ///
-    /// Those of [`new`](Optimizer::new).
+    /// Returns the errors of [`new`](Optimizer::new).
     pub fn new_lr(vars: Vec<Var>, learning_rate: f64) -> Result<Self> {
         Self::new(vars, ParamsAdamW { lr: learning_rate, ..ParamsAdamW::default() })
     }
 
-    /// The settings.
+    /// Returns the settings.
     pub fn params(&self) -> &ParamsAdamW {
         &self.params
     }
 
-    /// Replaces the settings. Those that cannot be are refused by the next step.
+    /// Replaces the settings. The next step rejects invalid settings.
     pub fn set_params(&mut self, params: ParamsAdamW) {
         self.params = params;
     }
 }
 
-/// Refuses settings with which every step would be wrong; PyTorch's are the same.
+/// Rejects settings that make every step wrong, with the same limits as PyTorch.
 fn check(params: &ParamsAdamW) -> Result<()> {
     let ParamsAdamW { lr, beta1, beta2, eps, weight_decay } = *params;
     Error::check_at_least_zero("the learning rate of AdamW", lr)?;
@@ -92,19 +93,18 @@ fn check(params: &ParamsAdamW) -> Result<()> {
 impl Optimizer for AdamW {
     type Config = ParamsAdamW;
 
-    /// Makes an optimizer of variables, whose state is zero.
+    /// Creates an optimizer with a state of zeros.
     ///
     /// # Errors
     ///
-    /// [`Error::Setting`] if a setting is negative, no number, or a beta of at least 1; if candle
-    /// fails.
+    /// Returns [`Error::Setting`] if a setting is negative or not a number, or if a beta is at
+    /// least 1, and errors of candle.
     fn new(vars: Vec<Var>, params: ParamsAdamW) -> Result<Self> {
         check(&params)?;
         Ok(Self { vars: VariableStates::new(vars, &["exp_avg", "exp_avg_sq"])?, params })
     }
 
-    /// Updates the variables that have a gradient; integers, which have none to follow, stay as
-    /// they are.
+    /// Updates the variables with a gradient; integer variables are never updated.
     fn step(&mut self, grads: &GradStore) -> Result<()> {
         check(&self.params)?;
         self.vars.update_each(grads, |state, grad| update(state, &self.params, grad))
@@ -131,21 +131,21 @@ impl StatefulOptimizer for AdamW {
 
 fn update(state: &mut VariableState, params: &ParamsAdamW, grad: &Tensor) -> Result<()> {
     let Some(step) = state.step.checked_add(1) else {
-        bail!("AdamW counts to {} steps of a variable", i32::MAX)
+        bail!("AdamW supports at most {} steps per variable", i32::MAX)
     };
     let [(_, mean), (_, variance)] = &state.tensors[..] else {
-        bail!("AdamW has two moments of each variable")
+        bail!("AdamW needs two moments per variable")
     };
     state.variable.update(&AdamRule::new(params, step), [mean, variance], grad)?;
     state.step = step;
     Ok(())
 }
 
-/// The factors of a step, which are those that candle multiplies by.
+/// The factors of a step, which equal candle's factors.
 struct AdamRule {
     beta1: f64,
     beta2: f64,
-    /// Both means start at zero, and are too small by these factors.
+    /// Bias corrections: both means start at zero, so they are too small by these factors.
     mean_scale: f64,
     variance_scale: f64,
     eps: f64,
@@ -190,7 +190,7 @@ mod tests {
 
     use super::*;
 
-    /// Two variables of the same values.
+    /// Returns two variables with the same values.
     fn twins(shape: &[usize], dtype: DType) -> [Var; 2] {
         let len: usize = shape.iter().product();
         let values: Vec<f64> = (0..len).map(|item| (item as f64 * 0.37).sin()).collect();
@@ -209,7 +209,7 @@ mod tests {
         bytes
     }
 
-    /// An optimizer that continues where another has stopped.
+    /// Returns an optimizer that continues with the state of `stopped`.
     fn resumed(stopped: &AdamW, var: &Var) -> AdamW {
         let mut next = AdamW::new(vec![var.clone()], stopped.params().clone()).unwrap();
         for (name, value) in stopped.state(0).unwrap() {
@@ -219,7 +219,7 @@ mod tests {
     }
 
     #[test]
-    fn steps_are_those_of_candle_to_the_bit_and_continue_after_a_stop() {
+    fn steps_match_candle_and_resume() {
         let params = ParamsAdamW { lr: 0.1, ..ParamsAdamW::default() };
         for dtype in [DType::F32, DType::F64] {
             for shape in [&[][..], &[1], &[2, 3], &[67, 5], &[300, 130]] {
@@ -244,7 +244,7 @@ mod tests {
     }
 
     #[test]
-    fn changes_too_small_for_a_half_add_up_and_continue_after_a_stop() {
+    fn half_precision_changes_add_up_and_resume() {
         let params = ParamsAdamW { lr: 1e-4, weight_decay: 0.0, ..ParamsAdamW::default() };
         for dtype in [DType::BF16, DType::F16] {
             let [var, again] = [(); 2].map(|()| Var::ones(3, dtype, &Device::Cpu).unwrap());
@@ -264,7 +264,7 @@ mod tests {
     }
 
     #[test]
-    fn states_that_are_not_there_are_refused() {
+    fn unknown_states_are_rejected() {
         let var = Var::ones(2, DType::F32, &Device::Cpu).unwrap();
         let mut adam = AdamW::new_lr(vec![var.clone()], 0.1).unwrap();
         assert_eq!(adam.params().lr.to_bits(), 0.1_f64.to_bits());
@@ -277,7 +277,7 @@ mod tests {
     }
 
     #[test]
-    fn settings_that_cannot_be_are_refused() {
+    fn invalid_settings_are_rejected() {
         let var = Var::ones(2, DType::F32, &Device::Cpu).unwrap();
         let default = ParamsAdamW::default;
         for (params, name) in [
@@ -299,7 +299,7 @@ mod tests {
     }
 
     #[test]
-    fn step_counts_that_cannot_be_are_refused() {
+    fn invalid_step_counts_are_rejected() {
         let var = Var::ones(2, DType::F32, &Device::Cpu).unwrap();
         let mut adam = AdamW::new(vec![var.clone()], ParamsAdamW::default()).unwrap();
         let steps = |count: i64| Tensor::new(count, &Device::Cpu).unwrap();
@@ -313,7 +313,7 @@ mod tests {
     }
 
     #[test]
-    fn integers_stay_as_they_are() {
+    fn integers_are_not_updated() {
         let count = Var::ones(2, DType::I64, &Device::Cpu).unwrap();
         let mut adam = AdamW::new(vec![count.clone()], ParamsAdamW::default()).unwrap();
         let mut grads = Tensor::new(0_f32, &Device::Cpu).unwrap().backward().unwrap();

@@ -1,4 +1,4 @@
-//! Gradients that are scaled down to a largest norm, as in PyTorch's `clip_grad_norm_`.
+//! Gradient clipping by norm, like PyTorch's `clip_grad_norm_`.
 
 use candle_core::{CpuStorage, DType, Device, Layout, Result, Storage, Tensor};
 
@@ -7,36 +7,36 @@ use crate::{
     optim::update::items::Items,
 };
 
-/// What PyTorch adds to a norm, so that gradients of zeros can be divided by it.
+/// Added to a norm before dividing by it, so that zero gradients are safe; PyTorch's value.
 const EPSILON: f64 = 1e-6;
 
-/// Items that are read together.
+/// Number of items that are read at once.
 const BLOCK: usize = 1 << 10;
 
-/// Sums that are formed side by side, so that none waits for the addition before it.
+/// Number of independent sums, so that an addition does not wait for the previous one.
 const LANES: usize = 8;
 
-/// Refuses largest norms that cannot be: negative ones and NaN.
+/// Rejects maximum norms that are negative or NaN.
 pub(crate) fn check_max_norm(max_norm: f64) -> TrainResult<()> {
     let name = "the largest norm of the gradients";
     Error::check_setting(max_norm >= 0.0, name, max_norm, "at least 0")
 }
 
-/// The sum of the squares of a tensor's floating-point items, in double precision.
+/// Returns the sum of squares of a floating-point tensor's items, in double precision.
 ///
-/// On the processor what each addition rounds off is added as well, so the order of the items changes
-/// the sum by less than its last digits. Nothing of the tensor's size is allocated.
+/// On the CPU, the rounding error of each addition is added back, so the order of the items affects
+/// only the last digits of the sum. Nothing of the tensor's size is allocated.
 pub(crate) fn squares(tensor: &Tensor) -> Result<f64> {
     match tensor.device() {
         Device::Cpu => {
             let (storage, layout) = tensor.storage_and_layout();
             match &*storage {
                 Storage::Cpu(storage) => squares_on_host(storage, layout),
-                _ => candle_core::bail!("a tensor on the processor has its storage elsewhere"),
+                _ => candle_core::bail!("a CPU tensor has storage on another device"),
             }
         }
         Device::Cuda(_) => tensor.to_dtype(DType::F64)?.sqr()?.sum_all()?.to_scalar(),
-        // It has no double precision, and the processor's memory.
+        // Metal has no double precision, and shares the CPU's memory.
         Device::Metal(_) => squares(&tensor.to_device(&Device::Cpu)?),
     }
 }
@@ -44,7 +44,7 @@ pub(crate) fn squares(tensor: &Tensor) -> Result<f64> {
 fn squares_on_host(storage: &CpuStorage, layout: &Layout) -> Result<f64> {
     let items = Items::new(storage, layout)?;
     let mut buffer = [0.0; BLOCK];
-    let mut sums = [Sum::default(); LANES];
+    let mut sums = [CompensatedSum::default(); LANES];
     for first in (0..items.len()).step_by(BLOCK) {
         let block = items.read(first..items.len().min(first + BLOCK), &mut buffer);
         let (chunks, rest) = block.as_chunks::<LANES>();
@@ -53,7 +53,7 @@ fn squares_on_host(storage: &CpuStorage, layout: &Layout) -> Result<f64> {
         }
         sums.iter_mut().zip(rest).for_each(|(sum, item)| sum.add(item * item));
     }
-    let mut total = Sum::default();
+    let mut total = CompensatedSum::default();
     for sum in sums {
         total.add(sum.high);
         total.low += sum.low;
@@ -61,15 +61,15 @@ fn squares_on_host(storage: &CpuStorage, layout: &Layout) -> Result<f64> {
     Ok(total.rounded())
 }
 
-/// A sum, and what its additions have rounded off (Ogita, Rump and Oishi, "Accurate Sum and Dot
+/// A sum with the rounding errors of its additions (Ogita, Rump and Oishi, "Accurate Sum and Dot
 /// Product", 2005, after Knuth).
 #[derive(Clone, Copy, Debug, Default)]
-struct Sum {
+struct CompensatedSum {
     high: f64,
     low: f64,
 }
 
-impl Sum {
+impl CompensatedSum {
     fn add(&mut self, term: f64) {
         let high = self.high + term;
         let added = high - self.high;
@@ -78,13 +78,13 @@ impl Sum {
     }
 
     fn rounded(self) -> f64 {
-        // Beyond all numbers nothing is rounded off, and infinity less itself would be NaN.
+        // An overflowed sum has no rounding error, and infinity minus infinity would be NaN.
         if self.high.is_finite() { self.high + self.low } else { self.high }
     }
 }
 
-/// The factor by which gradients of a norm are scaled so that it is at most `max_norm`; NaN if the
-/// norm is.
+/// Returns the factor that scales gradients of norm `norm` down to at most `max_norm`; NaN if the
+/// norm is NaN.
 pub(crate) fn factor(norm: f64, max_norm: f64) -> f64 {
     (max_norm / (norm + EPSILON)).clamp(0.0, 1.0)
 }
@@ -94,7 +94,7 @@ mod tests {
     use super::*;
 
     fn assert_close(found: f64, expected: f64) {
-        assert!((found - expected).abs() <= 1e-6 * expected.abs(), "{found} for {expected}");
+        assert!((found - expected).abs() <= 1e-6 * expected.abs(), "{found} instead of {expected}");
     }
 
     fn squares_of(items: Vec<f64>, dtype: DType) -> f64 {
@@ -104,7 +104,7 @@ mod tests {
     }
 
     #[test]
-    fn squares_of_halves_and_of_large_numbers_neither_overflow_nor_stand_still() {
+    fn squares_of_all_dtypes_are_exact_enough() {
         use DType::{BF16, F16, F32, F64};
         for dtype in [BF16, F16, F32, F64] {
             assert_close(squares_of(vec![1.0; 65_537], dtype), 65_537.0);
@@ -116,7 +116,7 @@ mod tests {
 
     #[test]
     fn sums_are_rounded_once() {
-        // In double precision 2^53 + 1 is 2^53, so each 1 would be lost.
+        // In double precision 2^53 + 1 rounds to 2^53, so each 1 would be lost.
         let large = 2_f64.powi(26) * 2_f64.sqrt();
         for position in [0, 1, 500, 1023, 1024, 2999] {
             let mut items = vec![1.0; 3000];
@@ -136,7 +136,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_number_stays_none() {
+    fn non_finite_items_stay_non_finite() {
         for bad in [f64::NAN, f64::INFINITY, f64::NEG_INFINITY] {
             for position in [0, 9, 1999] {
                 let mut items = vec![1.0; 2000];
@@ -152,7 +152,7 @@ mod tests {
     }
 
     #[test]
-    fn gradients_are_scaled_down_and_never_up() {
+    fn gradients_are_never_scaled_up() {
         assert_close(factor(8.0, 2.0), 0.25);
         assert_close(factor(1.0, 2.0), 1.0);
         assert_close(factor(0.0, 2.0), 1.0);
@@ -160,7 +160,7 @@ mod tests {
     }
 
     #[test]
-    fn largest_norms_that_cannot_be_are_refused() {
+    fn invalid_maximum_norms_are_rejected() {
         for max_norm in [-1.0, -1e-300, f64::NAN, f64::NEG_INFINITY] {
             assert!(check_max_norm(max_norm).is_err(), "{max_norm}");
         }

@@ -1,4 +1,4 @@
-//! Optimizers that update in place and can be stopped and resumed, and the clipping of gradients.
+//! Optimizers with in-place updates and resumable state, and gradient clipping.
 
 pub(crate) mod adamw;
 pub(crate) mod clip;
@@ -15,34 +15,36 @@ use crate::{
     optim::update::MASTER,
 };
 
-/// An optimizer whose state can be written to a checkpoint and read back; what `state_dict` and
-/// `load_state_dict` are to PyTorch's optimizers.
+/// An optimizer with a state that can be saved and loaded, like `state_dict` and `load_state_dict`
+/// of PyTorch's optimizers.
 ///
-/// A variable is meant by its position among those that the optimizer was made with.
+/// The index `var` refers to the order of the variables the optimizer was created with.
 pub trait StatefulOptimizer: Optimizer {
-    /// Returns what it keeps for a variable: tensors of the variable's shape, or scalars, each with
-    /// a name of its own that has no `/` and is not `model`. `master` is the value of a half in
-    /// single precision: a checkpoint has it in place of the half.
+    /// Returns the state of a variable: tensors of the variable's shape, or scalars. Each has a
+    /// unique name without `/` and other than `model`. A checkpoint stores `master`, the
+    /// single-precision value of a half, in place of the variable.
     ///
     /// # Errors
     ///
-    /// If there is no such variable, or candle fails.
+    /// Returns an error if there is no such variable, and errors of candle.
     fn state(&self, var: usize) -> Result<Vec<(&'static str, Tensor)>>;
 
-    /// Replaces one of those tensors, whose shape does not change.
+    /// Replaces one tensor of the state; its shape must not change.
     ///
     /// # Errors
     ///
-    /// If there is no such variable or tensor, its value cannot be right, or candle fails.
+    /// Returns an error if there is no such variable or tensor or the value is invalid, and errors
+    /// of candle.
     fn load_state(&mut self, var: usize, name: &str, value: &Tensor) -> Result<()>;
 }
 
-/// Adds the state of an optimizer's variable number `var`, which is the range `model` of a parameter,
-/// to the tensors of a slot of this process, and returns its master if there is one.
+/// Adds the state of an optimizer's variable `var`, which is the range `model` of a parameter, to
+/// the tensors of a slot of this process. Returns its master weights, if there are any.
 ///
 /// # Errors
 ///
-/// [`Error::Optimizer`] if it cannot return its state, and those of [`StateDict::add`].
+/// Returns [`Error::Optimizer`] if the optimizer cannot return its state, and the errors of
+/// [`StateDict::add`].
 pub(crate) fn add_state(
     state: &mut StateDict,
     local_slot: usize,
@@ -61,11 +63,12 @@ pub(crate) fn add_state(
     Ok(master)
 }
 
-/// Loads the state of an optimizer's variable number `var`, which is the range `model` of a parameter.
+/// Loads the state of an optimizer's variable `var`, which is the range `model` of a parameter.
 ///
 /// # Errors
 ///
-/// [`Error::Optimizer`] if it rejects its state, and those of [`Checkpoint::like`].
+/// Returns [`Error::Optimizer`] if the optimizer rejects its state, and the errors of
+/// [`Checkpoint::like`].
 pub(crate) fn load_state(
     checkpoint: &Checkpoint,
     model: TensorKey<'_>,
@@ -80,12 +83,12 @@ pub(crate) fn load_state(
     Ok(())
 }
 
-/// Returns the error of an optimizer, about its variable `model`.
+/// Wraps an error of an optimizer for its variable `model`.
 fn failed(model: TensorKey<'_>, cause: candle_core::Error) -> Error {
     Error::Optimizer { parameter: model.parameter.to_owned(), cause }
 }
 
-/// candle's has no momentum, so it keeps nothing.
+/// candle's SGD has no momentum, so it has no state.
 impl StatefulOptimizer for SGD {
     fn state(&self, _: usize) -> Result<Vec<(&'static str, Tensor)>> {
         Ok(Vec::new())

@@ -15,19 +15,19 @@ use crate::{
     },
 };
 
-/// The settings of [`Sgd`]; by default a learning rate of 0.001 and nothing else, as in PyTorch.
+/// Settings of [`Sgd`]; the default is a learning rate of 0.001 and 0 for the rest, as in PyTorch.
 #[derive(Clone, Debug)]
 pub struct ParamsSgd {
     /// The learning rate.
     pub lr: f64,
-    /// What is kept of the momentum in each step: 0 for none.
+    /// Factor of the momentum in each step; 0 for no momentum.
     pub momentum: f64,
-    /// What is held back of the gradient when it is added to the momentum.
+    /// Fraction of the gradient not added to the momentum.
     pub dampening: f64,
-    /// What of each value is added to its gradient.
+    /// Fraction of each value that is added to its gradient.
     pub weight_decay: f64,
-    /// Whether the gradient is taken where the momentum leads (Sutskever et al., "On the importance
-    /// of initialization and momentum in deep learning", 2013).
+    /// Whether to use Nesterov momentum (Sutskever et al., "On the importance of initialization and
+    /// momentum in deep learning", 2013).
     pub nesterov: bool,
 }
 
@@ -38,7 +38,7 @@ impl Default for ParamsSgd {
 }
 
 impl ParamsSgd {
-    /// Refuses settings with which every step would be wrong; PyTorch's are the same.
+    /// Rejects settings that make every step wrong, with the same limits as PyTorch.
     fn check(&self) -> Result<()> {
         Error::check_at_least_zero("the learning rate of Sgd", self.lr)?;
         Error::check_at_least_zero("the momentum of Sgd", self.momentum)?;
@@ -53,16 +53,16 @@ impl ParamsSgd {
     }
 }
 
-/// Stochastic gradient descent, with momentum and weight decay as in PyTorch's `SGD`.
+/// Stochastic gradient descent with momentum and weight decay, like PyTorch's `SGD`.
 ///
-/// Without momentum it does what [`candle_nn::SGD`] does. Variables and momentum are updated in
-/// place, and halves from an f32 master, as by [`AdamW`](crate::AdamW). The tensors of its state
-/// are named `step` and `momentum_buffer` (and `master`); without momentum it has neither of the
-/// former.
+/// Without momentum it equals [`candle_nn::SGD`]. Variables and momentum are updated in place, and
+/// half-precision variables through f32 master weights, like in [`AdamW`](crate::AdamW). The
+/// tensors of its state are named `step` and `momentum_buffer`, which exist only with momentum, and
+/// `master`.
 ///
 /// # Determinism
 ///
-/// As [`AdamW`](crate::AdamW).
+/// The same as for [`AdamW`](crate::AdamW).
 ///
 /// # Examples
 ///
@@ -87,12 +87,12 @@ pub struct Sgd {
 }
 
 impl Sgd {
-    /// The settings.
+    /// Returns the settings.
     pub fn params(&self) -> &ParamsSgd {
         &self.params
     }
 
-    /// Replaces the settings. Those that cannot be are refused by the next step.
+    /// Replaces the settings. The next step rejects invalid settings.
     pub fn set_params(&mut self, params: ParamsSgd) {
         self.params = params;
     }
@@ -101,20 +101,20 @@ impl Sgd {
 impl Optimizer for Sgd {
     type Config = ParamsSgd;
 
-    /// Makes an optimizer of variables that have not moved yet.
+    /// Creates an optimizer with zero momentum.
     ///
     /// # Errors
     ///
-    /// [`Error::Setting`] if a setting is negative or no number, if dampening is at least 1, or if
-    /// `nesterov` goes with dampening or without momentum; if candle fails.
+    /// Returns [`Error::Setting`] if a setting is negative or not a number, if dampening is at
+    /// least 1, or if `nesterov` is combined with dampening or with zero momentum, and errors of
+    /// candle.
     fn new(vars: Vec<Var>, params: ParamsSgd) -> Result<Self> {
         params.check()?;
         let names = if params.momentum > 0.0 { &[MOMENTUM][..] } else { &[] };
         Ok(Self { vars: VariableStates::new(vars, names)?, params })
     }
 
-    /// Updates the variables that have a gradient; integers, which have none to follow, stay as
-    /// they are.
+    /// Updates the variables with a gradient; integer variables are never updated.
     fn step(&mut self, grads: &GradStore) -> Result<()> {
         self.params.check()?;
         self.vars.update_each(grads, |state, grad| update(state, &self.params, grad))
@@ -144,54 +144,54 @@ const MOMENTUM: &str = "momentum_buffer";
 fn update(state: &mut VariableState, params: &ParamsSgd, grad: &Tensor) -> Result<()> {
     if params.momentum == 0.0 {
         let ParamsSgd { lr, weight_decay, .. } = *params;
-        return state.variable.update(&Plain { lr, weight_decay }, [], grad);
+        return state.variable.update(&PlainRule { lr, weight_decay }, [], grad);
     }
-    // Momentum may have been set after the optimizer was made.
+    // Momentum may be enabled after the optimizer was created.
     if state.tensors.is_empty() {
         state.tensors.push((MOMENTUM, state.variable.zeros()?));
     }
     let (_, momentum) = &state.tensors[0];
-    // The first gradient is the momentum, whatever the dampening.
+    // The momentum starts as the first gradient, without dampening, as in PyTorch.
     let dampening = if state.step == 0 { 0.0 } else { params.dampening };
     let ParamsSgd { lr, momentum: kept, weight_decay, nesterov, .. } = *params;
     let added = 1.0 - dampening;
     if nesterov {
-        let rule = Momentum::<true> { lr, kept, added, weight_decay };
+        let rule = MomentumRule::<true> { lr, kept, added, weight_decay };
         state.variable.update(&rule, [momentum], grad)?;
     } else {
-        let rule = Momentum::<false> { lr, kept, added, weight_decay };
+        let rule = MomentumRule::<false> { lr, kept, added, weight_decay };
         state.variable.update(&rule, [momentum], grad)?;
     }
-    // Only the first step is told from the others.
+    // Only the first step is special, so saturating is harmless.
     state.step = state.step.saturating_add(1);
     Ok(())
 }
 
-/// Without momentum.
-struct Plain {
+/// The update rule without momentum.
+struct PlainRule {
     lr: f64,
     weight_decay: f64,
 }
 
-impl Rule<0> for Plain {
+impl Rule<0> for PlainRule {
     fn apply<X: Numbers>(&self, value: &X, _: [&X; 0], grad: &X) -> Outcome<X, (X, [X; 0])> {
         let grad = grad.plus(&value.scaled(self.weight_decay)?)?;
         Ok((value.minus(&grad.scaled(self.lr)?)?, []))
     }
 }
 
-/// The choice is made by the type, since a branch in the loop over items keeps the compiler from
-/// making vectors of it.
-struct Momentum<const NESTEROV: bool> {
+/// The update rule with momentum. `NESTEROV` is a type parameter because a branch in the loop over
+/// items would prevent vectorization.
+struct MomentumRule<const NESTEROV: bool> {
     lr: f64,
-    /// What is kept of the momentum.
+    /// Factor of the momentum.
     kept: f64,
-    /// What of the gradient is added to it.
+    /// Factor of the gradient in the momentum.
     added: f64,
     weight_decay: f64,
 }
 
-impl<const NESTEROV: bool> Rule<1> for Momentum<NESTEROV> {
+impl<const NESTEROV: bool> Rule<1> for MomentumRule<NESTEROV> {
     fn apply<X: Numbers>(
         &self,
         value: &X,
@@ -224,7 +224,7 @@ mod tests {
         sgd.backward_step(&var.powf(3.0).unwrap().sum_all().unwrap()).unwrap();
     }
 
-    /// The settings, and the values that PyTorch has after three steps on the sum of cubes.
+    /// Returns settings, and PyTorch's values after three steps on the sum of cubes.
     fn known() -> [(ParamsSgd, [f64; 3]); 5] {
         let params = |momentum, dampening, weight_decay, nesterov| ParamsSgd {
             lr: 0.1,
@@ -258,7 +258,7 @@ mod tests {
     }
 
     #[test]
-    fn steps_are_those_of_pytorch_and_continue_after_a_stop() {
+    fn steps_match_pytorch_and_resume() {
         for (params, expected) in known() {
             for stop in 0..3 {
                 let var = start(DType::F64);
@@ -284,7 +284,7 @@ mod tests {
     }
 
     #[test]
-    fn without_momentum_it_is_candle_s_to_the_bit() {
+    fn plain_sgd_matches_candle() {
         let [ours, candle] = [(); 2].map(|()| start(DType::F32));
         let mut sgd =
             Sgd::new(vec![ours.clone()], ParamsSgd { lr: 0.1, ..Default::default() }).unwrap();
@@ -298,7 +298,7 @@ mod tests {
     }
 
     #[test]
-    fn momentum_may_be_set_later_and_halves_have_masters() {
+    fn momentum_can_be_enabled_later() {
         let var = start(DType::BF16);
         let mut sgd = Sgd::new(vec![var.clone()], ParamsSgd::default()).unwrap();
         let names =
@@ -310,7 +310,7 @@ mod tests {
     }
 
     #[test]
-    fn settings_that_cannot_be_are_refused() {
+    fn invalid_settings_are_rejected() {
         let default = ParamsSgd::default;
         for (params, name) in [
             (ParamsSgd { lr: f64::NAN, ..default() }, "learning rate"),

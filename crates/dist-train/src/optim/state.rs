@@ -1,4 +1,4 @@
-//! What optimizers keep for each variable, by name.
+//! Optimizer state of each variable, by name.
 
 use candle_core::{DType, Device, Result, Tensor, Var, backprop::GradStore, bail};
 
@@ -9,29 +9,27 @@ use crate::{
 
 const STEP: &str = "step";
 
-/// The variables of an optimizer, in the order in which it was given them.
+/// The variables of an optimizer, in their original order.
 #[derive(Debug)]
 pub(super) struct VariableStates(Vec<VariableState>);
 
-/// A variable, and what an optimizer keeps for it.
+/// A variable with its optimizer state.
 #[derive(Debug)]
 pub(super) struct VariableState {
     pub(super) variable: Variable,
-    /// The number of steps: 32 bits, as it becomes an exponent in [`f64::powi`].
+    /// Number of steps; `i32` because [`f64::powi`] takes it as exponent.
     pub(super) step: i32,
-    /// Tensors of the variable's shape. Without any, steps are not kept either.
+    /// Tensors of the variable's shape. Without any, the number of steps is not part of the state.
     pub(super) tensors: Vec<(&'static str, Var)>,
 }
 
 impl VariableStates {
-    /// Makes states of zeros, with tensors of these names.
+    /// Creates states of zeros, with tensors of these names.
     pub(super) fn new(vars: Vec<Var>, names: &[&'static str]) -> Result<Self> {
-        let state = |var| VariableState::new(var, names);
-        Ok(Self(vars.into_iter().map(state).collect::<Result<_>>()?))
+        Ok(Self(vars.into_iter().map(|var| VariableState::new(var, names)).collect::<Result<_>>()?))
     }
 
-    /// Updates the variables that have a gradient; integers, which have none to follow, stay as
-    /// they are.
+    /// Updates the variables with a gradient; integer variables are never updated.
     pub(super) fn update_each(
         &mut self,
         grads: &GradStore,
@@ -46,7 +44,7 @@ impl VariableStates {
         Ok(())
     }
 
-    /// Returns what is kept for a variable.
+    /// Returns the state of a variable.
     pub(super) fn state(&self, var: usize) -> Result<Vec<(&'static str, Tensor)>> {
         match self.0.get(var) {
             Some(state) => state.named(),
@@ -54,7 +52,7 @@ impl VariableStates {
         }
     }
 
-    /// Replaces one of the tensors that `optimizer` keeps for a variable.
+    /// Replaces one tensor in the state of a variable; `optimizer` is the name for errors.
     pub(super) fn load(
         &mut self,
         optimizer: &str,
@@ -64,21 +62,23 @@ impl VariableStates {
     ) -> Result<()> {
         let Some(state) = self.0.get_mut(var) else { return self.refuse(var) };
         if !state.load(name, value)? {
-            bail!("{optimizer} has no state {name} of variable {var}")
+            bail!("{optimizer} has no state {name} for variable {var}")
         }
         Ok(())
     }
 
     fn refuse<T>(&self, var: usize) -> Result<T> {
-        bail!("the optimizer has {} variables, there is no variable {var}", self.0.len())
+        bail!("the optimizer has {} variables, but no variable {var}", self.0.len())
     }
 }
 
 impl VariableState {
     fn new(var: Var, names: &[&'static str]) -> Result<Self> {
         let variable = Variable::new(var)?;
-        let zeros = |&name: &&'static str| Ok((name, variable.zeros()?));
-        let tensors = names.iter().map(zeros).collect::<Result<_>>()?;
+        let mut tensors = Vec::with_capacity(names.len());
+        for &name in names {
+            tensors.push((name, variable.zeros()?));
+        }
         Ok(Self { variable, step: 0, tensors })
     }
 
@@ -97,7 +97,7 @@ impl VariableState {
         Ok(named)
     }
 
-    /// Replaces one of its tensors; returns false if it has none of this name.
+    /// Replaces one of its tensors; returns false if there is none of this name.
     fn load(&mut self, name: &str, value: &Tensor) -> Result<bool> {
         if name == STEP && !self.tensors.is_empty() {
             self.step = step_count(value)?;
@@ -112,16 +112,16 @@ impl VariableState {
     }
 }
 
-/// Replaces a tensor of a state by one of any floating-point type, on any device.
+/// Sets a tensor of a state from a tensor of any floating-point dtype on any device.
 fn assign(state: &Var, value: &Tensor) -> Result<()> {
     state.set(&moved(value, state.device())?.to_dtype(state.dtype())?)
 }
 
-/// A number of steps that can have been taken.
+/// Reads a number of steps.
 fn step_count(value: &Tensor) -> Result<i32> {
     let steps: i64 = value.to_dtype(DType::I64)?.to_scalar()?;
     match i32::try_from(steps) {
         Ok(count @ 0..) => Ok(count),
-        _ => bail!("{steps} steps cannot have been taken, 0 to {} can", i32::MAX),
+        _ => bail!("{steps} steps cannot have been taken: the count must be 0 to {}", i32::MAX),
     }
 }

@@ -1,4 +1,4 @@
-//! What parameters a model has, read off its constructor.
+//! Lists the parameters of a model by running its constructor.
 
 use std::{
     collections::BTreeMap,
@@ -9,41 +9,41 @@ use candle_core::{DType, Device, Result, Shape, Tensor, bail};
 use candle_nn::{Init, VarBuilder, var_builder::SimpleBackend};
 use dist_checkpoint::TensorInfo;
 
-/// A parameter that a model's constructor asks for; made by [`declare`].
+/// A parameter requested by a model's constructor; returned by [`declare`].
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub struct Declared {
-    /// Its dotted name.
+    /// The dotted name.
     pub name: String,
-    /// Its shape.
+    /// The shape.
     pub shape: Shape,
-    /// The type of its items.
+    /// The dtype.
     pub dtype: DType,
-    /// How the constructor wants it to be initialized.
+    /// The initializer chosen by the constructor.
     pub init: Init,
 }
 
 impl Declared {
-    /// Returns the facts about it that files state.
+    /// Returns the name, shape and dtype as in a file's header.
     pub(crate) fn info(&self) -> TensorInfo {
         let Self { name, shape, dtype, .. } = self;
         TensorInfo { name: name.clone(), shape: shape.dims().to_vec(), dtype: *dtype }
     }
 }
 
-/// Lists the parameters that `build` asks for, in the order in which it first does.
+/// Lists the parameters that `build` requests, in order of first request.
 ///
-/// It is the constructor as for plain candle: every parameter it gets has the shape and type that it
-/// asks for, but all items of one are the same zero, so that a model which no machine can hold is
-/// declared within a few hundred bytes per parameter. The model it returns has no values and is
-/// dropped. A parameter that is asked for again, since two layers share it, is listed once.
+/// `build` is the constructor for plain candle. Every parameter it gets has the requested shape and
+/// dtype, but all its items are one zero, so declaring a model of any size takes a few hundred
+/// bytes per parameter. The returned model has no values and is dropped. A parameter requested
+/// several times, because layers share it, is listed once.
 ///
-/// In PyTorch this is what a model on the device `meta` is for.
+/// In PyTorch, a model on the device `meta` serves this purpose.
 ///
 /// # Errors
 ///
-/// What `build` returns; and if it asks for a parameter without saying its shape, or for one name
-/// with two shapes or types.
+/// Returns the errors of `build`, and an error if it requests a parameter without a shape, or the
+/// same name with different shapes or dtypes.
 ///
 /// # Examples
 ///
@@ -62,26 +62,26 @@ pub fn declare<M>(
     dtype: DType,
     device: &Device,
 ) -> Result<Vec<Declared>> {
-    let register = Register::default();
+    let register = ParameterRegister::default();
     build(VarBuilder::from_backend(Box::new(&register), dtype, device.clone()))?;
     Ok(register.into_declared())
 }
 
-/// Hands out parameters without memory, and writes down which.
+/// A variable builder that returns parameters without memory and records them.
 #[derive(Default)]
-struct Register {
-    /// In the order of declaration, and the positions of the names. The lock guards both together: a
-    /// constructor may ask from several threads.
+struct ParameterRegister {
+    /// Parameters in order of declaration, with an index by name. One lock guards both, because a
+    /// constructor may use several threads.
     entries: Mutex<(Vec<Declared>, BTreeMap<String, usize>)>,
 }
 
-impl Register {
+impl ParameterRegister {
     fn into_declared(self) -> Vec<Declared> {
-        // Whoever panicked with the lock had not changed anything yet.
+        // Nothing panics between the two changes under the lock, so poisoning is ignored.
         self.entries.into_inner().unwrap_or_else(PoisonError::into_inner).0
     }
 
-    /// Writes a parameter down, unless it is there already and the same.
+    /// Records a parameter, or checks that it equals the earlier one of this name.
     fn enter(&self, parameter: Declared) -> Result<()> {
         let mut entries = self.entries.lock().unwrap_or_else(PoisonError::into_inner);
         let (declared, positions) = &mut *entries;
@@ -94,13 +94,13 @@ impl Register {
     }
 }
 
-/// Refuses a name that stands for two different parameters.
+/// Rejects a name with two different shapes or dtypes.
 fn same(first: &Declared, again: &Declared) -> Result<()> {
     if (&first.shape, first.dtype) == (&again.shape, again.dtype) {
         return Ok(());
     }
     bail!(
-        "parameter {} is asked for as {:?} of {:?} and as {:?} of {:?}",
+        "parameter {} is requested as {:?} of {:?} and as {:?} of {:?}",
         first.name,
         first.shape.dims(),
         first.dtype,
@@ -109,7 +109,7 @@ fn same(first: &Declared, again: &Declared) -> Result<()> {
     )
 }
 
-impl SimpleBackend for &Register {
+impl SimpleBackend for &ParameterRegister {
     fn get(
         &self,
         shape: Shape,
@@ -119,15 +119,15 @@ impl SimpleBackend for &Register {
         device: &Device,
     ) -> Result<Tensor> {
         self.enter(Declared { name: name.to_owned(), shape: shape.clone(), dtype, init })?;
-        // One item, seen from every place.
+        // A single item, broadcast to the shape.
         Tensor::zeros((), dtype, device)?.broadcast_as(shape)
     }
 
     fn get_unchecked(&self, name: &str, _: DType, _: &Device) -> Result<Tensor> {
-        bail!("parameter {name} is asked for without its shape, so it cannot be declared")
+        bail!("parameter {name} is requested without a shape, so it cannot be declared")
     }
 
-    /// As for the variables of a `VarMap`: whether it was asked for before.
+    /// Returns true if the parameter was requested before, like the variables of a `VarMap`.
     fn contains_tensor(&self, name: &str) -> bool {
         self.entries.lock().unwrap_or_else(PoisonError::into_inner).1.contains_key(name)
     }
@@ -144,7 +144,7 @@ mod tests {
     }
 
     #[test]
-    fn parameters_are_listed_once_in_the_order_of_their_first_use() {
+    fn parameters_are_listed_in_order_of_first_use() {
         let found = declared(|vb| {
             let tokens = embedding(10, 4, vb.pp("tokens"))?;
             let blocks: Vec<_> =
@@ -161,24 +161,24 @@ mod tests {
     }
 
     #[test]
-    fn one_name_for_two_parameters_is_refused() {
+    fn conflicting_declarations_are_rejected() {
         for other in [
             |vb: VarBuilder<'_>| vb.get((2, 4), "w"),
             |vb: VarBuilder<'_>| vb.to_dtype(DType::F64).get((4, 2), "w"),
         ] {
             let error = declared(|vb| Ok((vb.get((4, 2), "w")?, other(vb)?))).unwrap_err();
-            assert!(error.to_string().contains("parameter w is asked for as"), "{error}");
+            assert!(error.to_string().contains("parameter w is requested as"), "{error}");
         }
     }
 
     #[test]
-    fn a_parameter_without_a_shape_is_refused() {
+    fn missing_shapes_are_rejected() {
         let error = declared(|vb| vb.pp("a").get_unchecked("b")).unwrap_err();
         assert!(error.to_string().contains("a.b"), "{error}");
     }
 
     #[test]
-    fn layers_may_ask_whether_a_parameter_is_there() {
+    fn contains_tensor_finds_requested_parameters() {
         let contains = |vb: VarBuilder<'_>| {
             assert!(!vb.contains_tensor("w"));
             vb.get(2, "w")?;

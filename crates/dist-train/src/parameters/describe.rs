@@ -1,4 +1,4 @@
-//! What a planner must know about candle's tensors.
+//! Descriptions of candle's tensors for a planner.
 
 use candle_core::{DType, Tensor};
 use dist_checkpoint::{
@@ -13,18 +13,19 @@ use crate::{
     step::roles::{Role, Roles},
 };
 
-/// Describes named tensors to a planner: the variables of a `VarMap`, the tensors of a checkpoint.
+/// Describes named tensors to a planner, such as the variables of a `VarMap` or the tensors of a
+/// checkpoint.
 ///
-/// They are sorted by name, numbers in names by their value (`h.2.w` before `h.10.w`), so that
-/// every rank plans the same list, whatever map the tensors come from. A tensor that occurs under
-/// several names is described once; its other names are tied to the first. Layers and units follow
-/// from names, as [`ParameterInfo`] says.
+/// Tensors are sorted by name, with numbers in names compared by value (`h.2.w` before `h.10.w`),
+/// so that every rank plans the same list from any map. A tensor with several names is described
+/// once; its other names are tied to the first. Layers and units are derived from names by
+/// [`ParameterInfo`].
 ///
 /// # Errors
 ///
-/// [`ParameterError::UnknownDtype`] if a tensor has a type that the planner does not know,
-/// [`Error::Plan`](crate::Error::Plan) if it cannot be planned, such as one of `F4` with a part of a
-/// byte.
+/// Returns [`ParameterError::UnknownDtype`] if the planner does not know a tensor's dtype, and
+/// [`Error::Plan`](crate::Error::Plan) if it rejects a tensor, such as an `F4` tensor with a
+/// partial byte.
 ///
 /// # Examples
 ///
@@ -52,7 +53,7 @@ pub fn parameter_infos<'a>(
     tensors.sort_by(|(left, _), (right, _)| natural_order(left, right));
     #[expect(
         clippy::disallowed_types,
-        reason = "ids have no order, and nothing iterates over them"
+        reason = "ids are unordered, and nothing iterates over the map"
     )]
     let mut first_names = std::collections::HashMap::new();
     let mut infos = Vec::with_capacity(tensors.len());
@@ -66,16 +67,15 @@ pub fn parameter_infos<'a>(
     Ok(infos)
 }
 
-/// Describes declared parameters to a planner, sorted as [`parameter_infos`] does.
+/// Describes declared parameters to a planner, sorted like in [`parameter_infos`].
 pub(crate) fn declared_infos(declared: &[Declared], roles: &Roles) -> Result<Vec<ParameterInfo>> {
-    let info = |(declared, role): (&Declared, &Role)| {
+    let mut infos = Vec::with_capacity(declared.len());
+    for (declared, role) in declared.iter().zip(&roles.of) {
         let shape: Vec<u64> = declared.shape.dims().iter().map(|&dim| dim as u64).collect();
         let dtype = elem_type(&declared.name, declared.dtype)?;
         let info = ParameterInfo::new(declared.name.as_str(), shape, dtype)?;
-        Ok(info.with_requires_grad(matches!(role, Role::Trained(_))))
-    };
-    let infos: Result<Vec<_>> = declared.iter().zip(&roles.of).map(info).collect();
-    let mut infos = infos?;
+        infos.push(info.with_requires_grad(matches!(role, Role::Trained(_))));
+    }
     infos.sort_by(|left, right| natural_order(left.name(), right.name()));
     Ok(infos)
 }
@@ -94,7 +94,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_tensor_of_two_names_is_tied() {
+    fn tensors_with_two_names_are_tied() {
         let tensor = Tensor::zeros((2, 3), DType::F32, &Device::Cpu).unwrap();
         let infos =
             parameter_infos([("wte.weight", &tensor), ("lm_head.weight", &tensor)]).unwrap();

@@ -1,10 +1,10 @@
-//! Initial values that follow from a seed.
+//! Initial values derived from a seed.
 //!
-//! The distributions are those of [`candle_nn::Init`]; candle draws them from a generator that
-//! cannot be seeded on a processor, and that gives a shard other numbers than the whole. Here item i
-//! of a parameter is a function of the seed, the parameter's name and i alone, as in JAX: the
-//! generator has no state but the counter (Salmon, Moraes, Dror and Shaw, "Parallel random numbers:
-//! as easy as 1, 2, 3", 2011).
+//! The distributions are the same as in [`candle_nn::Init`]. candle draws from a generator that
+//! cannot be seeded on the CPU, and that gives a shard different numbers than the full tensor. Here
+//! item i of a parameter depends only on the seed, the parameter's name and i, as in JAX: the
+//! generator has no state except the counter (Salmon, Moraes, Dror and Shaw, "Parallel random
+//! numbers: as easy as 1, 2, 3", 2011).
 
 use std::{f64::consts::TAU, ops::Range};
 
@@ -18,20 +18,21 @@ use crate::{
     parameters::declare::Declared,
 };
 
-/// The fewest items that are worth a task: some 100 µs of logarithms and cosines.
+/// Minimum number of items per task, worth about 100 µs of logarithms and cosines.
 const ITEMS_PER_TASK: usize = 4096;
 
-/// Items `range` of a parameter, counted in row-major order, as one dimension on `device`.
+/// Draws items `range` of a parameter, counted in row-major order, as a one-dimensional tensor on
+/// `device`.
 ///
 /// # Determinism
 ///
-/// The values follow from `seed`, the parameter's name, shape, type and initializer, and are pinned
-/// by tests. They are the same on every device and platform, for any number of ranks and threads; a
-/// part has the values that it has in the whole. Halves are rounded from f32.
+/// The values depend on `seed` and on the parameter's name, shape, dtype and initializer, and are
+/// pinned by tests. They are the same on every device and platform, for any number of ranks and
+/// threads; a range has the same values as in the full tensor. Half precision is rounded from f32.
 ///
 /// # Errors
 ///
-/// [`Error::Init`] if the initializer is no distribution of such items,
+/// Returns [`Error::Init`] if the initializer does not define a distribution of such items, and
 /// [`Error::Tensor`] if candle fails.
 pub(crate) fn seeded(
     seed: Seed,
@@ -40,12 +41,12 @@ pub(crate) fn seeded(
     device: &Device,
 ) -> Result<Tensor> {
     debug_assert!(range.end <= declared.shape.elem_count(), "{range:?} of {declared:?}");
-    let distribution = Distribution::of(declared)?;
-    let stream = Stream::of(seed, &declared.name);
+    let distribution = Distribution::new(declared)?;
+    let stream = ParameterStream::new(seed, &declared.name);
     let items = match declared.dtype {
         DType::F32 => distribution.tensor::<f32>(stream, range),
         DType::F64 => distribution.tensor::<f64>(stream, range),
-        // From f32, as `half` rounds f64 in one step or in two, depending on the processor.
+        // Rounded from f32, because `half` rounds f64 in one or two steps depending on the CPU.
         dtype if dtype.is_float() => {
             distribution.tensor::<f32>(stream, range).and_then(|items| items.to_dtype(dtype))
         }
@@ -59,29 +60,29 @@ pub(crate) fn seeded(
 
 /// The random numbers of one parameter.
 #[derive(Clone, Copy, Debug)]
-struct Stream(Seed);
+struct ParameterStream(Seed);
 
-impl Stream {
-    fn of(seed: Seed, name: &str) -> Self {
+impl ParameterStream {
+    fn new(seed: Seed, name: &str) -> Self {
         Self(seed.derive(Fingerprint::new().write_bytes(name.as_bytes()).finish()))
     }
 
-    /// Uniform in [0, 1), of 53 bits, all of which are exact.
+    /// Returns a uniform number in [0, 1) with 53 random bits, all of which are exact.
     fn unit(self, counter: u64) -> f64 {
         (self.0.derive(counter).as_u64() >> 11) as f64 / (1_u64 << 53) as f64
     }
 
-    /// Item number `index` of numbers from the standard normal distribution, by Box and Muller's
-    /// transform. Logarithm and cosine are not the system's, which differ in the last bit from one
-    /// to the next; every square root is rounded correctly.
+    /// Returns number `index` of the standard normal distribution, by the Box–Muller transform. It
+    /// uses `libm` because the systems' logarithms and cosines differ in the last bit; square roots
+    /// are always rounded correctly.
     fn normal(self, index: u64) -> f64 {
-        // From (0, 1], so that its logarithm is finite.
+        // The argument is in (0, 1], so that its logarithm is finite.
         let radius = (-2.0 * libm::log(1.0 - self.unit(2 * index))).sqrt();
         radius * libm::cos(TAU * self.unit(2 * index + 1))
     }
 }
 
-/// What items are drawn from.
+/// The distribution of items.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Distribution {
     Constant(f64),
@@ -89,7 +90,7 @@ enum Distribution {
         mean: f64,
         stdev: f64,
     },
-    /// In [low, low + width), up to rounding.
+    /// The interval [low, low + width), up to rounding.
     Uniform {
         low: f64,
         width: f64,
@@ -97,8 +98,8 @@ enum Distribution {
 }
 
 impl Distribution {
-    /// What a parameter's initializer means for its shape.
-    fn of(declared: &Declared) -> Result<Self, Error> {
+    /// Returns the distribution of a parameter's initializer for its shape.
+    fn new(declared: &Declared) -> Result<Self, Error> {
         let distribution = match declared.init {
             Init::Const(value) => Self::Constant(value),
             Init::Randn { mean, stdev } => Self::Normal { mean, stdev },
@@ -108,16 +109,16 @@ impl Distribution {
                 Self::kaiming(dist, stdev)
             }
         };
-        // Without items a fan is zero, and nothing is drawn.
+        // A fan is zero if there are no items, and then nothing is drawn.
         if distribution.is_finite() || declared.shape.elem_count() == 0 {
             return Ok(distribution);
         }
         Err(refused(declared))
     }
 
-    /// He et al., "Delving Deep into Rectifiers", 2015.
+    /// Returns the distribution of He et al., "Delving Deep into Rectifiers", 2015.
     fn kaiming(dist: NormalOrUniform, stdev: f64) -> Self {
-        // A uniform distribution's width is √12 of its standard deviations.
+        // A uniform distribution is √12 standard deviations wide.
         let bound = 3_f64.sqrt() * stdev;
         match dist {
             NormalOrUniform::Normal => Self::Normal { mean: 0.0, stdev },
@@ -134,8 +135,8 @@ impl Distribution {
         }
     }
 
-    /// Item number `index`.
-    fn item(self, stream: Stream, index: u64) -> f64 {
+    /// Returns item `index`.
+    fn item(self, stream: ParameterStream, index: u64) -> f64 {
         match self {
             Self::Constant(value) => value,
             Self::Normal { mean, stdev } => mean + stdev * stream.normal(index),
@@ -143,20 +144,23 @@ impl Distribution {
         }
     }
 
-    /// Floating-point items.
+    /// Draws floating-point items.
     fn tensor<T: WithDType>(
         self,
-        stream: Stream,
+        stream: ParameterStream,
         range: Range<usize>,
     ) -> candle_core::Result<Tensor> {
         let len = range.len();
-        let item = |index: usize| T::from_f64(self.item(stream, index as u64));
-        let items: Vec<T> = range.into_par_iter().with_min_len(ITEMS_PER_TASK).map(item).collect();
+        let items: Vec<T> = range
+            .into_par_iter()
+            .with_min_len(ITEMS_PER_TASK)
+            .map(|index| T::from_f64(self.item(stream, index as u64)))
+            .collect();
         Tensor::from_vec(items, len, &Device::Cpu)
     }
 
-    /// Integers: those of a constant that is one.
-    #[expect(clippy::float_cmp, reason = "an integer is its constant, or another number")]
+    /// Returns integer items, or `None` if the distribution is not an integer constant.
+    #[expect(clippy::float_cmp, reason = "the conversion is exact or has another value")]
     fn integers(self, dtype: DType, len: usize) -> candle_core::Result<Option<Tensor>> {
         let Self::Constant(value) = self else { return Ok(None) };
         let item = Tensor::new(value, &Device::Cpu)?.to_dtype(dtype)?;
@@ -198,7 +202,7 @@ mod tests {
         whole(7, &declared(shape, DType::F64, init)).unwrap().to_vec1().unwrap()
     }
 
-    /// The values were computed a second time, in Python.
+    /// The values were verified by a second implementation in Python.
     #[test]
     fn first_values_are_pinned() {
         let first = |dtype, init| whole(42, &declared(4, dtype, init)).unwrap();
@@ -241,7 +245,7 @@ mod tests {
     }
 
     #[test]
-    fn a_part_has_the_values_of_the_whole() {
+    fn ranges_match_the_full_tensor() {
         for dtype in [DType::F64, DType::F32, DType::F16, DType::BF16] {
             let declared = declared((3, 5), dtype, NORMAL);
             let values =
@@ -257,7 +261,7 @@ mod tests {
     }
 
     #[test]
-    fn the_number_of_threads_changes_nothing() {
+    fn thread_count_does_not_matter() {
         let declared = declared(3 * ITEMS_PER_TASK + 1, DType::F32, NORMAL);
         let values = |threads| {
             let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap();
@@ -267,18 +271,18 @@ mod tests {
     }
 
     #[test]
-    fn seeds_and_names_have_streams_of_their_own() {
+    fn seeds_and_names_have_independent_streams() {
         let original = declared(100, DType::F64, UNIFORM);
         let renamed = Declared { name: "blocks.3.up.bias".into(), ..original.clone() };
         let mut streams: Vec<Vec<f64>> = [(1, &original), (2, &original), (1, &renamed)]
             .map(|(seed, declared)| whole(seed, declared).unwrap().to_vec1().unwrap())
             .into();
-        // Shifted by one, a stream is no other one either.
+        // A shifted stream must not correlate with another stream either.
         streams.push(streams[0][1..].to_vec());
         for (position, stream) in streams.iter().enumerate() {
             for other in &streams[..position] {
                 let products = stream.iter().zip(other).map(|(left, right)| left * right);
-                // Products of variance 1/9, so their mean has a standard deviation of 1/30.
+                // The products have variance 1/9, so their mean has a standard deviation of 1/30.
                 let correlation = products.sum::<f64>() / stream.len() as f64;
                 assert!(correlation.abs() < 4.0 / 30.0, "{correlation}");
             }
@@ -287,25 +291,25 @@ mod tests {
 
     const DRAWS: usize = 1 << 20;
 
-    /// The mean of a power of the values.
+    /// Returns the mean of a power of the values.
     fn moment(values: &[f64], power: i32) -> f64 {
         values.iter().map(|value| value.powi(power)).sum::<f64>() / values.len() as f64
     }
 
-    /// Whether a mean of [`DRAWS`] values that have this standard deviation is the expected one.
+    /// Asserts the mean of [`DRAWS`] values with this standard deviation.
     fn assert_mean(found: f64, expected: f64, stdev: f64) {
         let allowed = 4.0 * stdev / (DRAWS as f64).sqrt();
-        assert!((found - expected).abs() < allowed, "{found} for {expected} within {allowed}");
+        assert!((found - expected).abs() < allowed, "{found} instead of {expected} ± {allowed}");
     }
 
     #[test]
-    fn normal_numbers_have_the_moments_and_tails_of_the_distribution() {
+    fn normal_numbers_have_right_moments() {
         let values = values(DRAWS, NORMAL);
-        // The variance of a power k is (2k - 1)!! less the square of its mean.
+        // The variance of power k is (2k - 1)!! minus the square of its mean.
         for (power, expected, variance) in [(1, 0., 1.), (2, 1., 2.), (3, 0., 15.), (4, 3., 96.)] {
             assert_mean(moment(&values, power), expected, f64::sqrt(variance));
         }
-        // Beyond 0.5, 1, 2, 3 and 4 standard deviations.
+        // Limits in standard deviations, with the probability beyond each.
         for (limit, expected) in [
             (0.5, 0.308_537_539),
             (1., 0.158_655_254),
@@ -323,8 +327,12 @@ mod tests {
     }
 
     #[test]
-    #[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "they are 0 to 63")]
-    fn uniform_numbers_fill_their_interval_evenly() {
+    #[expect(
+        clippy::cast_possible_truncation,
+        clippy::cast_sign_loss,
+        reason = "the values are 0 to 63"
+    )]
+    fn uniform_numbers_are_even() {
         let values = values(DRAWS, Init::Uniform { lo: -3.0, up: 5.0 });
         assert!(values.iter().all(|value| (-3.0..5.0).contains(value)));
         let mut counts = [0_u32; 64];
@@ -334,12 +342,12 @@ mod tests {
         let expected = DRAWS as f64 / 64.0;
         let chi_square: f64 =
             counts.iter().map(|&n| (f64::from(n) - expected).powi(2) / expected).sum();
-        // With 63 degrees of freedom, one in a million on each side.
+        // One in a million on each side, for 63 degrees of freedom.
         assert!((20.0..130.0).contains(&chi_square), "{chi_square}");
     }
 
     #[test]
-    fn mean_and_deviation_are_those_asked_for() {
+    fn mean_and_deviation_are_used() {
         let values = values(DRAWS, Init::Randn { mean: 2.0, stdev: 0.02 });
         assert_mean(moment(&values, 1), 2.0, 0.02);
         let squares: Vec<f64> = values.iter().map(|value| (value - 2.0).powi(2)).collect();
@@ -347,8 +355,8 @@ mod tests {
     }
 
     #[test]
-    fn kaiming_s_variance_is_the_squared_gain_over_the_fan() {
-        // A convolution of 64 to 256 channels, with kernels of 4 by 16.
+    fn kaiming_variance_follows_gain_and_fan() {
+        // A convolution from 64 to 256 channels, with kernels of 4 by 16.
         let shape = (256, 64, 4, 16);
         for (fan, n) in [(FanInOut::FanIn, 64. * 64.), (FanInOut::FanOut, 256. * 64.)] {
             for (non_linearity, gain) in [
@@ -357,8 +365,8 @@ mod tests {
                 (NonLinearity::ExplicitGain(0.5), 0.5),
             ] {
                 let variance = gain * gain / n;
-                // The variance of squares, in squared variances: 2 for normal numbers, and
-                // 9/5 - 1 for uniform ones.
+                // The variance of the squares, in squared variances: 2 for normal and 9/5 - 1 for
+                // uniform numbers.
                 for (dist, spread) in
                     [(NormalOrUniform::Normal, 2.0), (NormalOrUniform::Uniform, 0.8)]
                 {
@@ -371,7 +379,7 @@ mod tests {
     }
 
     #[test]
-    fn every_type_gets_its_constant() {
+    fn constants_work_for_every_dtype() {
         use DType::{BF16, F16, F32, F64, I64, U8, U32};
         for dtype in [BF16, F16, F32, F64, I64, U8, U32] {
             let items = whole(0, &declared((2, 3), dtype, Init::Const(3.0))).unwrap();
@@ -381,7 +389,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_distribution_of_such_items_is_refused() {
+    fn invalid_initializers_are_rejected() {
         for (dtype, init) in [
             (DType::F32, Init::Const(f64::NAN)),
             (DType::F32, Init::Randn { mean: 0.0, stdev: -1.0 }),
@@ -398,7 +406,7 @@ mod tests {
     }
 
     #[test]
-    fn a_parameter_without_items_is_made() {
+    fn empty_parameters_can_be_initialized() {
         let empty = declared((3, 0), DType::F32, candle_nn::init::DEFAULT_KAIMING_NORMAL);
         assert_eq!(whole(0, &empty).unwrap().dims(), [0]);
     }

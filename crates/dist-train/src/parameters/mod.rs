@@ -1,5 +1,5 @@
-//! The parameters of a model: what its constructor asks for, where the first values come from, a
-//! seed or files, and the files that the trained ones are saved in.
+//! The parameters of a model: declarations, initial values from a seed or from files, and
+//! descriptions for planners.
 
 pub(crate) mod declare;
 pub(crate) mod describe;
@@ -20,21 +20,21 @@ use crate::{
     step::roles::Choices,
 };
 
-/// What decides on the first values of parameters that no weights have.
+/// The source of initial values for parameters without pretrained weights.
 #[derive(Clone)]
 pub(crate) enum Initializer {
-    /// The distributions that the constructor names, drawn from a seed.
+    /// The constructor's distributions, drawn from a seed.
     Seeded(Seed),
     /// A function of the caller.
     Given(Arc<ItemsFn>),
 }
 
-/// Items of a parameter, counted in row-major order, as one dimension.
+/// Returns items of a parameter, counted in row-major order, as a one-dimensional tensor.
 pub(crate) type ItemsFn =
     dyn Fn(&Declared, Range<usize>) -> candle_core::Result<Tensor> + Send + Sync;
 
 impl Initializer {
-    /// Items `range` of a parameter, as one dimension on `device`.
+    /// Returns items `range` of a parameter as a one-dimensional tensor on `device`.
     fn items(&self, declared: &Declared, range: Range<usize>, device: &Device) -> Result<Tensor> {
         match self {
             Self::Seeded(seed) => init::seeded(*seed, declared, range, device),
@@ -46,11 +46,12 @@ impl Initializer {
         }
     }
 
-    /// What processes compare: of a function, some items from all over each parameter.
+    /// Returns a fingerprint for comparison between processes; for a function, of sampled items of
+    /// each parameter.
     ///
     /// # Errors
     ///
-    /// Those of the function, and if candle fails.
+    /// Returns the errors of the function and of candle.
     pub(crate) fn fingerprint(&self, declared: &[Declared]) -> Result<u64> {
         if let Self::Seeded(seed) = self {
             return Ok(seed.as_u64());
@@ -77,7 +78,7 @@ impl fmt::Debug for Initializer {
     }
 }
 
-/// Refuses items that are not those asked for.
+/// Rejects items of another shape or dtype than requested.
 fn check_items(
     declared: &Declared,
     range: Range<usize>,
@@ -95,24 +96,25 @@ fn check_items(
     Ok(())
 }
 
-/// Where the first values of a model's parameters come from.
+/// Sources of the initial values of a model's parameters.
 #[derive(Clone, Debug)]
 pub(crate) struct InitialValues {
-    /// Decides on all that the weights do not have.
+    /// The source for parameters without pretrained weights.
     pub(crate) init: Initializer,
     /// Pretrained weights.
     pub(crate) weights: Option<StoredWeights>,
 }
 
 impl InitialValues {
-    /// The values of parameters: from pretrained weights, which must be those of the model but for
-    /// what the choices allow, and else from `init`. With each parameter stands whether it is open:
-    /// others have a value already.
+    /// Prepares initial values: from pretrained weights, which must match the model except for
+    /// names allowed by the choices, and else from `init`. The flag of each parameter is false if
+    /// it already has a value.
     ///
     /// # Errors
     ///
-    /// [`TrainingError::TwoValues`] if the weights have one that is not open, and those of
-    /// [`StoredWeights::open`], [`StoredWeights::check_fits`] and of the choices' patterns.
+    /// Returns [`TrainingError::TwoValues`] if the weights contain a parameter that already has a
+    /// value, and the errors of [`StoredWeights::open`], [`StoredWeights::check_fits`] and of the
+    /// choices' patterns.
     pub(crate) fn new<'a>(
         init: Initializer,
         weights: Option<&Path>,
@@ -136,11 +138,11 @@ impl InitialValues {
         Ok(Self { init, weights: Some(weights) })
     }
 
-    /// A fingerprint of the [weights](StoredWeights::fingerprint), or of their absence.
+    /// Returns a fingerprint of the [weights](StoredWeights::fingerprint), or of their absence.
     ///
     /// # Errors
     ///
-    /// Those of [`StoredWeights::fingerprint`].
+    /// Returns the errors of [`StoredWeights::fingerprint`].
     pub(crate) fn fingerprint(&self, declared: &[Declared]) -> Result<u64> {
         let infos: Vec<TensorInfo> = declared.iter().map(Declared::info).collect();
         let weights = self.weights.as_ref().map(|weights| weights.fingerprint(&infos));
@@ -151,23 +153,25 @@ impl InitialValues {
             .finish())
     }
 
-    /// The whole value of a parameter.
+    /// Returns the full value of a parameter.
     ///
     /// # Errors
     ///
-    /// Those of [`items`](Self::items).
+    /// Returns the errors of [`items`](Self::items).
     pub(crate) fn tensor(&self, declared: &Declared, device: &Device) -> Result<Tensor> {
         let items = self.items(declared, 0..declared.shape.elem_count(), device)?;
         items.reshape(&declared.shape).doing("initializing a parameter")
     }
 
-    /// Items `range` of a parameter, counted in row-major order, as one dimension on `device`: from
-    /// the weights if they have the parameter, and otherwise from the initializer.
+    /// Returns items `range` of a parameter, counted in row-major order, as a one-dimensional
+    /// tensor on `device`: from the weights if they contain the parameter, and otherwise from the
+    /// initializer.
     ///
     /// # Errors
     ///
-    /// Those of [`StoredWeights::items`] and [`init::seeded`]; what a function returns, and
-    /// [`ParameterError::Shape`] or [`ParameterError::Dtype`] if that is something else.
+    /// Returns the errors of [`StoredWeights::items`], [`init::seeded`] and the caller's function,
+    /// and [`ParameterError::Shape`] or [`ParameterError::Dtype`] if the function returns another
+    /// shape or dtype.
     pub(crate) fn items(
         &self,
         declared: &Declared,
@@ -207,7 +211,7 @@ mod tests {
     }
 
     #[test]
-    fn items_that_were_not_asked_for_are_refused() {
+    fn mismatched_items_are_rejected() {
         let refused = |values: InitialValues| match values
             .items(&declared(), 1..4, &Device::Cpu)
             .unwrap_err()
@@ -225,7 +229,7 @@ mod tests {
     }
 
     #[test]
-    fn processes_tell_functions_apart_by_what_they_return() {
+    fn fingerprints_depend_on_returned_values() {
         let fingerprint = |factor: f32| {
             let values = given(move |_, range: Range<usize>| {
                 let values: Vec<f32> = range.map(|item| factor * item as f32).collect();

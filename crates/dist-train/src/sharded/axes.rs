@@ -1,21 +1,21 @@
-//! The axes of a mesh along which a plan cuts parameters, and along which it repeats them.
+//! The mesh axes over which a plan shards and replicates parameters.
 
 use fsdp_plan::ShardingPlan;
 use pmap_mesh::{ALL, DeviceMesh, MeshAxes};
 
 use crate::error::sharding::ShardingError;
 
-/// How a plan lies on a mesh.
+/// The mesh axes of a plan.
 #[derive(Clone, Debug)]
 pub(super) struct PlanAxes {
-    /// The axes along which a parameter is cut.
+    /// The axes over which a parameter is sharded.
     pub(super) shard: MeshAxes,
-    /// The axes along which its parts are repeated, if they are.
+    /// The axes over which its shards are replicated, if any.
     pub(super) replica: Option<MeshAxes>,
 }
 
-/// Finds the axes for a plan, which must be one for as many ranks as the mesh has slots.
-pub(super) fn of_plan(mesh: &DeviceMesh, plan: &ShardingPlan) -> Result<PlanAxes, ShardingError> {
+/// Returns the mesh axes of a plan, which must have one rank per slot of the mesh.
+pub(super) fn for_plan(mesh: &DeviceMesh, plan: &ShardingPlan) -> Result<PlanAxes, ShardingError> {
     let ranks = plan.world_size().as_u64();
     if ranks != mesh.len() as u64 {
         return Err(ShardingError::World { ranks, slots: mesh.len() });

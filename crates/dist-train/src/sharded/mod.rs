@@ -1,4 +1,4 @@
-//! A sharding plan carried out: variables of which each slot keeps its part.
+//! Variables sharded by a plan: each slot stores its shards.
 
 mod axes;
 pub(crate) mod runs;
@@ -11,61 +11,61 @@ use dist_checkpoint::ParameterError;
 use fsdp_plan::{Cut, ParameterInfo, ShardingPlan};
 use pmap_mesh::{DeviceMesh, Replica};
 
-use self::{axes::PlanAxes, units::Unit};
+use self::{axes::PlanAxes, units::UnitCollectives};
 use crate::{
     device::moved,
     error::{Doing, Error, Result, sharding::ShardingError},
     precision::Precision,
 };
 
-/// The parameters of a model, of which every slot of a mesh keeps the part that a plan gives it.
+/// The parameters of a model, sharded over the slots of a mesh by a plan.
 ///
-/// A part is a variable of one dimension: a run of the parameter's items in row-major order. A plan
-/// with replicas (HSDP) needs a mesh whose last axis is one shard group; the other axes are the
-/// replicas.
+/// A shard is a one-dimensional variable: a range of the parameter's items in row-major order. A
+/// plan with replicas (HSDP) needs a mesh with one shard group as its last axis; the other axes are
+/// the replicas.
 #[derive(Debug)]
 pub(crate) struct ShardedVars {
     plan: ShardingPlan,
     mesh: DeviceMesh,
     axes: PlanAxes,
     precision: Precision,
-    units: BTreeMap<String, Unit>,
-    /// The parts of each slot of this process, in the order of the plan.
-    slots: Vec<Vec<Part>>,
+    units: BTreeMap<String, UnitCollectives>,
+    /// The shards of each slot of this process, in plan order.
+    slots: Vec<Vec<ShardVar>>,
 }
 
-/// What one slot keeps of one parameter, in one run.
+/// One contiguous shard of a parameter on one slot.
 #[derive(Clone, Debug)]
-struct Part {
+struct ShardVar {
     param_idx: usize,
-    /// The first item, in the parameter.
+    /// The index of the first item in the parameter.
     start: usize,
     var: Var,
 }
 
-/// A part as its slot knows it.
+/// A shard with the details its slot needs.
 #[derive(Clone, Debug)]
 pub(crate) struct OwnedPart {
-    /// The parameter's position in the plan.
+    /// The index of the parameter in the plan.
     pub(crate) param_idx: usize,
-    /// The first item, in the parameter.
+    /// The index of the first item in the parameter.
     pub(crate) start: usize,
     pub(crate) var: Var,
-    /// Whether this slot is the one that tells of it, where several have the same.
+    /// Whether this slot holds the primary copy, if several slots store the same shard.
     pub(crate) is_primary: bool,
 }
 
 impl ShardedVars {
-    /// Makes the variables of this process's slots, with units of these parameters, one of which may
-    /// be in several, gathered and summed in these types.
+    /// Creates the variables of this process's slots, with units of the given parameters, gathered
+    /// and reduced in the dtypes of `precision`. A parameter may be in several units.
     ///
-    /// `source` returns the initial items of a run of a parameter, in one dimension.
+    /// `source` returns the initial items of a range of a parameter as a one-dimensional tensor.
     ///
     /// # Errors
     ///
-    /// [`ShardingError::World`] if the plan is for another number of ranks than the mesh has slots,
-    /// [`ShardingError::Replicas`] if it has replicas and the mesh is not of that shape, those of
-    /// `source`, [`Error::Tensor`] if candle fails.
+    /// Returns [`ShardingError::World`] if the plan's number of ranks differs from the mesh's
+    /// number of slots, [`ShardingError::Replicas`] if the plan has replicas and the mesh has
+    /// another shape, the errors of `source`, and [`Error::Tensor`] if candle fails.
     pub(crate) fn new<'a, N: Iterator<Item = &'a str>>(
         mesh: &DeviceMesh,
         plan: ShardingPlan,
@@ -73,54 +73,57 @@ impl ShardedVars {
         precision: Precision,
         source: impl Fn(&ParameterInfo, Range<usize>) -> Result<Tensor>,
     ) -> Result<Self> {
-        let axes = axes::of_plan(mesh, &plan)?;
-        let mut slots: Vec<Vec<Part>> = mesh.devices().iter().map(|_| Vec::new()).collect();
+        let axes = axes::for_plan(mesh, &plan)?;
+        let mut slots: Vec<Vec<ShardVar>> = mesh.devices().iter().map(|_| Vec::new()).collect();
         for (param_idx, parameter) in plan.parameters().iter().enumerate() {
             let info = parameter.info();
             let ranks_here = runs::ranks(plan.world_size()).skip(mesh.local_slots().start);
             for ((rank, parts), device) in ranks_here.zip(&mut slots).zip(mesh.devices()) {
-                for run in runs::of_rank(&plan, param_idx, rank)? {
+                for run in runs::rank_runs(&plan, param_idx, rank)? {
                     let start = run.start;
                     let var = variable(&source(info, run)?, device)?;
-                    parts.push(Part { param_idx, start, var });
+                    parts.push(ShardVar { param_idx, start, var });
                 }
             }
         }
-        let units = units::of_names(&plan, units, precision)?;
+        let units = units::from_names(&plan, units, precision)?;
         Ok(Self { plan, mesh: mesh.clone(), axes, precision, units, slots })
     }
 
-    /// Returns the plan that is carried out.
+    /// Returns the plan.
     pub(crate) fn plan(&self) -> &ShardingPlan {
         &self.plan
     }
 
-    /// Returns the number of parts of one slot.
+    /// Returns the number of shards of one slot.
     pub(crate) fn n_parts(&self, slot: usize) -> Result<usize, ShardingError> {
         Ok(self.parts(slot)?.len())
     }
 
-    /// The parts of a slot, in the order of the plan.
+    /// Returns the shards of a slot, in plan order.
     pub(crate) fn owned_parts(&self, slot: usize) -> Result<Vec<OwnedPart>, ShardingError> {
-        let owned = |part: &Part| OwnedPart {
-            param_idx: part.param_idx,
-            start: part.start,
-            var: part.var.clone(),
-            is_primary: self.is_primary_on(slot, part),
-        };
-        Ok(self.parts(slot)?.iter().map(owned).collect())
+        let mut owned = Vec::new();
+        for part in self.parts(slot)? {
+            owned.push(OwnedPart {
+                param_idx: part.param_idx,
+                start: part.start,
+                var: part.var.clone(),
+                is_primary: self.is_primary_on(slot, part),
+            });
+        }
+        Ok(owned)
     }
 
-    /// Whether a slot is the first of those that have this part.
-    fn is_primary_on(&self, slot: usize, part: &Part) -> bool {
+    /// Returns true if a slot is the first that stores this shard.
+    fn is_primary_on(&self, slot: usize, part: &ShardVar) -> bool {
         match self.plan.parameters()[part.param_idx].cut() {
             Cut::Replicated => slot == 0,
             _ => slot < self.plan.shard_group().as_usize(),
         }
     }
 
-    /// The parts of one slot.
-    fn parts(&self, slot: usize) -> Result<&[Part], ShardingError> {
+    /// Returns the shards of one slot.
+    fn parts(&self, slot: usize) -> Result<&[ShardVar], ShardingError> {
         let slots = self.mesh.local_slots();
         if !slots.contains(&slot) {
             return Err(ShardingError::Slot { slot, slots });
@@ -132,26 +135,24 @@ impl ShardedVars {
         self.plan.parameters()[param_idx].info()
     }
 
-    /// The whole of a parameter, on this process's first device.
+    /// Gathers a full parameter on this process's first device.
     ///
-    /// On a mesh of several processes all of them call this.
+    /// On a mesh of several processes, all processes must call this.
     ///
     /// # Errors
     ///
-    /// [`ParameterError::Unknown`], [`Error::Tensor`] if candle fails, or
-    /// [`Error::Mesh`] if a process does not answer.
+    /// Returns [`ParameterError::Unknown`], [`Error::Tensor`] if candle fails, or [`Error::Mesh`]
+    /// if a process does not respond.
     pub(crate) fn gather(&self, name: &str) -> Result<Tensor> {
-        let value =
-            |slot: usize, part: usize| Some(self.slots[slot][part].var.as_detached_tensor());
-        self.gather_with(name, value)
+        self.gather_with(name, |slot, part| Some(self.slots[slot][part].var.as_detached_tensor()))
     }
 
-    /// The whole of something that each slot of this process, by its position among them, keeps for
-    /// its parts of a parameter, by their positions.
+    /// Gathers a full tensor from the values `kept(slot, part)` for the shards of a parameter,
+    /// given the local index of the slot and the index of the shard.
     ///
     /// # Errors
     ///
-    /// [`ParameterError::Missing`] if it is not there for a part, and those of
+    /// Returns [`ParameterError::Missing`] if a shard has no value, and the errors of
     /// [`gather`](Self::gather).
     pub(crate) fn gather_with(
         &self,
@@ -159,27 +160,28 @@ impl ShardedVars {
         kept: impl Fn(usize, usize) -> Option<Tensor>,
     ) -> Result<Tensor> {
         let param_idx = units::index_of(&self.plan, name)?;
-        let missing = || ParameterError::Missing { name: name.to_owned() };
-        let of_slot = |slot: usize| {
-            let parts = self.slots[slot].iter().enumerate();
-            let own = parts.filter(|(_, part)| part.param_idx == param_idx);
-            own.map(|(part, _)| kept(slot, part).ok_or_else(missing)).collect()
-        };
-        let lists: Result<Vec<Vec<Tensor>>, _> = (0..self.slots.len()).map(of_slot).collect();
-        let lists = self.mesh.process_allgather(lists?)?;
+        let mut lists = vec![Vec::new(); self.slots.len()];
+        for (slot, parts) in self.slots.iter().enumerate() {
+            for (n, _) in parts.iter().enumerate().filter(|(_, part)| part.param_idx == param_idx) {
+                let value = kept(slot, n);
+                lists[slot]
+                    .push(value.ok_or_else(|| ParameterError::Missing { name: name.to_owned() })?);
+            }
+        }
+        let lists = self.mesh.process_allgather(lists)?;
         let mut by_start = BTreeMap::new();
         for (rank, list) in runs::ranks(self.plan.shard_group()).zip(lists) {
-            let runs = runs::of_rank(&self.plan, param_idx, rank)?;
+            let runs = runs::rank_runs(&self.plan, param_idx, rank)?;
             by_start.extend(runs.into_iter().map(|run| run.start).zip(list));
         }
         let device = &self.mesh.devices()[0];
         let here: candle_core::Result<Vec<_>> =
             by_start.values().map(|run| moved(run, device)).collect();
-        let here = here.doing("moving the parts of a parameter")?;
+        let here = here.doing("moving the shards of a parameter")?;
         self.joined(param_idx, &here, device)
     }
 
-    /// Refuses a replica of another mesh.
+    /// Rejects replicas of another mesh.
     fn check_mesh(&self, ctx: &Replica) -> Result<(), ShardingError> {
         let slots = self.mesh.len();
         if ctx.count() == slots {
@@ -192,7 +194,7 @@ impl ShardedVars {
         Ok(runs::dtype(self.info(param_idx))?)
     }
 
-    /// A parameter from its runs, in their order.
+    /// Joins the ranges of a parameter, in order.
     fn joined(&self, param_idx: usize, runs: &[Tensor], device: &Device) -> Result<Tensor> {
         let shape = runs::shape(self.info(param_idx));
         let joined = match runs {
@@ -200,7 +202,7 @@ impl ShardedVars {
             [only] => only.reshape(shape),
             runs => Tensor::cat(runs, 0).and_then(|items| items.reshape(shape)),
         };
-        joined.doing("joining the parts of a parameter")
+        joined.doing("joining the shards of a parameter")
     }
 }
 
@@ -208,10 +210,10 @@ fn unknown(name: &str) -> Error {
     ParameterError::Unknown { name: name.to_owned() }.into()
 }
 
-/// A run of a parameter's items as a variable of its own.
+/// Copies a range of a parameter's items into a variable.
 fn variable(items: &Tensor, device: &Device) -> Result<Var> {
     items
         .force_contiguous()
         .and_then(|items| Var::from_tensor(&moved(&items, device)?))
-        .doing("moving a part of a parameter")
+        .doing("moving a shard of a parameter")
 }

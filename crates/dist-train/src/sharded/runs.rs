@@ -1,4 +1,4 @@
-//! Which items of a parameter a plan gives to whom, in candle's numbers.
+//! The items that a plan assigns to each rank, in candle's integer types.
 
 use std::ops::Range;
 
@@ -9,12 +9,12 @@ use fsdp_plan::{ParameterInfo, ShardingPlan};
 
 use crate::error::Result;
 
-/// The shape of a parameter.
+/// Returns the shape of a parameter.
 pub(crate) fn shape(parameter: &ParameterInfo) -> Vec<usize> {
     parameter.shape().iter().map(|&dim| index(dim)).collect()
 }
 
-/// The type of a parameter's items.
+/// Returns the dtype of a parameter.
 pub(super) fn dtype(parameter: &ParameterInfo) -> Result<DType, ParameterError> {
     dtype_of(parameter.dtype()).ok_or_else(|| ParameterError::UnknownDtype {
         name: parameter.name().to_owned(),
@@ -22,8 +22,8 @@ pub(super) fn dtype(parameter: &ParameterInfo) -> Result<DType, ParameterError> 
     })
 }
 
-/// The runs of a parameter's items that one rank keeps.
-pub(super) fn of_rank(
+/// Returns the ranges of a parameter's items that one rank stores.
+pub(super) fn rank_runs(
     plan: &ShardingPlan,
     param_idx: usize,
     rank: Rank,
@@ -36,13 +36,13 @@ pub(super) fn of_rank(
     Ok(runs)
 }
 
-/// Every rank of a world in order.
+/// Iterates over the ranks of a world in order.
 pub(super) fn ranks(world_size: WorldSize) -> impl Iterator<Item = Rank> {
     world_size.placements().map(Placement::rank)
 }
 
-/// A size or position of a plan, which counts in 64 bits, as candle counts it.
-#[expect(clippy::cast_possible_truncation, reason = "asserted when it is compiled")]
+/// Converts a size or index of a plan, which has 64 bits, to `usize`.
+#[expect(clippy::cast_possible_truncation, reason = "asserted at compile time")]
 pub(super) fn index(size: u64) -> usize {
     const { assert!(usize::BITS >= u64::BITS, "training needs a system of 64 bits") };
     size as usize

@@ -1,5 +1,5 @@
-//! The plan's schedule, carried out: the parameters of a unit are put together in one collective, and
-//! their gradients are summed in one.
+//! The collectives of units: each unit's parameters are gathered in one all-gather, and its
+//! gradients are reduced in one reduce-scatter.
 
 use std::collections::{BTreeMap, BTreeSet, btree_map::Entry};
 
@@ -21,88 +21,91 @@ use crate::{
     precision::{Precision, widened_dtype},
 };
 
-/// What the plan's schedule says of a unit, ready to be carried out.
+/// The collectives of a unit, from the plan's schedule.
 #[derive(Clone, Debug)]
-pub(super) struct Unit {
-    /// The names of the unit's parameters, and which parameter each is: a tied one is that which it
-    /// is tied to.
+pub(super) struct UnitCollectives {
+    /// The names of the unit's parameters with their indices in the plan. A tied parameter has the
+    /// index of its target.
     names: Vec<(String, usize)>,
-    /// The parameters that are put together, and their runs on the ranks of a shard group.
-    gathered: Option<Lists>,
-    /// The gradients that are summed, and the same for them.
-    reduced: Option<Lists>,
-    /// The replicated parameters whose gradients are summed.
+    /// The sharded parameters to gather, with their ranges on the ranks of a shard group.
+    gathered: Option<ParameterLayout>,
+    /// The sharded parameters with gradients to reduce, with their ranges.
+    reduced: Option<ParameterLayout>,
+    /// The replicated parameters with gradients to all-reduce.
     copies: Vec<usize>,
 }
 
-/// Parameters, and a layout of them in the same order.
+/// Parameters, and their layout in the same order.
 #[derive(Clone, Debug)]
-struct Lists {
+struct ParameterLayout {
     params: Vec<usize>,
     layout: RunLayout,
 }
 
-/// A unit that is being gathered.
+/// A unit with an all-gather in flight.
 #[derive(Debug)]
-pub(crate) struct UnderWay {
+pub(crate) struct PendingGather {
     unit: String,
-    /// Nothing where none of its parameters is cut.
+    /// The all-gather; `None` if the unit has no sharded parameter.
     pending: Option<Pending<Vec<Var>>>,
 }
 
-/// A unit's gradients that are being summed.
+/// A unit with a reduction of gradients in flight.
 #[derive(Debug)]
 pub(crate) struct PendingReduce {
     pub(crate) unit: String,
-    /// The sums over a shard group for this slot's runs; nothing where none of the trained
-    /// parameters is cut.
+    /// The sums over a shard group for this slot's ranges; `None` if the unit has no trained
+    /// sharded parameter.
     of_runs: Option<ReduceState>,
-    /// The gradients of replicated parameters, which are summed at the end.
+    /// Gradients of replicated parameters, which are all-reduced at the end.
     copies: Vec<Tensor>,
 }
 
-/// Sums over a shard group.
+/// The reduce-scatter over a shard group.
 #[derive(Debug)]
 enum ReduceState {
     Done(Vec<Tensor>),
-    UnderWay(Pending<Vec<Tensor>>),
+    Started(Pending<Vec<Tensor>>),
 }
 
-/// A unit's parameters, by all of their names.
-type Names<'a> = (&'a str, Vec<(String, usize)>);
+/// A unit with its parameters under all of their names.
+type UnitNames<'a> = (&'a str, Vec<(String, usize)>);
 
-/// Units, each with the names of its own parameters.
-pub(super) fn of_names<'a, N: Iterator<Item = &'a str>>(
+/// Builds units from the names of their parameters.
+pub(super) fn from_names<'a, N: Iterator<Item = &'a str>>(
     plan: &ShardingPlan,
     units: impl Iterator<Item = (&'a String, N)>,
     precision: Precision,
-) -> Result<BTreeMap<String, Unit>> {
-    let unit = |(unit, names): (&'a String, N)| {
+) -> Result<BTreeMap<String, UnitCollectives>> {
+    let mut indexed = Vec::new();
+    for (unit, names) in units {
         let names = names.map(|name| Ok((name.to_owned(), index_of(plan, name)?)));
-        Ok((unit.as_str(), names.collect::<Result<Vec<_>>>()?))
-    };
-    scheduled(plan, units.map(unit).collect::<Result<_>>()?, precision)
+        indexed.push((unit.as_str(), names.collect::<Result<Vec<_>>>()?));
+    }
+    scheduled(plan, indexed, precision)
 }
 
-/// Each unit by its name, with what its part of the schedule says.
+/// Builds each unit from the plan's schedule, by name.
 fn scheduled<'a>(
     plan: &'a ShardingPlan,
-    units: Vec<Names<'a>>,
+    units: Vec<UnitNames<'a>>,
     precision: Precision,
-) -> Result<BTreeMap<String, Unit>> {
-    let params = |(unit, names): &Names<'a>| {
+) -> Result<BTreeMap<String, UnitCollectives>> {
+    let model = precision.set_in_cost(CostModel::default().with_runtime(Runtime::Candle));
+    let params = units.iter().map(|(unit, names)| {
         let params: BTreeSet<usize> = names.iter().map(|(_, param_idx)| *param_idx).collect();
         (*unit, params.into_iter().collect())
-    };
-    let model = precision.of_cost(CostModel::default().with_runtime(Runtime::Candle));
-    let schedule = plan.schedule_of(&model, units.iter().map(params))?;
-    let unit = |(schedule, (unit, names)): (&UnitSchedule<'_>, Names<'_>)| {
-        Ok((unit.to_owned(), Unit::new(plan, schedule, names, precision)?))
-    };
-    schedule.units.iter().zip(units).map(unit).collect()
+    });
+    let schedule = plan.schedule_of(&model, params)?;
+    let mut collectives = BTreeMap::new();
+    for (schedule, (unit, names)) in schedule.units.iter().zip(units) {
+        let unit_collectives = UnitCollectives::new(plan, schedule, names, precision)?;
+        collectives.insert(unit.to_owned(), unit_collectives);
+    }
+    Ok(collectives)
 }
 
-/// The position of a parameter, or of the one that it is tied to.
+/// Returns the index of a parameter, or of its target if it is tied.
 pub(super) fn index_of(plan: &ShardingPlan, name: &str) -> Result<usize> {
     let named = |name: &str| plan.index_of(name).ok_or_else(|| unknown(name));
     let param_idx = named(name)?;
@@ -112,8 +115,8 @@ pub(super) fn index_of(plan: &ShardingPlan, name: &str) -> Result<usize> {
     }
 }
 
-/// The layout of these parameters on the ranks of a shard group, or of something of their shapes
-/// and of the type that `dtype` makes of theirs.
+/// Returns the layout of parameters on the ranks of a shard group; `dtype` maps each parameter's
+/// dtype to the dtype of the transferred tensor.
 fn layout(
     plan: &ShardingPlan,
     name: &str,
@@ -129,7 +132,7 @@ fn layout(
     for rank in runs::ranks(plan.shard_group()) {
         let mut own = Vec::new();
         for (tensor, &param_idx) in params.iter().enumerate() {
-            let runs = runs::of_rank(plan, param_idx, rank)?;
+            let runs = runs::rank_runs(plan, param_idx, rank)?;
             own.extend(runs.into_iter().map(|items| Run { tensor, items }));
         }
         by_rank.push(own);
@@ -137,19 +140,19 @@ fn layout(
     Ok(RunLayout::new(name, tensors, by_rank)?)
 }
 
-/// The slots that share the memory of what `slot` gathers: those of its shard group on the
-/// processor. On another device each has a copy of its own.
+/// Returns the slots that share memory with `slot` for gathered parameters: the CPU slots of its
+/// shard group, or only itself on another device.
 fn sharing(
     slot: usize,
     group_size: usize,
     on_processor: impl Iterator<Item = usize>,
 ) -> Vec<usize> {
-    let of_group = |other: &usize| other / group_size == slot / group_size;
-    let sharing: Vec<usize> = on_processor.filter(of_group).collect();
+    let sharing: Vec<usize> =
+        on_processor.filter(|other| other / group_size == slot / group_size).collect();
     if sharing.contains(&slot) { sharing } else { vec![slot] }
 }
 
-impl Unit {
+impl UnitCollectives {
     fn new(
         plan: &ShardingPlan,
         schedule: &UnitSchedule<'_>,
@@ -159,7 +162,7 @@ impl Unit {
         let lists = |transfer: &Transfer, dtype: &dyn Fn(DType) -> DType| {
             let params = transfer.parameters.clone();
             let layout = layout(plan, schedule.unit, &params, dtype)?;
-            Ok::<_, Error>(Lists { params, layout })
+            Ok::<_, Error>(ParameterLayout { params, layout })
         };
         let gathered = schedule.all_gather.as_ref();
         let reduced = schedule.reduce_scatter.as_ref();
@@ -178,18 +181,18 @@ impl Unit {
 }
 
 impl ShardedVars {
-    /// Every parameter of a unit by its name, put together by all slots of a shard group in one
-    /// collective; to be called in replicas, by all of them.
+    /// Gathers every parameter of a unit, by name, in one all-gather over the shard group. Must be
+    /// called in all replicas.
     ///
-    /// Each is a variable, under which `backward` leaves the gradient of the whole, for
-    /// [`reduce_parts`](Self::reduce_parts). On a processor the slots share these variables: do not
-    /// set them.
+    /// Each parameter becomes a variable for which `backward` returns the full gradient, to pass to
+    /// [`reduce_parts`](Self::reduce_parts). CPU slots share these variables, so they must not be
+    /// set.
     ///
     /// # Errors
     ///
-    /// [`ParameterError::Unknown`] if there is no such unit,
+    /// Returns [`ParameterError::Unknown`] if there is no such unit,
     /// [`ShardingError::OtherMesh`](crate::ShardingError::OtherMesh) in a replica of a mesh of
-    /// another size, and those of [`Replica::gather_runs`].
+    /// another size, and the errors of [`Replica::gather_runs`].
     #[track_caller]
     pub(crate) fn gather_unit(
         &self,
@@ -197,7 +200,7 @@ impl ShardedVars {
         unit: &str,
     ) -> candle_core::Result<BTreeMap<String, Var>> {
         let gathered = match &self.unit(unit)?.gathered {
-            Some(Lists { params, layout }) => {
+            Some(ParameterLayout { params, layout }) => {
                 ctx.gather_runs(self.own_runs(ctx, params)?, layout, &self.axes.shard)?
             }
             None => Vec::new(),
@@ -205,35 +208,36 @@ impl ShardedVars {
         self.named(ctx, unit, gathered)
     }
 
-    /// Starts [`gather_unit`](Self::gather_unit), and does not wait for the others.
+    /// Starts [`gather_unit`](Self::gather_unit) without waiting for other replicas.
     #[track_caller]
     pub(crate) fn start_gather_unit(
         &self,
         ctx: &Replica,
         name: &str,
-    ) -> candle_core::Result<UnderWay> {
+    ) -> candle_core::Result<PendingGather> {
         let pending = match &self.unit(name)?.gathered {
-            Some(Lists { params, layout }) => {
+            Some(ParameterLayout { params, layout }) => {
                 let own = self.own_runs(ctx, params)?;
                 Some(ctx.start_gather_runs(own, layout, &self.axes.shard)?)
             }
             None => None,
         };
-        Ok(UnderWay { unit: name.to_owned(), pending })
+        Ok(PendingGather { unit: name.to_owned(), pending })
     }
 
-    /// Every parameter of a unit by its name, when all have come.
+    /// Waits for a gather and returns every parameter of the unit by name.
     pub(crate) fn finish_gather_unit(
         &self,
         ctx: &Replica,
-        under_way: UnderWay,
+        under_way: PendingGather,
     ) -> candle_core::Result<BTreeMap<String, Var>> {
-        let UnderWay { unit, pending } = under_way;
+        let PendingGather { unit, pending } = under_way;
         let gathered = pending.map_or_else(|| Ok(Vec::new()), Pending::wait)?;
         self.named(ctx, &unit, gathered)
     }
 
-    /// The variables of a unit by their names, given those that were gathered.
+    /// Returns the variables of a unit by name: the gathered parameters and copies of the
+    /// replicated ones.
     fn named(
         &self,
         ctx: &Replica,
@@ -254,7 +258,7 @@ impl ShardedVars {
         Ok(named)
     }
 
-    /// A variable of what every slot keeps whole.
+    /// Returns a new variable with the value of a parameter that every slot stores in full.
     fn copy(&self, ctx: &Replica, param_idx: usize) -> candle_core::Result<Var> {
         let parts = self.parts(ctx.slot()).map_err(Error::from)?;
         let own = parts.iter().filter(|part| part.param_idx == param_idx);
@@ -264,8 +268,8 @@ impl ShardedVars {
         Var::from_tensor(&whole.to_dtype(dtype)?)
     }
 
-    /// Which of a unit's parameters, given by their names, the slots of a process share when they are
-    /// gathered, and of which each has its own.
+    /// Splits a unit's parameters, after gathering, into parameters that this process's slots
+    /// share, and parameters with a separate copy on each slot.
     pub(crate) fn split_shared<'a, T>(
         &self,
         unit: &str,
@@ -273,14 +277,13 @@ impl ShardedVars {
     ) -> Result<(Vec<&'a str>, Vec<&'a str>)> {
         let unit = self.unit(unit)?;
         let params = unit.gathered.as_ref().map_or(&[][..], |lists| &lists.params);
-        let is_shared = |name: &&str| {
+        Ok(named.keys().map(String::as_str).partition(|name| {
             unit.names.iter().any(|(other, param)| other == name && params.contains(param))
-        };
-        Ok(named.keys().map(String::as_str).partition(is_shared))
+        }))
     }
 
-    /// The slots of this process that share the memory of what a replica gathers, itself among them,
-    /// in their order.
+    /// Returns the slots of this process that share memory for gathered parameters with a replica,
+    /// including itself, in order.
     pub(crate) fn sharing(&self, ctx: &Replica) -> Vec<usize> {
         let mesh = &self.mesh;
         let slots = mesh.local_slots().zip(mesh.devices());
@@ -289,22 +292,23 @@ impl ShardedVars {
         sharing(ctx.slot(), group_size, on_processor)
     }
 
-    /// Sums the gradients of a unit's whole parameters over all slots; returns the parts of the sums
-    /// with the positions of this slot's variables. Those of halves are summed in single precision.
+    /// Reduces the gradients of a unit's full parameters over all slots, and returns this slot's
+    /// shards of the sums with the indices of its variables. Half-precision gradients are summed in
+    /// single precision.
     ///
-    /// They are summed over a shard group in one collective, and where a plan has replicas, each
-    /// slot's parts over these in another: in the order of ranks within a group, and then in the
-    /// order of groups.
+    /// One reduce-scatter sums over a shard group. If the plan has replicas, an all-reduce then
+    /// sums each slot's shards over the replicas. Sums are formed in rank order within a group,
+    /// then in group order.
     ///
-    /// `grad` is asked for the gradient of each parameter that the unit keeps or is tied to, and that
-    /// the plan [trains](fsdp_plan::ParameterInfo::requires_grad), by each of its names in this unit until there
-    /// is one.
+    /// `grad` returns gradients by name. It is called for each
+    /// [trained](fsdp_plan::ParameterInfo::requires_grad) parameter of the unit, including targets
+    /// of tied names, with each of its names in this unit until one returns a gradient.
     ///
     /// # Errors
     ///
-    /// As [`gather_unit`](Self::gather_unit), [`ParameterError::Missing`] if a parameter has no
-    /// gradient, [`ParameterError::Shape`] if one is not of its shape, and those of
-    /// [`Replica::reduce_runs`].
+    /// Returns the errors of [`gather_unit`](Self::gather_unit) and [`Replica::reduce_runs`],
+    /// [`ParameterError::Missing`] if a parameter has no gradient, and [`ParameterError::Shape`] if
+    /// a gradient has the wrong shape.
     #[track_caller]
     pub(crate) fn reduce_parts(
         &self,
@@ -318,7 +322,7 @@ impl ShardedVars {
         self.finish_reduce_parts(ctx, sums)
     }
 
-    /// Starts [`reduce_parts`](Self::reduce_parts), and does not wait for the others.
+    /// Starts [`reduce_parts`](Self::reduce_parts) without waiting for other replicas.
     #[track_caller]
     pub(crate) fn start_reduce_parts(
         &self,
@@ -327,11 +331,11 @@ impl ShardedVars {
         grad: impl FnMut(&str) -> Option<Tensor>,
     ) -> candle_core::Result<PendingReduce> {
         self.begin_sums(unit, grad, |grads, layout| {
-            Ok(ReduceState::UnderWay(ctx.start_reduce_runs(grads, layout, &self.axes.shard)?))
+            Ok(ReduceState::Started(ctx.start_reduce_runs(grads, layout, &self.axes.shard)?))
         })
     }
 
-    /// Hands in the gradients of a unit's parameters: those that are cut, for a shard group to sum.
+    /// Collects a unit's gradients, and starts the reduction of the sharded parameters' gradients.
     fn begin_sums(
         &self,
         name: &str,
@@ -340,7 +344,7 @@ impl ShardedVars {
     ) -> candle_core::Result<PendingReduce> {
         let unit = self.unit(name)?;
         let of_runs = match &unit.reduced {
-            Some(Lists { params, layout }) => {
+            Some(ParameterLayout { params, layout }) => {
                 Some(sum(self.grads(&unit.names, params, &mut grad)?, layout)?)
             }
             None => None,
@@ -349,8 +353,7 @@ impl ShardedVars {
         Ok(PendingReduce { unit: name.to_owned(), of_runs, copies })
     }
 
-    /// The sums of a unit's gradients, when all have come; with the positions of this slot's
-    /// variables.
+    /// Waits for a reduction and returns the sums with the indices of this slot's variables.
     #[track_caller]
     pub(crate) fn finish_reduce_parts(
         &self,
@@ -360,10 +363,11 @@ impl ShardedVars {
         let PendingReduce { unit: name, of_runs, copies } = sums;
         let unit = self.unit(&name)?;
         let mut sums = Vec::new();
-        if let (Some(Lists { params, layout }), Some(of_runs)) = (&unit.reduced, of_runs) {
+        if let (Some(ParameterLayout { params, layout }), Some(of_runs)) = (&unit.reduced, of_runs)
+        {
             let of_group = match of_runs {
                 ReduceState::Done(sums) => sums,
-                ReduceState::UnderWay(pending) => pending.wait()?,
+                ReduceState::Started(pending) => pending.wait()?,
             };
             let reduced = self.over_replicas(ctx, of_group, layout)?;
             for (position, sum) in self.own_positions(ctx, params)?.into_iter().zip(reduced) {
@@ -373,8 +377,8 @@ impl ShardedVars {
         if !copies.is_empty() {
             let all: Vec<usize> = (0..copies.len()).collect();
             let positions = self.own_positions(ctx, &unit.copies)?;
-            // The name: nothing of a unit that is not cut is gathered, so nothing before has told a
-            // replica that others have entered another one.
+            // All-reduced under the unit's name: a unit without sharded parameters has no
+            // all-gather, so nothing has checked yet that all replicas entered the same unit.
             let copies = ctx.psum_named(&name, copies, &all, ALL)?;
             for (position, sum) in positions.into_iter().zip(copies) {
                 sums.push((position, self.held(ctx, position, &sum.flatten_all()?)?));
@@ -383,13 +387,13 @@ impl ShardedVars {
         Ok(sums)
     }
 
-    /// A sum in the type in which the gradient of a part is held.
+    /// Converts a sum to the dtype in which a shard's gradient is stored.
     fn held(&self, ctx: &Replica, position: usize, sum: &Tensor) -> candle_core::Result<Tensor> {
         let parts = self.parts(ctx.slot()).map_err(Error::from)?;
         sum.to_dtype(widened_dtype(parts[position].var.dtype()))
     }
 
-    /// The sums of all shard groups, given those of this replica's, for its runs of a layout.
+    /// Sums this replica's shard-group sums over all shard groups.
     #[track_caller]
     fn over_replicas(
         &self,
@@ -398,7 +402,8 @@ impl ShardedVars {
         layout: &RunLayout,
     ) -> candle_core::Result<Vec<Tensor>> {
         match &self.axes.replica {
-            // Whoever has nothing is not waited for: the same slots of other groups have nothing.
+            // A slot without items need not take part: its peers in other groups have no items
+            // either.
             Some(axes) if !sums.is_empty() => {
                 let all: Vec<usize> = (0..sums.len()).collect();
                 ctx.psum_named(layout.name(), sums, &all, axes)
@@ -407,50 +412,53 @@ impl ShardedVars {
         }
     }
 
-    fn unit(&self, unit: &str) -> Result<&Unit> {
+    fn unit(&self, unit: &str) -> Result<&UnitCollectives> {
         self.units.get(unit).ok_or_else(|| unknown(unit))
     }
 
-    /// The positions of this slot's parts of some parameters, in the order of their layout.
+    /// Returns the indices of this slot's shards of some parameters, in the order of their layout.
     fn own_positions(&self, ctx: &Replica, params: &[usize]) -> Result<Vec<usize>> {
         self.check_mesh(ctx)?;
         let parts = self.parts(ctx.slot())?;
-        let of_param = |&param_idx: &usize| {
-            (0..parts.len()).filter(move |&position| parts[position].param_idx == param_idx)
-        };
-        Ok(params.iter().flat_map(of_param).collect())
+        Ok(params
+            .iter()
+            .flat_map(|&param_idx| {
+                (0..parts.len()).filter(move |&position| parts[position].param_idx == param_idx)
+            })
+            .collect())
     }
 
-    /// This slot's parts of some parameters, in the type in which they are gathered.
+    /// Returns this slot's shards of some parameters, in the dtype in which they are gathered.
     fn own_runs(&self, ctx: &Replica, params: &[usize]) -> candle_core::Result<Vec<Tensor>> {
         let positions = self.own_positions(ctx, params)?;
         let parts = self.parts(ctx.slot()).map_err(Error::from)?;
-        let run = |position: usize| {
+        let mut runs = Vec::with_capacity(positions.len());
+        for position in positions {
             let part = parts[position].var.as_detached_tensor();
-            part.to_dtype(self.precision.computed(part.dtype()))
-        };
-        positions.into_iter().map(run).collect()
+            runs.push(part.to_dtype(self.precision.computed(part.dtype()))?);
+        }
+        Ok(runs)
     }
 
-    /// The gradients of some parameters, each under one of these names.
+    /// Returns the gradients of some parameters, each found under one of its names.
     fn grads(
         &self,
         names: &[(String, usize)],
         params: &[usize],
         grad: &mut impl FnMut(&str) -> Option<Tensor>,
     ) -> candle_core::Result<Vec<Tensor>> {
-        let mut of_param = |&param_idx: &usize| {
+        let mut grads = Vec::with_capacity(params.len());
+        for &param_idx in params {
+            let info = self.info(param_idx);
             let mut names = names.iter().filter(|(_, named)| *named == param_idx);
             let found = names.find_map(|(name, _)| grad(name)).ok_or_else(|| {
-                Error::Parameter(ParameterError::Missing {
-                    name: self.info(param_idx).name().to_owned(),
-                })
+                Error::Parameter(ParameterError::Missing { name: info.name().to_owned() })
             })?;
-            let (name, expected) = (self.info(param_idx).name(), runs::shape(self.info(param_idx)));
-            ParameterError::check_shape(name, found.dims(), &expected).map_err(Error::from)?;
-            found.to_dtype(self.precision.reduced(self.dtype(param_idx)?))
-        };
-        params.iter().map(&mut of_param).collect()
+            ParameterError::check_shape(info.name(), found.dims(), &runs::shape(info))
+                .map_err(Error::from)?;
+            grads.push(found.to_dtype(self.precision.reduced(self.dtype(param_idx)?))?);
+        }
+        Ok(grads)
     }
 }
 
@@ -459,7 +467,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn slots_on_the_processor_share_within_their_group_and_others_do_not() {
+    fn cpu_slots_share_within_their_group() {
         let shared = |on_processor: &[usize]| -> Vec<Vec<usize>> {
             (0..4).map(|slot| sharing(slot, 2, on_processor.iter().copied())).collect()
         };

@@ -1,4 +1,4 @@
-//! A batch on its way from its loss to gradients, with those of the batches before it.
+//! A batch between its loss and its gradients, with the totals of accumulated batches.
 
 use candle_core::{Result, Tensor};
 use pmap_mesh::Replica;
@@ -8,35 +8,35 @@ use crate::{
     step::rules::{Goal, Report, Rules},
 };
 
-/// One replica's part of a batch, whose loss is known and not yet differentiated.
+/// One replica's shard of a batch whose loss is known but not yet differentiated.
 pub(crate) struct Batch {
-    /// What the gradients of the shard's sum are to be divided by.
+    /// The divisor of the shard's gradients.
     pub(crate) scale: f64,
-    /// What is known of it and of those before it.
+    /// Totals of this batch and the accumulated batches before it.
     all: Totals,
     loss: BatchLoss,
-    /// What came with its loss, summed over the slots.
+    /// Tensors attached to the loss, summed over the slots.
     aux: Vec<Tensor>,
 }
 
-/// What is known, beside their gradients, of batches that are not yet trained on.
+/// Totals of the accumulated batches, except their gradients.
 #[derive(Debug)]
 pub(crate) struct Totals {
-    /// What the gradients of their sums were divided by: the weight of the first batch that has
-    /// any. So they are about as large as those of a mean, and sums of many tokens stay within the
-    /// range of half precision.
+    /// The divisor of the accumulated gradients: the weight of the first batch with nonzero weight.
+    /// Dividing keeps the gradients about as large as a mean's, so that sums over many tokens stay
+    /// within the range of half precision.
     scale: f64,
     loss: BatchLoss,
-    /// The sums of what came with the losses.
+    /// Sums of the tensors attached to the losses.
     aux: Vec<Tensor>,
 }
 
 impl Batch {
-    /// Agrees with all replicas on the loss of a batch that follows on `before`, and on what comes
-    /// with it.
+    /// Exchanges the loss of a batch and its attached tensors with all replicas, and adds the
+    /// totals `before`.
     ///
-    /// The loss of this slot's part comes beside the batch, so that its graph can end before the
-    /// gradients are summed.
+    /// This slot's shard of the loss is returned separately, so that its graph can be freed before
+    /// the gradients are reduced.
     pub(crate) fn agree(
         ctx: &Replica,
         rules: &Rules,
@@ -60,35 +60,49 @@ impl Batch {
         Ok((shard, Self { scale, all, loss, aux }))
     }
 
-    /// What gradients are multiplied by, so that they are those of the mean.
+    /// Returns the factor that turns accumulated gradients into gradients of the mean.
     pub(crate) fn factor(&self) -> f64 {
         self.scale / self.all.loss.weight()
     }
 
-    /// What is kept for the next update, and what all replicas know of this batch.
+    /// Returns the totals to store for the next update, and the report and attached tensors of this
+    /// batch.
     pub(crate) fn kept(self) -> (Totals, Report, Vec<Tensor>) {
         (self.all, Report { loss: self.loss, grad_norm: 0.0 }, self.aux)
     }
 
-    /// What all replicas know of an update of this norm.
+    /// Returns the report of an update with this gradient norm, and the attached tensors.
     pub(crate) fn updated(self, grad_norm: f64) -> (Report, Vec<Tensor>) {
         let Totals { loss, aux, .. } = self.all;
         (Report { loss, grad_norm }, aux)
     }
 }
 
+/// Agrees with all replicas on the loss of a batch that updates nothing. Returns it beside this
+/// slot's part, with what came with the latter.
+pub(crate) fn agree_alone(
+    ctx: &Replica,
+    rules: &Rules,
+    loss: Loss<Vec<Tensor>>,
+) -> Result<(ShardLoss, BatchLoss, Vec<Tensor>)> {
+    let (mut shard, aux) = loss.of_shard(ctx)?;
+    let loss = shard.agree(ctx, rules.allow_non_finite, &rules.refusal)?;
+    Ok((shard, loss.with_weight(&rules.refusal)?, aux))
+}
+
 impl Totals {
     fn plus(self, other: &Self) -> Result<Self> {
         if self.aux.len() != other.aux.len() {
             candle_core::bail!(
-                "{} tensors come with the loss, {} came with that of the batch before",
+                "{} tensors come with the loss, {} came with the previous batch's loss",
                 other.aux.len(),
                 self.aux.len()
             )
         }
         let aux = self.aux.iter().zip(&other.aux).map(|(left, right)| left + right);
         Ok(Self {
-            // Of batches without weight there are zeros, whatever they are divided by.
+            // Earlier batches without weight have zero gradients, so their scale does not matter.
+            // All others share the scale of the first, see `Batch::agree`.
             scale: other.scale,
             loss: self.loss.plus(other.loss),
             aux: aux.collect::<Result<_>>()?,
@@ -96,7 +110,7 @@ impl Totals {
     }
 }
 
-/// The sums of gradients and of those of the batches before, of which there may be none.
+/// Adds gradients to the accumulated gradients of earlier batches, if there are any.
 pub(crate) fn added(
     before: Vec<Option<Tensor>>,
     grads: Vec<Option<Tensor>>,
@@ -104,9 +118,12 @@ pub(crate) fn added(
     if before.is_empty() {
         return Ok(grads);
     }
-    let sum = |pair: (Option<Tensor>, Option<Tensor>)| match pair {
-        (Some(left), Some(right)) => (left + right).map(Some),
-        (left, right) => Ok(left.or(right)),
-    };
-    before.into_iter().zip(grads).map(sum).collect()
+    let mut sums = Vec::with_capacity(grads.len());
+    for pair in before.into_iter().zip(grads) {
+        sums.push(match pair {
+            (Some(left), Some(right)) => Some((left + right)?),
+            (left, right) => left.or(right),
+        });
+    }
+    Ok(sums)
 }

@@ -1,13 +1,13 @@
-//! What a model consists of.
+//! The variables of a model and their roles.
 
 use std::collections::BTreeMap;
 
 use crate::step::roles::Roles;
 
-/// What a model consists of: the same on every slot.
+/// The variables of a model, the same on every slot.
 #[derive(Debug)]
 pub(crate) struct Inventory {
-    /// The names and shapes of the variables, in the order of names.
+    /// Names and shapes of the variables, in the order of names.
     pub(crate) parameters: Vec<(String, Vec<usize>)>,
     pub(crate) roles: Roles,
 }
@@ -17,7 +17,7 @@ impl Inventory {
         &self.parameters[var].0
     }
 
-    /// The shapes of the variables that checkpoints have, by name.
+    /// Returns the shapes of the variables in checkpoints, by name.
     pub(crate) fn saved_shapes(&self) -> BTreeMap<String, Vec<usize>> {
         let all = self.parameters.iter().enumerate();
         let saved = all.filter(|&(var, _)| self.roles.is_saved(var));
@@ -25,7 +25,6 @@ impl Inventory {
     }
 
     pub(crate) fn sizes(&self) -> Vec<u64> {
-        let numel = |shape: &[usize]| shape.iter().product::<usize>() as u64;
-        self.parameters.iter().map(|(_, shape)| numel(shape)).collect()
+        self.parameters.iter().map(|(_, shape)| shape.iter().product::<usize>() as u64).collect()
     }
 }

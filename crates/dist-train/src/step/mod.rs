@@ -1,4 +1,4 @@
-//! What a step of a model goes by, however its variables are kept.
+//! Rules, options and roles of a step, for both layouts.
 
 pub(crate) mod batch;
 pub(crate) mod inventory;

@@ -1,4 +1,4 @@
-//! What a builder says of every step.
+//! Options of a builder for every step.
 
 use pmap_mesh::{P, PMap, Replica, Specs, TensorTree, Uneven};
 
@@ -8,7 +8,7 @@ use crate::{
     schedule::Schedule,
 };
 
-/// What a builder says of every step.
+/// Options of a builder for every step.
 #[derive(Clone, Debug)]
 pub(crate) struct Options {
     pub(crate) in_axes: Specs,
@@ -16,7 +16,7 @@ pub(crate) struct Options {
     pub(crate) max_norm: Option<f64>,
     pub(crate) schedule: Schedule,
     pub(crate) allow_non_finite: bool,
-    /// After so many steps, it is checked that all slots have the same variables.
+    /// Number of steps between checks that all slots have the same variables.
     pub(crate) check_every: Option<u64>,
 }
 
@@ -34,7 +34,7 @@ impl Default for Options {
 }
 
 impl Options {
-    /// Refuses numbers that a setting cannot be.
+    /// Rejects invalid settings.
     pub(crate) fn check(&self) -> Result<()> {
         self.max_norm.map_or(Ok(()), clip::check_max_norm)?;
         self.schedule.check()?;
@@ -42,7 +42,7 @@ impl Options {
         Error::check_setting(self.check_every != Some(0), name, 0.0, "at least 1")
     }
 
-    /// A function of shards of a model's batches, of which all replicas return the same.
+    /// Configures a call that splits a model's batches and returns the same result on all replicas.
     pub(crate) fn cut<I, A, F>(&self, call: PMap<I, A, F>) -> PMap<I, A, F>
     where
         I: TensorTree,
@@ -56,8 +56,7 @@ impl Options {
     }
 }
 
-/// Refuses learning rates that optimizers refuse, and those that a checkpoint cannot be read with
-/// again: JSON has no number for them.
+/// Rejects learning rates that optimizers reject, or that JSON cannot represent in a checkpoint.
 pub(crate) fn check_rate(learning_rate: f64) -> Result<()> {
     Error::check_at_least_zero("the learning rate", learning_rate)
 }

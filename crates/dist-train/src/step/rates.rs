@@ -1,4 +1,4 @@
-//! The learning rates of a model's groups.
+//! Learning rates of a model's groups.
 
 use crate::{
     error::{Result, training::TrainingError},
@@ -10,7 +10,7 @@ use crate::{
 /// The learning rates of a model's groups, the same in every process.
 #[derive(Clone, Debug)]
 pub(crate) struct Rates {
-    /// Each group's own, by which the schedule's factor is multiplied; in the order of groups.
+    /// The base rate of each group, multiplied by the schedule's factor; in group order.
     of_groups: Vec<(String, f64)>,
     schedule: Schedule,
 }
@@ -41,13 +41,13 @@ impl Rates {
         Ok(())
     }
 
-    /// The rate of each group in the update that `steps` others come before.
+    /// Returns the rate of each group in the update after `steps` updates.
     pub(crate) fn after(&self, steps: u64) -> Vec<f64> {
         let factor = self.schedule.factor(steps);
         self.of_groups.iter().map(|(_, own)| own * factor).collect()
     }
 
-    /// These with what a checkpoint says of them.
+    /// Returns these rates, replaced by the rates and schedule of a checkpoint.
     pub(crate) fn resumed(&self, state: &TrainerState) -> Result<Self> {
         let mut rates = self.clone();
         for (group, own) in &mut rates.of_groups {
@@ -60,7 +60,7 @@ impl Rates {
         Ok(rates)
     }
 
-    /// What a checkpoint keeps.
+    /// Returns the state for a checkpoint.
     pub(crate) fn state(&self, progress: Progress) -> TrainerState {
         let learning_rates = self.of_groups.iter().cloned().collect();
         TrainerState { progress, learning_rates, schedule: self.schedule }

@@ -1,37 +1,37 @@
-//! What becomes of each variable of a model: trained in a group, frozen, or a buffer.
+//! Roles of a model's variables: trained in a group, frozen, or a buffer.
 
 use fsdp_plan::Pattern;
 
 use crate::error::{Result, training::TrainingError};
 
-/// The group of what no pattern puts into another.
+/// The group of variables that match no other group.
 pub(crate) const DEFAULT_GROUP: &str = "default";
 
-/// What layers keep under these names is no parameter, wherever they stand in a model.
+/// Names of buffers in common layers, anywhere in a model.
 const BUFFERS: [&str; 3] = ["**.running_mean", "**.running_var", "**.num_batches_tracked"];
 
-/// Which variables are meant by the options of a builder.
+/// Patterns in the options of a builder.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Choices {
-    /// If there are any, all others are frozen, and checkpoints do without them.
+    /// Trained variables; if not empty, all others are frozen and left out of checkpoints.
     pub(crate) trained: Vec<String>,
     pub(crate) frozen: Vec<String>,
     pub(crate) unused: Vec<String>,
     pub(crate) buffers: Vec<String>,
-    /// Parameters that pretrained weights may lack, and tensors of theirs that the model may.
+    /// Parameters that pretrained weights may lack, and, below, tensors that the model may lack.
     pub(crate) missing: Vec<String>,
     pub(crate) unexpected: Vec<String>,
     pub(crate) groups: Vec<(String, Vec<String>)>,
 }
 
-/// What becomes of a variable.
+/// The role of a variable.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Role {
-    /// It is updated by the optimizer of a group, of this number.
+    /// Updated by the optimizer of the group with this index.
     Trained(usize),
-    /// It stays as it is.
+    /// Never changed.
     Frozen,
-    /// The forward pass changes it; each slot has its own.
+    /// Changed by the forward pass; each slot has its own.
     Buffer,
 }
 
@@ -39,97 +39,101 @@ pub(crate) enum Role {
 #[derive(Debug)]
 pub(crate) struct Roles {
     pub(crate) of: Vec<Role>,
-    /// Whether a variable may have no gradient.
+    /// Whether each variable may have no gradient.
     pub(crate) may_be_unused: Vec<bool>,
-    /// Whether checkpoints do without what is frozen.
+    /// Whether checkpoints leave out frozen variables.
     pub(crate) leaves_out_frozen: bool,
-    /// The names of the groups that have a variable; roles have their positions.
+    /// Names of the groups with variables; roles contain their indices.
     pub(crate) groups: Vec<String>,
 }
 
 impl Choices {
+    /// Resolves the patterns to a role for each of the `names`.
+    ///
     /// # Errors
     ///
-    /// [`Error::Plan`](crate::Error::Plan) for a pattern that is none, [`TrainingError`] for one
-    /// that matches nothing and for groups that overlap.
+    /// Returns [`Error::Plan`](crate::Error::Plan) for an invalid pattern, and [`TrainingError`]
+    /// for a pattern without a match and for overlapping groups.
     pub(crate) fn roles(&self, names: &[&str]) -> Result<Roles> {
-        let trained = Selection::new("train_only", &self.trained, names)?;
-        let is_left = |name: &str| !self.trained.is_empty() && !trained.has(name);
-        let frozen = Selection::new("freeze", &self.frozen, names)?;
-        let unused = Selection::new("allow_unused", &self.unused, names)?;
-        let mut buffers = Selection::new("buffers", &self.buffers, names)?;
+        let trained = PatternSelection::new("train_only", &self.trained, names)?;
+        let frozen = PatternSelection::new("freeze", &self.frozen, names)?;
+        let unused = PatternSelection::new("allow_unused", &self.unused, names)?;
+        let mut buffers = PatternSelection::new("buffers", &self.buffers, names)?;
         for pattern in BUFFERS {
             buffers.0.push(pattern.parse()?);
         }
-        let mut groups = vec![(DEFAULT_GROUP, Selection(Vec::new()))];
+        let mut groups = vec![(DEFAULT_GROUP, PatternSelection(Vec::new()))];
         for (name, patterns) in &self.groups {
             if groups.iter().any(|(other, _)| other == name) {
                 return Err(TrainingError::SameGroup { name: name.clone() }.into());
             }
-            groups.push((name, Selection::new("group", patterns, names)?));
+            groups.push((name, PatternSelection::new("group", patterns, names)?));
         }
-        let role = |&name: &&str| {
-            if buffers.has(name) {
-                Ok(Role::Buffer)
-            } else if frozen.has(name) || is_left(name) {
-                Ok(Role::Frozen)
+        // Without patterns of trained variables, all but the frozen ones are trained.
+        let leaves_out_frozen = !self.trained.is_empty();
+        let mut of = Vec::with_capacity(names.len());
+        for &name in names {
+            of.push(if buffers.has(name) {
+                Role::Buffer
+            } else if frozen.has(name) || (leaves_out_frozen && !trained.has(name)) {
+                Role::Frozen
             } else {
-                group_of(name, &groups).map(Role::Trained)
-            }
-        };
-        let of: Vec<Role> = names.iter().map(role).collect::<Result<_, TrainingError>>()?;
+                Role::Trained(group_of(name, &groups)?)
+            });
+        }
         let may_be_unused = names.iter().map(|name| unused.has(name)).collect();
         let groups = groups.into_iter().map(|(name, _)| name.to_owned()).collect();
-        let leaves_out_frozen = !self.trained.is_empty();
         Roles { of, may_be_unused, leaves_out_frozen, groups }.with_used_groups()
     }
 
-    /// The patterns of parameters that pretrained weights may lack.
+    /// Returns the patterns of parameters that pretrained weights may lack.
     ///
     /// # Errors
     ///
-    /// Those of [`roles`](Self::roles) about patterns.
+    /// Returns the errors of [`roles`](Self::roles) about patterns.
     pub(crate) fn missing(&self, names: &[&str]) -> Result<Vec<Pattern>> {
-        Ok(Selection::new("allow_missing", &self.missing, names)?.0)
+        Ok(PatternSelection::new("allow_missing", &self.missing, names)?.0)
     }
 
-    /// The patterns of tensors that pretrained weights may have besides; some weights have none.
+    /// Returns the patterns of additional tensors in pretrained weights. They may match nothing,
+    /// since weights differ.
     ///
     /// # Errors
     ///
-    /// [`Error::Plan`](crate::Error::Plan) for a pattern that is none.
+    /// Returns [`Error::Plan`](crate::Error::Plan) for an invalid pattern.
     pub(crate) fn unexpected(&self) -> Result<Vec<Pattern>> {
         parsed(&self.unexpected)
     }
 }
 
 impl Roles {
-    /// Without groups that have no variable.
+    /// Removes groups without variables.
     fn with_used_groups(self) -> Result<Self> {
-        let has = |group: usize| self.of.contains(&Role::Trained(group));
-        let used: Vec<usize> = (0..self.groups.len()).filter(|&group| has(group)).collect();
+        let used: Vec<usize> = (0..self.groups.len())
+            .filter(|&group| self.of.contains(&Role::Trained(group)))
+            .collect();
         if used.is_empty() {
             return Err(TrainingError::NothingTrained { variables: self.of.len() }.into());
         }
-        let number = |role| match role {
-            Role::Trained(group) => {
-                Role::Trained(used.iter().take_while(|&&other| other != group).count())
+        let mut of = self.of.clone();
+        for role in &mut of {
+            if let Role::Trained(group) = role {
+                *group = used.iter().take_while(|&&other| other != *group).count();
             }
-            role => role,
-        };
+        }
         Ok(Self {
-            of: self.of.iter().copied().map(number).collect(),
+            of,
             groups: used.iter().map(|&group| self.groups[group].clone()).collect(),
             ..self
         })
     }
 
-    /// The positions of the variables that are trained.
+    /// Returns the indices of the trained variables.
     pub(crate) fn trained(&self) -> Vec<usize> {
         self.positions(|role| matches!(role, Role::Trained(_)))
     }
 
-    /// The positions of the variables of a group.
+    /// Returns the indices of the variables of a group.
     pub(crate) fn of_group(&self, group: usize) -> Vec<usize> {
         self.positions(|role| role == Role::Trained(group))
     }
@@ -138,7 +142,7 @@ impl Roles {
         self.positions(|role| role == Role::Buffer)
     }
 
-    /// Whether checkpoints have a variable.
+    /// Returns true if checkpoints contain a variable.
     pub(crate) fn is_saved(&self, var: usize) -> bool {
         !(self.leaves_out_frozen && self.of[var] == Role::Frozen)
     }
@@ -149,13 +153,14 @@ impl Roles {
 }
 
 /// The patterns of one option.
-struct Selection(Vec<Pattern>);
+struct PatternSelection(Vec<Pattern>);
 
-impl Selection {
+impl PatternSelection {
     fn new(option: &'static str, patterns: &[String], names: &[&str]) -> Result<Self> {
         let patterns = parsed(patterns)?;
-        let matches_none = |pattern: &&Pattern| !names.iter().any(|name| pattern.matches(name));
-        match patterns.iter().find(matches_none) {
+        let unmatched =
+            patterns.iter().find(|pattern| !names.iter().any(|name| pattern.matches(name)));
+        match unmatched {
             Some(pattern) => {
                 Err(TrainingError::Unmatched { option, pattern: pattern.to_string() }.into())
             }
@@ -172,8 +177,8 @@ fn parsed(patterns: &[String]) -> Result<Vec<Pattern>> {
     Ok(patterns.iter().map(|text| text.parse()).collect::<fsdp_plan::Result<_>>()?)
 }
 
-/// The position of the one group that has the variable; the first is for those that no other has.
-fn group_of(name: &str, groups: &[(&str, Selection)]) -> Result<usize, TrainingError> {
+/// Returns the index of the group that matches the variable, or 0, the default group, if none does.
+fn group_of(name: &str, groups: &[(&str, PatternSelection)]) -> Result<usize, TrainingError> {
     let mut meant = (0..groups.len()).filter(|&group| groups[group].1.has(name));
     match (meant.next(), meant.next()) {
         (None, _) => Ok(0),
@@ -199,7 +204,7 @@ mod tests {
     }
 
     #[test]
-    fn patterns_say_what_becomes_of_a_variable() {
+    fn patterns_choose_roles() {
         let choices = Choices {
             frozen: texts(&["bn"]),
             unused: texts(&["head.*"]),
@@ -216,7 +221,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_not_to_be_trained_is_frozen_and_left_out_of_checkpoints() {
+    fn untrained_variables_are_frozen_and_not_saved() {
         let choices = Choices { trained: texts(&["head", "bn"]), ..Choices::default() };
         let roles = choices.roles(&NAMES).unwrap();
         let (trained, buffer) = (Role::Trained(0), Role::Buffer);
@@ -230,7 +235,7 @@ mod tests {
     }
 
     #[test]
-    fn groups_without_variables_are_none() {
+    fn empty_groups_are_removed() {
         let all = ("all".to_owned(), texts(&["**"]));
         let choices = Choices { groups: vec![all], ..Choices::default() };
         let roles = choices.roles(&NAMES[1..5]).unwrap();
@@ -238,7 +243,7 @@ mod tests {
     }
 
     #[test]
-    fn what_cannot_be_meant_is_refused() {
+    fn invalid_choices_are_rejected() {
         let refused = |choices: Choices| match choices.roles(&NAMES) {
             Err(Error::Training(error)) => error,
             other => panic!("{other:?}"),

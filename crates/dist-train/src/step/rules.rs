@@ -1,4 +1,4 @@
-//! What all replicas of a step go by, and what a step returns.
+//! Rules shared by all replicas of a step, and the results of a step.
 
 use std::sync::Arc;
 
@@ -9,49 +9,50 @@ use crate::{
     step::{inventory::Inventory, options::Options},
 };
 
-/// What a step has done: made by [`DistributedModel::step`](crate::DistributedModel::step).
+/// The result of a step; returned by [`DistributedModel::step`](crate::DistributedModel::step).
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub struct Step<A = ()> {
-    /// The mean loss of all batches since the update before, with the variables as they were before
-    /// this one.
+    /// Mean loss of all batches since the previous update, computed with the variables before this
+    /// update.
     pub loss: f64,
-    /// The norm of the gradients of all variables taken together, before they were clipped.
+    /// Norm of the gradients of all variables together, before clipping.
     pub grad_norm: f64,
-    /// What the loss is the mean over: the rows of the batches, or what
-    /// [`Loss::sum`](crate::Loss::sum) said, added up.
+    /// Weight of the mean loss: the total number of rows in the batches, or the sum of the weights
+    /// given to [`Loss::sum`](crate::Loss::sum).
     pub weight: f64,
-    /// What came [with](crate::Loss::with) the losses, added up.
+    /// Sums of the tensors [attached](crate::Loss::with) to the losses.
     pub aux: A,
 }
 
-/// The loss of a batch: made by [`DistributedModel::evaluate`](crate::DistributedModel::evaluate) and
+/// The loss of a batch; returned by
+/// [`DistributedModel::evaluate`](crate::DistributedModel::evaluate) and
 /// [`accumulate`](crate::DistributedModel::accumulate).
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub struct Evaluation<A = ()> {
-    /// The mean loss; NaN of a batch without weight, which only
-    /// [`accumulate`](crate::DistributedModel::accumulate) takes.
+    /// Mean loss; NaN for a batch without weight, which only
+    /// [`accumulate`](crate::DistributedModel::accumulate) accepts.
     pub loss: f64,
-    /// What it is the mean over: the rows of the batch, or what [`Loss::sum`](crate::Loss::sum)
-    /// said, added up over the slots. Rows of padding are none.
+    /// Weight of the mean loss: the number of rows in the batch without padding, or the sum over
+    /// the slots of the weights given to [`Loss::sum`](crate::Loss::sum).
     pub weight: f64,
-    /// What came [with](crate::Loss::with) the losses, added up over the slots.
+    /// Sums over the slots of the tensors [attached](crate::Loss::with) to the losses.
     pub aux: A,
 }
 
-/// What a batch is computed for.
+/// The purpose of a batch's computation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Goal {
-    /// Its loss alone.
+    /// The loss only, without recording operations.
     Evaluate,
-    /// Its loss alone, by the model that is differentiated.
+    /// The loss only, with the forward pass of training.
     Measure,
-    /// Its gradients, which update nothing.
+    /// The gradients, without an update.
     Differentiate,
-    /// Its gradients, which are stored for the next update.
+    /// The gradients, stored for the next update.
     Accumulate,
-    /// An update, by its gradients and those that are stored.
+    /// An update by these and the stored gradients.
     Update,
 }
 
@@ -65,26 +66,26 @@ impl Goal {
     }
 }
 
-/// What all replicas of a step go by.
+/// Rules shared by all replicas of a step.
 #[derive(Debug)]
 pub(crate) struct Rules {
     pub(crate) inventory: Arc<Inventory>,
-    /// The positions of the buffers among all variables.
+    /// Indices of the buffers among all variables.
     pub(crate) buffers: Vec<usize>,
     pub(crate) goal: Goal,
-    /// The largest norm of all gradients taken together.
+    /// Maximum norm of all gradients together.
     pub(crate) max_norm: Option<f64>,
     pub(crate) allow_non_finite: bool,
-    /// Whether a variable without a gradient is an error: in the first step.
+    /// Whether a variable without a gradient is an error, which it is in the first step.
     pub(crate) all_used: bool,
     pub(crate) refusal: Refusal,
 }
 
-/// What a replica knows of a batch or an update, the same as all others.
+/// The result of a batch or an update, the same on all replicas.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Report {
     pub(crate) loss: BatchLoss,
-    /// 0 if nothing was updated.
+    /// The gradient norm; 0 without an update.
     pub(crate) grad_norm: f64,
 }
 
@@ -106,26 +107,27 @@ impl Rules {
         }
     }
 
-    /// Checks, in the first step, that each trained variable has a gradient somewhere.
+    /// Checks in the first step that each trained variable has a gradient on some slot.
     pub(crate) fn check_used(&self, has_gradient: &[bool]) -> candle_core::Result<()> {
         if !self.all_used {
             return Ok(());
         }
         let roles = &self.inventory.roles;
         let trained = roles.trained();
-        let is_missing =
-            |&(&var, &has_gradient): &(&usize, &bool)| !has_gradient && !roles.may_be_unused[var];
-        let missing = trained.iter().zip(has_gradient).filter(is_missing);
-        let missing: Vec<String> =
-            missing.map(|(&var, _)| self.inventory.name(var).to_owned()).collect();
+        let mut missing = Vec::new();
+        for (&var, &has_gradient) in trained.iter().zip(has_gradient) {
+            if !has_gradient && !roles.may_be_unused[var] {
+                missing.push(self.inventory.name(var).to_owned());
+            }
+        }
         if missing.is_empty() {
             return Ok(());
         }
         Err(self.refusal.agreed(TrainingError::NoGradient { missing, trained: trained.len() }))
     }
 
-    /// The error of a norm that is not finite, given the position among the trained variables of
-    /// the first whose gradient is the cause.
+    /// Returns the error of a non-finite norm; `cause` is the index among the trained variables of
+    /// the first variable with a non-finite gradient.
     pub(crate) fn non_finite_norm(&self, value: f64, cause: Option<usize>) -> candle_core::Error {
         let trained = self.inventory.roles.trained();
         let variable = cause.map(|cause| self.inventory.name(trained[cause]).to_owned());

@@ -4,12 +4,13 @@ use candle_core::Result;
 
 use crate::{optim::clip, step::rules::Rules};
 
-/// The norm of all gradients, which are `factor` times sums with these squares, one for each
-/// trained variable.
+/// Returns the norm of all gradients. A gradient is `factor` times a sum, and `squares` has the sum
+/// of squares of each trained variable's sum.
 ///
 /// # Errors
 ///
-/// [`TrainingError::NonFiniteNorm`](crate::TrainingError::NonFiniteNorm), unless that is allowed.
+/// Returns [`TrainingError::NonFiniteNorm`](crate::TrainingError::NonFiniteNorm) unless non-finite
+/// values are allowed.
 pub(crate) fn norm(rules: &Rules, squares: &[f64], factor: f64) -> Result<f64> {
     let norm = factor * squares.iter().sum::<f64>().sqrt();
     if norm.is_finite() || rules.allow_non_finite {
@@ -19,7 +20,7 @@ pub(crate) fn norm(rules: &Rules, squares: &[f64], factor: f64) -> Result<f64> {
     Err(rules.non_finite_norm(norm, cause))
 }
 
-/// What sums are multiplied by, of gradients that are `factor` times them and have this norm.
+/// Returns `factor`, reduced if gradients of this norm must be clipped.
 pub(crate) fn clipped(rules: &Rules, norm: f64, factor: f64) -> f64 {
     factor * rules.max_norm.map_or(1.0, |max_norm| clip::factor(norm, max_norm))
 }

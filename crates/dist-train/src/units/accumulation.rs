@@ -1,37 +1,36 @@
-//! When the gradients of accumulated batches are summed over the slots.
+//! Reduction of accumulated gradients.
 
 use std::collections::{BTreeMap, BTreeSet};
 
 use candle_core::{Result, Tensor};
 
-/// When a [sharded](crate::FullyShard) model sums the gradients of [accumulated
+/// The time at which a [sharded](crate::FullyShard) model reduces the gradients of [accumulated
 /// batches](crate::DistributedModel::accumulate) over the slots.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Accumulation {
-    /// In every batch: a slot keeps its part of the sums, as many bytes as its parts of the
+    /// In every batch: each slot stores its shards of the sums, as many bytes as its shards of the
     /// parameters. (ZeRO stages 2 and 3.)
     #[default]
     ReduceEach,
-    /// In the step, once: until then each slot keeps whole gradients, as many bytes as the whole
-    /// model, and less is sent. The bits are those of a
-    /// [replicated](crate::DataParallel) model. (PyTorch's
-    /// `set_requires_gradient_sync(False)`.)
+    /// Once, in the step: until then each slot stores full gradients, as many bytes as the full
+    /// model, but less data is sent. The bits equal those of a [replicated](crate::DataParallel)
+    /// model. (PyTorch's `set_requires_gradient_sync(False)`.)
     ReduceLast,
 }
 
-/// Gradients of whole parameters on one slot, which are not summed yet.
+/// Unreduced gradients of full parameters on one slot.
 #[derive(Debug, Default)]
 pub(crate) struct UnreducedGrads {
-    /// By the names of parameters.
+    /// Gradients by parameter name.
     pub(crate) grads: BTreeMap<String, Tensor>,
-    /// The units that have left them, the same on every slot: there is a sum to be made of each,
-    /// though this slot may have no gradient for it.
+    /// Units with gradients to reduce, the same on every slot; this slot may have no gradient for
+    /// some.
     pub(crate) units: BTreeSet<String>,
 }
 
 impl UnreducedGrads {
-    /// Adds what a pass through a unit leaves.
+    /// Adds the gradients of one pass through a unit.
     pub(crate) fn add(&mut self, unit: &str, grads: BTreeMap<String, Tensor>) -> Result<()> {
         self.units.insert(unit.to_owned());
         for (name, grad) in grads {

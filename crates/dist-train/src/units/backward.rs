@@ -1,4 +1,4 @@
-//! How far the backward pass of a batch is on one slot, and optimizers that run inside of it.
+//! The state of a batch's backward pass on one slot, and optimizers that run inside it.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -8,41 +8,40 @@ use pmap_mesh::Replica;
 use crate::{
     sharded::units::PendingReduce,
     step::rules::Rules,
-    units::{
-        accumulation::UnreducedGrads,
-        model::{Model, UnitMember},
-    },
+    units::{accumulation::UnreducedGrads, model::Model},
 };
 
-/// How far the backward pass of a batch is on one slot, from the first unit that its loss enters.
+/// The state of a batch's backward pass on one slot, starting with the first unit in the forward
+/// pass.
 #[derive(Debug, Default)]
 pub(crate) struct BackwardState {
-    /// The units that the loss has entered.
+    /// Units that the loss entered.
     pub(crate) entered: BTreeSet<String>,
-    /// How many passes through each unit are recorded whose sums are to come.
+    /// Number of recorded passes through each unit with gradients still to reduce.
     pub(crate) expected: BTreeMap<String, usize>,
-    /// How many passes have kept graphs whose parameters are emptied.
-    n_emptied: usize,
-    /// Whether it has begun: a loss that differentiates for itself would have gradients summed.
+    /// Number of passes with a kept graph and freed parameters.
+    n_freed: usize,
+    /// Whether the step has started the backward pass. It detects losses that call `backward`
+    /// themselves.
     pub(crate) is_under_way: bool,
-    /// Whether nothing of the batch is here.
+    /// Whether the slot's shard of the batch has no weight.
     pub(crate) is_empty: bool,
-    /// What gradients are multiplied by: in halves the loss has a part of its factor alone.
+    /// Factor for the gradients: with half precision, the loss carries only a part of its factor.
     pub(crate) rest: f64,
-    /// What is not summed yet.
+    /// Unreduced gradients.
     pub(crate) whole: UnreducedGrads,
-    /// The unit whose gradients are being summed while the backward pass goes on.
+    /// The reduction in flight, which overlaps with the backward pass.
     pub(crate) under_way: Option<PendingReduce>,
-    /// The sums over all slots, by the position of this slot's part.
+    /// Reduced gradients, by the index of this slot's shard.
     pub(crate) sums: BTreeMap<usize, Tensor>,
-    /// The parameters that have a gradient on this slot.
+    /// Parameters with a gradient on this slot.
     used: BTreeSet<String>,
-    /// The positions of the parameters that were updated already, among those that are trained.
+    /// Indices of the parameters already updated, among the trained parameters.
     updated: BTreeSet<usize>,
 }
 
 impl BackwardState {
-    /// Begins, with gradients that were kept of the batches before.
+    /// Starts the backward pass, with the unreduced gradients of earlier batches.
     pub(crate) fn begin(&mut self, whole: UnreducedGrads, is_empty: bool, rest: f64) {
         self.used.extend(whole.grads.keys().cloned());
         self.whole = whole;
@@ -51,24 +50,24 @@ impl BackwardState {
         self.is_under_way = true;
     }
 
-    /// The number of the next pass whose parameters are emptied.
-    pub(crate) fn next_emptied(&mut self) -> usize {
-        self.n_emptied += 1;
-        self.n_emptied - 1
+    /// Returns the number of the next pass with freed parameters.
+    pub(crate) fn next_freed(&mut self) -> usize {
+        self.n_freed += 1;
+        self.n_freed - 1
     }
 
-    /// Notes that there are gradients of these parameters.
+    /// Records that these parameters have gradients.
     pub(crate) fn mark_used<'a>(&mut self, used: impl IntoIterator<Item = &'a String>) {
         self.used.extend(used.into_iter().cloned());
     }
 
-    /// Notes that the gradients of one of the passes through a unit are summed.
-    #[expect(clippy::expect_used, reason = "a unit's backward pass is that of a recorded one")]
+    /// Records that the gradients of one pass through a unit are reduced.
+    #[expect(clippy::expect_used, reason = "each backward pass has a recorded forward pass")]
     pub(crate) fn leave(&mut self, unit: &str) {
         *self.expected.get_mut(unit).expect("the pass was recorded") -= 1;
     }
 
-    /// Adds the sums of one pass through a unit: it may be entered several times.
+    /// Adds the sums of one pass through a unit, which may be entered several times.
     pub(crate) fn add(&mut self, sums: Vec<(usize, Tensor)>) -> Result<()> {
         for (part, sum) in sums {
             let sum = match self.sums.remove(&part) {
@@ -80,17 +79,20 @@ impl BackwardState {
         Ok(())
     }
 
-    /// The parameters of a unit to whose sums nothing more will be added: all passes through all of
-    /// their units are summed.
+    /// Takes the parameters of a unit with final sums: all passes through all units of the
+    /// parameter are reduced.
     pub(crate) fn known(&mut self, model: &Model, unit: &str) -> ReadyGrads {
-        let is_done = |unit: &String| self.expected.get(unit).is_none_or(|&passes| passes == 0);
-        let is_known = |member: &UnitMember| model.units_of(&member.names.name).all(is_done);
-        let known = model.units[unit].trained().filter(|(_, member)| is_known(member));
-        let trained = known.map(|(trained, _)| trained).collect();
-        self.taken(model, trained)
+        let mut known = Vec::new();
+        for (trained, member) in model.units[unit].trained() {
+            let mut units = model.units_of(&member.names.name);
+            if units.all(|unit| self.expected.get(unit).is_none_or(|&passes| passes == 0)) {
+                known.push(trained);
+            }
+        }
+        self.taken(model, known)
     }
 
-    /// The parameters that were not updated during the backward pass.
+    /// Takes the parameters that were not updated during the backward pass.
     pub(crate) fn rest_of(&mut self, model: &Model) -> ReadyGrads {
         let all = 0..model.inventory.roles.trained().len();
         let rest = all.filter(|trained| !self.updated.contains(trained)).collect();
@@ -103,29 +105,31 @@ impl BackwardState {
         ReadyGrads { used: trained.iter().map(|&trained| flags[trained]).collect(), trained }
     }
 
-    /// Whether each trained variable of the model has a gradient here, in the order of names.
+    /// Returns for each trained variable, in the order of names, whether it has a gradient on this
+    /// slot.
     pub(crate) fn used_flags(&self, model: &Model) -> Vec<bool> {
         let trained = model.inventory.roles.trained();
         trained.iter().map(|&var| self.used.contains(model.inventory.name(var))).collect()
     }
 }
 
-/// Parameters whose gradients are known while the backward pass is under way.
+/// Parameters with final gradients before the end of the backward pass.
 pub(crate) struct ReadyGrads {
-    /// Their positions among the parameters that are trained.
+    /// Their indices among the trained parameters.
     pub(crate) trained: Vec<usize>,
     /// Whether each has a gradient on this slot.
     pub(crate) used: Vec<bool>,
 }
 
-/// Who updates a slot's parts of parameters during the backward pass. (The operations of candle's
-/// graph know of no type of optimizer.)
+/// An updater of a slot's shards during the backward pass. A trait object hides the type of the
+/// optimizer, which operations in candle's graph cannot be generic over.
 pub(crate) trait UpdatesInBackward: Send + Sync {
-    /// Updates the parts of the parameters that are known by their sums, which it takes.
+    /// Updates the shards of parameters with final gradients, and removes the used sums.
     ///
     /// # Errors
     ///
-    /// If a gradient is missing or not finite, on all slots and before these parameters change.
+    /// Returns an error on all slots, before these parameters change, if a gradient is missing or
+    /// not finite.
     fn update(
         &self,
         ctx: &Replica,
@@ -134,6 +138,6 @@ pub(crate) trait UpdatesInBackward: Send + Sync {
         sums: &mut BTreeMap<usize, Tensor>,
     ) -> Result<()>;
 
-    /// Ends the pass: an optimizer none of whose parameters has a gradient makes its step as well.
+    /// Ends the pass: optimizers without any gradient make their step too.
     fn finish(&self) -> Result<()>;
 }

@@ -1,4 +1,4 @@
-//! Parameters that the graphs of units hold, emptied between the forward and the backward pass.
+//! Memory of parameters in kept graphs, freed between forward and backward pass.
 
 use std::{
     collections::BTreeMap,
@@ -10,38 +10,37 @@ use candle_core::{Result, Var};
 
 use crate::units::swap_storage::{free_storage, swap_storage};
 
-/// What the slots of a process tell each other of the parameters that their graphs have in common,
-/// while a batch is differentiated.
+/// Parameters shared by the graphs of one process's slots during a batch.
 ///
-/// On a processor the slots of a shard group share what is gathered, and on other devices each has
-/// its own. The last of those that share it to leave a unit's forward pass frees it. The first to
-/// come back has gathered it again, as have the others, since they take part: none of them still is
-/// in the forward pass.
+/// The CPU slots of a shard group share gathered parameters; on other devices each slot has its
+/// own. The last sharing slot to leave a unit's forward pass frees the memory. In the backward
+/// pass, the first slot to re-enter the unit restores it. This is safe because gathering is
+/// collective: when one slot has gathered again, all have, so none is still in the forward pass.
 #[derive(Debug, Default)]
-pub(crate) struct FreedParams(Mutex<BTreeMap<Pass, Progress>>);
+pub(crate) struct FreedParams(Mutex<BTreeMap<UnitPass, PassProgress>>);
 
 /// A pass through a unit.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub(crate) struct Pass {
+pub(crate) struct UnitPass {
     /// The first of the slots that share its parameters.
     pub(crate) first: usize,
-    /// How many passes that keep their graphs these slots have begun before, in this batch: all of
-    /// them enter the same units in the same order.
+    /// Number of earlier passes with kept graphs of these slots in this batch, which identifies the
+    /// pass because all slots enter the same units in the same order.
     pub(crate) n_before: usize,
 }
 
 #[derive(Debug, Default)]
-struct Progress {
+struct PassProgress {
     n_left: usize,
     is_filled: bool,
 }
 
 impl FreedParams {
-    /// Notes that a slot has left the forward pass, and frees the parameters if it was the last of
-    /// `n_sharing`.
+    /// Records that a slot left the forward pass, and frees the parameters if it is the last of
+    /// `n_sharing` slots.
     pub(crate) fn leave<'a>(
         &self,
-        pass: Pass,
+        pass: UnitPass,
         n_sharing: usize,
         shared: impl Iterator<Item = &'a Var>,
     ) -> Result<()> {
@@ -52,11 +51,11 @@ impl FreedParams {
         })
     }
 
-    /// Gives the parameters, each beside what was gathered of it again, their memory back, unless
-    /// another slot has.
+    /// Restores the memory of parameters, given as pairs of freed and newly gathered variables,
+    /// unless another slot already did.
     pub(crate) fn restore<'a>(
         &self,
-        pass: Pass,
+        pass: UnitPass,
         mut shared: impl Iterator<Item = (&'a Var, &'a Var)>,
     ) -> Result<()> {
         self.with(pass, |progress| {
@@ -67,9 +66,10 @@ impl FreedParams {
         })
     }
 
-    /// The lock is held while memory is exchanged, so that whoever finds it given back can read it.
-    /// A slot that panics with it has ended the step for all.
-    fn with<R>(&self, pass: Pass, f: impl FnOnce(&mut Progress) -> R) -> R {
+    /// Runs `f` under the lock. The lock covers the exchange of memory, so that a slot that finds
+    /// it restored can read it. Poisoning is ignored: a panic under the lock ends the step on all
+    /// slots.
+    fn with<R>(&self, pass: UnitPass, f: impl FnOnce(&mut PassProgress) -> R) -> R {
         let mut passes = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         f(passes.entry(pass).or_default())
     }

@@ -1,4 +1,4 @@
-//! What a unit keeps between the forward and the backward pass.
+//! Data that a unit keeps between the forward and the backward pass.
 
 use std::collections::BTreeMap;
 
@@ -6,37 +6,37 @@ use fsdp_plan::Pattern;
 
 use crate::error::{Result, sharding::ShardingError};
 
-/// What a unit of a [sharded](crate::FullyShard) model keeps between the forward and the backward
-/// pass.
+/// The data that a unit of a [sharded](crate::FullyShard) model keeps between the forward and the
+/// backward pass.
 ///
-/// Values and gradients have the same bits either way.
+/// Values and gradients have the same bits for every choice.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 #[doc(alias = "reshard_after_forward")]
 pub enum Keep {
-    /// Its inputs alone: parameters are gathered twice, and its function is run again in the
-    /// backward pass. The least memory, for about a third more computation.
+    /// Inputs only: parameters are gathered twice, and the unit's function runs again in the
+    /// backward pass. Needs the least memory, for about a third more computation.
     /// (`reshard_after_forward=True` with `checkpoint_wrapper` in PyTorch.)
     #[default]
     Inputs,
-    /// What its function has computed, and not its gathered parameters: their memory is freed after
-    /// the forward pass, and they are gathered into it again before the backward pass. The least
-    /// computation, and the memory of all activations. (`reshard_after_forward=True` in PyTorch.)
+    /// The graph of the unit's function without the gathered parameters: their memory is freed
+    /// after the forward pass, and refilled before the backward pass. Needs the least computation,
+    /// and memory for all activations. (`reshard_after_forward=True` in PyTorch.)
     ///
-    /// A view of a parameter that the function returns is copied. One that it hands to others in
-    /// another way, through a lock, say, cannot be read after it has returned: in the first step that
-    /// is [refused](crate::TrainingError::ParameterOutsideUnit).
+    /// Views of parameters that the function returns are copied. A view passed out in another way,
+    /// for example through a lock, cannot be read after the function returns; the first step
+    /// [rejects](crate::TrainingError::ParameterOutsideUnit) it.
     Graph,
-    /// Its gathered parameters and what its function has computed: nothing is gathered or computed
-    /// twice. (`reshard_after_forward=False`, ZeRO stage 2.)
+    /// The graph of the unit's function and the gathered parameters: nothing is gathered or
+    /// computed twice. (`reshard_after_forward=False`, ZeRO stage 2.)
     Gathered,
 }
 
-/// What the builder says of units.
+/// The builder's rules for [`Keep`].
 #[derive(Clone, Debug, Default)]
 pub(crate) struct KeepRules {
     default: Option<Keep>,
-    /// The last that matches decides.
+    /// Patterns of units; the last match wins.
     rules: Vec<(String, Keep)>,
 }
 
@@ -49,21 +49,21 @@ impl KeepRules {
         self.rules.push((pattern, keep));
     }
 
-    /// Whether nothing was said.
+    /// Returns true if no rule is set.
     pub(crate) fn is_silent(&self) -> bool {
         self.default.is_none() && self.rules.is_empty()
     }
 
-    /// What each unit keeps.
+    /// Returns the rule of each unit.
     ///
     /// # Errors
     ///
-    /// [`Error::Plan`](crate::Error::Plan) for a pattern that is none,
-    /// [`ShardingError::UnmatchedUnit`] for one that matches no unit.
+    /// Returns [`Error::Plan`](crate::Error::Plan) for an invalid pattern, and
+    /// [`ShardingError::UnmatchedUnit`] for a pattern that matches no unit.
     pub(crate) fn of_units(&self, units: &[&str]) -> Result<BTreeMap<String, Keep>> {
         let default = self.default.unwrap_or_default();
-        let default = |&unit: &&str| (unit.to_owned(), default);
-        let mut keeps: BTreeMap<String, Keep> = units.iter().map(default).collect();
+        let mut keeps: BTreeMap<String, Keep> =
+            units.iter().map(|&unit| (unit.to_owned(), default)).collect();
         for (text, keep) in &self.rules {
             let pattern: Pattern = text.parse()?;
             let mut is_used = false;
@@ -86,7 +86,7 @@ mod tests {
     use crate::error::Error;
 
     #[test]
-    fn the_last_pattern_that_matches_decides() {
+    fn last_matching_pattern_wins() {
         let mut rules = KeepRules::default();
         rules.add("h.*".to_owned(), Keep::Gathered);
         rules.add("h.1".to_owned(), Keep::Inputs);

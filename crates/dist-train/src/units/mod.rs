@@ -1,4 +1,4 @@
-//! A model that is made a unit at a time, where its parts are used.
+//! Models built one unit at a time inside the loss.
 
 pub(crate) mod accumulation;
 pub(crate) mod backward;
@@ -24,13 +24,14 @@ use crate::{
     units::{operation::enter, session::Session},
 };
 
-/// The variables of a model whose layers are made where a loss uses them: what a loss is lent by a
-/// model [by units](crate::ModelBuilder::by_units). One that is [sharded](crate::FullyShard) gathers
-/// those of one unit at a time, one that is [not](crate::DataParallel) has all of them.
+/// The variables of a model whose layers are built where a loss uses them: the model that a loss
+/// borrows from a model [by units](crate::ModelBuilder::by_units). A [sharded](crate::FullyShard)
+/// model gathers the variables of one unit at a time; a [replicated](crate::DataParallel) model
+/// always has all of them.
 ///
-/// A *unit* is a part of the model with a name: the variables `blocks.3.*` are those of the unit
-/// `blocks.3`, and [`UnitRules`] say of what others consist. One loss that is written by units runs
-/// with either, and has the same bits. (What `fully_shard(module)` marks in PyTorch.)
+/// A *unit* is a named part of the model: the unit `blocks.3` consists of the variables
+/// `blocks.3.*`, and [`UnitRules`] define other units. A loss written by units runs with both
+/// layouts and gives the same bits. (PyTorch marks units with `fully_shard(module)`.)
 ///
 /// # Examples
 ///
@@ -63,17 +64,17 @@ use crate::{
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
 #[derive(Debug)]
-pub struct Units(Source);
+pub struct Units(UnitSource);
 
 #[derive(Debug)]
-enum Source {
-    Whole(Whole),
+enum UnitSource {
+    Replicated(ReplicatedUnits),
     Sharded(Arc<Session>),
 }
 
-/// All variables of a model.
+/// All variables of a replicated model.
 #[derive(Debug)]
-struct Whole {
+struct ReplicatedUnits {
     rules: UnitRules,
     variables: BTreeMap<String, Tensor>,
     dtype: DType,
@@ -81,43 +82,55 @@ struct Whole {
 }
 
 impl Units {
-    /// Returns a constructor of all units, of the variables that `build`, a constructor as for plain
-    /// candle, asks for: for a model that is not trained, and has its variables from a `VarBuilder`
-    /// of its own. A unit has the variables under its own name, or those that the rules say.
+    /// Returns a constructor of `Units` with the variables that `build` requests, for a model that
+    /// is not trained and takes its variables from its own `VarBuilder`. `build` is the constructor
+    /// for plain candle. A unit has the variables under its name, unless the rules define it.
     pub fn by<M>(
         rules: UnitRules,
         build: impl Fn(VarBuilder<'_>) -> Result<M>,
     ) -> impl Fn(VarBuilder<'_>) -> Result<Self> {
         move |vb| {
-            let mut variables = BTreeMap::new();
-            for declared in declare(&build, vb.dtype(), vb.device())? {
-                let vb = vb.to_dtype(declared.dtype);
-                let variable = vb.get_with_hints(declared.shape, &declared.name, declared.init)?;
-                variables.insert(declared.name, variable);
-            }
-            Ok(Self(Source::Whole(Whole {
-                rules: rules.clone(),
-                variables,
-                dtype: vb.dtype(),
-                device: vb.device().clone(),
-            })))
+            let dtype = vb.dtype();
+            Self::replicated(&rules, &build, dtype, &vb)
         }
     }
 
-    pub(crate) fn sharded(session: Arc<Session>) -> Self {
-        Self(Source::Sharded(session))
+    /// Like [`by`](Self::by), for variables that are stored as `dtype`, with which the constructor
+    /// is called, and that the model computes with as the dtype of `vb`.
+    pub(crate) fn replicated<M>(
+        rules: &UnitRules,
+        build: impl Fn(VarBuilder<'_>) -> Result<M>,
+        dtype: DType,
+        vb: &VarBuilder<'_>,
+    ) -> Result<Self> {
+        let mut variables = BTreeMap::new();
+        for declared in declare(build, dtype, vb.device())? {
+            let vb = vb.to_dtype(declared.dtype);
+            let variable = vb.get_with_hints(declared.shape, &declared.name, declared.init)?;
+            variables.insert(declared.name, variable);
+        }
+        Ok(Self(UnitSource::Replicated(ReplicatedUnits {
+            rules: rules.clone(),
+            variables,
+            dtype: vb.dtype(),
+            device: vb.device().clone(),
+        })))
     }
 
-    /// What `f` computes from `x` by the layers that it makes of a unit's variables: its builder
-    /// has those whose names begin with `name.`, without that, or those that the
-    /// [rules](UnitRules::unit) say. Inputs and results are tensors of any types or
-    /// [trees](TensorTree) of them; integers among them have no gradient.
+    pub(crate) fn sharded(session: Arc<Session>) -> Self {
+        Self(UnitSource::Sharded(session))
+    }
+
+    /// Applies `f` to `x` with layers built from a unit's variables. The builder passed to `f`
+    /// contains the variables whose names begin with `name.`, without this prefix, or the variables
+    /// defined by the [rules](UnitRules::unit). Inputs and results are tensors of any dtypes or
+    /// [trees](TensorTree) of tensors; integers among them have no gradient.
     ///
-    /// A model that is sharded runs `f` again in the backward pass, so `f` owns what it captures,
-    /// and has the same result both times: what is random in it follows from a key that was made
-    /// before ([`Replica::batch_keys`](pmap_mesh::Replica::batch_keys)). What is differentiated
-    /// reaches `f` by `x`, several tensors as a tuple; what is captured has no gradient. And no
-    /// unit can be entered inside another, since the model is only lent to a loss:
+    /// A sharded model runs `f` again in the backward pass, so `f` must own its captures and give
+    /// the same result both times: derive random numbers from a key made before the unit
+    /// ([`Replica::batch_keys`](pmap_mesh::Replica::batch_keys)). Pass tensors that need a gradient
+    /// through `x`, several of them as a tuple; captured tensors get no gradient. Units cannot be
+    /// nested, because a loss only borrows the model:
     ///
     /// ```compile_fail,E0521
     /// # use candle_core::{Result, Tensor};
@@ -129,11 +142,13 @@ impl Units {
     ///
     /// # Errors
     ///
-    /// If there is no such unit, and what `f` returns. In a sharded model
-    /// [`TrainingError::Captured`](crate::TrainingError::Captured) if `f` captures what is
-    /// differentiated, [`TrainingError::ParameterOutsideUnit`](crate::TrainingError::ParameterOutsideUnit)
-    /// if that is a parameter of another unit, and those of [`Replica::gather_runs`](pmap_mesh::Replica::gather_runs): all
-    /// replicas enter the same units in the same order.
+    /// Returns an error if there is no such unit, and the errors of `f`. A sharded model also
+    /// returns [`TrainingError::Captured`](crate::TrainingError::Captured) if `f` captures a tensor
+    /// that needs a gradient,
+    /// [`TrainingError::ParameterOutsideUnit`](crate::TrainingError::ParameterOutsideUnit) if this
+    /// tensor is a parameter of another unit, and the errors of
+    /// [`Replica::gather_runs`](pmap_mesh::Replica::gather_runs): all replicas must enter the same
+    /// units in the same order.
     pub fn unit<X, R, F>(&self, name: &str, x: &X, f: F) -> Result<R>
     where
         X: TensorTree,
@@ -141,21 +156,22 @@ impl Units {
         F: Fn(VarBuilder<'_>, &X) -> Result<R> + Send + Sync + 'static,
     {
         match &self.0 {
-            Source::Whole(whole) => f(whole.builder(name)?, x),
-            Source::Sharded(session) => enter(session, name, x, f),
+            UnitSource::Replicated(units) => f(units.builder(name)?, x),
+            UnitSource::Sharded(session) => enter(session, name, x, f),
         }
     }
 }
 
-impl Whole {
+impl ReplicatedUnits {
     fn builder(&self, unit: &str) -> Result<VarBuilder<'static>> {
         let members = self.rules.members(unit, self.variables.keys().map(String::as_str));
         if members.is_empty() {
             return Err(Error::CannotFindTensor { path: format!("{unit}.") }.bt());
         }
-        let inner =
-            |Member { name, inner_name }: Member| (inner_name, self.variables[&name].clone());
-        let variables = members.into_iter().map(inner).collect();
+        let variables = members
+            .into_iter()
+            .map(|Member { name, inner_name }| (inner_name, self.variables[&name].clone()))
+            .collect();
         Ok(VarBuilder::from_tensors(variables, self.dtype, &self.device))
     }
 }

@@ -1,4 +1,4 @@
-//! A sharded model as every replica knows it.
+//! A sharded model, as shared by the replicas.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -16,29 +16,29 @@ use crate::{
     units::{accumulation::Accumulation, keep::Keep, prefetch::Order, rules::Member},
 };
 
-/// A sharded model: the same on every slot but for the parts that each keeps.
+/// A sharded model; equal on every slot except for its shards.
 #[derive(Debug)]
 pub(crate) struct Model {
     pub(crate) vars: ShardedVars,
     pub(crate) units: BTreeMap<String, Unit>,
     pub(crate) inventory: Arc<Inventory>,
-    /// The type that builders have.
+    /// The dtype of the units' variable builders.
     pub(crate) dtype: DType,
     pub(crate) precision: Precision,
     pub(crate) accumulation: Accumulation,
     /// Whether optimizers run inside the backward pass.
     pub(crate) updates_in_backward: bool,
-    /// How many units are gathered ahead of the one in use.
+    /// Number of units to prefetch.
     pub(crate) prefetch: usize,
-    /// What the last batches have gathered.
-    pub(crate) orders: Mutex<Orders>,
-    /// The units that had the same result both times in all passes of a step.
+    /// Orders in which the last batches gathered units.
+    pub(crate) orders: Mutex<GatherOrders>,
+    /// Units that gave the same result when recomputed, in all passes of a step.
     pub(crate) repeatable: Mutex<BTreeSet<String>>,
 }
 
-/// The units that batches gather one after the other.
+/// The orders in which batches gather units, for training and evaluation.
 #[derive(Debug, Default)]
-pub(crate) struct Orders {
+pub(crate) struct GatherOrders {
     training: Order,
     evaluation: Order,
 }
@@ -54,50 +54,50 @@ pub(crate) struct Unit {
 #[derive(Debug)]
 pub(crate) struct UnitMember {
     pub(crate) names: Member,
-    /// Its position among the parameters that are trained, if it is.
+    /// Its index among the trained parameters; `None` if it is not trained.
     pub(crate) trained: Option<usize>,
     /// Whether it may have no gradient.
     pub(crate) may_be_unused: bool,
-    /// The shape of the whole, and the type in which its gradients are held.
+    /// The full shape, and the dtype in which gradients are stored.
     pub(crate) shape: Vec<usize>,
     pub(crate) dtype: DType,
 }
 
 impl Model {
-    /// Whether a unit is known to have the same result when it is run again.
+    /// Returns true if recomputing a unit is known to give the same result.
     pub(crate) fn is_repeatable(&self, unit: &str) -> bool {
         self.repeatable().contains(unit)
     }
 
-    /// Notes the units of a step in which all of them were seen to be repeatable.
+    /// Records units that were repeatable in all passes of a step.
     pub(crate) fn note_repeatable(&self, units: Vec<String>) {
         self.repeatable().extend(units);
     }
 
-    /// What the last batch that was differentiated, or was not, has gathered.
+    /// Returns the order in which the last training or evaluation batch gathered units.
     pub(crate) fn order(&self, is_training: bool) -> Order {
         let orders = self.orders();
         Arc::clone(if is_training { &orders.training } else { &orders.evaluation })
     }
 
-    /// Notes what a batch has gathered; nothing if it failed, since other processes may have come
-    /// further, and all expect the same.
+    /// Records the order in which a batch gathered units, or clears it if the batch failed: other
+    /// processes may have got further in the order, and all must expect the same.
     pub(crate) fn note_order(&self, is_training: bool, order: Option<Order>) {
         let mut orders = self.orders();
         let noted = if is_training { &mut orders.training } else { &mut orders.evaluation };
         *noted = order.unwrap_or_default();
     }
 
-    fn orders(&self) -> MutexGuard<'_, Orders> {
+    fn orders(&self) -> MutexGuard<'_, GatherOrders> {
         self.orders.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// A set is whole whoever panicked beside it.
+    /// Ignores poisoning: inserting into a set leaves no partial state.
     fn repeatable(&self) -> MutexGuard<'_, BTreeSet<String>> {
         self.repeatable.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Whether a parameter is computed with in half precision.
+    /// Returns true if any parameter is gathered in half precision.
     pub(crate) fn has_halves(&self) -> bool {
         let parameters = self.vars.plan().parameters();
         parameters.iter().any(|parameter| {
@@ -106,25 +106,30 @@ impl Model {
         })
     }
 
-    /// The units that have a parameter: several, if it is tied.
+    /// Returns the units of a parameter; a tied parameter has several.
     pub(crate) fn units_of(&self, name: &str) -> impl Iterator<Item = &String> {
-        let has = move |unit: &Unit| unit.members.iter().any(|member| member.names.name == name);
-        self.units.iter().filter(move |(_, unit)| has(unit)).map(|(unit, _)| unit)
+        self.units
+            .iter()
+            .filter(move |(_, unit)| unit.members.iter().any(|member| member.names.name == name))
+            .map(|(unit, _)| unit)
     }
 
-    /// Why batches that have entered these units alone train less than the model, if they do.
+    /// Returns an error if batches that entered only these units leave trained parameters without a
+    /// gradient.
     pub(crate) fn not_entered(&self, entered: &BTreeSet<String>) -> Option<TrainingError> {
-        let is_missing = |member: &UnitMember| {
-            let mut units = self.units_of(&member.names.name);
-            !member.may_be_unused && !units.any(|unit| entered.contains(unit))
-        };
-        self.units.iter().find_map(|(unit, Unit { members, .. })| {
-            let trained = members.iter().filter(|member| member.trained.is_some());
-            let missing = trained.filter(|member| is_missing(member));
-            let parameters: Vec<String> = missing.map(|member| member.names.name.clone()).collect();
-            let unit = unit.clone();
-            (!parameters.is_empty()).then_some(TrainingError::NotEntered { unit, parameters })
-        })
+        for (unit, Unit { members, .. }) in &self.units {
+            let mut parameters = Vec::new();
+            for member in members.iter().filter(|member| member.trained.is_some()) {
+                let mut units = self.units_of(&member.names.name);
+                if !member.may_be_unused && !units.any(|unit| entered.contains(unit)) {
+                    parameters.push(member.names.name.clone());
+                }
+            }
+            if !parameters.is_empty() {
+                return Some(TrainingError::NotEntered { unit: unit.clone(), parameters });
+            }
+        }
+        None
     }
 }
 
@@ -133,7 +138,7 @@ impl Unit {
         self.trained().next().is_some()
     }
 
-    /// Its parameters that are trained, with their positions among all that are.
+    /// Returns the trained parameters, with their indices among all trained parameters.
     pub(crate) fn trained(&self) -> impl Iterator<Item = (usize, &UnitMember)> {
         self.members.iter().filter_map(|member| Some((member.trained?, member)))
     }

@@ -1,13 +1,13 @@
-//! A unit as one operation of candle's graph.
+//! Units as operations in candle's graph.
 //!
-//! Forward: the unit's parameters are gathered, its function is run without a graph, they are let
-//! go, and the results get a place in the graph whose inputs are those of the unit. Backward: they
-//! are gathered again, the function is run again with a graph that ends at the unit's inputs and
-//! parameters, this is differentiated, and the gradients of the parameters are summed and
-//! scattered. candle's own `backward` calls the units in the reverse of the order in which they
-//! were entered, so the graph of one unit is there at a time. (Chen, Xu, Zhang and Guestrin,
-//! "Training Deep Nets with Sublinear Memory Cost", arXiv 1604.06174, and Zhao et al., "PyTorch
-//! FSDP", arXiv 2304.11277.)
+//! In the forward pass, the unit's parameters are gathered, its function runs without a graph, the
+//! parameters are freed, and the results are recorded in the graph as an operation on the unit's
+//! inputs. In the backward pass, the parameters are gathered again, the function runs again with a
+//! graph that ends at the unit's inputs and parameters, this graph is differentiated, and the
+//! gradients of the parameters are reduce-scattered. candle's `backward` visits units in reverse
+//! order, so only one unit's graph exists at a time. (Chen, Xu, Zhang and Guestrin, "Training Deep
+//! Nets with Sublinear Memory Cost", arXiv 1604.06174, and Zhao et al., "PyTorch FSDP", arXiv
+//! 2304.11277.)
 
 use std::{
     any::Any,
@@ -25,49 +25,51 @@ use pmap_mesh::TensorTree;
 use crate::{
     error::training::TrainingError,
     loss, tree,
-    units::{freed::Pass, keep::Keep, model::Unit, session::Session, swap_storage::shares_memory},
+    units::{
+        freed::UnitPass, keep::Keep, model::Unit, session::Session, swap_storage::shares_memory,
+    },
 };
 
 /// A pass through a unit.
-struct Operation<X, F> {
+struct UnitOperation<X, F> {
     session: Arc<Session>,
     name: String,
     f: F,
-    /// The inputs without their history, in their form. (A tree need not be `Sync`.)
+    /// The detached inputs in their tree. The mutex makes them `Sync`, which a tree need not be.
     x: Mutex<X>,
-    inputs: Vec<Input>,
-    graph: Mutex<Graph>,
+    inputs: Vec<UnitInput>,
+    graph: Mutex<GraphState>,
 }
 
-/// One tensor of the inputs, without its history.
-struct Input {
+/// One detached tensor of the inputs.
+struct UnitInput {
     tensor: Tensor,
-    /// Whether it gets a gradient.
+    /// Whether it needs a gradient.
     is_tracked: bool,
 }
 
-/// Where the unit's own graph is.
-enum Graph {
-    /// It is made in the backward pass.
+/// The state of the unit's own graph.
+enum GraphState {
+    /// Built in the backward pass.
     Later,
-    /// It was kept from the forward pass.
-    Kept(Differentiable),
-    /// It was kept, and its parameters were emptied.
-    Freed(Differentiable, Pass),
-    /// It was differentiated.
+    /// Kept from the forward pass.
+    Kept(UnitGraph),
+    /// Kept from the forward pass, with its parameters freed.
+    Freed(UnitGraph, UnitPass),
+    /// Differentiated already.
     Done,
 }
 
 /// A unit's own graph.
-struct Differentiable {
+struct UnitGraph {
     gathered: BTreeMap<String, Var>,
-    /// A leaf in place of each tracked input.
+    /// A leaf for each tracked input.
     inputs: Vec<Option<Var>>,
     /// The tensors of the result.
     outputs: Vec<Tensor>,
 }
 
-/// What `f` computes from `x` by the parameters of a unit; with a place in the graph if it is to be
+/// Applies `f` to `x` and the parameters of a unit, and records it in the graph if it must be
 /// differentiated.
 pub(crate) fn enter<X, R, F>(session: &Arc<Session>, name: &str, x: &X, f: F) -> Result<R>
 where
@@ -76,10 +78,10 @@ where
     F: Fn(VarBuilder<'_>, &X) -> Result<R> + Send + Sync + 'static,
 {
     let unit = session.enter(name)?;
-    Operation::new(Arc::clone(session), name, x, f).enter(unit, x)
+    UnitOperation::new(Arc::clone(session), name, x, f).enter(unit, x)
 }
 
-impl<X, R, F> Operation<X, F>
+impl<X, R, F> UnitOperation<X, F>
 where
     X: TensorTree,
     R: TensorTree,
@@ -89,7 +91,7 @@ where
         let mut inputs = Vec::new();
         let x = tree::map(x, |tensor| {
             let detached = tensor.detach();
-            inputs.push(Input { tensor: detached.clone(), is_tracked: tensor.track_op() });
+            inputs.push(UnitInput { tensor: detached.clone(), is_tracked: tensor.track_op() });
             detached
         });
         Self {
@@ -98,11 +100,11 @@ where
             f,
             x: Mutex::new(x),
             inputs,
-            graph: Mutex::new(Graph::Later),
+            graph: Mutex::new(GraphState::Later),
         }
     }
 
-    /// The result of the forward pass; `x` are the inputs with their history.
+    /// Returns the result of the forward pass; `x` are the inputs with their history.
     fn enter(self, unit: &Unit, x: &X) -> Result<R> {
         let is_search = self.session.is_search();
         let has_tracked = self.inputs.iter().any(|input| input.is_tracked);
@@ -112,20 +114,21 @@ where
             Keep::Inputs
                 if is_recorded && (is_search || self.session.checks_determinism(&self.name)) =>
             {
-                // With a graph of this unit alone, whose parameters can be found outside of it.
+                // Builds a graph of this unit, so that parameters of other units in it can be
+                // detected.
                 let (_, result) = self.differentiable("forward")?;
                 tree::map(&result, Tensor::detach)
             }
             Keep::Gathered if is_recorded => {
                 let (graph, result) = self.differentiable("forward")?;
-                *lock(&self.graph) = Graph::Kept(graph);
+                *lock(&self.graph) = GraphState::Kept(graph);
                 tree::map(&result, Tensor::detach)
             }
             Keep::Graph if is_recorded => {
                 let (graph, result) = self.differentiable("forward")?;
-                let result = apart(&result, &graph.gathered)?;
+                let result = detached_result(&result, &graph.gathered)?;
                 let pass = self.session.free_parameters(&self.name, &graph.gathered)?;
-                *lock(&self.graph) = Graph::Freed(graph, pass);
+                *lock(&self.graph) = GraphState::Freed(graph, pass);
                 result
             }
             Keep::Inputs | Keep::Graph | Keep::Gathered => self.result(unit)?,
@@ -133,7 +136,7 @@ where
         if is_recorded { self.recorded(&result, x) } else { Ok(result) }
     }
 
-    /// The result with a place in the graph.
+    /// Records the result in the graph.
     fn recorded(self, result: &R, x: &X) -> Result<R> {
         self.session.expect_gradients(&self.name);
         let anchor = self.session.anchor().clone();
@@ -145,7 +148,7 @@ where
         Ok(loss::with_leaves(result, with_backward_many(&inputs, &outputs, backward)?))
     }
 
-    /// What the function computes, without a graph.
+    /// Runs the function without a graph.
     fn result(&self, unit: &Unit) -> Result<R> {
         let gathered = self.session.gather(&self.name)?;
         let builder = self.session.builder(&self.name, unit, &gathered, false);
@@ -156,12 +159,13 @@ where
         Ok(result)
     }
 
-    /// What the function computes, with a graph that ends at the unit's inputs and parameters.
-    fn differentiable(&self, pass: &str) -> Result<(Differentiable, R)> {
+    /// Runs the function with a graph that ends at the unit's inputs and parameters.
+    fn differentiable(&self, pass: &str) -> Result<(UnitGraph, R)> {
         let gathered = self.session.gather(&self.name)?;
         let unit = self.session.find(&self.name)?;
-        let leaf =
-            |input: &Input| input.is_tracked.then(|| Var::from_tensor(&input.tensor)).transpose();
+        let leaf = |input: &UnitInput| {
+            input.is_tracked.then(|| Var::from_tensor(&input.tensor)).transpose()
+        };
         let inputs: Vec<Option<Var>> = self.inputs.iter().map(leaf).collect::<Result<_>>()?;
         let with_leaves = self.inputs.iter().zip(&inputs).map(|(input, leaf)| match leaf {
             Some(leaf) => leaf.as_tensor().clone(),
@@ -170,8 +174,7 @@ where
         let x = loss::with_leaves(&*lock(&self.x), with_leaves.collect());
         let builder = self.session.builder(&self.name, unit, &gathered, true);
         let result = self.call(builder, &x, pass)?;
-        let graph =
-            Differentiable { gathered, inputs, outputs: tree::each(&result, Tensor::clone) };
+        let graph = UnitGraph { gathered, inputs, outputs: tree::each(&result, Tensor::clone) };
         let others = graph.others();
         if !others.is_empty() {
             return Err(self.session.refuse_captured(&self.name, &others));
@@ -179,12 +182,12 @@ where
         Ok((graph, result))
     }
 
-    /// Runs the function. What it fails with says where.
+    /// Runs the function, and adds the unit and pass to its errors and panics.
     fn call(&self, builder: VarBuilder<'_>, x: &X, pass: &str) -> Result<R> {
         let place = format!("unit {}, {pass} pass", self.name);
         match catch_unwind(AssertUnwindSafe(|| (self.f)(builder, x))) {
             Ok(result) => result.map_err(|error| error.context(place)),
-            // The panic goes on, as the replica's own.
+            // Resumed as the replica's own panic.
             Err(payload) => match panic_message(&*payload) {
                 Some(message) => resume_unwind(Box::new(format!("{place}: {message}"))),
                 None => resume_unwind(payload),
@@ -192,43 +195,44 @@ where
         }
     }
 
-    /// The gradients of the anchor, which has none, and of the tracked inputs.
+    /// Returns the gradients of the anchor, which is always `None`, and of the tracked inputs.
     fn backward(
         &self,
         before: &[Tensor],
         grads: Vec<Option<Tensor>>,
     ) -> Result<Vec<Option<Tensor>>> {
         self.session.check_under_way(&self.name)?;
-        let state = mem::replace(&mut *lock(&self.graph), Graph::Done);
-        let Differentiable { gathered, inputs, outputs } = match state {
-            Graph::Kept(graph) => graph,
-            Graph::Freed(graph, pass) => {
+        let state = mem::replace(&mut *lock(&self.graph), GraphState::Done);
+        let UnitGraph { gathered, inputs, outputs } = match state {
+            GraphState::Kept(graph) => graph,
+            GraphState::Freed(graph, pass) => {
                 self.session.refill(&self.name, pass, &graph.gathered)?;
                 graph
             }
-            Graph::Later => {
+            GraphState::Later => {
                 let (graph, _) = self.differentiable("backward")?;
                 self.compare(before, &graph.outputs)?;
                 graph
             }
-            Graph::Done => return Err(self.session.differentiated(&self.name, "twice")),
+            GraphState::Done => return Err(self.session.differentiated(&self.name, "twice")),
         };
         let seeds =
             outputs.into_iter().zip(grads).filter_map(|(output, grad)| Some((output, grad?)));
         let mut grads = backward_from_many(seeds)?;
-        let of_input = |input: &Var| grads.remove(input).map_or_else(|| input.zeros_like(), Ok);
-        let of_inputs: Vec<Option<Tensor>> = inputs
-            .iter()
-            .flatten()
-            .map(of_input)
-            .map(|grad| grad.map(Some))
-            .collect::<Result<_>>()?;
+        // The anchor comes first, and has no gradient.
+        let mut input_grads = vec![None];
+        for input in inputs.iter().flatten() {
+            input_grads.push(Some(match grads.remove(input) {
+                Some(grad) => grad,
+                None => input.zeros_like()?,
+            }));
+        }
         drop(inputs);
         self.session.leave(&self.name, gathered, grads)?;
-        Ok(iter::once(None).chain(of_inputs).collect())
+        Ok(input_grads)
     }
 
-    /// Refuses a function that has another result the second time.
+    /// Returns an error if recomputing gave another result than the forward pass.
     fn compare(&self, before: &[Tensor], again: &[Tensor]) -> Result<()> {
         if !self.session.checks_determinism(&self.name) || all_bytes(before)? == all_bytes(again)? {
             return Ok(());
@@ -237,21 +241,23 @@ where
     }
 }
 
-impl Differentiable {
-    /// Returns the variables that its graph reaches and that are not its own.
+impl UnitGraph {
+    /// Returns the variables in its graph that do not belong to the unit.
     fn others(&self) -> Vec<&Tensor> {
-        let is_own = |node: &Tensor| {
+        let mut others = Vec::new();
+        for node in self.outputs.iter().flat_map(|output| output.sorted_nodes()) {
             let mut own = self.gathered.values().chain(self.inputs.iter().flatten());
-            own.any(|var| var.id() == node.id())
-        };
-        let nodes = self.outputs.iter().flat_map(|output| output.sorted_nodes());
-        nodes.filter(|node| node.is_variable() && !is_own(node)).collect()
+            if node.is_variable() && !own.any(|var| var.id() == node.id()) {
+                others.push(node);
+            }
+        }
+        others
     }
 }
 
-/// A unit's result without its history, which stays when the unit's parameters are emptied: what is a
-/// view of one of them is copied, and not with all that it is a view of, as `Tensor::copy` would.
-fn apart<R: TensorTree>(result: &R, gathered: &BTreeMap<String, Var>) -> Result<R> {
+/// Detaches a unit's result from its parameters, whose memory will be freed. Views of a parameter
+/// are copied, without the rest of the parameter that `Tensor::copy` would copy too.
+fn detached_result<R: TensorTree>(result: &R, gathered: &BTreeMap<String, Var>) -> Result<R> {
     result.try_map(&mut |output: &Tensor| {
         let is_view = gathered.values().any(|var| shares_memory(output, var));
         if is_view { output.detach().force_contiguous() } else { Ok(output.detach()) }
@@ -262,20 +268,21 @@ fn all_bytes(tensors: &[Tensor]) -> Result<Vec<(Vec<usize>, Vec<u8>)>> {
     tensors.iter().map(bytes).collect()
 }
 
-/// A tensor's bits: NaN equals itself, and zeros of two signs differ.
+/// Returns the shape and bits of a tensor; bits make NaN equal to itself and distinguish 0 from -0.
 fn bytes(tensor: &Tensor) -> Result<(Vec<usize>, Vec<u8>)> {
     let mut bytes = Vec::new();
     tensor.force_contiguous()?.write_bytes(&mut bytes)?;
     Ok((tensor.dims().to_vec(), bytes))
 }
 
-/// What `panic!` was given.
+/// Returns the message of a panic.
 fn panic_message(payload: &(dyn Any + Send)) -> Option<&str> {
     let text = payload.downcast_ref::<String>().map(String::as_str);
     text.or_else(|| payload.downcast_ref::<&str>().copied())
 }
 
-/// Whoever panicked with the lock has ended the step, and with it this operation.
+/// Ignores poisoning: a panic with the lock held ends the step, so this operation is not used
+/// again.
 fn lock<T>(guarded: &Mutex<T>) -> MutexGuard<'_, T> {
     guarded.lock().unwrap_or_else(PoisonError::into_inner)
 }
@@ -287,13 +294,15 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_view_of_a_parameter_is_kept_without_the_parameter() {
+    fn views_are_copied_without_the_parameter() {
         let whole = Var::zeros((5, 4), DType::F32, &Device::Cpu).unwrap();
         let row = whole.t().unwrap().narrow(0, 1, 1).unwrap();
-        let kept = apart(&row, &BTreeMap::from([("w".to_owned(), whole)])).unwrap();
+        let kept = detached_result(&row, &BTreeMap::from([("w".to_owned(), whole)])).unwrap();
         assert_eq!(kept.dims(), row.dims());
         let (storage, _) = kept.storage_and_layout();
-        let Storage::Cpu(CpuStorage::F32(items)) = &*storage else { panic!("another storage") };
+        let Storage::Cpu(CpuStorage::F32(items)) = &*storage else {
+            panic!("not an f32 CPU storage")
+        };
         assert_eq!(items.len(), 5);
     }
 }

@@ -1,19 +1,20 @@
-//! Parameters that a loss uses outside the functions of their units.
+//! Detection of parameters used outside the functions of their units.
 //!
-//! A parameter gets its gradient from its unit's operation. Used elsewhere, it would be a constant and
-//! train wrong in silence. So until a step has trained a unit, its function gets leaves of candle's
-//! graph, whose ids are noted here: a leaf that the graph of the whole loss reaches was used outside.
+//! A parameter gets its gradient from its unit's operation. Used elsewhere, it would silently count
+//! as a constant. So until a step has trained a unit, its function receives leaves of candle's
+//! graph, with their ids recorded here. A leaf in the graph of the whole loss was used outside its
+//! unit.
 
 use candle_core::{Tensor, TensorId};
 
 use crate::error::training::TrainingError;
 
-/// The leaves that functions of units were given.
+/// Leaves passed to the functions of units.
 #[derive(Debug, Default)]
-pub(crate) struct GivenParameters(Vec<Given>);
+pub(crate) struct GivenParameters(Vec<GivenLeaf>);
 
 #[derive(Debug)]
-struct Given {
+struct GivenLeaf {
     leaf: TensorId,
     unit: String,
     parameter: String,
@@ -22,10 +23,10 @@ struct Given {
 impl GivenParameters {
     pub(crate) fn add(&mut self, leaf: &Tensor, unit: &str, parameter: &str) {
         let (unit, parameter) = (unit.to_owned(), parameter.to_owned());
-        self.0.push(Given { leaf: leaf.id(), unit, parameter });
+        self.0.push(GivenLeaf { leaf: leaf.id(), unit, parameter });
     }
 
-    /// Returns the error of the first of these nodes that is a leaf, if one is.
+    /// Returns an error for the first of these nodes that is a recorded leaf, if any.
     pub(crate) fn find<'a>(
         &self,
         nodes: impl IntoIterator<Item = &'a Tensor>,
@@ -39,9 +40,9 @@ impl GivenParameters {
         Some(TrainingError::ParameterOutsideUnit { unit, parameter: given.parameter.clone() })
     }
 
-    /// Returns the error of the first leaf that the graph of a loss reaches, if it reaches one.
+    /// Returns an error for the first recorded leaf in the graph of a loss, if any.
     pub(crate) fn find_in_graph(&self, loss: &Tensor) -> Option<TrainingError> {
-        // The walk is as long as the loss has operations outside units.
+        // Skip the walk over all operations of the loss outside units.
         if self.0.is_empty() {
             return None;
         }

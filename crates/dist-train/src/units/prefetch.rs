@@ -1,53 +1,54 @@
-//! Units that are gathered ahead of their use, in the order in which a batch before has used them.
+//! Prefetching of units, in the order of an earlier batch.
 
 use std::{collections::VecDeque, mem, sync::Arc};
 
-/// The units that a batch gathers one after the other, through the forward and the backward pass.
+/// The units that a batch gathers, in order, through the forward and the backward pass.
 pub(crate) type Order = Arc<[String]>;
 
-/// How far one replica has gathered the units of a batch. `P` is a gathering under way.
+/// The prefetch state of one replica during a batch. `P` is an all-gather in flight.
 ///
-/// (DeepSpeed's ZeRO stage 3 traces the first step likewise; PyTorch's FSDP takes the order of the
-/// forward pass for the next one, and its reverse for the backward pass.)
+/// (DeepSpeed's ZeRO stage 3 also traces the first step; PyTorch's FSDP repeats the order of the
+/// forward pass, and reverses it for the backward pass.)
 #[derive(Debug)]
 pub(crate) struct Prefetcher<P> {
-    /// How many units are gathered ahead of the one in use.
+    /// Number of units to prefetch.
     depth: usize,
-    /// What an earlier batch has gathered; nothing if there was none, or this one does otherwise.
+    /// The order of an earlier batch; empty if there was none or this batch deviates from it.
     expected: Order,
-    /// How many of those that are expected were begun.
+    /// Number of expected units with a started all-gather.
     n_begun: usize,
     under_way: VecDeque<P>,
-    /// What this batch has gathered.
+    /// Units gathered by this batch so far.
     gathered: Vec<String>,
 }
 
-/// What is to be done before a unit is waited for.
+/// Actions before waiting for a unit.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) struct PrefetchStep<P> {
-    /// Its gathering, if it is under way already.
+    /// The unit's all-gather, if it was prefetched.
     pub(crate) begun: Option<P>,
-    /// Those that the batch turns out not to need now: started is started, so they are waited for.
+    /// Prefetched units that this batch does not need now. They must still be waited for.
     pub(crate) dropped: Vec<P>,
-    /// The units whose gathering is to begin, after that of this one.
+    /// Units to prefetch after this unit's all-gather.
     pub(crate) next: Vec<String>,
 }
 
 impl<P> Prefetcher<P> {
     pub(crate) fn new(depth: usize, expected: Order) -> Self {
-        // Not with room for `depth` units, which may be more than there are.
+        // Without capacity for `depth` units, because `depth` may be far more than the number of
+        // units.
         let under_way = VecDeque::new();
         Self { depth, expected, n_begun: 0, under_way, gathered: Vec::new() }
     }
 
-    /// Whether units are gathered ahead at all.
+    /// Returns true if any units are prefetched.
     pub(crate) fn is_on(&self) -> bool {
         self.depth > 0
     }
 
-    /// Notes that a unit is gathered. All slots of a shard group gather the same units in the same
-    /// order, so all of them begin the same ones.
-    pub(crate) fn turn(&mut self, unit: &str) -> PrefetchStep<P> {
+    /// Records that a unit is gathered, and returns the actions for it. All slots of a shard group
+    /// gather the same units in the same order, so they also prefetch the same units.
+    pub(crate) fn enter_unit(&mut self, unit: &str) -> PrefetchStep<P> {
         let position = self.gathered.len();
         self.gathered.push(unit.to_owned());
         let mut dropped = Vec::new();
@@ -62,17 +63,17 @@ impl<P> Prefetcher<P> {
         PrefetchStep { begun, dropped, next: self.expected[from..to].to_vec() }
     }
 
-    /// Notes that the gathering of the next unit has begun.
+    /// Adds the all-gather of the next prefetched unit.
     pub(crate) fn begin(&mut self, under_way: P) {
         self.under_way.push_back(under_way);
     }
 
-    /// What is under way and was not used.
+    /// Removes and returns the unused all-gathers.
     pub(crate) fn rest(&mut self) -> Vec<P> {
         mem::take(&mut self.under_way).into()
     }
 
-    /// What this batch has gathered.
+    /// Returns the order in which this batch gathered units.
     pub(crate) fn order(&self) -> Order {
         self.gathered.as_slice().into()
     }
@@ -82,16 +83,16 @@ impl<P> Prefetcher<P> {
 mod tests {
     use super::*;
 
-    /// Gathers units as a replica does, each under way as its own name, and writes down what happens.
-    fn run(ahead: &mut Prefetcher<String>, units: &[&str]) -> Vec<String> {
+    /// Gathers units like a replica, with names as all-gathers, and returns a log.
+    fn run(prefetcher: &mut Prefetcher<String>, units: &[&str]) -> Vec<String> {
         let step = |unit: &&str| {
-            let PrefetchStep { begun, dropped, next } = ahead.turn(unit);
+            let PrefetchStep { begun, dropped, next } = prefetcher.enter_unit(unit);
             assert!(begun.is_none_or(|begun| begun == *unit));
             let text = format!("{unit}: -{} +{}", dropped.join(" "), next.join(" "));
             for unit in next {
-                ahead.begin(unit);
+                prefetcher.begin(unit);
             }
-            assert!(ahead.under_way.len() <= ahead.depth);
+            assert!(prefetcher.under_way.len() <= prefetcher.depth);
             text
         };
         units.iter().map(step).collect()
@@ -104,7 +105,7 @@ mod tests {
     const BOTH: [&str; 6] = ["a", "b", "c", "c", "b", "a"];
 
     #[test]
-    fn the_next_units_of_a_known_order_begin_early_and_each_once() {
+    fn known_orders_are_prefetched_once() {
         let mut first = Prefetcher::new(2, Order::default());
         assert!(run(&mut first, &BOTH).iter().all(|turn| turn.ends_with(": - +")));
         let known = first.order();
@@ -118,7 +119,7 @@ mod tests {
     }
 
     #[test]
-    fn another_order_drops_what_is_under_way_and_is_noted() {
+    fn other_orders_drop_prefetched_units() {
         let mut other = Prefetcher::new(2, order(&BOTH));
         let expected = ["a: - +b c", "c: -b c +", "c: - +", "a: - +"];
         assert_eq!(run(&mut other, &["a", "c", "c", "a"]), expected);
@@ -131,14 +132,14 @@ mod tests {
     }
 
     #[test]
-    fn any_number_of_units_may_be_ahead() {
+    fn depth_may_exceed_the_units() {
         let mut all = Prefetcher::new(usize::MAX, order(&BOTH));
         let expected = ["a: - +b c c b a", "b: - +", "c: - +", "c: - +", "b: - +", "a: - +"];
         assert_eq!(run(&mut all, &BOTH), expected);
     }
 
     #[test]
-    fn nothing_is_ahead_unless_it_is_asked_for() {
+    fn depth_zero_prefetches_nothing() {
         let mut off = Prefetcher::new(0, order(&BOTH));
         assert!(!off.is_on());
         assert!(run(&mut off, &BOTH).iter().all(|turn| turn.ends_with(": - +")));

@@ -1,4 +1,4 @@
-//! Which parameters of a model form which unit.
+//! Rules that assign parameters to units.
 
 use std::collections::BTreeMap;
 
@@ -6,11 +6,11 @@ use fsdp_plan::ParameterInfo;
 
 use crate::error::sharding::ShardingError;
 
-/// Which parameters of a model form which [unit](crate::Units::unit).
+/// Rules that assign a model's parameters to [units](crate::Units::unit).
 ///
-/// Numbered blocks are units of their own, with their names: `h.3.attn.weight` and `h.3.mlp.weight`
-/// belong to the unit `h.3`. All others are put into units by the beginnings of their names. (PyTorch
-/// calls `fully_shard` on each module that is to be a unit, and leaves what remains to the root.)
+/// Each numbered block is a unit with the block's name: `h.3.attn.weight` and `h.3.mlp.weight`
+/// belong to the unit `h.3`. Other parameters are assigned by name prefixes. (In PyTorch,
+/// `fully_shard` is called on each module that becomes a unit, and the rest belongs to the root.)
 ///
 /// # Examples
 ///
@@ -24,8 +24,7 @@ use crate::error::sharding::ShardingError;
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 #[must_use]
 pub struct UnitRules {
-    /// The units with the beginnings of their variables' names, in the order in which they were
-    /// named.
+    /// Units with the prefixes of their variables' names, in order of definition.
     named: Vec<(String, Vec<String>)>,
 }
 
@@ -33,21 +32,21 @@ pub struct UnitRules {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Member {
     pub(crate) name: String,
-    /// What the unit's builder calls it.
+    /// The name in the unit's variable builder.
     pub(crate) inner_name: String,
 }
 
 impl UnitRules {
-    /// Numbered blocks alone.
+    /// Returns rules with numbered blocks only.
     pub fn new() -> Self {
         Self::default()
     }
 
-    /// Puts the parameters whose names begin with the components of a prefix into the unit `name`:
-    /// `norm` means `norm.weight`, not `norm2.weight`.
+    /// Assigns the parameters under a prefix of name components to the unit `name`: `norm` matches
+    /// `norm.weight` but not `norm2.weight`.
     ///
-    /// If all of them lie under the unit's own name, its builder has them without that, as those of
-    /// a block: what is put together of several places keeps its full names.
+    /// If all of them are under the unit's own name, its builder has them without this prefix, like
+    /// a block. A unit of several places keeps full names.
     ///
     /// A parameter may be in several units, such as an embedding that the head uses again: it is
     /// gathered for each of them, and its gradients are added up.
@@ -60,12 +59,12 @@ impl UnitRules {
         self
     }
 
-    /// The units of a model, in the order in which their parameters first occur.
+    /// Returns the units of a model, in order of their first parameter.
     ///
     /// # Errors
     ///
-    /// [`ShardingError::SameUnit`], [`ShardingError::UnmatchedPrefix`], and
-    /// [`ShardingError::NoUnit`] if a parameter is in none.
+    /// Returns [`ShardingError::SameUnit`], [`ShardingError::UnmatchedPrefix`], and
+    /// [`ShardingError::NoUnit`] if a parameter is in no unit.
     pub(crate) fn units(
         &self,
         parameters: &[ParameterInfo],
@@ -93,19 +92,24 @@ impl UnitRules {
         Ok(order.into_iter().map(|unit| (unit.to_owned(), members(unit, &names[unit]))).collect())
     }
 
-    /// The units that a parameter is in: the first is the one that a plan counts it for.
+    /// Returns the units of a parameter; a plan counts it for the first one.
     pub(crate) fn units_of<'a>(&'a self, parameter: &'a ParameterInfo) -> Vec<&'a str> {
-        let has = |(_, prefixes): &&(String, Vec<String>)| is_under_any(parameter.name(), prefixes);
-        let named: Vec<&str> =
-            self.named.iter().filter(has).map(|(unit, _)| unit.as_str()).collect();
+        let named: Vec<&str> = self
+            .named
+            .iter()
+            .filter(|(_, prefixes)| is_under_any(parameter.name(), prefixes))
+            .map(|(unit, _)| unit.as_str())
+            .collect();
         match named[..] {
-            // The planner's rule for numbered layers; it has the others in its root unit.
+            // The planner's rule for numbered layers. The planner's root unit has an empty name,
+            // and is not a unit here.
             [] => Some(parameter.unit()).filter(|unit| !unit.is_empty()).into_iter().collect(),
             _ => named,
         }
     }
 
-    /// The variables among `names` of a unit: of one that no rule names, those under its own name.
+    /// Returns the variables of a unit among `names`; without a rule, the variables under the
+    /// unit's name.
     pub(crate) fn members<'a>(
         &self,
         unit: &str,
@@ -123,10 +127,10 @@ impl UnitRules {
             if self.named[..position].iter().any(|(other, _)| other == unit) {
                 return Err(ShardingError::SameUnit { unit: unit.clone() });
             }
-            let matches_none = |prefix: &&String| {
+            let unmatched = prefixes.iter().find(|prefix| {
                 !parameters.iter().any(|parameter| inner_name(parameter.name(), prefix).is_some())
-            };
-            if let Some(prefix) = prefixes.iter().find(matches_none) {
+            });
+            if let Some(prefix) = unmatched {
                 return Err(ShardingError::UnmatchedPrefix {
                     unit: unit.clone(),
                     prefix: prefix.clone(),
@@ -139,20 +143,25 @@ impl UnitRules {
 
 fn members(unit: &str, names: &[&str]) -> Vec<Member> {
     let inner: Option<Vec<&str>> = names.iter().map(|name| inner_name(name, unit)).collect();
-    let member = |(&name, &inner_name): (&&str, &&str)| Member {
-        name: name.to_owned(),
-        inner_name: inner_name.to_owned(),
-    };
-    // A variable with the very name of the unit has none inside.
+    // Full names are kept if a variable has exactly the unit's name, because it would have no inner
+    // name.
     let inner = inner.filter(|inner| inner.iter().all(|name| !name.is_empty()));
-    names.iter().zip(inner.as_deref().unwrap_or(names)).map(member).collect()
+    names
+        .iter()
+        .zip(inner.as_deref().unwrap_or(names))
+        .map(|(&name, &inner_name)| Member {
+            name: name.to_owned(),
+            inner_name: inner_name.to_owned(),
+        })
+        .collect()
 }
 
 fn is_under_any(name: &str, prefixes: &[String]) -> bool {
     prefixes.iter().any(|prefix| inner_name(name, prefix).is_some())
 }
 
-/// What follows the components of `prefix` in a name that begins with them.
+/// Returns the rest of a name after the components of `prefix`, or `None` if it does not begin with
+/// them.
 fn inner_name<'a>(name: &'a str, prefix: &str) -> Option<&'a str> {
     let rest = name.strip_prefix(prefix)?;
     if rest.is_empty() { Some(rest) } else { rest.strip_prefix('.') }
@@ -165,24 +174,27 @@ mod tests {
     use super::*;
 
     fn infos(names: &[&str]) -> Vec<ParameterInfo> {
-        let info = |name: &&str| ParameterInfo::new(*name, [2], ElemType::F32).unwrap();
-        names.iter().map(info).collect()
+        names.iter().map(|&name| ParameterInfo::new(name, [2], ElemType::F32).unwrap()).collect()
     }
 
-    /// The units with their members, as `name=inner name`.
+    /// Returns the units with their members, as `name=inner name`.
     fn units(rules: &UnitRules, names: &[&str]) -> Result<Vec<String>, ShardingError> {
-        let text = |(unit, members): (String, Vec<Member>)| {
-            let member = |member: &Member| format!("{}={}", member.name, member.inner_name);
-            format!("{unit}: {}", members.iter().map(member).collect::<Vec<_>>().join(" "))
-        };
-        Ok(rules.units(&infos(names))?.into_iter().map(text).collect())
+        let mut texts = Vec::new();
+        for (unit, members) in rules.units(&infos(names))? {
+            let members: Vec<String> = members
+                .iter()
+                .map(|member| format!("{}={}", member.name, member.inner_name))
+                .collect();
+            texts.push(format!("{unit}: {}", members.join(" ")));
+        }
+        Ok(texts)
     }
 
     const NAMES: [&str; 6] =
         ["tokens.weight", "h.0.w", "h.0.attn.w", "h.1.w", "norm.weight", "head.weight"];
 
     #[test]
-    fn blocks_are_units_and_others_are_put_together_by_prefixes() {
+    fn blocks_and_prefixes_form_units() {
         let rules =
             UnitRules::new().unit("tokens", ["tokens"]).unit("last", ["norm.weight", "head"]);
         let expected = [
@@ -199,7 +211,7 @@ mod tests {
     }
 
     #[test]
-    fn rules_go_before_numbers() {
+    fn rules_override_numbered_blocks() {
         let rules = UnitRules::new().unit("all", ["h", "tokens", "norm", "head"]);
         assert_eq!(units(&rules, &NAMES).unwrap().len(), 1);
         let names = ["a", "a.b"];
@@ -220,7 +232,7 @@ mod tests {
     }
 
     #[test]
-    fn what_cannot_be_meant_is_refused() {
+    fn invalid_rules_are_rejected() {
         let refused = |rules: UnitRules| units(&rules, &NAMES).unwrap_err();
         let parameters = ["tokens.weight", "norm.weight", "head.weight"].map(str::to_owned);
         assert_eq!(

@@ -1,4 +1,4 @@
-//! What one replica does for the units of a sharded model, from the beginning of a step to its end.
+//! The work of one replica for the units of a sharded model during a step.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -17,12 +17,12 @@ use crate::{
     grad::{corrected, widened},
     loss::{Loss, ShardLoss},
     precision::is_half,
-    sharded::units::UnderWay,
+    sharded::units::PendingGather,
     step::rules::{Goal, Rules},
     units::{
         accumulation::{Accumulation, UnreducedGrads},
         backward::{BackwardState, ReadyGrads, UpdatesInBackward},
-        freed::{FreedParams, Pass},
+        freed::{FreedParams, UnitPass},
         keep::Keep,
         model::{Model, Unit, UnitMember},
         outside::GivenParameters,
@@ -31,49 +31,51 @@ use crate::{
     },
 };
 
-/// One replica's way through a batch: entering units, and collecting the gradients that they leave.
+/// One replica's pass over a batch: it enters units and collects their gradients.
 ///
-/// The operations of a batch's graph hold it, and it holds none of them.
+/// The operations of a batch's graph own the session, but not vice versa, so there is no reference
+/// cycle.
 pub(crate) struct Session {
     ctx: Replica,
     common: Arc<PassContext>,
-    /// Updates parameters as soon as their gradients are known.
+    /// Updates parameters as soon as their gradients are final.
     updates: Option<Arc<dyn UpdatesInBackward>>,
-    /// Whether a graph is recorded only to find parameters that are used outside their units.
+    /// Whether the graph is recorded only to find parameters used outside their units.
     is_search: bool,
-    /// An input of every operation that has a gradient to leave: candle records nothing of
-    /// integers.
+    /// An input of every operation that has gradients to reduce, because candle records no
+    /// operation if all inputs are integers or untracked.
     anchor: Var,
-    ahead: Mutex<Prefetcher<UnderWay>>,
+    prefetcher: Mutex<Prefetcher<PendingGather>>,
     backward: Mutex<BackwardState>,
     /// Leaves of units that no step has trained yet.
     given: Mutex<GivenParameters>,
 }
 
-/// What the replicas of a process have in common while a batch is computed.
+/// Data shared by the replicas of a process during a batch.
 #[derive(Debug)]
 pub(crate) struct PassContext {
     pub(crate) model: Arc<Model>,
     pub(crate) rules: Rules,
-    /// What an earlier batch has gathered, in its order.
+    /// The order in which an earlier batch gathered units.
     order: Order,
-    emptied: FreedParams,
+    freed: FreedParams,
 }
 
-/// What the backward pass of a batch leaves on a slot.
+/// The result of a batch's backward pass on a slot.
 pub(crate) struct Gradients {
-    /// The sums over all slots, for each of this slot's parts whose parameter is not updated yet.
+    /// The sums over all slots, for each of this slot's shards that is not updated yet.
     pub(crate) sums: Vec<Option<Tensor>>,
-    /// What is not summed yet.
+    /// Unreduced gradients.
     pub(crate) whole: UnreducedGrads,
-    /// Whether each trained variable of the model has a gradient here, in the order of names.
+    /// Whether each trained variable of the model has a gradient on this slot, in the order of
+    /// names.
     pub(crate) used: Vec<bool>,
 }
 
 impl PassContext {
     pub(crate) fn new(model: &Arc<Model>, rules: Rules) -> Arc<Self> {
         let order = model.order(rules.goal.differentiates());
-        Arc::new(Self { model: Arc::clone(model), rules, order, emptied: FreedParams::default() })
+        Arc::new(Self { model: Arc::clone(model), rules, order, freed: FreedParams::default() })
     }
 }
 
@@ -98,13 +100,16 @@ impl Session {
             updates,
             is_search,
             anchor: Var::zeros((), DType::F32, ctx.device())?,
-            ahead: Mutex::new(Prefetcher::new(common.model.prefetch, Arc::clone(&common.order))),
+            prefetcher: Mutex::new(Prefetcher::new(
+                common.model.prefetch,
+                Arc::clone(&common.order),
+            )),
             backward: Mutex::default(),
             given: Mutex::default(),
         }))
     }
 
-    /// Returns a session for another run of this batch's loss, which frees no parameter.
+    /// Returns a session for another run of this batch's loss, which frees no parameters.
     pub(crate) fn search(&self) -> Result<Arc<Self>> {
         Self::with_search(&self.ctx, &self.common, None, true)
     }
@@ -113,14 +118,14 @@ impl Session {
         self.is_search
     }
 
-    /// The unit of this name, which is entered.
+    /// Returns the unit of this name, and records that it is entered.
     pub(crate) fn enter(&self, name: &str) -> Result<&Unit> {
         let unit = self.find(name)?;
         self.backward().entered.insert(name.to_owned());
         Ok(unit)
     }
 
-    /// The unit of this name.
+    /// Returns the unit of this name.
     pub(crate) fn find(&self, name: &str) -> Result<&Unit> {
         self.model().units.get(name).ok_or_else(|| {
             let units = self.model().units.keys().cloned().collect();
@@ -144,22 +149,23 @@ impl Session {
         self.rules().goal.differentiates()
     }
 
-    /// Whether it is to be seen that a unit has the same result twice. A run that is resumed may have
-    /// been trained by a model that runs units once, so the number of its steps does not tell.
+    /// Returns true if the unit's recomputation must be checked for the same result. The number of
+    /// steps does not decide, because a resumed run may have been trained by a model that does not
+    /// recompute units.
     pub(crate) fn checks_determinism(&self, unit: &str) -> bool {
         !self.model().is_repeatable(unit)
     }
 
     /// Returns true if a pass through a unit that no step has trained yet may free its parameters.
     pub(crate) fn may_free_unproven(&self) -> bool {
+        if !self.is_training() || self.is_search() {
+            return false;
+        }
         let mut units = self.model().units.iter();
-        let frees = |(name, unit): (&String, &Unit)| {
-            unit.keep == Keep::Graph && self.checks_determinism(name)
-        };
-        self.is_training() && !self.is_search() && units.any(frees)
+        units.any(|(name, unit)| unit.keep == Keep::Graph && self.checks_determinism(name))
     }
 
-    /// Refuses a loss that uses a parameter outside the function of its unit.
+    /// Returns an error if a loss uses a parameter outside the function of its unit.
     pub(crate) fn check_outside<A>(&self, loss: &Loss<A>) -> Result<()> {
         let found = self.given().find_in_graph(loss.value());
         found.map_or(Ok(()), |error| Err(self.refuse(error)))
@@ -171,18 +177,18 @@ impl Session {
         self.refuse(outside.unwrap_or_else(|| TrainingError::Captured { unit: unit.to_owned() }))
     }
 
-    /// An error that this replica alone knows of.
+    /// Records an error that only this replica detects.
     pub(crate) fn refuse(&self, error: TrainingError) -> candle_core::Error {
         self.rules().refusal.alone(error)
     }
 
-    /// The whole parameters of a unit, by their names.
+    /// Gathers the full parameters of a unit, by name.
     ///
-    /// Begins with those of the units that are expected next, where units are gathered ahead.
+    /// Also starts the all-gathers of the next expected units if prefetching is on.
     pub(crate) fn gather(&self, unit: &str) -> Result<BTreeMap<String, Var>> {
         let Model { vars, .. } = self.model();
-        let PrefetchStep { begun, dropped, next } = self.ahead().turn(unit);
-        if !self.ahead().is_on() {
+        let PrefetchStep { begun, dropped, next } = self.prefetcher().enter_unit(unit);
+        if !self.prefetcher().is_on() {
             return vars.gather_unit(&self.ctx, unit);
         }
         self.drop_gathered(dropped)?;
@@ -192,28 +198,27 @@ impl Session {
         };
         for unit in &next {
             let under_way = vars.start_gather_unit(&self.ctx, unit)?;
-            self.ahead().begin(under_way);
+            self.prefetcher().begin(under_way);
         }
         vars.finish_gather_unit(&self.ctx, under_way)
     }
 
-    /// Waits for what was gathered ahead and not used, as a collective that was started demands.
-    fn drop_gathered(&self, dropped: Vec<UnderWay>) -> Result<()> {
+    /// Waits for unused prefetched units, because a started collective must be waited for.
+    fn drop_gathered(&self, dropped: Vec<PendingGather>) -> Result<()> {
         let vars = &self.model().vars;
         dropped.into_iter().try_for_each(|unit| vars.finish_gather_unit(&self.ctx, unit).map(drop))
     }
 
-    /// Ends the gathering of a batch: what was expected and has not come is not needed.
+    /// Ends the gathering of a batch by dropping prefetched units that were not used.
     pub(crate) fn finish_gathering(&self) -> Result<()> {
-        let rest = self.ahead().rest();
+        let rest = self.prefetcher().rest();
         self.drop_gathered(rest)
     }
 
-    /// Waits for all that is under way and of no use any more, where all replicas end a batch before
-    /// its end.
+    /// Waits for all collectives in flight if all replicas end a batch early.
     pub(crate) fn abandon(&self) -> Result<()> {
         self.finish_gathering()?;
-        // Taken before, so that the lock is not held while this waits.
+        // Taken first, so that the lock is not held while waiting.
         let under_way = self.backward().under_way.take();
         match under_way {
             Some(sums) => self.model().vars.finish_reduce_parts(&self.ctx, sums).map(drop),
@@ -221,12 +226,12 @@ impl Session {
         }
     }
 
-    /// Refuses, on all slots, a loss for which the slots of a shard group have entered other units.
+    /// Returns an error on all slots if the slots of a shard group entered different units.
     ///
-    /// Where units are gathered ahead, their collectives do not show it: a unit that one slot has
-    /// left out was begun by all, and what it begins instead the others begin ahead.
+    /// With prefetching, the collectives do not detect this: all slots start to gather a unit that
+    /// one slot skips, and the others prefetch the unit that this slot gathers instead.
     pub(crate) fn check_order(&self) -> Result<()> {
-        if !self.ahead().is_on() {
+        if !self.prefetcher().is_on() {
             return Ok(());
         }
         let order = self.order();
@@ -237,25 +242,32 @@ impl Session {
         let orders = agreement::words(&self.ctx, &halves(fingerprint.finish()))?;
         let group_size = self.model().vars.plan().shard_group().as_usize();
         let first_of_group = |slot: usize| slot / group_size * group_size;
-        let differs = |&slot: &usize| orders[slot] != orders[first_of_group(slot)];
-        match (0..orders.len()).find(differs) {
+        let other = (0..orders.len()).find(|&slot| orders[slot] != orders[first_of_group(slot)]);
+        match other {
             Some(slot) => Err(self.other_units(&order, first_of_group(slot), slot)?),
             None => Ok(()),
         }
     }
 
-    /// The error of two slots that have entered other units, which all slots tell each other:
-    /// `order` are those of this one.
-    #[expect(clippy::expect_used, reason = "positions of units, sent by other slots")]
+    /// Exchanges the orders and returns the error of two slots that entered different units;
+    /// `order` is this slot's order.
+    #[expect(clippy::expect_used, reason = "all slots send indices of the same units")]
     fn other_units(&self, order: &Order, left: usize, right: usize) -> Result<candle_core::Error> {
         let names: Vec<&String> = self.model().units.keys().collect();
-        let position =
-            |unit: &String| names.binary_search(&unit).expect("a unit of the model") as u64;
-        let here: Vec<u64> = order.iter().map(position).collect();
+        let here: Vec<u64> = order
+            .iter()
+            .map(|unit| names.binary_search(&unit).expect("a unit of the model") as u64)
+            .collect();
         let orders = agreement::lists(&self.ctx, &here)?;
-        let name =
-            |&at: &u64| names[usize::try_from(at).expect("it was sent as a position")].clone();
-        let units_of = |slot: usize| orders[slot].iter().map(name).collect();
+        let units_of = |slot: usize| {
+            orders[slot]
+                .iter()
+                .map(|&index| {
+                    let index = usize::try_from(index).expect("slots send indices of units");
+                    names[index].clone()
+                })
+                .collect()
+        };
         let error = TrainingError::OtherUnits {
             left,
             left_units: units_of(left),
@@ -265,43 +277,43 @@ impl Session {
         Ok(self.rules().refusal.agreed(error))
     }
 
-    /// The units that this batch has gathered, in their order.
+    /// Returns the units that this batch gathered, in order.
     pub(crate) fn order(&self) -> Order {
-        self.ahead().order()
+        self.prefetcher().order()
     }
 
-    /// Frees the parameters of a unit whose graph is kept, as soon as no slot of this process
-    /// computes with them.
+    /// Frees the parameters in a unit's kept graph as soon as no slot of this process computes with
+    /// them.
     pub(crate) fn free_parameters(
         &self,
         name: &str,
         gathered: &BTreeMap<String, Var>,
-    ) -> Result<Pass> {
+    ) -> Result<UnitPass> {
         let vars = &self.model().vars;
         let sharing = vars.sharing(&self.ctx);
-        let pass = Pass { first: sharing[0], n_before: self.backward().next_emptied() };
+        let pass = UnitPass { first: sharing[0], n_before: self.backward().next_freed() };
         let (shared, own) = vars.split_shared(name, gathered)?;
         own.into_iter().try_for_each(|name| free_storage(&gathered[name]))?;
         let shared = shared.into_iter().map(|name| &gathered[name]);
-        self.common.emptied.leave(pass, sharing.len(), shared)?;
+        self.common.freed.leave(pass, sharing.len(), shared)?;
         Ok(pass)
     }
 
-    /// Gives the parameters that a graph has kept their memory back.
+    /// Restores the memory of the parameters in a kept graph.
     pub(crate) fn refill(
         &self,
         name: &str,
-        pass: Pass,
+        pass: UnitPass,
         kept: &BTreeMap<String, Var>,
     ) -> Result<()> {
         let again = self.gather(name)?;
         let (shared, own) = self.model().vars.split_shared(name, kept)?;
         own.into_iter().try_for_each(|name| swap_storage(&kept[name], &again[name]))?;
         let shared = shared.into_iter().map(|name| (&kept[name], &again[name]));
-        self.common.emptied.restore(pass, shared)
+        self.common.freed.restore(pass, shared)
     }
 
-    /// The builder of a unit's layers. What is trained is in the graph if it `records`.
+    /// Returns the builder of a unit's layers. Trained parameters are in the graph if `records`.
     pub(crate) fn builder(
         &self,
         name: &str,
@@ -324,7 +336,7 @@ impl Session {
         VarBuilder::from_tensors(inner, self.model().dtype, self.ctx.device())
     }
 
-    /// Refuses the backward pass of a unit that the step has not begun.
+    /// Returns an error if the step has not started the backward pass of a unit.
     pub(crate) fn check_under_way(&self, unit: &str) -> Result<()> {
         if self.backward().is_under_way {
             return Ok(());
@@ -336,12 +348,12 @@ impl Session {
         self.refuse(TrainingError::Differentiated { unit: unit.to_owned(), how })
     }
 
-    /// Notes that a pass through a unit was recorded, whose gradients are to come.
+    /// Records a pass through a unit with gradients to reduce.
     pub(crate) fn expect_gradients(&self, unit: &str) {
         *self.backward().expected.entry(unit.to_owned()).or_default() += 1;
     }
 
-    /// Takes what a pass through a unit leaves on this slot: its parameters, and their gradients.
+    /// Takes the parameters of a pass through a unit, and their gradients on this slot.
     pub(crate) fn leave(
         &self,
         unit: &str,
@@ -355,34 +367,34 @@ impl Session {
                 own.insert(name.clone(), self.share(&grad)?);
             }
         }
-        // Not held any longer than need be: this is when a step holds the most.
+        // Freed as early as possible, because memory use peaks here.
         drop((gathered, grads));
         self.backward().mark_used(own.keys());
-        if self.keeps_whole() {
+        if self.defers_reduction() {
             return self.backward().whole.add(unit, own);
         }
         self.reduce(unit, own)
     }
 
-    /// What a gradient on this slot adds to the sum.
+    /// Returns the contribution of a local gradient to the sum.
     fn share(&self, grad: &Tensor) -> Result<Tensor> {
         let (is_empty, rest) = {
             let backward = self.backward();
             (backward.is_empty, backward.rest)
         };
-        // One at a time: gradients of a linear layer's weights may be transposed views, which the
-        // sum would make contiguous all together, beside themselves.
+        // Made contiguous one at a time: gradients of linear weights may be transposed views, and
+        // the reduction would otherwise copy all of them at once.
         corrected(widened(grad)?.contiguous()?, is_empty, rest)
     }
 
-    /// Whether gradients are not summed yet.
-    fn keeps_whole(&self) -> bool {
+    /// Returns true if gradients stay unreduced until a later batch.
+    fn defers_reduction(&self) -> bool {
         self.rules().goal == Goal::Accumulate
             && self.model().accumulation == Accumulation::ReduceLast
     }
 
-    /// Sums the gradients of a unit's parameters over all slots, with those that were kept whole:
-    /// while the backward pass goes on, if units are gathered ahead.
+    /// Reduces the gradients of a unit's parameters over all slots, together with earlier unreduced
+    /// gradients. With prefetching, the reduction overlaps with the backward pass.
     fn reduce(&self, unit: &str, mut own: BTreeMap<String, Tensor>) -> Result<()> {
         let mut whole = mem::take(&mut self.backward().whole);
         whole.units.remove(unit);
@@ -398,18 +410,18 @@ impl Session {
         }
         self.backward().whole = whole;
         let vars = &self.model().vars;
-        if !self.ahead().is_on() {
+        if !self.prefetcher().is_on() {
             let sums = vars.reduce_parts(&self.ctx, unit, |name| all.remove(name))?;
             return self.apply_sums(unit, sums);
         }
-        // One at a time, so that the gradients of one unit wait and no more.
+        // Only one reduction is in flight, so that only one unit's gradients wait in memory.
         self.finish_reducing()?;
         let under_way = vars.start_reduce_parts(&self.ctx, unit, |name| all.remove(name))?;
         self.backward().under_way = Some(under_way);
         Ok(())
     }
 
-    /// Waits for the sums that are under way.
+    /// Waits for the reduction in flight.
     fn finish_reducing(&self) -> Result<()> {
         let Some(under_way) = self.backward().under_way.take() else { return Ok(()) };
         let unit = under_way.unit.clone();
@@ -417,7 +429,7 @@ impl Session {
         self.apply_sums(&unit, sums)
     }
 
-    /// Does what is to be done with the sums of a unit.
+    /// Stores a unit's reduced gradients, or updates its parameters with them.
     fn apply_sums(&self, unit: &str, sums: Vec<(usize, Tensor)>) -> Result<()> {
         self.backward().add(sums)?;
         match &self.updates {
@@ -430,8 +442,8 @@ impl Session {
         }
     }
 
-    /// Differentiates a shard's sum over `scale`, through all units that it has entered; `whole`
-    /// are gradients that were kept before.
+    /// Differentiates a shard's sum divided by `scale` through all units that it entered; `whole`
+    /// are unreduced gradients of earlier batches.
     pub(crate) fn differentiate(
         &self,
         shard: ShardLoss,
@@ -454,11 +466,11 @@ impl Session {
         })
     }
 
-    /// Does what waits for the end of the backward pass.
+    /// Completes collectives, reductions and updates at the end of the backward pass.
     fn finish(&self) -> Result<()> {
         self.finish_gathering()?;
-        if !self.keeps_whole() {
-            // Of units that only batches before this one have entered.
+        if !self.defers_reduction() {
+            // Units that only earlier batches entered.
             let units = self.backward().whole.units.clone();
             units.iter().try_for_each(|unit| self.reduce(unit, BTreeMap::new()))?;
         }
@@ -473,7 +485,7 @@ impl Session {
         }
     }
 
-    /// Updates the parameters whose gradients are known.
+    /// Updates the parameters with final gradients.
     fn update(&self, updates: &dyn UpdatesInBackward, known: &ReadyGrads) -> Result<()> {
         if known.trained.is_empty() {
             return Ok(());
@@ -484,36 +496,36 @@ impl Session {
         Ok(())
     }
 
-    /// Whether parameters are updated during the backward pass.
+    /// Returns true if parameters are updated during the backward pass.
     pub(crate) fn updates_in_backward(&self) -> bool {
         self.updates.is_some()
     }
 
-    /// Refuses an update, the first one, by batches that have not entered all units that are
-    /// trained: `entered` are the units of all of them.
+    /// Returns an error for the first update if its batches did not enter all trained units;
+    /// `entered` are the units of all these batches.
     pub(crate) fn check_entered(&self, entered: &BTreeSet<String>) -> Result<()> {
         let is_first_update = self.rules().goal == Goal::Update && self.rules().all_used;
         let refused = is_first_update.then(|| self.model().not_entered(entered)).flatten();
-        // All slots have entered the same units.
+        // All slots entered the same units, so all return the same error.
         refused.map_or(Ok(()), |error| Err(self.rules().refusal.agreed(error)))
     }
 
-    /// The names of the units that the loss has entered.
+    /// Returns the names of the units that the loss entered.
     pub(crate) fn entered(&self) -> Vec<String> {
         self.backward().entered.iter().cloned().collect()
     }
 
-    /// Not held while anything is gathered.
-    fn ahead(&self) -> MutexGuard<'_, Prefetcher<UnderWay>> {
-        self.ahead.lock().unwrap_or_else(PoisonError::into_inner)
+    /// Locks the prefetcher; never held during a collective.
+    fn prefetcher(&self) -> MutexGuard<'_, Prefetcher<PendingGather>> {
+        self.prefetcher.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Held for an entry or a search alone.
+    /// Locks the recorded leaves, only to add or to search.
     fn given(&self) -> MutexGuard<'_, GivenParameters> {
         self.given.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Not held while anything is computed or waited for.
+    /// Locks the state of the backward pass; never held during a computation or a wait.
     fn backward(&self) -> MutexGuard<'_, BackwardState> {
         self.backward.lock().unwrap_or_else(PoisonError::into_inner)
     }

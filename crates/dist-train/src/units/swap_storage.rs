@@ -1,5 +1,5 @@
-//! What two tensors hold, exchanged: memory that a graph of candle's names is taken away from it
-//! and given back.
+//! Exchange of two tensors' storages, which takes memory away from graphs of candle and restores
+//! it.
 
 use std::{cell::Cell, mem, ptr};
 
@@ -8,24 +8,24 @@ use candle_core::{
     Storage, Tensor, bail, op::BackpropOp,
 };
 
-/// Exchanges the memory of two tensors of one device, for everything that shares it with either: for
-/// views of them, and for the operations that have read them.
+/// Swaps the memory of two tensors on one device, including all views of them and the operations
+/// that recorded them.
 ///
-/// candle lends the memory of a tensor to an operation in place, and of one tensor at a time: so the
-/// operation on the first starts the one on the second.
+/// candle lends the storage of one tensor at a time, to an in-place operation, so the operation on
+/// the first tensor runs the operation on the second.
 ///
 /// # Errors
 ///
-/// If the tensors lie on different kinds of devices.
+/// Returns an error if the tensors are on different kinds of devices.
 pub(crate) fn swap_storage(first: &Tensor, second: &Tensor) -> Result<()> {
-    first.inplace_op1(&First { second })
+    first.inplace_op1(&SwapFirst { second })
 }
 
-/// Frees the memory of a tensor, and of everything that shares it.
+/// Frees the memory of a tensor and of all its views.
 ///
-/// On a processor what is left has a type that no operation takes, so whatever reads the tensor
-/// before its memory is [given back](swap_storage) fails: candle multiplies matrices through pointers,
-/// and would read beyond an empty one of the right type.
+/// On the CPU the remaining empty storage has a dtype that no operation accepts, so reading the
+/// tensor before its memory is [restored](swap_storage) fails. An empty storage of the right dtype
+/// would be unsafe: candle multiplies matrices through pointers, and would read out of bounds.
 pub(crate) fn free_storage(tensor: &Tensor) -> Result<()> {
     let nothing = match tensor.device() {
         Device::Cpu => {
@@ -37,19 +37,19 @@ pub(crate) fn free_storage(tensor: &Tensor) -> Result<()> {
     swap_storage(tensor, &nothing)
 }
 
-/// Returns true if candle failed because it read [freed](free_storage) memory of a processor: no tensor of a
-/// model has the type of what is left.
+/// Returns true if candle failed because it read [freed](free_storage) CPU memory: no tensor of a
+/// model has the dtype of the empty storage.
 pub(crate) fn reads_freed_memory(error: &Error) -> bool {
     error.to_string().contains(&format!("{:?}", DType::F4))
 }
 
-/// Whether two tensors share their memory, as views of one do.
+/// Returns true if two tensors share their memory, like views.
 pub(crate) fn shares_memory(left: &Tensor, right: &Tensor) -> bool {
     address(left) == address(right)
 }
 
-/// Where a tensor's memory is kept. The lock is let go before another one is taken: a thread that
-/// has one and waits for another may wait for itself, if a writer came between.
+/// Returns the address of a tensor's storage. The lock is released before another lock is taken,
+/// because a thread that waits for a second read lock can deadlock with a waiting writer.
 fn address(tensor: &Tensor) -> *const Storage {
     let (storage, _) = tensor.storage_and_layout();
     ptr::from_ref(&*storage)
@@ -57,44 +57,44 @@ fn address(tensor: &Tensor) -> *const Storage {
 
 const NAME: &str = "exchange";
 
-struct First<'a> {
+struct SwapFirst<'a> {
     second: &'a Tensor,
 }
 
-/// The memory of the first tensor, until the operation on the second runs.
-struct Second<'a, S>(Cell<Option<&'a mut S>>);
+/// The storage of the first tensor; taken when the operation on the second tensor runs.
+struct SwapSecond<'a, S>(Cell<Option<&'a mut S>>);
 
-impl<'a, S> Second<'a, S> {
+impl<'a, S> SwapSecond<'a, S> {
     fn new(first: &'a mut S) -> Self {
         Self(Cell::new(Some(first)))
     }
 
     fn run(&self, second: &mut S) -> Result<()> {
-        let Some(first) = self.0.take() else { bail!("an operation in place runs once") };
+        let Some(first) = self.0.take() else { bail!("an in-place operation runs only once") };
         mem::swap(first, second);
         Ok(())
     }
 }
 
-impl InplaceOp1 for First<'_> {
+impl InplaceOp1 for SwapFirst<'_> {
     fn name(&self) -> &'static str {
         NAME
     }
 
     fn cpu_fwd(&self, first: &mut CpuStorage, _: &Layout) -> Result<()> {
-        self.second.inplace_op1(&Second::new(first))
+        self.second.inplace_op1(&SwapSecond::new(first))
     }
 
     fn cuda_fwd(&self, first: &mut CudaStorage, _: &Layout) -> Result<()> {
-        self.second.inplace_op1(&Second::new(first))
+        self.second.inplace_op1(&SwapSecond::new(first))
     }
 
     fn metal_fwd(&self, first: &mut MetalStorage, _: &Layout) -> Result<()> {
-        self.second.inplace_op1(&Second::new(first))
+        self.second.inplace_op1(&SwapSecond::new(first))
     }
 }
 
-impl InplaceOp1 for Second<'_, CpuStorage> {
+impl InplaceOp1 for SwapSecond<'_, CpuStorage> {
     fn name(&self) -> &'static str {
         NAME
     }
@@ -104,7 +104,7 @@ impl InplaceOp1 for Second<'_, CpuStorage> {
     }
 }
 
-impl InplaceOp1 for Second<'_, CudaStorage> {
+impl InplaceOp1 for SwapSecond<'_, CudaStorage> {
     fn name(&self) -> &'static str {
         NAME
     }
@@ -118,7 +118,7 @@ impl InplaceOp1 for Second<'_, CudaStorage> {
     }
 }
 
-impl InplaceOp1 for Second<'_, MetalStorage> {
+impl InplaceOp1 for SwapSecond<'_, MetalStorage> {
     fn name(&self) -> &'static str {
         NAME
     }
@@ -132,7 +132,7 @@ impl InplaceOp1 for Second<'_, MetalStorage> {
     }
 }
 
-const OTHER_DEVICE: &str = "memory is not exchanged between different kinds of devices";
+const OTHER_DEVICE: &str = "cannot swap memory between different kinds of devices";
 
 #[cfg(test)]
 mod tests {
@@ -145,7 +145,7 @@ mod tests {
     }
 
     #[test]
-    fn a_graph_finds_its_memory_again() {
+    fn restored_memory_is_used_by_the_graph() {
         let device = Device::Cpu;
         let w = Var::from_vec(vec![1_f32, 2., 3., 4.], (2, 2), &device).unwrap();
         let view = w.t().unwrap();
@@ -167,7 +167,7 @@ mod tests {
     }
 
     #[test]
-    fn views_share_their_memory_and_copies_do_not() {
+    fn only_views_share_memory() {
         let x = Tensor::zeros((2, 3), DType::F32, &Device::Cpu).unwrap();
         assert!(shares_memory(&x, &x.t().unwrap()) && shares_memory(&x.detach(), &x));
         assert!(shares_memory(&x, &x.narrow(1, 1, 1).unwrap()));

@@ -3,12 +3,12 @@
 use candle_core::{Device, Result, Tensor};
 use candle_nn::{Linear, Module, Optimizer, VarBuilder, linear};
 use dist_train::{
-    Checkpoints, DataParallel, DistributedModel, Error, ParamsSgd, Schedule, Sgd, TrainingError,
-    UnitRules, Units,
+    DataParallel, DistributedModel, Error, ParamsSgd, Schedule, Sgd, TrainingError, UnitRules,
+    Units,
 };
 use pmap_mesh::{DeviceMesh, Replica};
 
-use crate::support::LAYOUTS;
+use crate::support::{LAYOUTS, saved};
 
 const RATE: f64 = 0.1;
 
@@ -87,15 +87,12 @@ fn an_accumulated_batch_does_not_advance_it() {
 
 #[test]
 fn a_checkpoint_resumes_it() {
-    let folder = tempfile::tempdir().unwrap();
     let mesh = DeviceMesh::cpu(2).unwrap();
     let mut first = model(0, schedule());
     for _ in 0..4 {
         first.step(batch(), loss).unwrap();
     }
-    let checkpoints = Checkpoints::new(folder.path());
-    checkpoints.save(&mesh, 4, &first.state_dict().unwrap(), &()).unwrap();
-    let latest = checkpoints.latest().unwrap().unwrap();
+    let latest = saved(&mesh, &first);
     let resumed = |layout| {
         // Whatever the builder said.
         let mut model = model(layout, Schedule::linear(3));

@@ -9,13 +9,13 @@ use candle_core::{DType, Device, Result, Tensor};
 use candle_nn::{Linear, Module, Optimizer, SGD, VarBuilder, VarMap, linear, linear_no_bias};
 use core_types::Seed;
 use dist_train::{
-    Checkpoints, DataParallel, DistributedModel, Error, Group, Keep, Loss, ModelBuilder, ParamsSgd,
-    Sgd, TrainingError, UnitRules, Units,
+    DataParallel, DistributedModel, Error, Group, Keep, Loss, ModelBuilder, ParamsSgd, Sgd,
+    TrainingError, UnitRules, Units,
 };
 use fsdp_plan::strategy::{Choice, Hybrid};
 use pmap_mesh::{DeviceMesh, Replica, ReplicaError, Uneven};
 
-use crate::support::refused;
+use crate::support::{refused, saved};
 
 type Model = DistributedModel<Linear, SGD>;
 
@@ -187,14 +187,10 @@ fn random_numbers_differ_by_batch_and_slot_and_are_the_same_when_resumed() {
         })
         .unwrap_err();
 
-    let folder = tempfile::tempdir().unwrap();
-    let checkpoints = Checkpoints::new(folder.path());
-    let mesh = DeviceMesh::cpu(2).unwrap();
     again.set_learning_rate(0.123).unwrap();
-    checkpoints.save(&mesh, 3, &again.state_dict().unwrap(), &()).unwrap();
     // The seed is that of the checkpoint.
     let mut resumed = seeded(2, 77);
-    resumed.load(&checkpoints.latest().unwrap().unwrap()).unwrap();
+    resumed.load(&saved(&DeviceMesh::cpu(2).unwrap(), &again)).unwrap();
     assert_eq!(resumed.steps(), 3);
     assert_eq!(run(&mut resumed, 3), all[6..]);
     assert_ne!(run(&mut seeded(2, 77), 3), all[..6]);

@@ -1,13 +1,15 @@
 //! What many tests share: stacks of small layers, batches for them, and what is said of models.
 
-use std::fmt;
+use std::{fmt, ops::Deref};
 
 use candle_core::{Device, Result, Tensor};
 use candle_nn::{Linear, Module, VarBuilder, linear};
 use dist_train::{
-    DataParallel, DistributedModel, Error, ModelBuilder, TrainingError, UnitRules, Units,
+    Checkpoint, Checkpoints, DataParallel, DistributedModel, Error, ModelBuilder,
+    StatefulOptimizer, TrainingError, UnitRules, Units,
 };
 use pmap_mesh::{DeviceMesh, Replica};
+use tempfile::TempDir;
 
 /// Layers of three features, each of which is a unit.
 pub(crate) fn layers<const N: usize>(vb: VarBuilder<'_>) -> Result<Vec<Linear>> {
@@ -50,6 +52,31 @@ pub(crate) fn through(
         let enter = |x, unit: &&str| model.unit(unit, &x, layer);
         units.iter().try_fold(x, enter)?.sqr()?.mean_all()
     }
+}
+
+/// A checkpoint in a folder of its own.
+pub(crate) struct Saved {
+    checkpoint: Checkpoint,
+    _folder: TempDir,
+}
+
+impl Deref for Saved {
+    type Target = Checkpoint;
+
+    fn deref(&self) -> &Checkpoint {
+        &self.checkpoint
+    }
+}
+
+/// Saves a model.
+pub(crate) fn saved<M, O: StatefulOptimizer>(
+    mesh: &DeviceMesh,
+    model: &DistributedModel<M, O>,
+) -> Saved {
+    let folder = tempfile::tempdir().unwrap();
+    let checkpoints = Checkpoints::new(folder.path());
+    checkpoints.save(mesh, model.steps(), &model.state_dict().unwrap(), &()).unwrap();
+    Saved { checkpoint: checkpoints.latest().unwrap().unwrap(), _folder: folder }
 }
 
 pub(crate) fn refused<T: fmt::Debug>(outcome: dist_train::Result<T>) -> TrainingError {

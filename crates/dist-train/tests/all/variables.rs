@@ -1,15 +1,17 @@
 //! What becomes of each variable: trained in its group, left alone, frozen, or a buffer.
 
+use std::collections::BTreeMap;
+
 use candle_core::{DType, Device, Result, Tensor, Var};
 use candle_nn::{
-    BatchNorm, LayerNorm, Linear, Module, ModuleT, Optimizer, ParamsAdamW, SGD, VarBuilder,
-    batch_norm, layer_norm, linear, linear_no_bias,
+    BatchNorm, Linear, Module, ModuleT, Optimizer, ParamsAdamW, SGD, VarBuilder, batch_norm,
+    linear, linear_no_bias,
 };
 use core_types::Seed;
-use dist_train::{AdamW, Checkpoints, DataParallel, DistributedModel, Error, Group, TrainingError};
+use dist_train::{AdamW, DataParallel, DistributedModel, Error, Group, TrainingError, Units};
 use pmap_mesh::{DeviceMesh, Replica, Uneven};
 
-use crate::support::refused;
+use crate::support::{self, LAYOUTS, layer, refused, replicated, saved};
 
 fn adam(group: Group) -> Result<AdamW> {
     AdamW::new(group.vars, ParamsAdamW { lr: 0.1, weight_decay: 0.1, ..ParamsAdamW::default() })
@@ -30,67 +32,52 @@ fn of<M, O>(model: &DistributedModel<M, O>, name: &str) -> Vec<f32> {
     values(&model.parameters().unwrap()[name])
 }
 
-/// A layer norm of candle-nn, which has no backward, between two layers.
-#[derive(Debug)]
-struct Normed {
-    first: Linear,
-    norm: LayerNorm,
-    head: Linear,
+/// Three layers, of which the second has a bias that is not used.
+fn without_bias(_: &Replica, model: &Units, x: Tensor) -> Result<Tensor> {
+    let x = model.unit("0", &x, layer)?;
+    let x = model.unit("1", &x, |vb, x| linear_no_bias(3, 3, vb)?.forward(x))?;
+    model.unit("2", &x, layer)?.sqr()?.mean_all()
 }
 
-impl Normed {
-    fn new(vb: VarBuilder<'_>) -> Result<Self> {
-        Ok(Self {
-            first: linear(4, 4, vb.pp("first"))?,
-            norm: layer_norm(4, 1e-5, vb.pp("norm"))?,
-            head: linear(4, 2, vb.pp("head"))?,
-        })
-    }
+fn all_values<O>(model: &DistributedModel<Units, O>) -> BTreeMap<String, Vec<f32>> {
+    let parameters = model.parameters().unwrap().into_iter();
+    parameters.map(|(name, value)| (name, values(&value))).collect()
+}
 
-    fn loss(_: &Replica, model: &Self, x: Tensor) -> Result<Tensor> {
-        let x = model.norm.forward(&model.first.forward(&x)?)?;
-        model.head.forward(&x)?.sqr()?.mean_all()
+#[test]
+fn parameters_without_a_gradient_are_named_in_the_first_step() {
+    let mesh = DeviceMesh::cpu(2).unwrap();
+    for layout in LAYOUTS {
+        let mut model = layout(replicated(&mesh)).build(adam).unwrap();
+        let before = all_values(&model);
+        let error = model.step(support::input(4), without_bias).unwrap_err();
+        let text = error.to_string();
+        assert!(text.starts_with("1 of 6 variables got no gradient: 1.bias."), "{text}");
+        assert!(text.contains("fused_ops::layers"), "{text}");
+        let missing = vec!["1.bias".to_owned()];
+        let expected = TrainingError::NoGradient { missing, trained: 6 };
+        assert_eq!(refused::<()>(Err(error)), expected);
+        assert_eq!(all_values(&model), before, "a step that is refused changes nothing");
+        assert_eq!(model.steps(), 0);
+        // Nor does the next one pass, until the model says that it is meant.
+        assert_eq!(refused(model.step(support::input(4), without_bias)), expected);
     }
 }
 
 #[test]
-fn variables_without_a_gradient_are_named_in_the_first_step() {
+fn unused_parameters_that_are_allowed_are_left_alone() {
     let mesh = DeviceMesh::cpu(2).unwrap();
-    let mut model = DataParallel::builder(&mesh, Normed::new).build(adam).unwrap();
-    let before: Vec<Vec<f32>> = model.parameters().unwrap().values().map(values).collect();
-    let error = model.step(input(4), Normed::loss).unwrap_err();
-    let text = error.to_string();
-    assert!(
-        text.starts_with(
-            "4 of 6 variables got no gradient: first.bias, first.weight, norm.bias, norm.weight."
-        ),
-        "{text}"
-    );
-    assert!(text.contains("fused_ops::layers"), "{text}");
-    let missing = ["first.bias", "first.weight", "norm.bias", "norm.weight"].map(String::from);
-    let expected = TrainingError::NoGradient { missing: missing.to_vec(), trained: 6 };
-    assert_eq!(refused::<()>(Err(error)), expected);
-    let after: Vec<Vec<f32>> = model.parameters().unwrap().values().map(values).collect();
-    assert_eq!(after, before, "a step that is refused changes nothing");
-    assert_eq!(model.steps(), 0);
-    // Nor does the next one pass, until the model says that it is meant.
-    assert_eq!(refused(model.step(input(4), Normed::loss)), expected);
-}
-
-#[test]
-fn unused_variables_that_are_allowed_are_left_alone() {
-    let mesh = DeviceMesh::cpu(2).unwrap();
-    let mut model = DataParallel::builder(&mesh, Normed::new)
-        .allow_unused(["first", "norm.*"])
-        .build(adam)
-        .unwrap();
-    let before = model.parameters().unwrap().into_iter().map(|(name, var)| (name, values(&var)));
-    let before: Vec<_> = before.collect();
-    for _ in 0..5 {
-        model.step(input(4), Normed::loss).unwrap();
-    }
-    for (name, before) in before {
-        assert_eq!(of(&model, &name) == before, !name.starts_with("head"), "{name}");
+    for layout in LAYOUTS {
+        let builder = layout(replicated(&mesh)).allow_unused(["1.b*"]);
+        let mut model = builder.build(adam).unwrap();
+        let before = all_values(&model);
+        for _ in 0..5 {
+            model.step(support::input(4), without_bias).unwrap();
+        }
+        for (name, after) in all_values(&model) {
+            // Not even decayed.
+            assert_eq!(after == before[&name], name == "1.bias", "{name}");
+        }
     }
 }
 
@@ -130,11 +117,8 @@ fn a_resumed_run_is_past_its_first_step() {
     let build = || DataParallel::builder(&mesh, two_layers).build(adam).unwrap();
     let mut model = build();
     model.step(input(4), two_layer_loss).unwrap();
-    let folder = tempfile::tempdir().unwrap();
-    let checkpoints = Checkpoints::new(folder.path());
-    checkpoints.save(&mesh, 1, &model.state_dict().unwrap(), &()).unwrap();
     let mut resumed = build();
-    resumed.load(&checkpoints.latest().unwrap().unwrap()).unwrap();
+    resumed.load(&saved(&mesh, &model)).unwrap();
     let without_body =
         |_: &Replica, model: &(Linear, Linear), x: Tensor| model.1.forward(&x)?.sqr()?.mean_all();
     let losses = [model, resumed].map(|mut model| model.step(input(4), without_body).unwrap().loss);
@@ -164,10 +148,7 @@ fn what_is_frozen_stays_and_has_no_state() {
     assert_eq!(of(&model, "body.weight"), body);
     assert_ne!(of(&model, "head.weight"), head);
 
-    let folder = tempfile::tempdir().unwrap();
-    let checkpoints = Checkpoints::new(folder.path());
-    checkpoints.save(&mesh, 3, &model.state_dict().unwrap(), &()).unwrap();
-    let checkpoint = checkpoints.latest().unwrap().unwrap();
+    let checkpoint = saved(&mesh, &model);
     let mut kinds = Vec::new();
     for file in std::fs::read_dir(checkpoint.path()).unwrap() {
         let path = file.unwrap().path();
@@ -240,10 +221,7 @@ fn numbers_that_a_setting_cannot_be_are_refused() {
         assert_eq!(setting(model.set_group_learning_rate("default", rate)), expected);
     }
     // The rate is what it was: a checkpoint can be written and read.
-    let folder = tempfile::tempdir().unwrap();
-    let checkpoints = Checkpoints::new(folder.path());
-    checkpoints.save(&mesh, 0, &model.state_dict().unwrap(), &()).unwrap();
-    model.load(&checkpoints.latest().unwrap().unwrap()).unwrap();
+    model.load(&saved(&mesh, &model)).unwrap();
 }
 
 #[test]
@@ -334,12 +312,8 @@ fn buffers_are_saved_and_a_failed_step_takes_them_back() {
     assert_eq!(of(&model, "norm.running_var"), before);
     model.check_in_sync().unwrap();
 
-    let folder = tempfile::tempdir().unwrap();
-    let checkpoints = Checkpoints::new(folder.path());
-    let mesh = DeviceMesh::cpu(2).unwrap();
-    checkpoints.save(&mesh, 1, &model.state_dict().unwrap(), &()).unwrap();
     let mut resumed = batched(3);
-    resumed.load(&checkpoints.latest().unwrap().unwrap()).unwrap();
+    resumed.load(&saved(&DeviceMesh::cpu(2).unwrap(), &model)).unwrap();
     assert_eq!(of(&resumed, "norm.running_var"), before);
     resumed.check_in_sync().unwrap();
 }

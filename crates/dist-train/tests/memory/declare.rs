@@ -29,7 +29,7 @@ fn llama_7b(vb: VarBuilder<'_>) -> Result<()> {
 }
 
 #[test]
-fn a_model_of_6_7_billion_parameters_is_declared_in_less_than_a_mebibyte() {
+fn a_model_of_6_7_billion_items_is_declared_within_some_hundred_bytes_per_parameter() {
     let _alone = alone();
     let before = MEMORY.current_usage();
     MEMORY.reset_peak_usage();
@@ -37,7 +37,7 @@ fn a_model_of_6_7_billion_parameters_is_declared_in_less_than_a_mebibyte() {
     let peak = MEMORY.peak_usage() - before;
     let parameters: usize = declared.iter().map(|parameter| parameter.shape.elem_count()).sum();
     assert_eq!((declared.len(), parameters), (291, 6_738_415_616));
-    assert!(peak < 1 << 20, "{peak} bytes");
+    assert!(peak < declared.len() * 1000, "{peak} bytes for {} parameters", declared.len());
     // Not only while the constructor runs: what it listed is as small.
     assert!(MEMORY.current_usage() - before < 256 << 10);
 }

@@ -39,7 +39,7 @@ fn loss(blocks: usize) -> impl Fn(&Replica, &Units, Tensor) -> Result<Tensor> {
     }
 }
 
-const BLOCKS: usize = 12;
+const BLOCKS: usize = 6;
 const BLOCK_BYTES: usize = 8 * WIDTH * WIDTH * 4;
 /// What a slot has of a value between two blocks.
 const VALUE_BYTES: usize = ROWS * WIDTH * 4;

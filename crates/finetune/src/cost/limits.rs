@@ -5,15 +5,15 @@ use std::{
     path::{Path, PathBuf},
 };
 
-/// A limit of memory.
+/// A memory limit.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct MemoryLimit {
-    /// Most bytes of all `n_processes` together.
+    /// Maximum bytes of all `n_processes` together.
     pub bytes: u64,
     /// Origin of the limit, in words.
     pub source: String,
-    /// Number of processes of the run that share it.
+    /// Number of processes that share the limit.
     pub n_processes: u64,
 }
 
@@ -29,8 +29,8 @@ impl MemoryLimit {
     }
 }
 
-/// Returns the limits that Linux sets for this process, one of `n_processes` of a run on this machine;
-/// other systems have none.
+/// Returns the Linux limits of this process, one of `n_processes` of a run on this machine. On
+/// other systems the list is empty.
 pub fn system_limits(n_processes: u64) -> Vec<MemoryLimit> {
     found_in(Path::new("/"), n_processes)
 }
@@ -66,15 +66,15 @@ fn address_space(limits: &str) -> Option<u64> {
 
 /// Returns memory and swap in a `/proc/meminfo`.
 fn total(meminfo: &str) -> Option<u64> {
-    let of = |name: &str| {
+    let bytes = |name: &str| {
         let line = meminfo.lines().find_map(|line| line.strip_prefix(name))?;
         line.trim().strip_suffix(" kB")?.parse::<u64>().ok()?.checked_mul(1024)
     };
-    of("MemTotal:")?.checked_add(of("SwapTotal:")?)
+    bytes("MemTotal:")?.checked_add(bytes("SwapTotal:")?)
 }
 
-/// Returns the files with the limits of the cgroups in a `/proc/PID/cgroup`, of version 1 or of version
-/// 2, in which each outer group limits a group.
+/// Returns the limit files of the cgroups in a `/proc/PID/cgroup`, version 1 or 2, with the files
+/// of all outer groups, which limit their inner groups.
 fn group_files(list: &str) -> Vec<PathBuf> {
     let mut files = Vec::new();
     for line in list.lines() {
@@ -87,7 +87,7 @@ fn group_files(list: &str) -> Vec<PathBuf> {
             }
             _ => continue,
         };
-        // In a container the outer groups are hidden, and its own is the root.
+        // In a container, the outer groups are hidden, and the container's group is the root.
         let groups = Path::new(group.trim_start_matches('/')).ancestors();
         files.extend(groups.map(|group| Path::new(folder).join(group).join(file)));
     }
@@ -103,7 +103,7 @@ fn number(text: &str) -> Option<u64> {
 mod tests {
     use super::*;
 
-    /// The limits found in files of these contents, as bytes.
+    /// Returns the limits found in these files, in bytes.
     fn found(files: &[(&str, &str)]) -> Vec<u64> {
         let root = tempfile::tempdir().unwrap();
         for (name, content) in files {

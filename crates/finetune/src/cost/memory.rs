@@ -1,4 +1,4 @@
-//! Predicted memory of a process that trains.
+//! Prediction of the memory of a training process.
 
 use std::collections::BTreeSet;
 
@@ -32,12 +32,12 @@ impl MemoryPrediction {
     }
 }
 
-/// The work of a process, which decides how much memory it takes.
+/// The work of a process, for memory prediction.
 #[derive(Clone, Copy, Debug)]
 pub struct Workload<'a> {
     /// Sizes of the model.
     pub(crate) sizes: ModelSizes,
-    /// Type in which the model computes.
+    /// Compute type of the model.
     pub(crate) precision: Precision,
     /// Parameters of the model.
     pub(crate) parameters: &'a [ParameterInfo],
@@ -45,9 +45,9 @@ pub struct Workload<'a> {
     pub(crate) sharding: Option<&'a Sharding>,
     /// Batches of the steps of an epoch and of a validation.
     pub(crate) steps: &'a [Vec<Batch>],
-    /// Whether sequences share rows, for which attention needs masks.
+    /// Whether sequences share rows, so that attention needs masks.
     pub(crate) is_packed: bool,
-    /// Whether gradients are checked first, for which a process has all of them.
+    /// Whether gradients are checked first, with all gradients in memory.
     pub(crate) check: bool,
     /// Number of devices of the run.
     pub(crate) world_size: u64,
@@ -82,7 +82,7 @@ impl Workload<'_> {
         Ok(Some(schedule.handed_over(Rank::ZERO)?.into()))
     }
 
-    /// Predicts the memory of the process. Activations follow from constants that were measured.
+    /// Predicts the memory of the process, with measured constants for activations.
     ///
     /// # Errors
     ///
@@ -90,8 +90,8 @@ impl Workload<'_> {
     pub fn predict(&self) -> Result<MemoryPrediction> {
         let mut terms = vec![("program, text and batches", u128::from(self.base_bytes))];
         terms.extend(match self.sharding {
-            None => self.of_whole(),
-            Some(sharding) => self.of_parts(sharding)?,
+            None => self.whole_terms(),
+            Some(sharding) => self.sharded_terms(sharding)?,
         });
         terms.extend(self.adapted_bytes().map(|bytes| ("weights with adapters", bytes)));
         terms.extend(self.is_packed.then(|| ("masks of packed rows", self.mask_bytes())));
@@ -100,11 +100,11 @@ impl Workload<'_> {
         Ok(MemoryPrediction { terms: terms.into_iter().map(bytes).collect() })
     }
 
-    /// Predicts the memory of the largest process, if all have as many ranks as this one.
+    /// Predicts the memory of the largest process, if all processes have equal numbers of ranks.
     ///
     /// # Errors
     ///
-    /// As of [`predict`](Self::predict).
+    /// The errors of [`predict`](Self::predict).
     #[expect(clippy::expect_used, reason = "says why it cannot fail")]
     pub fn predict_largest(&self) -> Result<MemoryPrediction> {
         let n_ranks = self.ranks.1 - self.ranks.0;
@@ -116,12 +116,12 @@ impl Workload<'_> {
         Ok(largest.expect("a world has ranks"))
     }
 
-    /// Returns the bytes of the trained model when it generates text, if they are more than the process
-    /// takes to train it, or may take: it is read whole and in single precision.
+    /// Returns the memory to generate text with the trained model, if this is more than the memory
+    /// of training or than `limit`. Generation needs the full model in single precision.
     ///
     /// # Errors
     ///
-    /// As of [`predict`](Self::predict).
+    /// The errors of [`predict`](Self::predict).
     pub fn too_large_to_generate(&self, limit: Option<&MemoryLimit>) -> Result<Option<u64>> {
         let all: u64 = self.parameters.iter().map(ParameterInfo::numel).sum();
         let needed = all.saturating_mul(2 * size_of::<f32>() as u64);
@@ -130,31 +130,32 @@ impl Workload<'_> {
         Ok((needed > most).then_some(needed))
     }
 
-    /// Returns the terms of a whole model: slots of a process share its variables, and divide the
-    /// optimizer's state.
-    fn of_whole(&self) -> Vec<(&'static str, u128)> {
+    /// Returns the terms of an unsharded model: slots of a process share the variables, and divide
+    /// the optimizer state.
+    fn whole_terms(&self) -> Vec<(&'static str, u128)> {
         let numel = |parameter: &ParameterInfo| u128::from(parameter.numel());
         let all: u128 = self.parameters.iter().map(numel).sum();
         let trained = self.parameters.iter().filter(|parameter| parameter.requires_grad());
         let trained: u128 = trained.map(numel).sum();
         let devices = self.devices();
-        // Besides the returned gradients, backward holds zeros to which a gradient is added, and the
-        // sum.
+        // Besides the returned gradients, the backward pass has a zero tensor per added gradient,
+        // and the sum.
         let largest = self.parameters.iter().map(numel).fold(0, u128::max);
-        let (single, item) = (Precision::F32.bytes(), self.precision.bytes());
-        // Beside parameters that it does not compute with, a model has rounded copies of them.
+        let single = Precision::F32.bytes();
+        let item = self.precision.bytes();
+        // A model that computes in half precision also has rounded copies of its parameters.
         let copies = if item < single { item } else { 0 };
         vec![
             ("parameters", all * (single + copies)),
             ("gradients of each device, and their sum", trained * (devices * item + single)),
             ("optimizer state", trained * 2 * single),
-            ("gradients under way", devices * 2 * largest * item),
+            ("gradient temporaries", devices * 2 * largest * item),
             ("activations", devices * self.tokens() * self.computed_bytes(self.sizes.layers)),
         ]
     }
 
     /// Returns the terms of a sharded model, by the cost of its plan.
-    fn of_parts(&self, sharding: &Sharding) -> Result<Vec<(&'static str, u128)>> {
+    fn sharded_terms(&self, sharding: &Sharding) -> Result<Vec<(&'static str, u128)>> {
         let plan = sharding.plan(self.parameters, WorldSize::new(self.world_size)?)?;
         let cost = plan.cost(&sharding::cost_model(Some(sharding), self.precision))?;
         let is_own = |rank: &&RankCost| {
@@ -179,15 +180,15 @@ impl Workload<'_> {
             ("optimizer state", sum(|rank| rank.optimizer_bytes)),
             ("gathered parameters", gathered.into()),
             ("gradients of a unit", sum(|rank| rank.unreduced_bytes)),
-            ("gradients under way", sum(|rank| rank.backward_bytes)),
+            ("gradient temporaries", sum(|rank| rank.backward_bytes)),
             ("activations", self.devices() * self.tokens() * of_token),
         ];
-        terms.extend(self.check.then_some(("gradients that are checked", whole)));
+        terms.extend(self.check.then_some(("checked gradients", whole)));
         Ok(terms)
     }
 
-    /// Returns the bytes that adapters add to the graphs of blocks, for each weight: the product, the
-    /// scaled product, the sum, and its gradient.
+    /// Returns the bytes that adapters add to the graphs of blocks, or `None` without adapters.
+    /// Each weight adds the product, the scaled product, the sum, and its gradient.
     fn adapted_bytes(&self) -> Option<u128> {
         let adapted: BTreeSet<&str> =
             self.parameters.iter().filter_map(|parameter| layer_of(parameter.name())).collect();
@@ -204,9 +205,9 @@ impl Workload<'_> {
         (!adapted.is_empty()).then_some(bytes)
     }
 
-    /// Returns the bytes of a token in the forward and the backward pass of so many layers.
+    /// Returns the bytes of a token in the forward and the backward pass of `layers` layers.
     ///
-    /// Measured: two cores, peaks in MiB, predicted and measured with everything else.
+    /// Measured on two cores. Total peaks in MiB, predicted and measured:
     ///
     /// | | 2 layers of 128, 4,096 tokens | 6 layers of 384, 2,700 tokens |
     /// |---|---|---|
@@ -215,21 +216,22 @@ impl Workload<'_> {
     /// | in parts, 1 device | 151, 144 | 367, 360 |
     /// | in parts, 4 devices | 191, 186 | |
     fn computed_bytes(&self, layers: usize) -> u128 {
-        /// Numbers for each token that may follow: its logit, its probability, and a gradient.
+        /// Values per vocabulary entry: a logit, a probability, and a gradient.
         const LOGITS: usize = 3;
         let ModelSizes { of_layer, vocabulary, .. } = self.sizes;
-        let (widths, logits) = (layers * of_layer, vocabulary * LOGITS);
+        let widths = layers * of_layer;
+        let logits = vocabulary * LOGITS;
         let single = Precision::F32.bytes();
         let of_width = match self.precision {
             Precision::F32 => single,
-            // Kernels compute halves in single precision.
+            // Kernels compute half precision in single precision.
             Precision::Bf16 => single + self.precision.bytes(),
         };
         widths as u128 * of_width + logits as u128 * single
     }
 
-    /// Returns the bytes of masks, which have a number for each pair of tokens in a row, and of the
-    /// tensors they are made from.
+    /// Returns the bytes of masks, with one value per pair of tokens in a row, and of intermediate
+    /// tensors.
     fn mask_bytes(&self) -> u128 {
         let of_pair = 1 + 2 * self.precision.bytes() + Precision::F32.bytes();
         let pairs = |batches: &Vec<Batch>| {
@@ -269,8 +271,7 @@ fn bytes_of(parameter: &ParameterInfo) -> u128 {
     u128::from(parameter.numel()) * size_of::<f32>() as u128
 }
 
-/// Returns the bytes that kernels and the allocator keep for later: some in each process, and some for
-/// each device.
+/// Returns the bytes that kernels and the allocator retain, per process and per device.
 fn kept_bytes(devices: u128) -> u128 {
     const PER_PROCESS: u128 = 65 << 20;
     const PER_DEVICE: u128 = 12 << 20;
@@ -330,7 +331,7 @@ mod tests {
         let parts = predicted(SMALL, Some(&sharding(Keep::Inputs)));
         let block = 4 * 128 * 128 + 3 * 352 * 128 + 2 * 128;
         let terms: Vec<u64> = parts.terms.iter().map(|(_, bytes)| *bytes).collect();
-        // Each of 21 parameters has a count of steps on each device.
+        // Each of 21 parameters has a step count on each device.
         let state = 2 * all + 4 * 21 * 4;
         let unit = block * 4;
         let expected = [1, all, all, state, unit, 4 * unit, 4 * 2 * largest, 0, kept];
@@ -386,10 +387,11 @@ mod tests {
         };
         let too_large = |work: Workload<'_>, limit| work.too_large_to_generate(limit).unwrap();
         assert_eq!(too_large(work(Some(&full), (3, 4)), None), Some(8 * all));
-        let (together, whole) = (work(Some(&full), (0, 8)), work(None, (0, 1)));
+        let together = work(Some(&full), (0, 8));
+        let whole = work(None, (0, 1));
         assert_eq!((too_large(together, None), too_large(whole, None)), (None, None));
-        let (less, enough) =
-            (MemoryLimit::for_process(8 * all - 1, ""), MemoryLimit::for_process(8 * all, ""));
+        let less = MemoryLimit::for_process(8 * all - 1, "");
+        let enough = MemoryLimit::for_process(8 * all, "");
         assert_eq!(too_large(whole, Some(&less)), Some(8 * all));
         assert_eq!(too_large(whole, Some(&enough)), None);
     }

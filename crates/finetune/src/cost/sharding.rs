@@ -19,7 +19,7 @@ pub struct Sharding {
     pub strategy: Strategy,
     /// Values that units store from their forward to their backward pass.
     pub keep: Keep,
-    /// Number of copies of the model, each sharded over its own part of the devices.
+    /// Number of copies of the model, each sharded over a group of devices.
     #[serde(default = "one", skip_serializing_if = "is_one")]
     pub replicas: u64,
     /// Number of units gathered ahead.
@@ -31,7 +31,8 @@ pub struct Sharding {
 }
 
 impl Default for Sharding {
-    /// Rows of every parameter over all ranks, as `--strategy full` of the command line.
+    /// Shards the rows of every parameter over all ranks, like `--strategy full` of the command
+    /// line.
     fn default() -> Self {
         Self {
             strategy: Strategy::Full(Layout::Dim0),
@@ -66,10 +67,10 @@ pub enum Strategy {
     Full(Layout),
     /// Whole layers.
     LayerWise {
-        /// Whether the layers of a rank are neighbors.
+        /// Whether the layers of a rank are consecutive.
         contiguous: bool,
     },
-    /// Whole tensors, as few of them cut as exact balance allows.
+    /// Whole tensors, except for the few splits that exact balance needs.
     WholeTensor,
     /// By rules.
     Hybrid(Hybrid),
@@ -86,7 +87,7 @@ impl Strategy {
         }
     }
 
-    /// Returns which rules match which parameters, or `None` without rules.
+    /// Returns the matches of rules and parameters, or `None` without rules.
     pub fn matches<'a>(&self, parameters: &'a [ParameterInfo]) -> Option<Matches<'a>> {
         match self {
             Self::Hybrid(rules) => Some(rules.matches(parameters)),
@@ -112,14 +113,14 @@ impl Strategy {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "clap", derive(clap::ValueEnum))]
 #[serde(rename_all = "snake_case")]
-#[expect(clippy::exhaustive_enums, reason = "as those of dist-train")]
+#[expect(clippy::exhaustive_enums, reason = "mirrors the enum of dist-train")]
 pub enum Keep {
-    /// Its inputs: parameters are gathered twice, and it is computed again
+    /// Only the inputs: parameters are gathered twice, and the unit is recomputed
     #[default]
     Inputs,
-    /// All that it computes: parameters are gathered twice
+    /// The computed graph: parameters are gathered twice
     Graph,
-    /// Its parameters and all that it computes
+    /// The computed graph and the gathered parameters
     Gathered,
 }
 
@@ -134,13 +135,17 @@ impl From<Keep> for dist_train::Keep {
 }
 
 impl Sharding {
-    /// Returns the sharding as JSON, which processes compare.
+    /// Returns the sharding as JSON, for comparison between processes.
     #[expect(clippy::expect_used, reason = "its fields are names and numbers")]
     pub fn words(&self) -> String {
-        serde_json::to_string(self).expect("it is made of what JSON has")
+        serde_json::to_string(self).expect("all fields are JSON values")
     }
 
-    /// Plans parameters that have their units.
+    /// Plans the sharding of parameters with units.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Plan`](crate::Error::Plan) if they cannot be sharded over `world_size` ranks.
     pub(crate) fn plan(
         &self,
         parameters: &[ParameterInfo],
@@ -158,7 +163,7 @@ impl Sharding {
     }
 }
 
-/// The plan of a run, and its cost. If the run is not sharded, the plan says what each rank would own.
+/// The plan of a run, and its cost. If the run is not sharded, this is the plan of the default strategy.
 #[derive(Debug)]
 #[non_exhaustive]
 pub struct RunPlan {
@@ -175,7 +180,7 @@ pub struct RunPlan {
 }
 
 impl RunPlan {
-    /// Plans a run over so many devices.
+    /// Plans a run over `world_size` devices.
     pub(crate) fn new(
         parameters: Vec<ParameterInfo>,
         sharding: Option<&Sharding>,
@@ -190,7 +195,7 @@ impl RunPlan {
     }
 }
 
-/// Returns the plan of a run. If the run is not sharded, the plan says what each rank would own.
+/// Returns the plan of a run. If the run is not sharded, this is the plan of the default strategy.
 fn plan(
     sharding: Option<&Sharding>,
     parameters: &[ParameterInfo],
@@ -202,7 +207,7 @@ fn plan(
     }
 }
 
-/// Returns the cost model of the runtime that carries out the plan of a run.
+/// Returns the cost model of a run's runtime.
 pub(crate) fn cost_model(sharding: Option<&Sharding>, precision: Precision) -> CostModel {
     let model = CostModel::default().with_runtime(Runtime::Candle);
     let model = match precision {
@@ -217,16 +222,16 @@ pub(crate) fn cost_model(sharding: Option<&Sharding>, precision: Precision) -> C
 /// The bytes of parameters, gradients and optimizer state.
 #[derive(Clone, Copy, Debug)]
 pub struct ModelBytes {
-    /// Bytes of a device that has the whole model.
+    /// Bytes of a device with the whole model.
     pub whole_bytes: u128,
     /// Bytes of the largest rank of a plan.
     pub sharded_bytes: u128,
-    /// Whether the run is sharded by that plan.
+    /// Whether the run is sharded by this plan.
     pub is_sharded: bool,
 }
 
 impl ModelBytes {
-    /// Returns the bytes of a model whose plan costs `sharded`.
+    /// Computes the bytes of a model from the cost of its plan.
     fn new(parameters: &[ParameterInfo], sharded: &PlanCost, is_sharded: bool) -> Result<Self> {
         let whole =
             plan(None, parameters, WorldSize::ONE)?.cost(&cost_model(None, Precision::F32))?;

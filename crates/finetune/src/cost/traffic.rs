@@ -7,7 +7,7 @@ use pmap_mesh::{
 };
 use serde::{Deserialize, Serialize};
 
-/// Calls of a collective by one device, with bytes of its own.
+/// The calls of a collective by one device.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub struct CollectiveCalls {
@@ -23,22 +23,22 @@ pub struct CollectiveCalls {
 pub struct StepTraffic {
     /// Gathers of parameters.
     pub all_gather: CollectiveCalls,
-    /// Sums of gradients, of which each device keeps a part.
+    /// Sums of gradients, with one shard per device.
     pub reduce_scatter: CollectiveCalls,
-    /// Sums that all devices keep.
+    /// Sums on all devices.
     pub all_reduce: CollectiveCalls,
-    /// All others.
+    /// All other collectives.
     pub others: CollectiveCalls,
 }
 
 impl StepTraffic {
     /// Returns the totals of the first device of this process so far.
     pub(crate) fn so_far(mesh: &DeviceMesh) -> Traffic {
-        // A process of a mesh has a device.
+        // Every process of a mesh has at least one device.
         mesh.traffic()[0]
     }
 
-    /// Returns its calls since these totals.
+    /// Returns the calls of the first device since these totals.
     pub(crate) fn since(mesh: &DeviceMesh, before: Traffic) -> Self {
         let step = Self::so_far(mesh) - before;
         let others = [step.reduce, step.all_to_all, step.ppermute, step.broadcast, step.barrier];
@@ -55,7 +55,7 @@ impl StepTraffic {
         }
     }
 
-    /// Returns the calls with the names of their kinds.
+    /// Returns the calls by name.
     pub fn kinds(self) -> [(&'static str, CollectiveCalls); 4] {
         [
             ("all_gather", self.all_gather),

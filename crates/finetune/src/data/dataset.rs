@@ -15,10 +15,10 @@ use crate::text::examples::Examples;
 #[serde(rename_all = "lowercase")]
 #[non_exhaustive]
 pub enum Rows {
-    /// A row for each, padded to the longest of its batch
+    /// One sequence per row, padded to the longest of its batch
     #[default]
     Padded,
-    /// As many in a row as fit the context, none of which sees another
+    /// As many sequences per row as fit the context, without attention between them
     Packed,
 }
 
@@ -37,14 +37,14 @@ pub(crate) struct BatchTensors {
     pub(crate) ids: Tensor,
     /// Labels of the tokens, `I64`.
     pub(crate) targets: Tensor,
-    /// Places of the tokens in their sequences, if several share a row.
+    /// Layout of the rows, if several sequences share a row.
     pub(crate) packing: Option<RowPacking>,
 }
 
-/// The places of tokens in rows that several sequences share, `U32`.
+/// The layout of packed rows, `U32`.
 #[derive(Clone, Debug)]
 pub(crate) struct RowPacking {
-    /// Sequence of its row that a token belongs to.
+    /// Number of a token's sequence in its row.
     pub(crate) segment_ids: Tensor,
     /// Position of a token in its sequence.
     pub(crate) position_ids: Tensor,
@@ -54,7 +54,8 @@ tensor_tree!(BatchTensors { data: [ids, targets, packing] });
 tensor_tree!(RowPacking { data: [segment_ids, position_ids] });
 
 impl DataSet {
-    /// Lays examples in rows, which so many devices share: empty rows fill a step up to a multiple.
+    /// Lays examples out in rows for `devices` devices. Empty rows pad each step to a multiple of
+    /// this number.
     pub(crate) fn new(examples: Examples, rows: Rows, devices: usize) -> Self {
         Self { examples, rows, devices }
     }
@@ -69,11 +70,11 @@ impl DataSet {
         &self.examples
     }
 
-    /// Returns the tensors of a step: of a batch of padded rows, or of batches that are packed rows.
+    /// Returns the tensors of a step: of one batch of padded rows, or of several packed rows.
     ///
     /// # Errors
     ///
-    /// If the device has no memory left.
+    /// If the device runs out of memory.
     pub(crate) fn collate(&self, batches: &[Batch], device: &Device) -> Result<BatchTensors> {
         match self.rows {
             Rows::Padded => self.padded(&batches[0], device),
@@ -81,7 +82,7 @@ impl DataSet {
         }
     }
 
-    /// Returns tensors with a row for each sequence.
+    /// Returns tensors with one row per sequence.
     fn padded(&self, batch: &Batch, device: &Device) -> Result<BatchTensors> {
         let mut batch = batch.clone();
         batch.rows = batch.rows.next_multiple_of(self.devices as u64);
@@ -91,7 +92,7 @@ impl DataSet {
         Ok(BatchTensors { ids: padded.ids, targets, packing: None })
     }
 
-    /// Returns tensors with a row for each batch, as long as the longest.
+    /// Returns tensors with one row per batch, padded to the longest.
     fn packed(&self, batches: &[Batch], device: &Device) -> Result<BatchTensors> {
         let longest = batches.iter().map(|batch| batch.padded_length).fold(0, u64::max);
         let rows: Vec<BatchTensors> = batches
@@ -138,16 +139,16 @@ impl DataSet {
 impl BatchTensors {
     #[expect(clippy::expect_used, reason = "says why it cannot fail")]
     fn packing(&self) -> &RowPacking {
-        self.packing.as_ref().expect("a packed row knows its sequences")
+        self.packing.as_ref().expect("packed rows have a layout")
     }
 }
 
-/// Adds rows of one number up to so many.
+/// Adds rows filled with `fill` up to `n_rows` rows.
 fn filled_up(rows: &Tensor, n_rows: usize, fill: i64) -> Result<Tensor> {
-    let (there, length) = rows.dims2()?;
-    if there == n_rows {
+    let (n_found, length) = rows.dims2()?;
+    if n_found == n_rows {
         return Ok(rows.clone());
     }
-    let empty = Tensor::full(fill, (n_rows - there, length), rows.device())?;
+    let empty = Tensor::full(fill, (n_rows - n_found, length), rows.device())?;
     Tensor::cat(&[rows, &empty.to_dtype(rows.dtype())?], 0)
 }

@@ -1,4 +1,4 @@
-//! Batches of examples, and a model as it is trained on them.
+//! Batches of examples, and the trained model.
 
 pub(crate) mod dataset;
 pub(crate) mod model;

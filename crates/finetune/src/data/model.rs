@@ -1,4 +1,4 @@
-//! A model of the Llama family as it is trained, with or without adapters.
+//! A model of the Llama family in training, with or without adapters.
 
 use candle_core::{DType, Device, Result as CandleResult};
 use candle_nn::VarBuilder;
@@ -13,35 +13,35 @@ use crate::{
 
 /// A model that is trained on [`BatchTensors`].
 ///
-/// One loop trains models with and without adapters, of folders and of bytes: a second loop would
-/// repeat locks, checkpoints, agreement of processes and recovery.
+/// One loop trains all models, with or without adapters, from folders or of bytes. A second loop
+/// would have to repeat locks, checkpoints, agreement between processes and recovery.
 #[derive(Clone, Debug)]
 pub(crate) struct Model(pub(crate) Llama);
 
-/// Sizes of a model, which decide how much memory a token takes.
+/// Sizes of a model that determine the memory of a token.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct ModelSizes {
     /// Number of blocks.
     pub(crate) layers: usize,
     /// Width of the residual stream.
     pub(crate) hidden: usize,
-    /// Numbers that a block computes for a token.
+    /// Number of values that a block computes per token.
     pub(crate) of_layer: usize,
-    /// Number of tokens.
+    /// Size of the vocabulary.
     pub(crate) vocabulary: usize,
 }
 
 impl Model {
-    /// Asks for all parameters.
+    /// Requests all parameters.
     ///
     /// # Errors
     ///
-    /// As of [`Llama::declare`].
+    /// The errors of [`Llama::declare`].
     pub(crate) fn declare(&self, vb: &VarBuilder<'_>) -> CandleResult<()> {
         self.0.declare(vb)
     }
 
-    /// Returns which parameters form which unit.
+    /// Returns the rules that assign parameters to units.
     pub(crate) fn units(&self) -> UnitRules {
         self.0.units()
     }
@@ -50,7 +50,7 @@ impl Model {
     ///
     /// # Errors
     ///
-    /// As of [`Llama::loss`].
+    /// The errors of [`Llama::loss`].
     pub(crate) fn loss(&self, units: &Units, batch: BatchTensors) -> CandleResult<Loss> {
         let BatchTensors { ids, targets: labels, packing } = batch;
         let tokens = match packing {
@@ -62,14 +62,14 @@ impl Model {
         self.0.loss(units, &tokens, &labels)
     }
 
-    /// Returns the adapters that are trained, if the model itself is not.
+    /// Returns the trained adapters, or `None` if the model itself is trained.
     pub(crate) fn lora(&self) -> Option<&Lora> {
         self.0.lora()
     }
 
-    /// Returns the patterns of the parameters that are not decayed.
+    /// Returns the patterns of parameters without weight decay.
     pub(crate) fn undecayed(&self) -> Vec<&'static str> {
-        // Adapters are matrices, and nothing else learns beside them.
+        // Adapters are matrices, and no other parameters are trained with them.
         if self.lora().is_some() {
             return Vec::new();
         }
@@ -77,18 +77,18 @@ impl Model {
         Llama::NORMS.into_iter().chain(biases).collect()
     }
 
-    /// Returns the patterns of tensors that weights may have beyond the model's.
+    /// Returns patterns of extra tensors that weight files may contain.
     pub(crate) fn passed_over(&self) -> Vec<&'static str> {
         self.0.unexpected_weights()
     }
 
-    /// Returns the parameters in the order of their names. They take no memory.
+    /// Returns the parameters in the order of their names, without allocating them.
     ///
     /// # Errors
     ///
     /// [`SpecError::UnknownLayer`] if an adapter names a layer that the model does not have.
     pub(crate) fn parameters(&self) -> Result<Vec<ParameterInfo>> {
-        // The layers of adapters alone can be missing: all others follow from the configuration.
+        // Only layers named by adapters can be missing: all others follow from the configuration.
         let mut declared = declare(|vb| self.declare(&vb), DType::F32, &Device::Cpu)
             .map_err(|cause| SpecError::UnknownLayer { cause })?;
         declared.sort_by(|left, right| left.name.cmp(&right.name));
@@ -102,7 +102,7 @@ impl Model {
         declared.into_iter().map(info).collect()
     }
 
-    /// Returns the sizes that decide how much memory a token takes.
+    /// Returns the sizes that determine the memory of a token.
     pub(crate) fn sizes(&self) -> ModelSizes {
         let config = self.0.config();
         let queries = config.num_attention_heads * config.head_dim;

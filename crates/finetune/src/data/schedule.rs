@@ -1,4 +1,4 @@
-//! The batches of a run: from lengths to steps, by sampler and batcher.
+//! The batch schedule of a run: from lengths to steps, with sampler and batcher.
 
 use std::{iter, sync::Arc};
 
@@ -11,23 +11,23 @@ use dyn_batch::{
 
 use crate::error::{Error, Result, run::RunError};
 
-/// The most padded tokens in a batch, over all devices.
+/// Default maximum of padded tokens in a batch over all devices.
 const MAX_TOKENS: u64 = 4096;
 
 /// The number of lengths that share a batch.
 pub(crate) const BUCKET_WIDTH: u64 = 16;
 
-/// The streams of random numbers of a run, one for each purpose.
+/// Random streams of a run, one per purpose.
 pub(crate) const INIT_STREAM: u64 = 0;
 pub(crate) const ORDER_STREAM: u64 = 1;
 pub(crate) const VALIDATION_STREAM: u64 = 2;
 
-/// The streams of random numbers of a run's order.
+/// Random streams of a run's order.
 const SEQUENCE_STREAM: u64 = 0;
 const BATCH_STREAM: u64 = 1;
 
-/// Returns the default of the most padded tokens in a step of so many devices: enough for one longest
-/// sequence each.
+/// Returns the default maximum of padded tokens in a step: at least enough for one sequence of
+/// length `longest` per device.
 pub(crate) fn default_max_tokens(world_size: WorldSize, longest: usize) -> u64 {
     MAX_TOKENS.max(world_size.as_u64() * longest as u64)
 }
@@ -35,18 +35,18 @@ pub(crate) fn default_max_tokens(world_size: WorldSize, longest: usize) -> u64 {
 /// The batches of a step.
 #[derive(Clone, Debug)]
 pub(crate) struct Batching {
-    /// Choice of the sequences that share a batch.
+    /// Strategy that selects the sequences of a batch.
     pub(crate) strategy: DynamicBatchStrategy,
-    /// Most padded tokens of a batch.
+    /// Maximum padded tokens of a batch.
     pub(crate) max_tokens: u64,
-    /// Most sequences of a batch, if that is limited.
+    /// Maximum sequences of a batch, if limited.
     pub(crate) max_batch_size: Option<u64>,
-    /// Number of batches in a step: one, unless each is a packed row.
+    /// Number of batches in a step: one, or several packed rows.
     pub(crate) batches: u64,
 }
 
 impl Batching {
-    /// Puts sequences of similar length into batches, each of them a step.
+    /// Groups sequences of similar length into batches, one per step.
     pub(crate) fn bucketed(max_tokens: u64) -> Self {
         let strategy = DynamicBatchStrategy::Bucket(Buckets::Width(BUCKET_WIDTH));
         Self { strategy, max_tokens, max_batch_size: None, batches: 1 }
@@ -55,7 +55,7 @@ impl Batching {
 
 /// The batches of a run, epoch by epoch.
 ///
-/// Every process plans the steps of all devices and leaves it to the mesh to split them. So they do
+/// Every process plans the steps of all devices, and the mesh splits them. The steps therefore do
 /// not depend on the number of devices, which may change when a run is resumed.
 #[derive(Debug)]
 pub(crate) struct BatchSchedule {
@@ -75,12 +75,12 @@ pub(crate) struct ScheduledStep {
 }
 
 impl BatchSchedule {
-    /// Plans steps of sequences of these lengths, in random order, so that short ones do not all come
-    /// at the end of an epoch.
+    /// Plans steps of sequences of these lengths in random order. Batches are shuffled too, so that
+    /// short sequences do not all come at the end of an epoch.
     ///
     /// # Errors
     ///
-    /// [`Error::Batch`] or [`Error::Sampler`] if there is no sequence, or if one is too long.
+    /// [`Error::Batch`] or [`Error::Sampler`] if there is no sequence, or if a sequence is too long.
     pub(crate) fn new(lengths: Vec<u64>, seed: Seed, batching: &Batching) -> Result<Self> {
         let config = SamplerConfig::default().with_seed(seed.derive(SEQUENCE_STREAM));
         let order = DistributedSampler::new(lengths.len() as u64, Placement::SINGLE, config)?;
@@ -97,11 +97,11 @@ impl BatchSchedule {
         Ok(Self { order, batches: DistributedBatchSampler::new(batches, place, shuffled)? })
     }
 
-    /// Returns the batches of the steps of the first epoch, with their padding.
+    /// Returns the padding and the steps of the first epoch.
     ///
     /// # Errors
     ///
-    /// [`RunError::PackedRows`] if the sequences fill fewer rows than a step has.
+    /// [`RunError::PackedRows`] if the sequences fill fewer rows than a step needs.
     pub(crate) fn first_epoch(&self) -> Result<(PaddingReport, Vec<Vec<Batch>>)> {
         let steps = self.epoch(Epoch::ZERO)?;
         Ok((steps.report(), (0..steps.len()).map_while(|nth| steps.step(nth)).collect()))
@@ -116,11 +116,11 @@ impl BatchSchedule {
         self.steps_after(state).map(drop)
     }
 
-    /// Returns endless batches, from `state` or from the first epoch on. An error is the last item.
+    /// Returns all further steps, from `state` or from the first epoch on. An error is the last item.
     ///
     /// # Errors
     ///
-    /// [`Error::Batch`] if the state is not one of these batches: the text has changed.
+    /// [`Error::Batch`] if the state belongs to other batches, since the text has changed.
     pub(crate) fn batches(
         self: &Arc<Self>,
         state: Option<&BatchState>,
@@ -146,7 +146,7 @@ impl BatchSchedule {
 
     fn epoch(&self, epoch: Epoch) -> Result<Steps<'_, Vec<u64>>> {
         self.batches.epoch(epoch, &self.order_in(epoch)).map_err(|error| match error {
-            // The batches of a step are packed rows, and no ranks.
+            // The "ranks" are the packed rows of a step here.
             dyn_batch::Error::CannotFillStep { n_batches, world_size: rows } => {
                 RunError::PackedRows { n_rows: n_batches, expected: rows }.into()
             }
@@ -161,7 +161,7 @@ impl BatchSchedule {
     }
 }
 
-/// Returns the rest of an epoch.
+/// Returns the remaining steps of an epoch.
 #[expect(clippy::expect_used, reason = "says why it cannot fail")]
 fn scheduled(mut steps: Steps<'_, Vec<u64>>) -> Vec<Result<ScheduledStep>> {
     let first = steps.state().step;
@@ -170,8 +170,8 @@ fn scheduled(mut steps: Steps<'_, Vec<u64>>) -> Vec<Result<ScheduledStep>> {
         if steps.next().is_none() {
             break;
         }
-        let nth = usize::try_from(nth).expect("steps in memory are counted by a usize");
-        let batches = steps.step(nth).expect("it is one of the steps");
+        let nth = usize::try_from(nth).expect("steps in memory have indices of type usize");
+        let batches = steps.step(nth).expect("`next` has just returned this step");
         let state = steps.state();
         scheduled.push(Ok(ScheduledStep { epoch: state.epoch.as_u64(), batches, state }));
     }
@@ -206,7 +206,7 @@ mod tests {
                 assert_eq!((next.epoch, &next.batches), (expected.epoch, &expected.batches));
             }
         }
-        // A checkpoint may say anything, and there is nothing after the last epoch.
+        // A damaged checkpoint may name the last epoch, which has no successor.
         let last = schedule.epoch(Epoch::new(u64::MAX)).unwrap().state();
         let mut rest = schedule.batches(Some(&last)).unwrap();
         let end = rest.find_map(Result::err).unwrap().to_string();

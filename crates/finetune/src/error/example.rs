@@ -9,7 +9,7 @@ use core_types::human::Printable;
 
 use crate::error::Error;
 
-/// Why a text is not an example.
+/// An error of a text that is not a valid example.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum ExampleError {
@@ -24,7 +24,7 @@ pub enum ExampleError {
         line: String,
     },
     /// A line is an example of another kind than the first of its file.
-    #[error("{location} holds {kind}, and line {first} {expected}")]
+    #[error("{location} holds {kind}, but line {first} holds {expected}")]
     KindMismatch {
         /// The line's place.
         location: SourceLocation,
@@ -36,7 +36,7 @@ pub enum ExampleError {
         expected: &'static str,
     },
     /// A file is one JSON document instead of lines.
-    #[error("{} is JSON as a whole, and no text", Printable(path.display()))]
+    #[error("{} is one JSON document, not a text", Printable(path.display()))]
     WholeJson {
         /// The file.
         path: PathBuf,
@@ -50,7 +50,7 @@ pub enum ExampleError {
         cause: io::Error,
     },
     /// A file or folder has no example.
-    #[error("no text to learn from in {}", Printable(path.display()))]
+    #[error("there is no example in {}", Printable(path.display()))]
     Empty {
         /// The file or folder.
         path: PathBuf,
@@ -62,7 +62,7 @@ pub enum ExampleError {
         location: SourceLocation,
         /// The number of its tokens.
         length: usize,
-        /// The most tokens of an example.
+        /// Maximum number of tokens of an example.
         context: usize,
     },
     /// The answer of an example begins beyond the context.
@@ -70,7 +70,7 @@ pub enum ExampleError {
     NoAnswer {
         /// The example's place.
         location: SourceLocation,
-        /// The most tokens of an example.
+        /// Maximum number of tokens of an example.
         context: usize,
     },
     /// An example has no token that follows another.
@@ -108,7 +108,7 @@ pub enum ExampleError {
 pub struct SourceLocation {
     /// The file.
     pub path: PathBuf,
-    /// The unit that is counted, such as `line`.
+    /// The counted unit, such as `line`.
     pub unit: &'static str,
     /// The number of the unit, from 1.
     pub number: u64,
@@ -127,7 +127,7 @@ impl fmt::Display for SourceLocation {
     }
 }
 
-/// The beginning of a line in quotes, as much as an error has room for.
+/// The beginning of a line in quotes, shortened for an error message.
 struct Excerpt<'a>(&'a str);
 
 impl fmt::Display for Excerpt<'_> {

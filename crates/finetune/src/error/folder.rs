@@ -6,7 +6,7 @@ use core_types::human::Printable;
 
 use crate::models::ModelError;
 
-/// Why a folder is not the folder of a model.
+/// An error of a folder that is not a valid model folder.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum FolderError {
@@ -33,7 +33,7 @@ pub enum FolderError {
         cause: ModelError,
     },
     /// The weights are in another format than safetensors.
-    #[error("{} has weights in {} alone", Printable(path.display()), Printable(file))]
+    #[error("{} has weights only in {}", Printable(path.display()), Printable(file))]
     OtherFormat {
         /// The folder.
         path: PathBuf,
@@ -50,7 +50,7 @@ pub enum FolderError {
         path: PathBuf,
     },
     /// The folder has adapters without their model.
-    #[error("{} holds adapters, and not their model", Printable(path.display()))]
+    #[error("{} holds adapters, but not their model", Printable(path.display()))]
     AdaptersAlone {
         /// The folder.
         path: PathBuf,

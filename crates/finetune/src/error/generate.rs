@@ -1,14 +1,14 @@
 //! Errors of generation.
 
-/// Why no text can be generated as requested.
+/// An error of an invalid request for text.
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
 #[non_exhaustive]
 pub enum GenerateError {
     /// The prompt has no token.
-    #[error("the prompt has no token that a text could begin with")]
+    #[error("the prompt has no token to begin a text with")]
     EmptyPrompt,
     /// The prompt is longer than the model's positions.
-    #[error("the prompt has {length} tokens, and the model has {context} positions")]
+    #[error("the prompt has {length} tokens, but the model has {context} positions")]
     LongPrompt {
         /// The number of tokens.
         length: usize,

@@ -23,10 +23,10 @@ use self::{
 /// The result of reading a model or its texts, or of generating text.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
-/// Why a model or its texts cannot be read, or no text can be generated.
+/// An error of model folders, texts, runs or generation.
 ///
-/// An error that has a cause shows it in the same line, so
-/// [`source`](std::error::Error::source) does not repeat it.
+/// The message includes the cause in the same line, so [`source`](std::error::Error::source) does
+/// not repeat it.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
@@ -68,7 +68,7 @@ pub enum Error {
     /// A request for text is invalid.
     #[error(transparent)]
     Generate(#[from] GenerateError),
-    /// A run is described in a way that it cannot be.
+    /// The description of a run is invalid.
     #[error(transparent)]
     Spec(#[from] SpecError),
     /// A run cannot be started or resumed, or has no model.
@@ -113,12 +113,12 @@ impl From<dist_checkpoint::Error> for Error {
 }
 
 impl Error {
-    /// Returns the error of a file or folder that cannot be written.
+    /// Returns an error for a file or folder that cannot be written.
     pub(crate) fn write(path: impl AsRef<Path>, cause: io::Error) -> Self {
         Self::Write { path: path.as_ref().into(), cause }
     }
 
-    /// Returns the error of a file or folder that cannot be read.
+    /// Returns an error for an unreadable file or folder.
     pub(crate) fn io(path: impl AsRef<Path>, cause: io::Error) -> Self {
         Self::Io { path: path.as_ref().into(), cause }
     }

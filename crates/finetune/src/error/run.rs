@@ -6,7 +6,7 @@ use core_types::{WorldSize, human::Printable};
 
 use crate::error::Error;
 
-/// Why a run cannot be started or resumed, or has no model.
+/// An error of a run that cannot be started or resumed, or has no model.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum RunError {
@@ -23,10 +23,9 @@ pub enum RunError {
         /// The version that can be read.
         supported: u32,
     },
-    /// The description is not as it was written.
+    /// The description has changed since it was written.
     #[error(
-        "{} is damaged: seed, steps, text, max_tokens, finetune, recipe or sessions is not what was \
-         written",
+        "{} is damaged: seed, steps, text, max_tokens, finetune, recipe or sessions have changed",
         Printable(path.display())
     )]
     Damaged {
@@ -34,7 +33,7 @@ pub enum RunError {
         path: PathBuf,
     },
     /// A folder holds another model than the run started with.
-    #[error("{} is not the model that the run began with", Printable(path.display()))]
+    #[error("{} is not the model that the run started with", Printable(path.display()))]
     ModelMismatch {
         /// The folder.
         path: PathBuf,
@@ -107,10 +106,10 @@ pub enum RunError {
     NotEnded {
         /// The folder of the run.
         path: PathBuf,
-        /// The folder that it ends with.
+        /// The missing folder with the result.
         product: PathBuf,
     },
-    /// The model that the adapters of a run belong to cannot be opened.
+    /// The base model of a run's adapters cannot be opened.
     #[error(transparent)]
     Base {
         /// The error of its folder.
@@ -129,20 +128,20 @@ pub enum RunError {
         path: PathBuf,
     },
     /// The texts fill fewer rows than a step has.
-    #[error("the texts fill {n_rows} packed rows, and a step has {expected}")]
+    #[error("the texts fill {n_rows} packed rows, but a step has {expected}")]
     PackedRows {
         /// Number of rows of an epoch.
         n_rows: u64,
         /// Rows of a step.
         expected: WorldSize,
     },
-    /// The epochs are counted out.
+    /// The number of epochs has reached its maximum.
     #[error("no epoch comes after the last of 2^64")]
     LastEpoch,
-    /// The examples that are held out are less than a step.
-    #[error("{found} {unit} are held out, less than the {least} of a step")]
+    /// The held-out examples are fewer than a step.
+    #[error("{found} {unit} are held out, fewer than one step ({least})")]
     ValidationTooSmall {
-        /// Number of examples or tokens that are held out.
+        /// Number of held-out examples or tokens.
         found: u64,
         /// Number of examples or tokens of a step.
         least: u64,

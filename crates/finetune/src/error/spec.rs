@@ -7,7 +7,7 @@ use pmap_mesh::one_line;
 
 use crate::models::ModelError;
 
-/// Why a run cannot have these options, or this description.
+/// An error of an invalid description of a run.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum SpecError {
@@ -60,7 +60,7 @@ pub enum SpecError {
     /// The `config.json` describes another kind of model.
     #[error(transparent)]
     Model(ModelError),
-    /// Adapters have no model that they could belong to.
+    /// Adapters have no base model.
     #[error("adapters of rank {rank} need a model with weights")]
     AdaptersAlone {
         /// Rank of the adapters.
@@ -75,7 +75,7 @@ pub enum SpecError {
 }
 
 impl SpecError {
-    /// Returns the error of a value that is out of range.
+    /// Returns an error for a value out of range.
     pub(crate) fn setting(name: &'static str, value: &dyn Display, expected: String) -> Self {
         Self::Setting { name, value: value.to_string(), expected }
     }

@@ -4,7 +4,7 @@ use std::path::PathBuf;
 
 use core_types::human::Printable;
 
-/// Why texts cannot be tokenized.
+/// An error of a tokenizer or a chat template.
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
 #[non_exhaustive]
 pub enum TokenizerError {
@@ -19,23 +19,23 @@ pub enum TokenizerError {
     Broken {
         /// The file.
         path: PathBuf,
-        /// The words of the library that reads it.
+        /// The message of the library.
         reason: String,
     },
-    /// The tokens of a text are random.
+    /// The tokenizer is random.
     #[error(
-        "{}: its dropout {dropout} gives other tokens each time, it must be null",
+        "{}: with dropout {dropout}, tokens are random: it must be null",
         Printable(path.display())
     )]
     Dropout {
         /// The file.
         path: PathBuf,
-        /// The probability with which a merge is left out.
+        /// The probability of a skipped merge.
         dropout: f32,
     },
     /// A token is not in the vocabulary of the model.
     #[error(
-        "{}: its token {} has number {id}, and the model has {vocab_size} tokens",
+        "{}: its token {} has number {id}, but the model has {vocab_size} tokens",
         Printable(path.display()),
         Printable(format!("{token:?}"))
     )]
@@ -71,10 +71,9 @@ pub enum TokenizerError {
         /// The number.
         id: u32,
     },
-    /// The tokens are bytes, and none is left to end a text.
+    /// The tokens are bytes, without a token that ends a text.
     #[error(
-        "{}: without a tokenizer.json the tokens are bytes, and eos_token_id must be one beyond them, \
-         such as 256",
+        "{}: without a tokenizer.json the tokens are bytes, and eos_token_id must be at least 256",
         Printable(path.display())
     )]
     NoByteEnd {
@@ -87,9 +86,9 @@ pub enum TokenizerError {
         /// The folder.
         path: PathBuf,
     },
-    /// Of several chat templates none is the default.
+    /// There are several chat templates without a default.
     #[error(
-        "{}: none of its chat templates is named \"default\"",
+        "{}: it has several chat templates, but none named \"default\"",
         Printable(path.display())
     )]
     NoDefaultTemplate {
@@ -114,8 +113,8 @@ pub enum TokenizerError {
     },
     /// The chat template changes earlier messages when it adds one.
     #[error(
-        "{}: the chat template does not append: with message {message}, or with those after it, it \
-         writes the messages before otherwise",
+        "{}: the chat template does not append: message {message}, or a later message, changes the \
+         text of the messages before it",
         Printable(path.display())
     )]
     Rewrites {

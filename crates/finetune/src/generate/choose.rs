@@ -5,7 +5,7 @@ use core_types::Seed;
 
 use crate::generate::options::Generation;
 
-/// Chooses one token after the other.
+/// Chooses the next token of a text.
 #[derive(Clone, Debug)]
 pub(super) struct Chooser {
     temperature: Option<f64>,
@@ -14,21 +14,23 @@ pub(super) struct Chooser {
 }
 
 impl Chooser {
-    /// Makes the choices of a seed.
+    /// Starts a sequence of choices.
     pub(super) fn new(options: &Generation) -> Self {
         Self { temperature: options.temperature, seed: options.seed, n_chosen: 0 }
     }
 
-    /// Returns the next token by the logits [vocabulary] of all.
+    /// Returns the next token by the logits [vocabulary] of all tokens. A logit of −∞ excludes its
+    /// token.
     ///
     /// # Errors
     ///
-    /// If a logit is NaN or infinite, or if all are −∞, which means never to choose a token.
+    /// If a logit is NaN or +∞, or if all are −∞.
     pub(super) fn choose(&mut self, logits: &Tensor) -> Result<u32> {
         let logits: Vec<f32> = logits.to_vec1()?;
-        let is_wrong = |logit: &f32| logit.is_nan() || *logit == f32::INFINITY;
-        if let Some(token) = logits.iter().position(is_wrong) {
-            candle_core::bail!("the logit of token {token} is {}", logits[token]);
+        for (token, &logit) in logits.iter().enumerate() {
+            if logit.is_nan() || logit == f32::INFINITY {
+                candle_core::bail!("the logit of token {token} is {logit}");
+            }
         }
         let position = match self.temperature {
             None => likeliest(&logits),
@@ -38,7 +40,8 @@ impl Chooser {
         u32::try_from(position).map_err(candle_core::Error::wrap)
     }
 
-    /// Returns a number from 0 up to 1, which depends only on the seed and the choices before it.
+    /// Returns a number from 0 up to 1 that depends only on the seed and the number of choices
+    /// before.
     fn next_fraction(&mut self) -> f64 {
         let random = self.seed.derive(self.n_chosen).as_u64();
         self.n_chosen += 1;
@@ -47,25 +50,25 @@ impl Chooser {
     }
 }
 
-/// Returns the position of the greatest logit, the first of several.
+/// Returns the first position of the greatest logit.
 fn likeliest(logits: &[f32]) -> Option<usize> {
     let finite = logits.iter().enumerate().filter(|(_, logit)| logit.is_finite());
     let first_greatest = finite.reduce(|best, other| if other.1 > best.1 { other } else { best });
     first_greatest.map(|(position, _)| position)
 }
 
-/// Returns the position at which the sum of the probabilities exceeds a fraction of the total.
+/// Returns the first position where the cumulative probability exceeds `fraction`.
 fn drawn(logits: &[f32], temperature: f64, fraction: f64) -> Option<usize> {
     let greatest = f64::from(logits[likeliest(logits)?]);
     let weight = |&logit: &f32| ((f64::from(logit) - greatest) / temperature).exp();
     let weights: Vec<f64> = logits.iter().map(weight).collect();
     let mut left = fraction * weights.iter().sum::<f64>();
-    let beyond = weights.iter().position(|weight| {
+    let exceeded = weights.iter().position(|weight| {
         left -= weight;
         left < 0.
     });
-    // A rest after rounding belongs to the last possible token.
-    beyond.or_else(|| weights.iter().rposition(|&weight| weight > 0.))
+    // After rounding, no position may exceed the fraction: then the last possible token is chosen.
+    exceeded.or_else(|| weights.iter().rposition(|&weight| weight > 0.))
 }
 
 #[cfg(test)]

@@ -14,11 +14,10 @@ use crate::{
     models::{Llama, Tokens},
 };
 
-/// The description of adapters in their folder, by PEFT.
+/// The file of PEFT that describes adapters in their folder.
 const ADAPTER_CONFIG: &str = "adapter_config.json";
 
-/// A model with its weights and its tokenizer, which generates text on the processor in single
-/// precision.
+/// A model with its weights and its tokenizer, to generate text on the CPU in single precision.
 ///
 /// # Examples
 ///
@@ -45,7 +44,7 @@ pub struct Generator {
 pub struct Generated {
     /// Tokens of the prompt.
     pub prompt_ids: Vec<u32>,
-    /// New tokens, without the one that ends the text.
+    /// New tokens, without the end token.
     pub ids: Vec<u32>,
     /// The prompt and its continuation; after a conversation, the answer.
     pub text: String,
@@ -53,14 +52,14 @@ pub struct Generated {
     pub stop: Stop,
 }
 
-/// Why a text ends.
+/// The reason why a text ends.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
 #[non_exhaustive]
 pub enum Stop {
-    /// The model has ended it.
+    /// The model generated an end token.
     End,
-    /// It has the requested number of tokens.
+    /// The text has the requested number of tokens.
     MaxTokens,
     /// The model has no more positions.
     Context,
@@ -80,11 +79,11 @@ impl Generator {
         Self::from_folder(Folder::open(path)?, adapter)
     }
 
-    /// Loads the model of a folder that is open.
+    /// Loads the model of an open folder.
     ///
     /// # Errors
     ///
-    /// As of [`open`](Self::open).
+    /// The errors of [`open`](Self::open).
     pub(crate) fn from_folder(folder: Folder, adapter: Option<&Path>) -> Result<Self> {
         let mut llama = folder.llama().clone();
         if let Some(path) = adapter {
@@ -116,7 +115,7 @@ impl Generator {
     }
 
     /// Returns the logits [tokens, vocabulary] after each token of the prompt and its continuation. A
-    /// last token beyond the positions of the model has none.
+    /// last token beyond the positions of the model is left out.
     ///
     /// # Errors
     ///
@@ -209,13 +208,13 @@ mod tests {
         let generator = open(copy.path()).unwrap();
         let found = generator.generate(prompt, &length(16)).unwrap();
         let n_prompt = found.prompt_ids.len();
-        // The token after the last position can still be told.
+        // The last position still predicts one more token.
         assert_eq!((n_prompt + found.ids.len(), found.stop), (13, Stop::Context));
         let exactly = length(13 - n_prompt);
         assert_eq!(generator.generate(prompt, &exactly).unwrap().stop, Stop::MaxTokens);
         let long = Prompt::Text("When the fog came in, and no lamp was lit.");
         let fault = generator.generate(long, &length(1)).unwrap_err().to_string();
-        assert!(fault.ends_with("tokens, and the model has 12 positions"), "{fault}");
+        assert!(fault.ends_with("tokens, but the model has 12 positions"), "{fault}");
         let fault = generator.generate(Prompt::Text(""), &length(1)).unwrap_err();
         assert!(fault.to_string().contains("has no token"), "{fault}");
     }
@@ -226,7 +225,7 @@ mod tests {
         let file = copy.path().join("model.safetensors");
         let tensors = safetensors::load(&file, &Device::Cpu).unwrap();
         let tensors: BTreeMap<String, Tensor> = tensors.into_iter().collect();
-        let refusal = |change: &dyn Fn(&mut BTreeMap<String, Tensor>)| {
+        let rejection = |change: &dyn Fn(&mut BTreeMap<String, Tensor>)| {
             let mut tensors = tensors.clone();
             change(&mut tensors);
             safetensors::save(&tensors.into_iter().collect(), &file).unwrap();
@@ -234,21 +233,21 @@ mod tests {
         };
         let tensor = Tensor::zeros(3, candle_core::DType::F32, &Device::Cpu).unwrap();
         let norm = "model.norm.weight";
-        let missing = refusal(&|tensors| drop(tensors.remove(norm))).unwrap_err();
+        let missing = rejection(&|tensors| drop(tensors.remove(norm))).unwrap_err();
         assert!(
             missing.contains("1 of 21 parameters are missing (model.norm.weight)"),
             "{missing}"
         );
         let bias = "model.layers.0.self_attn.q_proj.bias";
-        let more = refusal(&|tensors| drop(tensors.insert(bias.into(), tensor.clone())));
+        let more = rejection(&|tensors| drop(tensors.insert(bias.into(), tensor.clone())));
         let more = more.unwrap_err();
         assert!(more.contains(&format!("1 of 22 tensors are not the model's ({bias})")), "{more}");
-        let other = refusal(&|tensors| drop(tensors.insert(norm.into(), tensor.clone())));
+        let other = rejection(&|tensors| drop(tensors.insert(norm.into(), tensor.clone())));
         let other = other.unwrap_err();
         assert!(other.contains("has shape [3], expected [32]"), "{other}");
-        // Frequencies stand beside the weights of the first Llamas.
+        // Folders of the first Llamas contain frequencies too.
         let old = "model.layers.0.self_attn.rotary_emb.inv_freq";
-        refusal(&|tensors| drop(tensors.insert(old.into(), tensor.clone()))).unwrap();
+        rejection(&|tensors| drop(tensors.insert(old.into(), tensor.clone()))).unwrap();
         fs::write(&file, "no tensors").unwrap();
         let fault = open(copy.path()).unwrap_err().to_string();
         assert!(fault.contains("model.safetensors: "), "{fault}");

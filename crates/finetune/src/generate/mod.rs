@@ -1,7 +1,7 @@
-//! Text from a model: one token after the other, each by the logits of all tokens before it.
+//! Text generation, token by token.
 //!
-//! Keys and values of earlier tokens are not cached but computed again for each token. So the
-//! tokens are by definition the same as in training, and n of them take as long as n forward passes.
+//! Keys and values of earlier tokens are not cached but recomputed for each token. Generation
+//! therefore uses the same computation as training, and n tokens take n forward passes.
 
 mod choose;
 pub(crate) mod generator;

@@ -8,13 +8,14 @@ use crate::error::generate::GenerateError;
 #[derive(Clone, Copy, Debug, PartialEq)]
 #[non_exhaustive]
 pub struct Generation {
-    /// Most new tokens: 64 by default.
+    /// Maximum number of new tokens: 64 by default.
     pub max_tokens: usize,
-    /// Divisor of the logits of random tokens, or `None` (default) for the likeliest token each time.
+    /// Divisor of the logits for random tokens, or `None` (default) for the likeliest token each
+    /// time.
     pub temperature: Option<f64>,
     /// Seed of random tokens: 0 by default.
     pub seed: Seed,
-    /// Whether to go on after the token that ends a text: `false` by default.
+    /// Whether to continue after an end token: `false` by default.
     pub ignore_end: bool,
 }
 
@@ -25,14 +26,13 @@ impl Default for Generation {
 }
 
 impl Generation {
-    /// Sets the most new tokens.
+    /// Sets the maximum number of new tokens.
     #[must_use]
     pub fn with_max_tokens(self, max_tokens: usize) -> Self {
         Self { max_tokens, ..self }
     }
 
-    /// Draws tokens at random: 1 draws with the probabilities of the model, less prefers likely
-    /// tokens.
+    /// Draws tokens at random: 1 keeps the probabilities of the model, less favors likely tokens.
     #[must_use]
     pub fn with_temperature(self, temperature: f64) -> Self {
         Self { temperature: Some(temperature), ..self }

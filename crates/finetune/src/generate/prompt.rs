@@ -1,11 +1,11 @@
-//! Beginnings of texts.
+//! Prompts.
 
 use crate::{
     error::{Result, generate::GenerateError},
     text::{chat::Message, tokenizer::Tokenizer},
 };
 
-/// The beginning of a text that a model continues.
+/// The input of text generation.
 #[derive(Clone, Copy, Debug)]
 #[non_exhaustive]
 pub enum Prompt<'a> {
@@ -20,7 +20,7 @@ impl Prompt<'_> {
     ///
     /// # Errors
     ///
-    /// [`GenerateError::EmptyPrompt`] or [`GenerateError::LongPrompt`], and those of the tokenizer.
+    /// [`GenerateError::EmptyPrompt`], [`GenerateError::LongPrompt`], or an error of the tokenizer.
     pub fn ids(self, tokenizer: &Tokenizer, context: usize) -> Result<Vec<u32>> {
         let ids = match self {
             Self::Text(text) => tokenizer.begin(text)?,

@@ -1,4 +1,4 @@
-//! The variables of a model that is not trained.
+//! Loads the variables of a model for generation.
 
 use std::collections::BTreeMap;
 
@@ -22,12 +22,13 @@ use crate::{
 /// another model, [`FolderError::AdapterMismatch`] if the adapters do.
 #[expect(clippy::expect_used, reason = "says why it cannot fail")]
 pub(super) fn load(folder: &Folder, llama: &Llama) -> Result<Units> {
-    // The layers of adapters alone can be missing: all others follow from the configuration.
+    // Only layers named by adapters can be missing: all others follow from the configuration.
     let declared = declare(|vb| llama.declare(&vb), DType::F32, &Device::Cpu)
         .map_err(|cause| FolderError::AdapterMismatch { cause })?;
     let mut infos = Vec::with_capacity(declared.len());
     for parameter in &declared {
-        let (name, shape) = (parameter.name.clone(), parameter.shape.dims().to_vec());
+        let name = parameter.name.clone();
+        let shape = parameter.shape.dims().to_vec();
         infos.push(TensorInfo { name, shape, dtype: DType::F32 });
     }
     let weights = folder.weights()?;
@@ -55,11 +56,10 @@ pub(super) fn load(folder: &Folder, llama: &Llama) -> Result<Units> {
 
 #[expect(clippy::expect_used, reason = "says why it cannot fail")]
 fn patterns(names: &[&str]) -> Vec<Pattern> {
-    let pattern = |name: &&str| name.parse().expect("a name is a pattern");
-    names.iter().map(pattern).collect()
+    names.iter().map(|name| name.parse().expect("a name is a pattern")).collect()
 }
 
-/// Names the folder in an error that names a tensor alone.
+/// Converts an error of the weights, and adds the folder if it names only a tensor.
 fn weights_error(folder: &Folder, error: dist_checkpoint::Error) -> FolderError {
     match error {
         dist_checkpoint::Error::Parameter(

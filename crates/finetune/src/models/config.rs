@@ -3,12 +3,12 @@
 use candle_core::DType;
 
 use crate::models::{
-    error::{ModelError, refused},
+    error::{ModelError, field_error},
     scaling::RopeScaling,
 };
 
-/// The fields of a `config.json` of the Llama family: of the architectures `LlamaForCausalLM`,
-/// `Qwen2ForCausalLM` and `MistralForCausalLM`. Fields have the names that they have there.
+/// The fields of a `config.json` of the Llama family, under the same names: architectures
+/// `LlamaForCausalLM`, `Qwen2ForCausalLM` and `MistralForCausalLM`.
 #[derive(Clone, Debug, PartialEq)]
 #[non_exhaustive]
 pub struct LlamaConfig {
@@ -26,19 +26,19 @@ pub struct LlamaConfig {
     pub num_key_value_heads: usize,
     /// Elements of a head, an even number.
     pub head_dim: usize,
-    /// The most positions of a sequence.
+    /// Maximum length of a sequence.
     pub max_position_embeddings: usize,
-    /// Summand of the mean square under the root.
+    /// Epsilon of the norms, added to the mean square.
     pub rms_norm_eps: f64,
     /// The base of the rotary frequencies.
     pub rope_theta: f64,
     /// Scaling of the rotary frequencies for long contexts.
     pub rope_scaling: RopeScaling,
-    /// Whether the embedding is the head as well.
+    /// Whether head and embedding share their weights.
     pub tie_word_embeddings: bool,
     /// Whether queries, keys and values have a bias, as in Qwen 2.
     pub attention_bias: bool,
-    /// Number of positions that a token sees, if that is limited.
+    /// Number of positions that a token attends to, if limited.
     pub sliding_window: Option<usize>,
     /// The standard deviation of random weights: see
     /// [`Llama::declare`](crate::models::Llama::declare).
@@ -48,7 +48,8 @@ pub struct LlamaConfig {
 }
 
 impl LlamaConfig {
-    /// The largest size, and the most layers: beyond any model, and products of them do not overflow.
+    /// The limits of sizes and of the number of layers: above any model, and low enough that
+    /// products do not overflow.
     const LARGEST: usize = 1 << 24;
     const MOST_LAYERS: usize = 1 << 14;
 
@@ -65,20 +66,20 @@ impl LlamaConfig {
             ("max_position_embeddings", self.max_position_embeddings, Self::LARGEST),
         ] {
             if !(1..=most).contains(&size) {
-                return Err(refused(field, &size, format!("1 to {most}")));
+                return Err(field_error(field, &size, format!("1 to {most}")));
             }
         }
         if !self.head_dim.is_multiple_of(2) {
-            return Err(refused("head_dim", &self.head_dim, "even".into()));
+            return Err(field_error("head_dim", &self.head_dim, "even".into()));
         }
         if !self.num_attention_heads.is_multiple_of(self.num_key_value_heads) {
             let expected = format!("a divisor of num_attention_heads {}", self.num_attention_heads);
-            return Err(refused("num_key_value_heads", &self.num_key_value_heads, expected));
+            return Err(field_error("num_key_value_heads", &self.num_key_value_heads, expected));
         }
         let width = self.num_attention_heads * self.head_dim;
         if width > Self::LARGEST {
             let expected = format!("at most {} / head_dim {}", Self::LARGEST, self.head_dim);
-            return Err(refused("num_attention_heads", &self.num_attention_heads, expected));
+            return Err(field_error("num_attention_heads", &self.num_attention_heads, expected));
         }
         for (field, value) in [
             ("rms_norm_eps", self.rms_norm_eps),
@@ -86,7 +87,7 @@ impl LlamaConfig {
             ("initializer_range", self.initializer_range),
         ] {
             if !(value > 0. && value.is_finite()) {
-                return Err(refused(field, &value, "a positive number".into()));
+                return Err(field_error(field, &value, "a positive number".into()));
             }
         }
         self.rope_scaling.check()?;

@@ -2,14 +2,14 @@
 
 use std::fmt::Display;
 
-/// Why a model cannot be made of a `config.json`, or cannot read its input.
+/// An error of an unsupported `config.json`, or of invalid input of a model.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum ModelError {
     /// The text is not JSON, or a field is missing or of another type.
     #[error("the config.json of a model cannot be read: {0}")]
     Json(#[from] serde_json::Error),
-    /// A field has a value that would give other numbers than the author's model.
+    /// A field has an unsupported value, which would change the model's results.
     #[error("{field} is {value}, it must be {expected}")]
     Field {
         /// The field of `config.json`.
@@ -19,40 +19,39 @@ pub enum ModelError {
         /// Its range, in words.
         expected: String,
     },
-    /// Two fields say different things of one property: the layouts of transformers 4 and 5 stand
-    /// beside each other.
-    #[error("{first} and {second} differ, and mean the same: leave one of them out")]
+    /// Two fields contradict each other: the file has both layouts, of transformers 4 and 5.
+    #[error("{first} and {second} differ, but mean the same: leave one of them out")]
     Differ {
         /// A field of `config.json`.
         first: &'static str,
-        /// The other one.
+        /// The other field.
         second: &'static str,
     },
     /// The weights are quantized.
     #[error(
-        "the weights are quantized (quantization_config), which cannot be trained here: take the model's folder with weights in f32, f16 or bf16"
+        "the weights are quantized (quantization_config), which is not supported: take the model's folder with weights in f32, f16 or bf16"
     )]
     Quantized,
-    /// Attention would have to leave out positions of long sequences.
+    /// Long sequences would need sliding-window attention.
     #[error(
         "sliding_window is {window}, less than max_position_embeddings {context}: attention within a \
-         window is not here. Sequences of at most {window} tokens have the same attention without it: \
-         lower max_position_embeddings to that"
+         window is not supported. Sequences of at most {window} tokens do not need it: lower \
+         max_position_embeddings to {window}"
     )]
     Window {
-        /// The positions that a token sees.
+        /// Number of positions that a token attends to.
         window: usize,
-        /// The most positions of a sequence.
+        /// Maximum length of a sequence.
         context: usize,
     },
     /// A sequence is longer than the model's positions.
     #[error(
-        "a sequence has {length} tokens, the model has {context} positions (max_position_embeddings)"
+        "a sequence has {length} tokens, but the model has {context} positions (max_position_embeddings)"
     )]
     TooLong {
-        /// The tokens of the sequence.
+        /// Number of tokens of the sequence.
         length: usize,
-        /// The most positions of a sequence.
+        /// Maximum length of a sequence.
         context: usize,
     },
 }
@@ -64,7 +63,11 @@ impl From<ModelError> for candle_core::Error {
     }
 }
 
-/// Returns the error of a field that is out of range.
-pub(super) fn refused(field: &'static str, value: &dyn Display, expected: String) -> ModelError {
+/// Returns an error for a field with an unsupported value.
+pub(super) fn field_error(
+    field: &'static str,
+    value: &dyn Display,
+    expected: String,
+) -> ModelError {
     ModelError::Field { field, value: value.to_string(), expected }
 }

@@ -31,12 +31,13 @@ const ATTENTION: &str = "self_attn";
 const POST_ATTENTION_NORM: &str = "post_attention_layernorm";
 const MLP: &str = "mlp";
 
-/// Names of the units beside the blocks.
+/// Names of the units other than blocks.
 const EMBED_UNIT: &str = "embed";
 const HEAD_UNIT: &str = "head";
 
 /// A decoder of the Llama family with its variables in [`Units`]: the embedding is the unit
-/// `embed`, each block one of its own (`model.layers.0`), the last norm and the head are `head`.
+/// `embed`, each block is a unit (`model.layers.0`), and the last norm and the head form the unit
+/// `head`.
 ///
 /// See the [module's](crate::models) example.
 #[derive(Clone, Debug)]
@@ -46,32 +47,31 @@ pub struct Llama {
 }
 
 impl Llama {
-    /// Patterns of the norms, usually without weight decay:
-    /// `.group("no_decay", Llama::NORMS)` of a builder. (A pattern is whole components of a name, so
-    /// that `norm` alone is the last one.)
+    /// Patterns of the norms, usually without weight decay: `.group("no_decay", Llama::NORMS)` of a
+    /// builder. Patterns match whole components of a name, so `norm` matches only the last norm.
     pub const NORMS: [&'static str; 3] = ["norm", INPUT_NORM, POST_ATTENTION_NORM];
 
     /// Makes a model of these sizes.
     ///
     /// # Errors
     ///
-    /// [`ModelError::Field`] if a size is out of range, [`ModelError::Window`] if a
-    /// token would see fewer positions than there are.
+    /// [`ModelError::Field`] if a size is out of range, [`ModelError::Window`] if a sequence may be
+    /// longer than the attention window.
     pub fn from_config(config: LlamaConfig) -> std::result::Result<Self, ModelError> {
         config.check()?;
         Ok(Self { config, lora: None })
     }
 
     /// Adds adapters to the layers that they name (`q_proj`, `gate_proj`, …):
-    /// [`declare`](Self::declare) asks for them too, and [`logits`](Self::logits) and
-    /// [`loss`](Self::loss) compute with their sums. The embedding is not to be named: PEFT keeps its
-    /// adapters in another form.
+    /// [`declare`](Self::declare) requests their variables too, and [`logits`](Self::logits) and
+    /// [`loss`](Self::loss) apply them. Adapters of the embedding are not supported, since PEFT stores
+    /// them in another format.
     #[must_use]
     pub fn with_lora(self, lora: Lora) -> Self {
         Self { lora: Some(lora), ..self }
     }
 
-    /// Returns the adapters, if it has any.
+    /// Returns the adapters, if any.
     #[must_use]
     pub fn lora(&self) -> Option<&Lora> {
         self.lora.as_ref()
@@ -83,14 +83,13 @@ impl Llama {
         &self.config
     }
 
-    /// Asks for all variables, by their names in a folder of Hugging Face: the constructor that
-    /// [`DataParallel::builder`](dist_train::DataParallel::builder) and
-    /// [`FullyShard::builder`](dist_train::FullyShard::builder) take.
+    /// Requests all variables by their names in Hugging Face folders. Pass it as the constructor to
+    /// [`DataParallel::builder`](dist_train::DataParallel::builder) or
+    /// [`FullyShard::builder`](dist_train::FullyShard::builder).
     ///
     /// Random values are as in transformers: matrices are normal with the standard deviation
     /// [`initializer_range`](LlamaConfig::initializer_range), norms 1, biases 0. Folders of the first
-    /// Llamas hold frequencies beside the weights, which
-    /// `.allow_unexpected(["rotary_emb"])` of a builder passes over.
+    /// Llamas also contain frequencies, which `.allow_unexpected(["rotary_emb"])` of a builder skips.
     ///
     /// # Errors
     ///
@@ -141,13 +140,13 @@ impl Llama {
         vb.get_with_hints((rows, columns), "weight", random).map(drop)
     }
 
-    /// Returns which variables form which unit; blocks do by their numbers.
+    /// Returns the rules that assign variables to units. Each numbered block is a unit by default.
     pub fn units(&self) -> UnitRules {
         UnitRules::new().unit(EMBED_UNIT, [EMBEDDING]).unit(HEAD_UNIT, [NORM, self.head_name()])
     }
 
-    /// Returns the patterns of tensors that weights may have beyond the model's: frequencies, which the
-    /// first Llamas were written with, and the head where it is the embedding.
+    /// Returns patterns of tensors that may be in the weights without being variables: frequencies
+    /// in folders of the first Llamas, and a tied head.
     pub(crate) fn unexpected_weights(&self) -> Vec<&'static str> {
         let head = self.config.tie_word_embeddings.then_some(HEAD);
         ["rotary_emb"].into_iter().chain(head).collect()
@@ -165,15 +164,15 @@ impl Llama {
     }
 
     /// Returns the summed cross-entropy of each token's label given the tokens before it, with the
-    /// number of labels that count.
+    /// number of counted labels.
     ///
-    /// `labels` [rows, length], `i64`, are not shifted, as in transformers: the first of a row has no
-    /// prediction, and −100 does not count.
+    /// `labels` [rows, length], `i64`, are not shifted, as in transformers: the first label of a
+    /// row is not predicted, and −100 is not counted.
     ///
     /// # Errors
     ///
-    /// As of [`logits`](Self::logits); if labels are not of the shape of the tokens, or are not
-    /// below the vocabulary's size.
+    /// The errors of [`logits`](Self::logits); also if the shape of the labels differs from the
+    /// tokens, or a label is not in the vocabulary.
     pub fn loss(&self, model: &Units, tokens: &Tokens, labels: &Tensor) -> Result<Loss> {
         let targets = shifted(labels)?;
         let n_targets = targets.ne(IGNORED)?.to_dtype(DType::F32)?.sum_all()?;
@@ -195,7 +194,8 @@ impl Llama {
             .unit(EMBED_UNIT, &tokens.ids, move |vb, ids| llama.embedding(&vb)?.forward(ids))?;
         let context = Context::new(&self.config, tokens, x.dtype())?;
         for layer in 0..self.config.num_hidden_layers {
-            let (config, context) = (self.config.clone(), context.clone());
+            let config = self.config.clone();
+            let context = context.clone();
             x = self.enter(model, &block_name(layer), &x, move |vb, x| {
                 Block::new(&config, &vb)?.forward(x, &context)
             })?;
@@ -203,7 +203,7 @@ impl Llama {
         Ok(x)
     }
 
-    /// Runs a unit; its layers get the sums with their adapters.
+    /// Runs a unit, with its adapters applied.
     fn enter<F>(&self, model: &Units, name: &str, x: &Tensor, f: F) -> Result<Tensor>
     where
         F: Fn(VarBuilder<'_>, &Tensor) -> Result<Tensor> + Clone + Send + Sync + 'static,
@@ -255,14 +255,14 @@ fn block_name(layer: usize) -> String {
     format!("model.layers.{layer}")
 }
 
-/// Shifts labels to the token before each; the last token has none.
+/// Shifts each label to the token before it, and ignores the last token.
 fn shifted(labels: &Tensor) -> Result<Tensor> {
     let (rows, length) = labels.dims2()?;
     let none = Tensor::full(IGNORED, (rows, 1), labels.device())?;
     Tensor::cat(&[&labels.narrow(1, 1, length.saturating_sub(1))?, &none], 1)
 }
 
-/// Facts of the tokens for all blocks.
+/// Inputs that all blocks share.
 #[derive(Clone, Debug)]
 struct Context {
     cos: Tensor,

@@ -1,12 +1,12 @@
 //! Models of Hugging Face folders, in units: the Llama family.
 //!
-//! A model reads its sizes from the `config.json` of such a folder, has the names of its weights, and
-//! is trained by [`DataParallel`](dist_train::DataParallel) or
-//! [`FullyShard`](dist_train::FullyShard) with one loss.
+//! A model reads its sizes from the folder's `config.json`, and its variables have the names of the
+//! folder's weights. [`DataParallel`](dist_train::DataParallel) and
+//! [`FullyShard`](dist_train::FullyShard) train it with the same loss function.
 //!
 //! # Examples
 //!
-//! A model with random weights; `.weights("folder")` in place of `.init(…)` loads those of a
+//! A model with random weights. `.weights("folder")` instead of `.init(…)` loads the weights of a
 //! folder:
 //!
 //! ```

@@ -1,9 +1,9 @@
-//! The type in which a model computes.
+//! The compute type of a model.
 
 use candle_core::DType;
 use serde::{Deserialize, Serialize};
 
-/// The type in which a model computes.
+/// The compute type of a model.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "clap", derive(clap::ValueEnum))]
 #[serde(rename_all = "lowercase")]
@@ -12,7 +12,8 @@ pub enum Precision {
     /// Single precision
     #[default]
     F32,
-    /// Half precision with the range of f32: half the memory of what is gathered and computed
+    /// Half precision with the range of f32: half the memory for gathered parameters and
+    /// activations
     Bf16,
 }
 

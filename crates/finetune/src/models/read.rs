@@ -1,7 +1,7 @@
-//! `config.json`, as transformers writes it.
+//! Reader of `config.json` files of transformers.
 //!
-//! A field that changes the numbers of a model is read or rejected: a reader that skips unknown fields
-//! gives other numbers than the model's author had, and no error.
+//! Every field that affects the results of a model is read or rejected. A reader that skips such
+//! fields would silently compute other results than the model's author.
 
 use candle_core::DType;
 use serde::Deserialize;
@@ -9,7 +9,7 @@ use serde_json::Value;
 
 use crate::models::{
     config::LlamaConfig,
-    error::{ModelError, refused},
+    error::{ModelError, field_error},
     scaling::RopeScaling,
 };
 
@@ -58,7 +58,7 @@ enum Window {
     Given(Option<usize>),
 }
 
-/// The fields that decide whether the others are read.
+/// The fields that are checked before all others.
 #[derive(Debug, Deserialize)]
 struct Kind {
     #[serde(default)]
@@ -66,13 +66,13 @@ struct Kind {
     quantization_config: Option<Value>,
 }
 
-/// The fields of rotary positions. Others than these would turn them in another way, and so would
-/// what is said for some layers.
+/// The fields of rotary positions. Unknown fields and settings per layer are rejected, since they
+/// would change the rotation.
 #[derive(Debug, PartialEq, Deserialize)]
 #[serde(deny_unknown_fields)]
 struct Positions {
     rope_type: Option<String>,
-    /// The older name of the same.
+    /// Older name of `rope_type`.
     #[serde(rename = "type")]
     old_type: Option<String>,
     rope_theta: Option<f64>,
@@ -83,7 +83,7 @@ struct Positions {
     partial_rotary_factor: Option<f64>,
 }
 
-/// Models that differ in these fields alone.
+/// The supported architectures, which differ only in their fields.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Architecture {
     Llama,
@@ -107,9 +107,8 @@ impl LlamaConfig {
     /// # Errors
     ///
     /// [`ModelError::Json`] if it cannot be read; [`ModelError::Field`], [`ModelError::Differ`] and
-    /// [`ModelError::Quantized`] for what would be another model: an architecture, an activation, a
-    /// bias or a scaling that is not here. Sizes are checked by
-    /// [`Llama::from_config`](crate::models::Llama::from_config).
+    /// [`ModelError::Quantized`] for an unsupported architecture, activation, bias or scaling.
+    /// [`Llama::from_config`](crate::models::Llama::from_config) checks the sizes.
     ///
     /// # Examples
     ///
@@ -134,7 +133,7 @@ impl LlamaConfig {
             return Err(ModelError::Quantized);
         }
         let fields: Fields = serde_json::from_str(json)?;
-        refuse_others(&fields, architecture)?;
+        check_supported(&fields, architecture)?;
         let rope = rope(&fields)?;
         Ok(LlamaConfig {
             vocab_size: fields.vocab_size,
@@ -158,35 +157,38 @@ impl LlamaConfig {
 }
 
 fn architecture(found: &[String]) -> Result<Architecture, ModelError> {
-    let known = |name: &String| ARCHITECTURES.iter().find(|(known, _)| known == name);
-    let [(_, architecture)] = found.iter().filter_map(known).collect::<Vec<_>>()[..] else {
+    let mut known = Vec::new();
+    for name in found {
+        known.extend(ARCHITECTURES.iter().filter(|(known, _)| known == name));
+    }
+    let [(_, architecture)] = known[..] else {
         let names = ARCHITECTURES.map(|(name, _)| name).join(", ");
-        return Err(refused("architectures", &format!("{found:?}"), format!("one of {names}")));
+        return Err(field_error("architectures", &format!("{found:?}"), format!("one of {names}")));
     };
-    Ok(*architecture)
+    Ok(architecture)
 }
 
-/// Refuses what another model would have.
+/// Rejects settings of unsupported models.
 #[expect(clippy::float_cmp, reason = "only exactly 1 is all of a head")]
-fn refuse_others(fields: &Fields, architecture: Architecture) -> Result<(), ModelError> {
+fn check_supported(fields: &Fields, architecture: Architecture) -> Result<(), ModelError> {
     if let Some(activation) = fields.hidden_act.as_ref().filter(|name| *name != "silu") {
-        return Err(refused("hidden_act", &activation, "silu".into()));
+        return Err(field_error("hidden_act", &activation, "silu".into()));
     }
-    // Qwen 2 has its biases whatever this field is.
+    // Qwen 2 always has biases, and ignores this field.
     let has_bias = fields.attention_bias && architecture != Architecture::Qwen2;
     for (field, bias) in [("attention_bias", has_bias), ("mlp_bias", fields.mlp_bias)] {
         if bias {
-            return Err(refused(field, &bias, "false in this architecture".into()));
+            return Err(field_error(field, &bias, "false in this architecture".into()));
         }
     }
     if fields.attention_dropout != 0. {
-        let expected = "0: attention drops nothing here".into();
-        return Err(refused("attention_dropout", &fields.attention_dropout, expected));
+        let expected = "0: dropout is not supported".into();
+        return Err(field_error("attention_dropout", &fields.attention_dropout, expected));
     }
     let of_rope = [&fields.rope_scaling, &fields.rope_parameters];
     let of_rope = of_rope.into_iter().flatten().filter_map(|rope| rope.partial_rotary_factor);
     match of_rope.chain(fields.partial_rotary_factor).find(|&factor| factor != 1.) {
-        Some(factor) => Err(refused("partial_rotary_factor", &factor, "1".into())),
+        Some(factor) => Err(field_error("partial_rotary_factor", &factor, "1".into())),
         None => Ok(()),
     }
 }
@@ -195,14 +197,14 @@ fn key_value_heads(fields: &Fields, architecture: Architecture) -> Result<usize,
     match (fields.num_key_value_heads, architecture) {
         (Some(heads), _) => Ok(heads),
         (None, Architecture::Llama) => Ok(fields.num_attention_heads),
-        // transformers takes a number of its own for them, which may change.
+        // The default of transformers depends on its version.
         (None, Architecture::Qwen2 | Architecture::Mistral) => {
-            Err(refused("num_key_value_heads", &"missing", "given in this architecture".into()))
+            Err(field_error("num_key_value_heads", &"missing", "given in this architecture".into()))
         }
     }
 }
 
-/// The window, if attention is within one, by the rules of the architecture.
+/// Returns the attention window by the rules of the architecture, or `None` without a window.
 fn sliding_window(
     fields: &Fields,
     architecture: Architecture,
@@ -213,19 +215,20 @@ fn sliding_window(
         (_, Window::Given(window)) => Ok(window),
         (_, Window::Missing) => {
             let expected = "given in this architecture, null for none".into();
-            Err(refused("sliding_window", &"missing", expected))
+            Err(field_error("sliding_window", &"missing", expected))
         }
     }
 }
 
 fn head_dim(fields: &Fields) -> Result<usize, ModelError> {
-    let (hidden, heads) = (fields.hidden_size, fields.num_attention_heads);
+    let hidden = fields.hidden_size;
+    let heads = fields.num_attention_heads;
     match fields.head_dim {
         Some(size) => Ok(size),
         None if heads > 0 && hidden.is_multiple_of(heads) => Ok(hidden / heads),
         None => {
             let expected = format!("a divisor of hidden_size {hidden}, or head_dim given");
-            Err(refused("num_attention_heads", &heads, expected))
+            Err(field_error("num_attention_heads", &heads, expected))
         }
     }
 }
@@ -271,12 +274,12 @@ fn scaling(rope: &Positions) -> Result<RopeScaling, ModelError> {
                 rope.original_max_position_embeddings,
             )?,
         }),
-        other => Err(refused("rope_scaling.type", &other, "default, linear or llama3".into())),
+        other => Err(field_error("rope_scaling.type", &other, "default, linear or llama3".into())),
     }
 }
 
 fn given<T>(field: &'static str, value: Option<T>) -> Result<T, ModelError> {
-    value.ok_or_else(|| refused(field, &"missing", "given for this type of scaling".into()))
+    value.ok_or_else(|| field_error(field, &"missing", "given for this type of scaling".into()))
 }
 
 fn dtype(fields: &Fields) -> Result<DType, ModelError> {
@@ -290,6 +293,6 @@ fn dtype(fields: &Fields) -> Result<DType, ModelError> {
         "float32" => Ok(DType::F32),
         "bfloat16" => Ok(DType::BF16),
         "float16" => Ok(DType::F16),
-        other => Err(refused("dtype", &other, "float32, bfloat16 or float16".into())),
+        other => Err(field_error("dtype", &other, "float32, bfloat16 or float16".into())),
     }
 }

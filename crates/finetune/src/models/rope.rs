@@ -4,16 +4,18 @@ use candle_core::{DType, Device, Tensor};
 
 use crate::models::config::LlamaConfig;
 
-/// Returns the angle by which each pair of a head's elements turns per position, in radians.
+/// Returns the rotation angle per position of each pair of a head's elements, in radians.
 ///
-/// Rounded to single precision, as the models were trained with.
+/// Angles are rounded to single precision, as in the training of these models.
 #[expect(clippy::cast_possible_truncation, reason = "numbers are rounded")]
 pub(super) fn frequencies(config: &LlamaConfig) -> Vec<f32> {
-    let frequency = |pair: usize| {
+    let mut frequencies = Vec::with_capacity(config.head_dim / 2);
+    for pair in 0..config.head_dim / 2 {
         let exponent = -2. * pair as f64 / config.head_dim as f64;
-        config.rope_scaling.scaled(config.rope_theta.powf(exponent)) as f32
-    };
-    (0..config.head_dim / 2).map(frequency).collect()
+        let frequency = config.rope_scaling.scaled(config.rope_theta.powf(exponent));
+        frequencies.push(frequency as f32);
+    }
+    frequencies
 }
 
 /// Returns the cosines and sines of the first positions, [length, head size / 2] each.
@@ -40,7 +42,7 @@ mod tests {
     use super::*;
     use crate::models::scaling::RopeScaling;
 
-    fn of(head_dim: usize, rope_theta: f64, rope_scaling: RopeScaling) -> Vec<f32> {
+    fn frequencies_for(head_dim: usize, rope_theta: f64, rope_scaling: RopeScaling) -> Vec<f32> {
         let json = r#"{
             "architectures": ["LlamaForCausalLM"], "vocab_size": 320, "hidden_size": 48,
             "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -53,7 +55,7 @@ mod tests {
     fn check(found: &[f32], expected: &[f32]) {
         assert_eq!(found.len(), expected.len());
         for (found, expected) in found.iter().zip(expected) {
-            // transformers computes them in single precision.
+            // transformers computes frequencies in single precision.
             assert!((found / expected - 1.).abs() < 4e-7, "{found} for {expected}");
         }
     }
@@ -67,12 +69,12 @@ mod tests {
             original_max_position_embeddings: 64,
         };
         check(
-            &of(12, 5e5, scaling),
+            &frequencies_for(12, 5e5, scaling),
             &[1.0, 0.018_723_19, 0.001_574_901, 0.000_176_776_68, 1.984_250_8e-5, 2.227_247_5e-6],
         );
         let default = [1.0, 0.031_622_78, 0.001, 3.162_277_4e-5];
-        check(&of(8, 1e6, RopeScaling::Default), &default);
+        check(&frequencies_for(8, 1e6, RopeScaling::Default), &default);
         let halved = default.map(|frequency: f32| frequency / 2.);
-        check(&of(8, 1e6, RopeScaling::Linear { factor: 2. }), &halved);
+        check(&frequencies_for(8, 1e6, RopeScaling::Linear { factor: 2. }), &halved);
     }
 }

@@ -1,31 +1,32 @@
-//! How rotary frequencies are scaled.
+//! Scaling of rotary frequencies.
 
 use std::f64::consts::PI;
 
-use crate::models::error::{ModelError, refused};
+use crate::models::error::{ModelError, field_error};
 
-/// The scaling of rotary frequencies of a model that has learned from shorter sequences first:
-/// `rope_scaling`, or `rope_parameters`, of `config.json`.
+/// The scaling of rotary frequencies, which extends a model to longer sequences than in its first
+/// training: `rope_scaling` or `rope_parameters` of `config.json`.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 #[non_exhaustive]
 pub enum RopeScaling {
-    /// They stay as they are.
+    /// No scaling.
     #[default]
     Default,
-    /// All are divided by a factor (Chen et al., arXiv 2306.15595).
+    /// All frequencies are divided by a factor (Chen et al., arXiv 2306.15595).
     Linear {
         /// Divisor.
         factor: f64,
     },
-    /// Low ones are divided by a factor, high ones stay, and those between are between: Llama 3.1's.
+    /// Low frequencies are divided by a factor, high frequencies are kept, and frequencies in
+    /// between are interpolated, as in Llama 3.1.
     Llama3 {
         /// Divisor of low frequencies.
         factor: f64,
-        /// Frequencies that turn less often than this over the original length are low.
+        /// Number of turns over the original length below which a frequency is low.
         low_freq_factor: f64,
-        /// Frequencies that turn more often than this are high.
+        /// Number of turns over the original length above which a frequency is high.
         high_freq_factor: f64,
-        /// The length of the sequences of the first training, in tokens.
+        /// Sequence length of the first training, in tokens.
         original_max_position_embeddings: usize,
     },
 }
@@ -44,11 +45,11 @@ impl RopeScaling {
                 if !(low > 0. && high > low && high.is_finite()) {
                     let expected =
                         format!("a number above low_freq_factor {low}, which is positive");
-                    return Err(refused("rope_scaling.high_freq_factor", &high, expected));
+                    return Err(field_error("rope_scaling.high_freq_factor", &high, expected));
                 }
                 if original == 0 {
                     let field = "rope_scaling.original_max_position_embeddings";
-                    return Err(refused(field, &original, "at least 1".into()));
+                    return Err(field_error(field, &original, "at least 1".into()));
                 }
                 factor
             }
@@ -56,11 +57,11 @@ impl RopeScaling {
         if factor >= 1. && factor.is_finite() {
             Ok(())
         } else {
-            Err(refused("rope_scaling.factor", &factor, "a number of at least 1".into()))
+            Err(field_error("rope_scaling.factor", &factor, "a number of at least 1".into()))
         }
     }
 
-    /// A frequency as it is used.
+    /// Returns the scaled frequency.
     pub(super) fn scaled(&self, frequency: f64) -> f64 {
         match *self {
             Self::Default => frequency,
@@ -72,7 +73,7 @@ impl RopeScaling {
                 original_max_position_embeddings: original,
             } => {
                 let turns = original as f64 * frequency / (2. * PI);
-                // 0 where it is low, 1 where it is high.
+                // 0 for low frequencies, 1 for high frequencies.
                 let highness = ((turns - low) / (high - low)).clamp(0., 1.);
                 frequency / factor * (1. - highness) + frequency * highness
             }

@@ -17,14 +17,16 @@ pub(super) struct Packing {
 }
 
 impl Tokens {
-    /// Takes a sequence in each row of `ids` [rows, length], `u32`, with padding behind it: no token
-    /// sees a later one, so padding needs no mask. `dyn_batch::Collator::pad` makes such rows.
+    /// Takes a sequence in each row of `ids` [rows, length], `u32`, padded on the right. Tokens do
+    /// not attend to later tokens, so padding needs no mask. `dyn_batch::Collator::pad` makes such
+    /// rows.
     pub fn rows(ids: Tensor) -> Self {
         Self { ids, packing: None }
     }
 
     /// Takes several sequences in each row: `ids`, `segment_ids` and `position_ids` [rows, length],
-    /// `u32`. A token sees earlier tokens of its segment. `dyn_batch::Collator::pack` makes such rows.
+    /// `u32`. A token attends to earlier tokens of its segment. `dyn_batch::Collator::pack` makes
+    /// such rows.
     pub fn packed(ids: Tensor, segment_ids: Tensor, position_ids: Tensor) -> Self {
         Self { ids, packing: Some(Packing { segment_ids, position_ids }) }
     }

@@ -6,7 +6,7 @@ use core_types::files;
 
 use crate::error::{Error, Result};
 
-/// Warns of damaged lines, which are skipped.
+/// Warns about damaged lines, which are skipped.
 pub(super) fn warn_damaged(path: &Path, lines: &[u64]) {
     if !lines.is_empty() {
         tracing::warn!("{} {}", path.display(), damage(lines));
@@ -20,7 +20,7 @@ pub(super) fn back_up_damaged(path: &Path, lines: &[u64], content: &[u8]) -> Res
     }
     let copy = back_up(path, "damaged", content)?;
     tracing::warn!(
-        "{} {}; the whole file is kept as {}",
+        "{} {}; the whole file is backed up as {}",
         path.display(),
         damage(lines),
         copy.display()
@@ -28,7 +28,7 @@ pub(super) fn back_up_damaged(path: &Path, lines: &[u64], content: &[u8]) -> Res
     Ok(())
 }
 
-/// Backs up the content of a file under a name with this word, and returns the path of the copy.
+/// Backs up the content of a file under a name with `word`, and returns the path of the copy.
 pub(super) fn back_up(path: &Path, word: &str, content: &[u8]) -> Result<PathBuf> {
     files::back_up(path, word, content).map_err(|cause| Error::write(path, cause))
 }

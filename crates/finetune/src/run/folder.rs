@@ -42,7 +42,7 @@ pub(crate) fn adapter_in(path: &Path) -> PathBuf {
     path.join(ADAPTER)
 }
 
-/// Returns the folder that a run ends with: of its model, or of its adapters alone.
+/// Returns the folder of a run's result: its model, or only its adapters.
 pub(crate) fn product_of(path: &Path, spec: &Spec) -> PathBuf {
     if spec.recipe.lora.is_some() && !spec.finetune.merge {
         return adapter_in(path);
@@ -50,17 +50,17 @@ pub(crate) fn product_of(path: &Path, spec: &Spec) -> PathBuf {
     path.join(MODEL_FOLDER)
 }
 
-/// Returns the folder of the model with the least loss on the examples that are held out.
+/// Returns the folder of the model with the lowest validation loss.
 pub(crate) fn best_in(path: &Path) -> PathBuf {
     path.join(BEST)
 }
 
-/// Returns the file of the text that the model of a run generated at the end.
+/// Returns the file of the text generated at the end of a run.
 pub fn sample_in(path: &Path) -> PathBuf {
     path.join(SAMPLE)
 }
 
-/// Makes a folder beside another one, to write its content before it gets its name.
+/// Makes a temporary folder next to `folder`, to write its content before it gets its name.
 ///
 /// # Errors
 ///
@@ -69,15 +69,15 @@ pub(crate) fn folder_beside(folder: &Path) -> Result<AtomicFolder> {
     AtomicFolder::new(folder).map_err(|cause| Error::write(folder, cause))
 }
 
-/// Returns the checkpoints of the run with this description in `path`; those of other runs are
-/// rejected.
+/// Returns the checkpoints of the run with this description in `path`. Checkpoints of other runs
+/// are rejected.
 pub fn checkpoints(path: &Path, spec: &Spec) -> Checkpoints {
     let checkpoints = Checkpoints::new(path.join(CHECKPOINTS)).run(spec.identity());
     if spec.allow_non_finite { checkpoints.allow_non_finite() } else { checkpoints }
 }
 
-/// Reads the metrics of the run in `path`: none if the file is missing. Damaged lines are skipped, with
-/// a warning.
+/// Reads the metrics of the run in `path`, which are empty if the file is missing. Damaged lines
+/// are skipped with a warning.
 ///
 /// # Errors
 ///
@@ -98,7 +98,7 @@ pub(crate) fn contents(path: &Path) -> Result<Vec<&'static str>> {
     let mut found = Vec::new();
     for name in [spec::FILE, METRICS, validations::FILE, MODEL_FOLDER, BEST, ADAPTER, CHECKPOINTS] {
         let path = path.join(name);
-        // A link counts wherever it leads.
+        // A link counts, wherever it points.
         match fs::symlink_metadata(&path) {
             Ok(known) if known.is_dir() && name == CHECKPOINTS && !has_steps(&path)? => {}
             Ok(_) => found.push(name),
@@ -109,8 +109,8 @@ pub(crate) fn contents(path: &Path) -> Result<Vec<&'static str>> {
     Ok(found)
 }
 
-/// Returns true if there are checkpoints in their folder, or parts of some. A run that could not start has
-/// left at most its lock.
+/// Returns true if the folder of checkpoints has complete or partial checkpoints. A run that failed
+/// to start leaves at most its lock there.
 fn has_steps(checkpoints: &Path) -> Result<bool> {
     let entries = fs::read_dir(checkpoints).map_err(|cause| Error::io(checkpoints, cause))?;
     for entry in entries {
@@ -122,7 +122,7 @@ fn has_steps(checkpoints: &Path) -> Result<bool> {
     Ok(false)
 }
 
-/// The state of a run's folder. Another process that trains the run changes it when it saves a
+/// The state of a run's folder. It changes when another process that trains the run saves a
 /// checkpoint or ends.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) struct RunSnapshot {
@@ -134,8 +134,8 @@ pub(crate) struct RunSnapshot {
 }
 
 impl RunSnapshot {
-    /// Takes a snapshot. One that is taken before the folder is read, and one once the run is locked,
-    /// differ if the run went on between them.
+    /// Takes a snapshot. A snapshot from before the folder is read and a snapshot under the lock
+    /// differ if the run continued in between.
     ///
     /// # Errors
     ///
@@ -151,15 +151,15 @@ impl RunSnapshot {
 /// Returns the length of a file or folder and its time, or `None` if it does not exist.
 fn written(path: &Path) -> Result<Option<(u64, Option<SystemTime>)>> {
     match fs::symlink_metadata(path) {
-        // Some systems know no times; then the length alone is compared.
+        // On systems without modification times, only the length is compared.
         Ok(known) => Ok(Some((known.len(), known.modified().ok()))),
         Err(error) if is_nothing(&error) => Ok(None),
         Err(cause) => Err(Error::io(path, cause)),
     }
 }
 
-/// Returns the checkpoints in their folder with their times. Incomplete ones have other names; one that
-/// is removed meanwhile is skipped.
+/// Returns the complete checkpoints in a folder with their times. A checkpoint that disappears
+/// meanwhile is skipped.
 fn saved(folder: &Path) -> Result<BTreeMap<OsString, Option<SystemTime>>> {
     let entries = match fs::read_dir(folder) {
         Ok(entries) => entries,
@@ -189,7 +189,7 @@ fn is_nothing(error: &io::Error) -> bool {
 }
 
 /// Returns true if the run in `path` is complete: it has metrics up to its last step, and the model
-/// that it ended with. Another model there is a warning.
+/// that it wrote. Warns about another model.
 ///
 /// # Errors
 ///
@@ -207,11 +207,11 @@ pub fn is_complete(path: &Path, spec: &Spec) -> Result<bool> {
     Ok(fault.is_none())
 }
 
-/// Returns why the model in `path` does not complete the run, or `None` if it does.
+/// Returns the reason why the run is incomplete, or `None` if it is complete.
 fn incomplete(path: &Path, spec: &Spec) -> Result<Option<String>> {
     let model = product_of(path, spec);
     if !model.is_dir() {
-        // The model of the run could not take its place.
+        // The model of the run cannot replace this file.
         return Err(RunError::NotAFolder { path: model }.into());
     }
     let done = metrics(path)?.done();
@@ -240,7 +240,7 @@ pub(crate) fn claim_number() -> Result<u64> {
     loop {
         let path = numbered(number);
         let parent = path.parent().map_or(Ok(()), fs::create_dir_all);
-        // Of two programs that start at once, one makes this folder and the other fails to.
+        // If two programs start at once, only one of them creates this folder.
         match parent.and_then(|()| fs::create_dir(&path)) {
             Ok(()) => return Ok(number),
             Err(error) if error.kind() == io::ErrorKind::AlreadyExists => number += 1,
@@ -249,11 +249,11 @@ pub(crate) fn claim_number() -> Result<u64> {
     }
 }
 
-/// The folder of a run that is trained; another run is never overwritten.
+/// The folder of a run in training. Another run is never overwritten.
 #[derive(Debug)]
 pub(crate) struct RunFolder {
     path: PathBuf,
-    /// The last of its sessions is this one.
+    /// Description of the run. Its last session is the current one.
     spec: Spec,
     metrics: File,
 }
@@ -266,16 +266,18 @@ impl RunFolder {
     /// [`Error::Write`] if another program has made it meanwhile.
     pub(crate) fn create(path: &Path, spec: &Spec) -> Result<Self> {
         fs::create_dir_all(path).map_err(|cause| Error::write(path, cause))?;
-        // Of two programs that start at once, one makes this file and the other fails to.
+        // If two programs start at once, only one of them creates this file.
         spec.write_new(path)?;
         let metrics = path.join(METRICS);
         let file = File::create_new(&metrics).map_err(|cause| Error::write(&metrics, cause))?;
         Ok(Self { path: path.into(), spec: spec.clone(), metrics: file })
     }
 
-    /// Opens the folder of a run to resume it at `step`, or to start it. Metrics from there on are
-    /// dropped, because the steps are about to be done again. The file is backed up if lines are
-    /// damaged, or if no checkpoint is left: nothing else tells that these steps were ever done.
+    /// Opens the folder of a run to resume it at `step`, or to start it.
+    ///
+    /// Metrics from `step` on are dropped, since the run repeats these steps. The file is backed up
+    /// first if lines are damaged, or if no checkpoint is left and the metrics are the only trace
+    /// of the steps.
     ///
     /// # Errors
     ///
@@ -289,16 +291,16 @@ impl RunFolder {
         let mut kept = Metrics::parse(&known);
         damage::back_up_damaged(&metrics, kept.damaged(), &known)?;
         if step == 0 && kept.done() > 0 {
-            // A run that is killed before its first checkpoint leaves the same, and must go on
-            // without anybody's help.
-            let beside = damage::back_up(&metrics, "unsaved", &known)?;
+            // A run killed before its first checkpoint looks the same, and must resume without user
+            // action.
+            let backup = damage::back_up(&metrics, "unsaved", &known)?;
             tracing::warn!(
                 "{} ends with step {}, but there is no checkpoint in {}: the run starts anew, and \
-                 the whole file is kept as {}",
+                 the whole file is backed up as {}",
                 metrics.display(),
                 kept.done(),
                 path.join(CHECKPOINTS).display(),
-                beside.display()
+                backup.display()
             );
         }
         if step == 0 {
@@ -333,7 +335,7 @@ impl RunFolder {
     ///
     /// [`Error::Write`] if the file cannot be written.
     pub(crate) fn end_session(&mut self) -> Result<()> {
-        // Memory of other devices is not that of the process.
+        // Only CPU devices use the memory of the process.
         if let Some(session) = self.spec.sessions.last_mut()
             && session.on_processors
         {
@@ -360,7 +362,7 @@ impl RunFolder {
         written.map_err(|cause| Error::write(self.path.join(METRICS), cause))
     }
 
-    /// Appends the result of a validation, and syncs it: no checkpoint is ahead of it.
+    /// Appends the result of a validation, and syncs it, so that no checkpoint is ahead of it.
     ///
     /// # Errors
     ///
@@ -387,7 +389,7 @@ impl RunFolder {
         synced.map_err(|cause| Error::write(self.path.join(METRICS), cause))
     }
 
-    /// Checks that the folder was not removed while the run trains: lines of a file without a name are
+    /// Checks that the folder was not removed while the run trains, since further metrics would be
     /// lost.
     #[cfg(unix)]
     fn check_not_removed(&self) -> io::Result<()> {
@@ -405,7 +407,7 @@ impl RunFolder {
         Ok(())
     }
 
-    /// Gives the folder of the model, which is written, its name; that completes the run.
+    /// Gives the written model folder its final name, which completes the run.
     ///
     /// # Errors
     ///
@@ -413,13 +415,18 @@ impl RunFolder {
     pub(crate) fn save(&mut self, partial: AtomicFolder) -> Result<()> {
         self.set_fingerprint(partial.path())?;
         let folder = product_of(&self.path, &self.spec);
-        if let Some(beside) = move_model(&folder)? {
-            tracing::warn!("what was in {} is kept as {}", folder.display(), beside.display());
+        if let Some(backup) = move_model(&folder)? {
+            tracing::warn!(
+                "the old content of {} is backed up as {}",
+                folder.display(),
+                backup.display()
+            );
         }
         partial.persist().map_err(|cause| Error::write(folder, cause))
     }
 
-    /// Records the model that is about to get its name: it is never there without that.
+    /// Records the fingerprint of the model before the model gets its name, so that no model is
+    /// without one.
     fn set_fingerprint(&mut self, model: &Path) -> Result<()> {
         let failed = |cause| Error::io(model, cause);
         let names = model_files::names(model).map_err(failed)?;
@@ -430,7 +437,7 @@ impl RunFolder {
     }
 }
 
-/// Removes the incomplete files and models of a run that was killed. One that cannot be removed does no
+/// Removes partial files and models of a killed run. Errors are ignored, since leftovers do no
 /// harm.
 fn remove_partial(run: &Path) {
     let Ok(entries) = fs::read_dir(run) else { return };
@@ -444,7 +451,7 @@ fn remove_partial(run: &Path) {
     }
 }
 
-/// Checks that a folder does not hold a run, or a part of one.
+/// Checks that a folder holds no run, not even a part of a run.
 ///
 /// # Errors
 ///
@@ -456,13 +463,13 @@ pub(crate) fn check_empty(path: &Path) -> Result<()> {
     Err(RunError::Occupied { path: path.into() }.into())
 }
 
-/// Backs up the models and validations that a run which starts anew would replace.
+/// Backs up the models and validations that a restarted run would replace.
 fn keep_unsaved(path: &Path, spec: &Spec) -> Result<()> {
     for model in [product_of(path, spec), adapter_in(path), best_in(path)] {
-        if let Some(beside) = move_model(&model)? {
+        if let Some(backup) = move_model(&model)? {
             tracing::warn!(
-                "the run starts anew, and the model that was there is kept as {}",
-                beside.display()
+                "the run starts anew, and the old model is backed up as {}",
+                backup.display()
             );
         }
     }
@@ -475,24 +482,24 @@ fn keep_unsaved(path: &Path, spec: &Spec) -> Result<()> {
     }
 }
 
-/// Gives a model that does not complete its run another name, if there is one: the run will end with
-/// one of its own. No other process does so meanwhile, because the run is locked.
+/// Renames an existing model that does not complete its run, and returns the new path. The run is
+/// locked, so no other process does so at the same time.
 fn move_model(model: &Path) -> Result<Option<PathBuf>> {
     let mut number = 1_u64;
     loop {
         let mut name = model.file_stem().map_or_else(OsString::new, OsString::from);
         name.push(format!(".unsaved-{number:04}"));
-        let beside = model.with_file_name(name);
-        match fs::symlink_metadata(&beside) {
+        let backup = model.with_file_name(name);
+        match fs::symlink_metadata(&backup) {
             Ok(_) => number += 1,
             Err(error) if is_nothing(&error) => {
-                return match fs::rename(model, &beside) {
-                    Ok(()) => Ok(Some(beside)),
+                return match fs::rename(model, &backup) {
+                    Ok(()) => Ok(Some(backup)),
                     Err(error) if is_nothing(&error) => Ok(None),
                     Err(cause) => Err(Error::write(model, cause)),
                 };
             }
-            Err(cause) => return Err(Error::io(beside, cause)),
+            Err(cause) => return Err(Error::io(backup, cause)),
         }
     }
 }
@@ -502,7 +509,7 @@ pub(crate) mod tests {
     use super::*;
     use crate::spec::tests::spec;
 
-    /// The line of a step.
+    /// Returns the metrics line of a step.
     pub(crate) fn line(step: u64, loss: &str, seconds: f64) -> String {
         format!(
             "{{\"step\": {step}, \"epoch\": 0, \"loss\": {loss}, \"learning_rate\": 0.1, \
@@ -511,7 +518,7 @@ pub(crate) mod tests {
         )
     }
 
-    fn is_refused(path: &Path) -> bool {
+    fn is_rejected(path: &Path) -> bool {
         check_empty(path).is_err()
     }
 
@@ -519,22 +526,21 @@ pub(crate) mod tests {
     fn existing_run_is_never_overwritten() {
         let parent = tempfile::tempdir().unwrap();
         let run = parent.path().join("run");
-        assert!(!is_refused(&run));
+        assert!(!is_rejected(&run));
         RunFolder::create(&run, &spec()).unwrap();
         assert_eq!(Spec::read(&run).unwrap(), Some(spec()));
-        assert!(is_refused(&run));
+        assert!(is_rejected(&run));
         assert!(RunFolder::create(&run, &spec()).is_err(), "another program made it meanwhile");
 
         for name in [MODEL_FOLDER, METRICS, spec::FILE, CHECKPOINTS] {
             let other = parent.path().join(name.replace('.', "-"));
             fs::create_dir(&other).unwrap();
             fs::write(other.join(name), "kept").unwrap();
-            assert!(is_refused(&other));
+            assert!(is_rejected(&other));
             assert_eq!(fs::read_to_string(other.join(name)).unwrap(), "kept");
         }
         let file = RunFolder::create(&run.join(METRICS), &spec());
-        let is_write = |error: Error| matches!(error, Error::Write { .. });
-        assert!(file.is_err_and(is_write), "a file is no folder");
+        assert!(matches!(file, Err(Error::Write { .. })), "a file is not a folder");
     }
 
     fn lines(steps: std::ops::Range<u64>) -> String {
@@ -546,7 +552,7 @@ pub(crate) mod tests {
         let parent = tempfile::tempdir().unwrap();
         let run = parent.path().join("run");
         RunFolder::create(&run, &spec()).unwrap();
-        // The last line was cut off.
+        // The last line is truncated.
         fs::write(run.join(METRICS), lines(0..6) + "{\"ste").unwrap();
         for (step, kept) in [(6, 6), (4, 4), (0, 0)] {
             let mut resumed = RunFolder::resume(&run, &spec(), step).unwrap();

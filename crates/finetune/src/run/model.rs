@@ -9,12 +9,11 @@ use crate::{
     spec::Spec,
 };
 
-/// Opens the model of a folder or of a run that has ended, with the adapters of another folder if
-/// there is one.
+/// Opens the model of a folder or of a finished run, with the adapters of another folder if given.
 ///
 /// # Errors
 ///
-/// As of [`Generator::open`], and [`RunError::NotEnded`] or [`RunError::Base`].
+/// The errors of [`Generator::open`], [`RunError::NotEnded`], or [`RunError::Base`].
 pub fn open_generator(path: &Path, adapter: Option<&Path>) -> Result<Generator> {
     let Some(spec) = Spec::read(path)? else { return Generator::open(path, adapter) };
     let product = product(path, &spec)?;
@@ -30,11 +29,11 @@ pub fn open_generator(path: &Path, adapter: Option<&Path>) -> Result<Generator> 
     Generator::from_folder(folder, Some(adapter.unwrap_or(&product)))
 }
 
-/// Returns the folder of the model at `path`, which is a model folder or that of a run that has ended.
+/// Returns the model folder at `path`, or the model folder of the finished run at `path`.
 ///
 /// # Errors
 ///
-/// [`RunError::NotEnded`], or [`FolderError::AdaptersAlone`] if the run has trained adapters alone.
+/// [`RunError::NotEnded`], or [`FolderError::AdaptersAlone`] if the run trained only adapters.
 pub fn model_folder(path: &Path) -> Result<PathBuf> {
     let Some(spec) = Spec::read(path)? else { return Ok(path.to_owned()) };
     let product = product(path, &spec)?;

@@ -1,4 +1,4 @@
-//! Files of the model that a run ends with.
+//! Files of the resulting model of a run.
 
 use std::{fs, io, path::Path};
 

@@ -10,16 +10,16 @@ use crate::error::{Result, run::RunError};
 pub(crate) struct ResumePoint {
     /// Checkpoint.
     pub(crate) checkpoint: Checkpoint,
-    /// Position after its last batch.
+    /// Position after the last batch.
     pub(crate) batches: BatchState,
 }
 
 impl ResumePoint {
-    /// Opens the latest checkpoint of a run of so many steps, if there is one.
+    /// Opens the latest checkpoint of a run of `steps` steps, if there is one.
     ///
     /// # Errors
     ///
-    /// [`RunError::CheckpointAhead`] if it has more steps, and those of [`Checkpoints::latest`].
+    /// [`RunError::CheckpointAhead`] if it has more steps, or an error of [`Checkpoints::latest`].
     pub(crate) fn latest(checkpoints: &Checkpoints, steps: u64) -> Result<Option<Self>> {
         let Some(checkpoint) = checkpoints.latest()? else { return Ok(None) };
         let step = checkpoint.step();

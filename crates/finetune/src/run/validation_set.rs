@@ -1,4 +1,4 @@
-//! Examples that nothing is learned from.
+//! Held-out examples for validation.
 
 use candle_core::Device;
 use dist_train::Evaluation;
@@ -20,12 +20,12 @@ pub(crate) struct ValidationSet {
 }
 
 impl ValidationSet {
-    /// Batches examples as the steps of a run, which validates after every so many steps.
+    /// Batches examples like the steps of a run, to validate after every `every` steps.
     ///
     /// # Errors
     ///
-    /// [`RunError::ValidationTooSmall`] if they are less than a step: the mean of so few would go up
-    /// and down by chance.
+    /// [`RunError::ValidationTooSmall`] if the examples are fewer than one step: the mean of so few
+    /// would be too noisy.
     pub(crate) fn new(data: DataSet, spec: &Spec, every: u64) -> Result<Self> {
         let batch_size = spec.finetune.batch_size;
         let lengths = data.lengths();
@@ -40,7 +40,7 @@ impl ValidationSet {
         Ok(Self { data, steps, every })
     }
 
-    /// Returns the batches of its steps.
+    /// Returns the batches by step.
     pub(crate) fn steps(&self) -> &[Vec<Batch>] {
         &self.steps
     }
@@ -50,18 +50,19 @@ impl ValidationSet {
         done == steps || done.is_multiple_of(self.every)
     }
 
-    /// Returns the mean loss of a model after so many steps.
+    /// Returns the mean loss of a model after `step` steps.
     ///
     /// # Errors
     ///
-    /// The errors of `evaluate`, and [`Error::Tensor`] if the device has no memory left.
+    /// The errors of `evaluate`, and [`Error::Tensor`] if the device runs out of memory.
     pub(crate) fn validate(
         &self,
         step: u64,
         device: &Device,
         mut evaluate: impl FnMut(BatchTensors) -> Result<Evaluation>,
     ) -> Result<ValidationPoint> {
-        let (mut sum, mut predictions) = (0., 0.);
+        let mut sum = 0.;
+        let mut predictions = 0.;
         for batches in &self.steps {
             let tensors = self.data.collate(batches, device)?;
             let found = evaluate(tensors)?;

@@ -11,14 +11,14 @@ use crate::{
     run::damage,
 };
 
-/// The file of a run with the results of its validations, a line each.
+/// The file with the results of a run's validations, one per line.
 pub(crate) const FILE: &str = "validation.jsonl";
 
 /// The result of a validation.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub struct ValidationPoint {
-    /// Number of steps before it.
+    /// Number of steps before the validation.
     pub step: u64,
     /// Mean loss of all predictions; NaN, and `null` in JSON, if it is not finite.
     #[serde(deserialize_with = "number")]
@@ -34,7 +34,7 @@ impl ValidationPoint {
     }
 }
 
-/// Reads a number; JSON has `null` for NaN and the infinities.
+/// Reads a number. JSON has `null` for NaN and infinities.
 fn number<'de, D: Deserializer<'de>>(deserializer: D) -> std::result::Result<f64, D::Error> {
     Ok(Option::deserialize(deserializer)?.unwrap_or(f64::NAN))
 }
@@ -45,8 +45,8 @@ pub fn best_validation(found: &[ValidationPoint]) -> Option<ValidationPoint> {
     finite.min_by(|left, right| left.loss.total_cmp(&right.loss)).copied()
 }
 
-/// Drops the results after so many steps, which are about to be done again, from the file of the run in
-/// `path`. A damaged file is backed up.
+/// Drops the results after `steps` steps from the file of the run in `path`, since a resumed run
+/// repeats those steps. A damaged file is backed up.
 pub(super) fn keep_up_to(path: &Path, steps: u64) -> Result<()> {
     let path = path.join(FILE);
     let Some(text) = files::read_if_there(&path)? else { return Ok(()) };
@@ -76,13 +76,14 @@ pub fn validations(path: &Path, steps: u64) -> Result<Vec<ValidationPoint>> {
     Ok(found)
 }
 
-/// Returns the results in a file, and the numbers of its damaged lines, from 1. A last line without an
-/// end is not damage: a run that is killed leaves one.
+/// Returns the results in a file, and the numbers of its damaged lines, from 1. A truncated last
+/// line is not counted as damage, since a killed run leaves one.
 fn parse(text: &[u8]) -> (Vec<ValidationPoint>, Vec<u64>) {
     let mut lines: Vec<&[u8]> = text.split(|&byte| byte == b'\n').collect();
     let last: Option<ValidationPoint> =
         lines.pop().and_then(|last| serde_json::from_slice(last).ok());
-    let (mut found, mut damaged) = (Vec::new(), Vec::new());
+    let mut found = Vec::new();
+    let mut damaged = Vec::new();
     for (number, line) in (1..).zip(lines) {
         match serde_json::from_slice(line) {
             Ok(line) => found.push(line),

@@ -17,18 +17,18 @@ use crate::{
     },
 };
 
-/// The layers that have adapters unless others are chosen, as in PEFT.
+/// The default layers of adapters, as in PEFT.
 pub(crate) const ADAPTED: [&str; 2] = ["q_proj", "v_proj"];
 
 /// The model of a run, and the layout of its texts, as `run.json` records them.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct RunInputs {
-    /// Folder of the model, or `None` if the `config.json` alone is given.
+    /// Folder of the model, or `None` if only a `config.json` is given.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub folder: Option<PathBuf>,
     /// Fields of `config.json`.
     pub config: Value,
-    /// Fingerprint of the weights in hexadecimal digits, or `None` if they are drawn at random.
+    /// Fingerprint of the weights in hexadecimal digits, or `None` for random weights.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub weights: Option<String>,
     /// Seed of random weights.
@@ -36,29 +36,29 @@ pub struct RunInputs {
     pub init: Option<u64>,
     /// Fingerprint of the tokenizer in hexadecimal digits.
     pub tokenizer: String,
-    /// Most tokens of a sequence.
+    /// Maximum tokens of a sequence.
     pub context: usize,
     /// Layout of sequences in rows.
     pub rows: Rows,
-    /// Treatment of longer texts.
+    /// Treatment of overlong texts.
     pub overlong: Overlong,
-    /// Number of sequences in a step, or of packed rows, if that is limited.
+    /// Number of sequences or packed rows in a step, if limited.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub batch_size: Option<u64>,
-    /// Examples that are held out.
+    /// Held-out examples.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub validation: Option<Validation>,
-    /// Whether adapters are merged into the model that the run ends with.
+    /// Whether the run ends with a merged model besides the adapters.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub merge: bool,
 }
 
-/// Examples that are held out, and how often the model is validated on them.
+/// The share of held-out examples, and the interval of validations.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Validation {
     /// Fraction of all examples.
     pub fraction: f64,
-    /// Number of steps from one validation to the next.
+    /// Number of steps between validations.
     pub every: u64,
 }
 
@@ -67,7 +67,7 @@ impl RunInputs {
     ///
     /// # Errors
     ///
-    /// [`SpecError::Model`] if there is no such model.
+    /// [`SpecError::Model`] if the model is not supported.
     pub(crate) fn llama(&self) -> Result<Llama> {
         let config = LlamaConfig::from_json(&self.config.to_string());
         Ok(config.and_then(Llama::from_config).map_err(SpecError::Model)?)
@@ -77,7 +77,7 @@ impl RunInputs {
     ///
     /// # Errors
     ///
-    /// As of [`Folder::open`].
+    /// The errors of [`Folder::open`].
     pub(crate) fn open_folder(&self) -> Result<Folder> {
         match &self.folder {
             Some(path) => Folder::open(path),
@@ -85,19 +85,20 @@ impl RunInputs {
         }
     }
 
-    /// Reads the examples under `path`, or makes short stories. Returns their fingerprint, the examples
-    /// for training, and held-out ones.
+    /// Reads the examples under `path`, or generates short stories. Returns their fingerprint, the
+    /// training examples, and the held-out examples.
     ///
     /// # Errors
     ///
-    /// As of [`Examples::read`] and [`Examples::split`].
+    /// The errors of [`Examples::read`] and [`Examples::split`].
     pub(crate) fn examples(
         &self,
         folder: &Folder,
         path: Option<&Path>,
         seed: Seed,
     ) -> Result<(String, Examples, Option<Examples>)> {
-        let (tokenizer, context) = (folder.tokenizer(), self.context);
+        let tokenizer = folder.tokenizer();
+        let context = self.context;
         let read = match path {
             Some(path) => Examples::read(path, tokenizer, context, self.overlong)?,
             None => Examples::from_texts(stories::stories(), tokenizer, context, self.overlong)?,
@@ -110,25 +111,25 @@ impl RunInputs {
         Ok((fingerprint, train, Some(held_out)))
     }
 
-    /// Lowers the context to the longest example: no step needs room for longer ones, however many
-    /// positions the model has.
+    /// Lowers the context to the length of the longest example, since longer steps would only cost
+    /// memory.
     #[must_use]
     pub(crate) fn for_longest(self, longest: u64) -> Self {
-        /// As long as rows are that most examples can share.
+        /// Minimum length of packed rows, which most examples fit into several times.
         const ROW: usize = 2048;
         let longest = usize::try_from(longest).unwrap_or(usize::MAX);
-        let room = match self.rows {
+        let needed = match self.rows {
             Rows::Padded => longest,
             Rows::Packed => longest.max(ROW),
         };
-        Self { context: self.context.min(room.max(2)), ..self }
+        Self { context: self.context.min(needed.max(2)), ..self }
     }
 
-    /// Checks that a folder holds the model that the run started with.
+    /// Checks that a folder holds the initial model of the run.
     ///
     /// # Errors
     ///
-    /// [`RunError::ModelMismatch`] if it does not.
+    /// [`RunError::ModelMismatch`] if it holds another model.
     pub(crate) fn check_folder(&self, folder: &Folder) -> Result<()> {
         let is_same = folder.config()? == self.config
             && folder.tokenizer().fingerprint() == self.tokenizer
@@ -139,10 +140,11 @@ impl RunInputs {
         Err(RunError::ModelMismatch { path: folder.path().into() }.into())
     }
 
-    /// Returns the inputs without the path of the folder as JSON, which runs and processes compare.
+    /// Returns the inputs without the path of the folder as JSON, for comparison between runs and
+    /// processes.
     #[expect(clippy::expect_used, reason = "its fields are names and numbers")]
     pub fn words(&self) -> String {
         let anywhere = Self { folder: None, ..self.clone() };
-        serde_json::to_string(&anywhere).expect("it is made of what JSON has")
+        serde_json::to_string(&anywhere).expect("all fields are JSON values")
     }
 }

@@ -40,16 +40,16 @@ use crate::{
 /// The file of the description.
 pub(crate) const FILE: &str = "run.json";
 
-/// The version of the format of the file.
+/// The format version of the file.
 pub(crate) const FORMAT_VERSION: u32 = 1;
 
-/// All facts of a run: its model, its texts, how it learns, and where it ran.
+/// The description of a run: its model, texts, training options and sessions.
 ///
-/// Two runs are the same if their [`identity`](Self::identity) is: a run is resumed with the
-/// description that it started with.
+/// Two runs are the same if their [`identity`](Self::identity) is equal. A run can only be resumed
+/// with its original description.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Spec {
-    /// Version of the format of the file.
+    /// Format version of the file.
     pub format_version: u32,
     /// Seed of random weights and of the order of the examples.
     pub seed: u64,
@@ -59,24 +59,24 @@ pub struct Spec {
     pub data: Option<PathBuf>,
     /// Fingerprint of the texts in hexadecimal digits.
     pub text: String,
-    /// Most padded tokens of a step.
+    /// Maximum padded tokens of a step.
     pub max_tokens: u64,
-    /// Whether the run goes on after a loss that is not a number.
+    /// Whether the run continues after an infinite or NaN loss.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub allow_non_finite: bool,
     /// Model and layout of the texts.
     pub finetune: RunInputs,
-    /// Options of learning.
+    /// Training options.
     #[serde(default, skip_serializing_if = "Recipe::is_default")]
     pub recipe: Recipe,
-    /// Sessions in order; a run that has begun has at least one.
+    /// Sessions in order. A started run has at least one.
     pub sessions: Vec<Session>,
-    /// Fingerprint of the description, by which damage is noticed.
+    /// Fingerprint of the description, to detect damage.
     pub identity: String,
-    /// Files that the run wrote into the folder of its model, beside which others may be put.
+    /// Files that the run wrote into the folder of its model. Users may add others.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub model_files: Vec<String>,
-    /// Fingerprint of these files, once there are some.
+    /// Fingerprint of these files, after the run has written them.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub model_fingerprint: Option<String>,
 }
@@ -97,7 +97,7 @@ impl Spec {
     ///
     /// # Errors
     ///
-    /// [`RunError::Version`] or [`RunError::Damaged`] if this version did not write it so.
+    /// [`RunError::Version`] for another format version, [`RunError::Damaged`] if the file has changed.
     pub fn read(path: &Path) -> Result<Option<Self>> {
         let path = path.join(FILE);
         let Some(text) = files::read_if_there(&path)? else { return Ok(None) };
@@ -110,11 +110,11 @@ impl Spec {
         Ok(Some(spec))
     }
 
-    /// Checks that this version can read the file, and that it is as it was written.
+    /// Checks the format version, and that the file is unchanged.
     fn check(&self, path: PathBuf) -> Result<()> {
         if self.format_version != FORMAT_VERSION {
-            let (found, supported) = (self.format_version, FORMAT_VERSION);
-            return Err(RunError::Version { path, found, supported }.into());
+            let found = self.format_version;
+            return Err(RunError::Version { path, found, supported: FORMAT_VERSION }.into());
         }
         if self.identity != self.identity() || self.sessions.is_empty() {
             return Err(RunError::Damaged { path }.into());
@@ -123,7 +123,7 @@ impl Spec {
         self.check_adapters()
     }
 
-    /// Checks that adapters belong to a model that has learned something.
+    /// Checks that adapters have a pretrained base model.
     ///
     /// # Errors
     ///
@@ -141,8 +141,7 @@ impl Spec {
         atomic::write(&path, &self.encoded(&path)?).map_err(|cause| Error::write(&path, cause))
     }
 
-    /// Writes the file, which must not exist: of any number of programs that do so at once, one
-    /// succeeds.
+    /// Writes the file, which must not exist. If several programs do so at once, one succeeds.
     pub(crate) fn write_new(&self, path: &Path) -> Result<()> {
         let path = path.join(FILE);
         let content = self.encoded(&path)?;
@@ -161,7 +160,7 @@ impl Spec {
     ///
     /// # Errors
     ///
-    /// [`SpecError::Model`] if there is no such model, and those of [`Recipe::adapters`].
+    /// [`SpecError::Model`] if the model is not supported, or an error of [`Recipe::adapters`].
     pub(crate) fn trained_model(&self) -> Result<Model> {
         let llama = self.finetune.llama()?;
         Ok(Model(match self.recipe.adapters(&ADAPTED)? {
@@ -170,7 +169,7 @@ impl Spec {
         }))
     }
 
-    /// Returns the folder of the pretrained weights, or `None` if they are drawn at random.
+    /// Returns the folder of the pretrained weights, or `None` for random weights.
     pub(crate) fn pretrained(&self) -> Option<&Path> {
         match self.finetune.init {
             Some(_) => None,
@@ -188,7 +187,7 @@ impl Spec {
         self.finetune.rows == Rows::Packed
     }
 
-    /// Returns how sequences are put into batches.
+    /// Returns the batching of sequences.
     fn batching(&self) -> Batching {
         let bucketed = Batching::bucketed(self.max_tokens);
         let RunInputs { rows, batch_size, context, .. } = self.finetune;
@@ -270,7 +269,7 @@ impl Spec {
         BatchSchedule::new(lengths, seed, &self.batching())
     }
 
-    /// Returns a hash of all that decides about the parameters after each step, in hexadecimal digits.
+    /// Returns a hash of everything that affects the parameters, in hexadecimal digits.
     pub fn identity(&self) -> String {
         let mut fingerprint: Fingerprint =
             [self.seed, self.steps, self.max_tokens].into_iter().collect();
@@ -280,10 +279,10 @@ impl Spec {
         fingerprint.to_string()
     }
 
-    /// Returns the latest session; a run that is read or trained has one.
+    /// Returns the latest session. Every run that was read or opened for training has one.
     #[expect(clippy::expect_used, reason = "says why it cannot fail")]
     pub fn session(&self) -> &Session {
-        self.sessions.last().expect("a run is opened by one of its sessions")
+        self.sessions.last().expect("every run that was read or started has a session")
     }
 
     /// Sets the identity.
@@ -292,7 +291,7 @@ impl Spec {
         Self { identity: self.identity(), ..self }
     }
 
-    /// Adds a session after those whose steps are kept.
+    /// Adds a session, and drops sessions that started at or after its first step.
     #[must_use]
     pub(crate) fn with_session(mut self, session: Session) -> Self {
         self.sessions.retain(|earlier| earlier.first_step < session.first_step);
@@ -396,7 +395,7 @@ pub(crate) mod tests {
         let mut identities: BTreeSet<String> = others.iter().map(Spec::identity).collect();
         identities.insert(run.identity());
         assert_eq!(identities.len(), 7);
-        // The same run elsewhere, or on other devices, is the same run.
+        // The identity does not depend on the path of the texts and on the devices.
         let moved = Spec { data: Some("text".into()), sessions: vec![], ..run.clone() };
         assert_eq!(moved.identity(), run.identity());
     }

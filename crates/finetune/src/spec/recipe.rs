@@ -1,4 +1,4 @@
-//! Options that decide about the parameters after each step.
+//! Training options that affect the parameters.
 
 use candle_nn::ParamsAdamW;
 use dist_train::{Lora, Schedule};
@@ -10,7 +10,7 @@ use crate::{
     spec::variant_name,
 };
 
-/// Options that decide about the parameters after each step, as `run.json` records them; `None` is the
+/// Training options that affect the parameters, as `run.json` records them. `None` means the
 /// default of the run.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[cfg_attr(feature = "clap", derive(clap::Args), command(next_help_heading = "How it learns"))]
@@ -22,8 +22,7 @@ pub struct Recipe {
             long,
             value_name = "RATE",
             visible_alias = "learning-rate",
-            help = "The learning rate at its peak [default: 0.003; with --model 0.00002, and 0.0002 \
-                    of adapters]"
+            help = "Peak learning rate [default: 0.003; 0.00002 with --model; 0.0002 with --lora]"
         )
     )]
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -34,99 +33,95 @@ pub struct Recipe {
         arg(
             long,
             value_enum,
-            help = "How the learning rate falls from its peak [default: along a cosine, after a \
-                    warm-up of a twentieth of the steps]"
+            help = "Course of the learning rate after its peak [default: a cosine, after a warm-up \
+                    of a twentieth of the steps]"
         )
     )]
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub lr_schedule: Option<LrCurve>,
-    /// Number of steps in which the learning rate rises to its peak.
+    /// Number of steps of the rise to the peak learning rate.
     #[cfg_attr(
         feature = "clap",
         arg(
             long,
             value_name = "N",
             requires = "lr_schedule",
-            help = "Number of steps in which the learning rate of --lr-schedule first rises to its \
-                    peak [default: 0]"
+            help = "Number of warm-up steps of --lr-schedule [default: 0]"
         )
     )]
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub warmup_steps: Option<u64>,
-    /// Least learning rate, as a fraction of its peak.
+    /// Minimum learning rate, as a fraction of the peak.
     #[cfg_attr(
         feature = "clap",
         arg(
             long,
             value_name = "FRACTION",
             requires = "lr_schedule",
-            help = "The least learning rate of --lr-schedule after that, as a fraction of its peak \
-                    [default: 0]"
+            help = "Minimum learning rate of --lr-schedule, as a fraction of the peak [default: 0]"
         )
     )]
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub min_lr_rate: Option<f64>,
-    /// Largest norm of all gradients together, to which larger ones are clipped.
+    /// Maximum norm of all gradients together. Larger norms are clipped.
     #[cfg_attr(
         feature = "clap",
         arg(
             long,
             value_name = "NORM",
-            help = "The largest norm of the gradients of all parameters together, to which larger \
-                    ones are clipped [default: they are not clipped; with --model 1]"
+            help = "Clip the gradients of all parameters together to this norm [default: no \
+                    clipping; 1 with --model]"
         )
     )]
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub max_grad_norm: Option<f64>,
-    /// Fraction of a parameter, times the learning rate, by which it shrinks in each step.
+    /// Weight decay.
     #[cfg_attr(
         feature = "clap",
         arg(
             long,
             value_name = "DECAY",
-            help = "By how much of itself a parameter shrinks in each step, times the learning rate; \
-                    norms and biases do not [default: 0.01]"
+            help = "Weight decay of all parameters except norms and biases [default: 0.01]"
         )
     )]
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub weight_decay: Option<f64>,
-    /// Type in which the model computes.
+    /// Compute type of the model.
     #[cfg_attr(
         feature = "clap",
         arg(
             long,
             value_enum,
-            help = "Type in which the model computes: parameters are kept, summed and updated in f32 \
-                    all the same [default: f32]"
+            help = "Compute type; gradients are summed and parameters updated in f32 in any case \
+                    [default: f32]"
         )
     )]
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub dtype: Option<Precision>,
-    /// Rank of adapters that are trained in place of the model.
+    /// Rank of adapters that are trained instead of the model.
     #[cfg_attr(
         feature = "clap",
         arg(
             long,
             value_name = "RANK",
-            help = "Train low-rank adapters of this rank, while the parameters of --model stay as \
-                    they are"
+            help = "Train low-rank adapters of this rank instead of the parameters of --model"
         )
     )]
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub lora: Option<usize>,
-    /// Factor of the adapters, times their rank: twice the rank by default.
+    /// Scale of the adapters times their rank: twice the rank by default.
     #[cfg_attr(
         feature = "clap",
         arg(
             long,
             value_name = "ALPHA",
             requires = "lora",
-            help = "The factor of adapters, times their rank [default: twice the rank]"
+            help = "Scale of the adapters times their rank [default: twice the rank]"
         )
     )]
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub lora_alpha: Option<f64>,
-    /// Layers that have adapters, by the ends of their names.
+    /// Layers with adapters, by name suffix.
     #[cfg_attr(
         feature = "clap",
         arg(
@@ -134,36 +129,35 @@ pub struct Recipe {
             value_name = "NAMES",
             value_delimiter = ',',
             requires = "lora",
-            help = "The linear layers that have adapters, by the ends of their names [default: \
-                    `q_proj,v_proj`]"
+            help = "Linear layers to adapt, by name suffix [default: `q_proj,v_proj`]"
         )
     )]
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub lora_on: Option<Vec<String>>,
 }
 
-/// The course of the learning rate, by the names of Hugging Face.
+/// The course of the learning rate, with the names of Hugging Face.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "clap", derive(clap::ValueEnum))]
 #[serde(rename_all = "kebab-case")]
 #[non_exhaustive]
 pub enum LrCurve {
-    /// It stays at its peak
+    /// Constant at the peak
     Constant,
-    /// A straight line down to the least rate at the last step
+    /// A straight line down to the minimum at the last step
     Linear,
-    /// Half a wave of the cosine down to the least rate at the last step
+    /// Half a cosine wave down to the minimum at the last step
     Cosine,
-    /// One over the root of the number of steps
+    /// The inverse square root of the number of steps
     InverseSqrt,
 }
 
 impl Recipe {
-    /// Checks the options for a run of so many steps.
+    /// Checks the options for a run of `steps` steps.
     ///
     /// # Errors
     ///
-    /// [`SpecError::Setting`] with the first value that is out of range, and those of [`Lora::new`].
+    /// [`SpecError::Setting`] with the first value out of range, or an error of [`Lora::new`].
     pub(crate) fn check(&self, steps: u64) -> Result<()> {
         let ends = matches!(self.lr_schedule, Some(LrCurve::Linear | LrCurve::Cosine));
         if let Some(warmup) = self.warmup_steps.filter(|&warmup| ends && warmup >= steps) {
@@ -186,7 +180,7 @@ impl Recipe {
         self.adapters(&["any"]).map(drop)
     }
 
-    /// Returns the options with the defaults of a run of so many steps in place of `None`.
+    /// Replaces `None` by the defaults of a run of `steps` steps.
     #[must_use]
     pub(crate) fn with_defaults(self, steps: u64, is_own_model: bool) -> Self {
         let lr = match (is_own_model, self.lora) {
@@ -207,34 +201,34 @@ impl Recipe {
         }
     }
 
-    /// Returns the type in which the model computes.
+    /// Returns the compute type of the model.
     pub fn precision(&self) -> Precision {
         self.dtype.unwrap_or(Precision::F32)
     }
 
-    /// Returns the adapters that are trained, on `layers` unless others are chosen, or `None` if the
-    /// model itself is trained.
+    /// Returns the trained adapters, on `layers` by default, or `None` if the model itself is
+    /// trained.
     ///
     /// # Errors
     ///
-    /// As of [`Lora::new`].
+    /// The errors of [`Lora::new`].
     pub(crate) fn adapters(&self, layers: &[&str]) -> Result<Option<Lora>> {
         let Some(rank) = self.lora else { return Ok(None) };
         let alpha = self.lora_alpha.unwrap_or(2.0 * rank as f64);
         Ok(Some(match &self.lora_on {
-            Some(asked) => Lora::new(asked.clone(), rank, alpha)?,
+            Some(names) => Lora::new(names.clone(), rank, alpha)?,
             None => Lora::new(layers.iter().copied(), rank, alpha)?,
         }))
     }
 
-    /// Returns AdamW with PyTorch's defaults but for the decay; the learning rate is set before each
-    /// step.
+    /// Returns the options of AdamW: PyTorch's defaults except for the decay. The learning rate is
+    /// set before each step.
     pub(crate) fn adamw(&self) -> ParamsAdamW {
         let usual = ParamsAdamW::default();
         ParamsAdamW { weight_decay: self.weight_decay.unwrap_or(usual.weight_decay), ..usual }
     }
 
-    /// Returns the learning rate of the step after `step` others, of `steps` in all.
+    /// Returns the learning rate of step `step`, counted from 0, in a run of `steps` steps.
     pub(crate) fn learning_rate(&self, step: u64, steps: u64) -> f64 {
         self.lr.unwrap_or(PEAK_LEARNING_RATE) * self.schedule(steps).factor(step)
     }
@@ -254,7 +248,7 @@ impl Recipe {
         schedule.warmup(warmup).floor(self.min_lr_rate.unwrap_or(0.0))
     }
 
-    /// Returns the options by their names, `None` if they are not set.
+    /// Returns the options by argument name, or `None` for options that are not set.
     pub fn options(&self) -> [(&'static str, Option<String>); 10] {
         let number = |number: Option<f64>| number.map(|number| number.to_string());
         [
@@ -276,16 +270,16 @@ impl Recipe {
         *self == Self::default()
     }
 
-    /// Returns the options as JSON, which runs and processes compare.
+    /// Returns the options as JSON, for comparison between runs and processes.
     #[expect(clippy::expect_used, reason = "its fields are names and numbers")]
     pub fn words(&self) -> String {
-        serde_json::to_string(self).expect("it is made of what JSON has")
+        serde_json::to_string(self).expect("all fields are JSON values")
     }
 }
 
 const PEAK_LEARNING_RATE: f64 = 3e-3;
 
-/// Returns true if a value is in range.
+/// A function that returns true if a value is in range.
 type Check = fn(f64) -> bool;
 
 #[cfg(test)]
@@ -297,9 +291,10 @@ mod tests {
     }
 
     fn assert_near(found: &[f64], expected: &[f64]) {
-        let is_near = |(found, expected): (&f64, &f64)| (found - expected).abs() < 1e-12;
         assert_eq!(found.len(), expected.len());
-        assert!(found.iter().zip(expected).all(is_near), "{found:?}, {expected:?}");
+        for (rate, expected_rate) in found.iter().zip(expected) {
+            assert!((rate - expected_rate).abs() < 1e-12, "{found:?}, {expected:?}");
+        }
     }
 
     #[test]

@@ -1,17 +1,17 @@
-//! The tokenizer of a model without one: its tokens are bytes.
+//! The tokenizer of byte models.
 //!
-//! A `config.json` alone makes a model to try things with, and nothing has to be downloaded. Its
-//! tokenizer is written beside its weights like any other, in the form that every tool reads.
+//! A folder with only a `config.json` is a model for experiments, without any download. Its
+//! tokenizer is saved with the weights in the standard format.
 
 use serde_json::{Map, Value, json};
 
 /// The text of the token that ends a text.
 pub(crate) const END: &str = "<|end|>";
 
-/// The number of bytes; the token of a byte has its number.
+/// The number of byte values. A byte's value is its token id.
 pub(crate) const N_BYTES: u32 = 256;
 
-/// Returns the `tokenizer.json` of bytes, with a token that ends a text.
+/// Returns the `tokenizer.json` of bytes, with the end token `end`.
 pub(crate) fn tokenizer_json(end: u32) -> Value {
     let byte_level = json!({
         "type": "ByteLevel", "add_prefix_space": false, "trim_offsets": false, "use_regex": false,
@@ -38,7 +38,7 @@ pub(crate) fn tokenizer_json(end: u32) -> Value {
     })
 }
 
-/// Returns the `tokenizer_config.json` beside it.
+/// Returns the matching `tokenizer_config.json`.
 pub(crate) fn tokenizer_config_json() -> Value {
     json!({
         "eos_token": END,
@@ -51,8 +51,8 @@ fn token((character, id): (char, u32)) -> (String, Value) {
     (character.to_string(), id.into())
 }
 
-/// Returns the characters of bytes in tokenizers since GPT-2: printable ones of Latin 1 are
-/// themselves, the others U+0100 and following in their order.
+/// Returns the characters that stand for bytes in tokenizers since GPT-2: printable Latin 1
+/// characters for themselves, and U+0100 and following for all others, in order.
 fn characters() -> impl Iterator<Item = char> {
     let mut others = '\u{100}'..;
     (0..=u8::MAX).map(move |byte| match byte {

@@ -1,8 +1,8 @@
-//! Conversations as text, by the template of a tokenizer.
+//! Renders conversations as text with a chat template.
 //!
-//! A template is a program in Jinja, which transformers runs with blocks trimmed, the functions and
-//! filters below, and Python's methods of strings. It does not mark answers: an answer is the text
-//! that a message of the assistant adds to the conversation before it.
+//! A template is a Jinja program. transformers runs it with trimmed blocks, the functions and
+//! filters below, and Python's string methods. A template does not mark answers, so an answer is
+//! defined as the text that a message of the assistant adds to the conversation before it.
 
 use std::{
     collections::BTreeMap,
@@ -24,26 +24,26 @@ use serde_json::ser::{Formatter, PrettyFormatter, Serializer};
 
 use crate::error::{Error, Result, tokenizer::TokenizerError};
 
-/// The role that answers.
+/// The role of answers.
 const ASSISTANT: &str = "assistant";
 
-/// The most instructions of a rendering: beyond any template, and bounded for one that never ends.
-/// Memory is not bounded: a template is a program, and must be trusted as one.
+/// The maximum number of instructions of a rendering: more than any template needs, to stop endless
+/// loops. Memory is not limited: a template is a program that must be trusted.
 const FUEL: u64 = 50_000_000;
 
-/// The longest text of a conversation.
+/// The length limit of a conversation's text.
 const MAX_TEXT_BYTES: usize = 1 << 26;
 
-/// The most spaces by which JSON is indented.
+/// The maximum indentation of JSON.
 const MAX_INDENT: usize = 64;
 
 /// A message of a conversation.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub struct Message {
-    /// The speaker: `system`, `user`, `assistant`, or whatever else the template knows.
+    /// Speaker: `system`, `user`, `assistant`, or another role that the template supports.
     pub role: String,
-    /// The words.
+    /// Text of the message.
     pub content: String,
 }
 
@@ -53,7 +53,7 @@ impl Message {
         Self { role: role.to_owned(), content: content.to_owned() }
     }
 
-    /// Returns true if the assistant says it.
+    /// Returns true for a message of the assistant.
     pub(crate) fn is_answer(&self) -> bool {
         self.role == ASSISTANT
     }
@@ -62,7 +62,7 @@ impl Message {
 /// The template of a tokenizer.
 pub(crate) struct ChatTemplate {
     environment: Environment<'static>,
-    /// Tokens that have a name in it.
+    /// Special tokens, by their names in the template.
     special: BTreeMap<&'static str, String>,
     /// File of the template.
     path: PathBuf,
@@ -72,7 +72,7 @@ pub(crate) struct ChatTemplate {
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) struct Rendered {
     pub(crate) text: String,
-    /// Bytes of the assistant's messages.
+    /// Byte ranges of the assistant's messages.
     pub(crate) answers: Vec<Range<usize>>,
 }
 
@@ -81,7 +81,7 @@ pub(crate) struct Rendered {
 struct Context<'a> {
     messages: &'a [Message],
     add_generation_prompt: bool,
-    // Templates compare these with none.
+    // Templates test these for `none`.
     tools: Option<()>,
     documents: Option<()>,
     #[serde(flatten)]
@@ -89,7 +89,7 @@ struct Context<'a> {
 }
 
 impl ChatTemplate {
-    /// The only template of its environment.
+    /// Name of the only template in the environment.
     const NAME: &'static str = "chat";
 
     /// Compiles the template of the file `path`.
@@ -133,12 +133,12 @@ impl ChatTemplate {
         })
     }
 
-    /// Returns the text of a conversation and the places of its answers.
+    /// Returns the text of a conversation and the byte ranges of its answers.
     ///
     /// # Errors
     ///
     /// [`TokenizerError::Rendering`], or [`TokenizerError::Rewrites`] if a message changes the text of
-    /// earlier ones.
+    /// earlier messages.
     pub(crate) fn conversation(&self, messages: &[Message]) -> Result<Rendered> {
         let text = self.render(messages, false)?;
         let mut answers = Vec::new();
@@ -179,7 +179,7 @@ impl Write for Bounded {
     }
 }
 
-/// Returns an error of a template with its cause.
+/// Returns the message of a template error, with its cause.
 fn reason(fault: &minijinja::Error) -> String {
     match fault.source() {
         Some(cause) => format!("{fault}: {cause}"),
@@ -187,14 +187,14 @@ fn reason(fault: &minijinja::Error) -> String {
     }
 }
 
-/// Returns Jinja as transformers has it for chat templates, without `strftime_now`: with the day in
-/// it, a text would have other tokens tomorrow, and a run could not be resumed. Templates that use it
-/// have a default day.
+/// Returns Jinja as transformers configures it for chat templates, without `strftime_now`: a text
+/// with the current date would have other tokens tomorrow, and the run could not be resumed.
+/// Templates that use the function have a default date.
 #[expect(clippy::expect_used, reason = "says why it cannot fail")]
 fn environment() -> Environment<'static> {
     let mut environment = Environment::new();
     let syntax = SyntaxConfig::builder().trim_blocks(true).lstrip_blocks(true).build();
-    environment.set_syntax(syntax.expect("the delimiters are the usual ones"));
+    environment.set_syntax(syntax.expect("the delimiters are the default ones"));
     environment.set_auto_escape_callback(|_| AutoEscape::None);
     environment.set_unknown_method_callback(pycompat::unknown_method_callback);
     environment.set_fuel(Some(FUEL));
@@ -208,7 +208,7 @@ fn raise_exception(reason: String) -> std::result::Result<Value, minijinja::Erro
     Err(minijinja::Error::new(ErrorKind::InvalidOperation, reason))
 }
 
-/// Writes JSON as Python's `json.dumps`, with characters and the order of keys unchanged.
+/// Writes JSON like Python's `json.dumps`, with characters and the order of keys unchanged.
 #[expect(clippy::needless_pass_by_value, reason = "a filter owns its arguments")]
 fn to_json(value: &Value, options: Kwargs) -> std::result::Result<String, minijinja::Error> {
     let indent: Option<usize> = options.get("indent")?;
@@ -259,11 +259,7 @@ mod tests {
     }
 
     fn messages(turns: &[(&str, &str)]) -> Vec<Message> {
-        let message = |&(role, content): &(&str, &str)| Message {
-            role: role.to_owned(),
-            content: content.to_owned(),
-        };
-        turns.iter().map(message).collect()
+        turns.iter().map(|(role, content)| Message::new(role, content)).collect()
     }
 
     #[test]
@@ -300,14 +296,14 @@ mod tests {
     fn rewriting_templates_are_rejected() {
         let turns = [("user", "1"), ("assistant", "2"), ("user", "3"), ("assistant", "4")];
         for source in [
-            // The number of messages comes first.
+            // The text starts with the number of messages.
             "{{ messages | length }}{% for m in messages %}{{ m.content }}{% endfor %}",
             // The last message comes first.
             "{% for m in messages | reverse %}{{ m.content }}{% endfor %}",
             // All answers but the last are left out.
             "{% for m in messages %}{% if m.role == 'user' or loop.last %}{{ m.content }}\
              {% endif %}{% endfor %}",
-            // What the assistant begins with is not what it is asked with.
+            // The generation prompt is not the start of the assistant's message.
             "{% for m in messages %}{{ m.content }}{% endfor %}\
              {% if add_generation_prompt %}!{% endif %}",
         ] {

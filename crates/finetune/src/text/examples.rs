@@ -27,14 +27,14 @@ const IGNORED: i64 = -100;
 #[serde(rename_all = "kebab-case")]
 #[non_exhaustive]
 pub enum Overlong {
-    /// Refuse them
+    /// Reject them
     #[default]
     Error,
-    /// Cut them off there
+    /// Cut them off at the context
     Truncate,
     /// Leave them out
     Skip,
-    /// Cut them into several
+    /// Split them into several examples
     Split,
 }
 
@@ -47,7 +47,7 @@ pub struct Examples {
     files: FileCounts,
 }
 
-/// Numbers of the files that examples were read from.
+/// Numbers of files by kind.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct FileCounts {
@@ -60,13 +60,13 @@ pub struct FileCounts {
 }
 
 impl Examples {
-    /// Reads the examples of a file, or of all files under a folder in the order of their names, as
-    /// at most `context` tokens each.
+    /// Reads the examples of a file, or of all files under a folder in the order of their names,
+    /// with at most `context` tokens each.
     ///
-    /// A file `*.jsonl` holds an example in each line: a string or `{"text"}`, whose tokens are all
-    /// targets; `{"prompt", "completion"}`, whose completion is; or `{"messages"}`, whose messages of
-    /// the assistant are. Any other file holds paragraphs of text. Hidden files are skipped, and so
-    /// are files of text that are not UTF-8.
+    /// Each line of a `*.jsonl` file is an example: a string or `{"text"}` (all tokens are
+    /// targets), `{"prompt", "completion"}` (the completion is the target), or `{"messages"}` (the
+    /// assistant's messages are targets). All other files hold paragraphs of text. Hidden files are
+    /// skipped, and text files that are not UTF-8 too.
     ///
     /// # Errors
     ///
@@ -97,7 +97,7 @@ impl Examples {
         Ok(read)
     }
 
-    /// Makes an example of each text, whose tokens are all targets.
+    /// Makes one example per text. All tokens are targets.
     ///
     /// # Errors
     ///
@@ -126,7 +126,7 @@ impl Examples {
         self.n_overlong
     }
 
-    /// Returns the numbers of files, of both parts if the examples were split.
+    /// Returns the numbers of files. After a split, they cover both parts.
     pub fn files(&self) -> FileCounts {
         self.files
     }
@@ -136,8 +136,8 @@ impl Examples {
         &self.example(index).ids
     }
 
-    /// Returns the labels of an example's tokens: the tokens themselves, and −100 for those that are
-    /// not targets. They are not shifted.
+    /// Returns the labels of an example's tokens: the token itself for a target, and −100
+    /// otherwise. Labels are not shifted.
     pub fn labels(&self, index: u64) -> Vec<i64> {
         let Answered { ids, answers } = self.example(index);
         let mut labels = vec![IGNORED; ids.len()];
@@ -162,8 +162,8 @@ impl Examples {
         fingerprint.to_string()
     }
 
-    /// Splits the examples into those for training and a fraction for validation, which `seed`
-    /// chooses. Both keep their order.
+    /// Splits off a fraction of the examples for validation, drawn with `seed`. Returns the
+    /// training examples and the validation examples, both in their original order.
     ///
     /// # Errors
     ///
@@ -180,7 +180,8 @@ impl Examples {
             return Err(ExampleError::Split { fraction, n_examples, n_held_out }.into());
         }
         let is_held_out = held_out(n_examples, n_held_out, seed)?;
-        let (mut kept, mut held) = (Vec::new(), Vec::new());
+        let mut kept = Vec::new();
+        let mut held = Vec::new();
         for (example, is_held) in iter::zip(self.examples, is_held_out) {
             if is_held { held.push(example) } else { kept.push(example) }
         }
@@ -210,7 +211,7 @@ impl Examples {
                 }
             }
         }
-        // No token predicts the first one.
+        // The first token is never predicted.
         if has_target(&example) {
             self.examples.push(example);
             return Ok(());
@@ -224,13 +225,13 @@ impl Examples {
 
     #[expect(clippy::expect_used, reason = "says why it cannot fail")]
     fn example(&self, index: u64) -> &Answered {
-        let index = usize::try_from(index).expect("examples in memory are counted by a usize");
+        let index = usize::try_from(index).expect("examples in memory have indices of type usize");
         &self.examples[index]
     }
 }
 
 impl FileCounts {
-    /// Counts a file, and reads its text, or returns `None` if it is skipped.
+    /// Counts a file, and returns its text, or `None` for a skipped file.
     fn text(&mut self, file: &Path) -> Result<Option<String>> {
         if file.extension().is_some_and(|extension| extension == "json") {
             return Err(ExampleError::WholeJson { path: file.into() }.into());
@@ -264,40 +265,42 @@ fn encode(tokenizer: &Tokenizer, item: &Item) -> Result<Answered> {
     }
 }
 
-/// Returns true if a target has a token before it.
+/// Returns true if some target has a token before it.
 fn has_target(example: &Answered) -> bool {
     example.answers.iter().any(|answer| answer.end > answer.start.max(1))
 }
 
-/// Cuts an example into parts of at most so many tokens. Parts without a target are dropped.
+/// Splits an example into parts of at most `n_tokens` tokens. Parts without a target are dropped.
 fn split(example: &Answered, n_tokens: usize) -> Vec<Answered> {
-    let parts = (0..).step_by(n_tokens).zip(example.ids.chunks(n_tokens));
-    let parts = parts.map(|(start, ids)| {
+    let chunks = (0..).step_by(n_tokens).zip(example.ids.chunks(n_tokens));
+    let parts = chunks.map(|(start, ids)| {
         let end = start + ids.len();
-        let within = |answer: &Range<usize>| {
-            answer.start.clamp(start, end) - start..answer.end.clamp(start, end) - start
-        };
-        Answered { ids: ids.to_vec(), answers: example.answers.iter().map(within).collect() }
+        let mut answers = Vec::with_capacity(example.answers.len());
+        for Range { start: from, end: to } in &example.answers {
+            answers.push((*from).clamp(start, end) - start..(*to).clamp(start, end) - start);
+        }
+        Answered { ids: ids.to_vec(), answers }
     });
     parts.filter(has_target).collect()
 }
 
-/// Returns the first tokens of an example.
+/// Truncates an example to `n_tokens` tokens.
 fn cut(mut example: Answered, n_tokens: usize) -> Answered {
-    let shorter = |answer: Range<usize>| answer.start.min(n_tokens)..answer.end.min(n_tokens);
     example.ids.truncate(n_tokens);
-    example.answers = example.answers.into_iter().map(shorter).collect();
+    for answer in &mut example.answers {
+        *answer = answer.start.min(n_tokens)..answer.end.min(n_tokens);
+    }
     example
 }
 
-/// Returns which examples are held out: the first ones of a random order.
+/// Returns a flag per example, true for held-out examples: the first ones of a random order.
 #[expect(clippy::expect_used, reason = "says why it cannot fail")]
 fn held_out(n_examples: usize, n_held_out: usize, seed: Seed) -> Result<Vec<bool>> {
     let config = SamplerConfig::default().with_seed(seed);
     let order = DistributedSampler::new(n_examples as u64, Placement::SINGLE, config)?;
     let mut is_held_out = vec![false; n_examples];
     for index in order.iter().take(n_held_out) {
-        let index = usize::try_from(index).expect("examples in memory are counted by a usize");
+        let index = usize::try_from(index).expect("examples in memory have indices of type usize");
         is_held_out[index] = true;
     }
     Ok(is_held_out)
@@ -340,16 +343,17 @@ mod tests {
         for model in golden::MODELS {
             let path = home.path().join("pairs.jsonl");
             let pairs = golden::json(model, "tokens.json")["pairs"].clone();
-            let line = |pair: &serde_json::Value| {
-                json!({"prompt": pair[0], "completion": pair[1]}).to_string()
-            };
-            let content: Vec<String> = pairs.as_array().unwrap().iter().map(line).collect();
+            let mut content = Vec::new();
+            for pair in pairs.as_array().unwrap() {
+                content.push(json!({"prompt": pair[0], "completion": pair[1]}).to_string());
+            }
             fs::write(&path, content.join("\n")).unwrap();
             let folder = golden::folder(model);
             let examples = Examples::read(&path, folder.tokenizer(), 128, Overlong::Error).unwrap();
             let expected = golden::json(model, "expected.json")["answer_only"].clone();
             for (n, len) in (0_u64..).zip(examples.lengths()) {
-                let (row, len) = (usize::try_from(n).unwrap(), usize::try_from(len).unwrap());
+                let row = usize::try_from(n).unwrap();
+                let len = usize::try_from(len).unwrap();
                 let ids = golden::ids(&expected["input_ids"][row]);
                 assert_eq!(examples.ids(n), &ids[..len], "{model}");
                 let labels = expected["labels"][row].as_array().unwrap();
@@ -385,17 +389,17 @@ mod tests {
     #[test]
     fn invalid_lines_are_named() {
         for (line, words) in [
-            ("{\"text\": \"a", "is no JSON"),
+            ("{\"text\": \"a", "is not JSON"),
             ("3", "is neither a string nor an object"),
             ("{}", "has no text, no prompt and completion, and no messages"),
-            ("{\"text\": 3}", "has a text that is no string"),
+            ("{\"text\": 3}", "has a text that is not a string"),
             ("{\"prompt\": \"a\"}", "has no completion"),
             ("{\"completion\": \"a\"}", "has no prompt"),
             ("{\"prompt\": \"a\", \"completion\": \" \"}", "has an empty completion"),
-            ("{\"prompt\": [], \"completion\": \"a\"}", "has a prompt that is no string"),
+            ("{\"prompt\": [], \"completion\": \"a\"}", "has a prompt that is not a string"),
             ("{\"text\": \"a\", \"messages\": []}", "has fields of several kinds"),
             ("{\"messages\": []}", "has no message of the assistant"),
-            ("{\"messages\": null}", "has messages that have no role and content"),
+            ("{\"messages\": null}", "has messages without role and content"),
             ("{\"messages\": [{\"role\": \"user\"}]}", "missing field `content`"),
             (
                 "{\"messages\": [{\"role\": \"assistant\", \"content\": \"\\n\"}]}",
@@ -403,19 +407,19 @@ mod tests {
             ),
             (
                 "{\"messages\": [{\"role\": \"assistant\", \"content\": \"a\"}], \"tools\": [{}]}",
-                "has tools, which no chat template is given",
+                "has tools, which chat templates do not get here",
             ),
             (
                 "{\"messages\": [{\"role\": \"assistant\", \"content\": null, \"tool_calls\": [{}]}]}",
-                "has tool_calls, which no chat template is given",
+                "has tool_calls, which chat templates do not get here",
             ),
-            // Without any they are passed over.
+            // Empty lists are ignored.
             (
                 "{\"messages\": [{\"role\": \"assistant\", \"content\": \"a\", \"tool_calls\": null}], \
                  \"tools\": []}",
-                "and line 1 a text",
+                "but line 1 holds a text",
             ),
-            ("{\"prompt\": \"a\", \"completion\": \"b\"}", "and line 1 a text"),
+            ("{\"prompt\": \"a\", \"completion\": \"b\"}", "but line 1 holds a text"),
         ] {
             let fault = lines(&format!("\"right\"\n\n{line}\n")).unwrap_err();
             let message = fault.to_string();
@@ -444,7 +448,7 @@ mod tests {
         assert_eq!((kept.files(), held.files()), (files, files));
         write("dataset_info.json", b"{}");
         let fault = read().unwrap_err();
-        assert!(fault.to_string().contains("dataset_info.json is JSON as a whole"), "{fault}");
+        assert!(fault.to_string().contains("dataset_info.json is one JSON document"), "{fault}");
         write("b.jsonl", b"\"a\xe9\"");
         let fault = read().unwrap_err();
         assert!(fault.to_string().contains("b.jsonl"), "{fault}");
@@ -472,7 +476,7 @@ mod tests {
         assert_eq!((cut.ids(1), cut.labels(1).len()), (&whole.ids(1)[..8], 8));
         let rest = read("a.jsonl", content, 8, Overlong::Skip).unwrap();
         assert_eq!((rest.n_overlong(), rest.len(), rest.ids(0)), (1, 1, whole.ids(0)));
-        // Exactly as long is not too long.
+        // An example may be exactly as long as the context.
         let len = usize::try_from(whole.lengths()[1]).unwrap();
         assert_eq!(read("a.jsonl", content, len, Overlong::Error).unwrap().n_overlong(), 0);
     }
@@ -499,7 +503,7 @@ mod tests {
         let predicted = cut.labels(0).into_iter().filter(|&label| label != IGNORED);
         assert_eq!(predicted.count(), 1);
         let none = read("a.jsonl", line, prompt, Overlong::Skip).unwrap_err().to_string();
-        assert!(none.starts_with("no text to learn from"), "{none}");
+        assert!(none.starts_with("there is no example in"), "{none}");
     }
 
     #[test]
@@ -514,19 +518,23 @@ mod tests {
     fn split_follows_fraction_and_seed() {
         let content: Vec<String> = (0..40).map(|n| format!("\"number {n}\"")).collect();
         let all = lines(&content.join("\n")).unwrap();
-        let of = |examples: &Examples| -> Vec<Vec<u32>> {
+        let tokens = |examples: &Examples| -> Vec<Vec<u32>> {
             (0..examples.len()).map(|n| examples.ids(n).to_vec()).collect()
         };
         let split =
             |fraction, seed| lines(&content.join("\n")).unwrap().split(fraction, Seed::new(seed));
         let (kept, held) = split(0.1, 1).unwrap();
         assert_eq!((kept.len(), held.len()), (36, 4));
-        let (kept, held) = (of(&kept), of(&held));
-        let (mut rest, mut out) = (kept.iter().peekable(), held.iter().peekable());
-        let is_next = |ids: &Vec<u32>| rest.next_if_eq(&ids).or(out.next_if_eq(&ids)).is_some();
-        assert!(of(&all).iter().all(is_next), "both parts keep the order");
-        assert_eq!(of(&split(0.1, 1).unwrap().1), held);
-        assert_ne!(of(&split(0.1, 2).unwrap().1), held);
+        let kept = tokens(&kept);
+        let held = tokens(&held);
+        let mut rest = kept.iter().peekable();
+        let mut out = held.iter().peekable();
+        for ids in &tokens(&all) {
+            let next = rest.next_if_eq(&ids).or(out.next_if_eq(&ids));
+            assert!(next.is_some(), "both parts keep the order");
+        }
+        assert_eq!(tokens(&split(0.1, 1).unwrap().1), held);
+        assert_ne!(tokens(&split(0.1, 2).unwrap().1), held);
         for fraction in [0., 0.01, 0.99, 1., -0.5, f64::NAN, f64::INFINITY] {
             let fault = split(fraction, 1).unwrap_err().to_string();
             assert!(fault.starts_with(&format!("a fraction {fraction} of 40")), "{fault}");

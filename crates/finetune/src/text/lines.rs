@@ -15,33 +15,34 @@ use crate::{
 /// An example as text.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) enum Item {
-    /// A text; all of it is a target.
+    /// A text. All of it is the target.
     Text(String),
-    /// A prompt, and an answer that is the target.
+    /// A prompt and a completion. The completion is the target.
     Answer { prompt: String, completion: String },
-    /// A conversation; the messages of the assistant are targets.
+    /// A conversation. The assistant's messages are the targets.
     Messages(Vec<Message>),
 }
 
 /// Returns the items of the file at `path`: lines if its name ends in `.jsonl`, and paragraphs
-/// otherwise, with `\n` at the ends of their lines. Blank ones are skipped.
+/// otherwise, with line ends converted to `\n`. Blank items are skipped.
 ///
 /// # Errors
 ///
-/// [`ExampleError::Line`] if a line is not an item, [`ExampleError::KindMismatch`] if it is of another
-/// kind than the first.
+/// [`ExampleError::Line`] if a line is not an item, [`ExampleError::KindMismatch`] if a line is of
+/// another kind than the first line.
 pub(crate) fn items(path: &Path, content: &str) -> Result<Vec<(SourceLocation, Item)>> {
     if is_of_lines(path) {
         return lines(path, content);
     }
-    // With `\r`, no line would be blank.
+    // A `\r` would make blank lines nonempty.
     let content = content.replace("\r\n", "\n");
     let paragraphs = (1..).zip(content.split("\n\n")).filter(|(_, text)| !text.trim().is_empty());
-    let item = |(n, text): (u64, &str)| {
+    let mut items = Vec::new();
+    for (n, text) in paragraphs {
         let text = text.trim_matches('\n').to_owned();
-        (SourceLocation::new(path, "paragraph", n), Item::Text(text))
-    };
-    Ok(paragraphs.map(item).collect())
+        items.push((SourceLocation::new(path, "paragraph", n), Item::Text(text)));
+    }
+    Ok(items)
 }
 
 /// Returns true if the lines of a file are its items.
@@ -65,7 +66,8 @@ fn lines(path: &Path, content: &str) -> Result<Vec<(SourceLocation, Item)>> {
         if let Some((first, other)) = items.first()
             && other.kind() != item.kind()
         {
-            let (kind, expected) = (item.kind(), other.kind());
+            let kind = item.kind();
+            let expected = other.kind();
             let first = first.number;
             return Err(ExampleError::KindMismatch { location, kind, first, expected }.into());
         }
@@ -74,33 +76,34 @@ fn lines(path: &Path, content: &str) -> Result<Vec<(SourceLocation, Item)>> {
     Ok(items)
 }
 
-/// The fields of the kinds of items. A line with fields of two kinds is invalid.
+// The fields of each kind of item. A line with fields of two kinds is invalid.
 const TEXT: &str = "text";
 const PROMPT: &str = "prompt";
 const COMPLETION: &str = "completion";
 const MESSAGES: &str = "messages";
 
-/// The fields of tools, in a line and in a message. Templates write tools, but do not get them here,
-/// so the model would learn another text.
+// The fields of tools, in a line and in a message. They are rejected: templates render tools, but
+// do not get them here, so the model would be trained on another text.
 const TOOLS: &str = "tools";
 const TOOL_CALLS: &str = "tool_calls";
 
 impl Item {
-    /// Returns the item of a line, or the fault.
+    /// Parses a line, or describes its fault for a message.
     fn parse(line: &str) -> Result<Self, String> {
-        match serde_json::from_str(line).map_err(|fault| format!("is no JSON ({fault})"))? {
+        match serde_json::from_str(line).map_err(|fault| format!("is not JSON ({fault})"))? {
             Value::String(text) => Ok(Self::Text(text)),
-            Value::Object(mut fields) => Self::of_object(&mut fields),
+            Value::Object(mut fields) => Self::from_fields(&mut fields),
             _ => Err("is neither a string nor an object".into()),
         }
     }
 
-    fn of_object(fields: &mut Map<String, Value>) -> Result<Self, String> {
+    fn from_fields(fields: &mut Map<String, Value>) -> Result<Self, String> {
         let has = |name: &str| fields.contains_key(name);
         match (has(TEXT), has(PROMPT) || has(COMPLETION), has(MESSAGES)) {
             (true, false, false) => Ok(Self::Text(string(fields, TEXT)?)),
             (false, true, false) => {
-                let (prompt, completion) = (string(fields, PROMPT)?, string(fields, COMPLETION)?);
+                let prompt = string(fields, PROMPT)?;
+                let completion = string(fields, COMPLETION)?;
                 if completion.trim().is_empty() {
                     return Err("has an empty completion".into());
                 }
@@ -117,7 +120,7 @@ impl Item {
         }
     }
 
-    /// Returns the kind in words.
+    /// Returns the kind for messages.
     fn kind(&self) -> &'static str {
         match self {
             Self::Text(_) => "a text",
@@ -130,7 +133,7 @@ impl Item {
 fn string(fields: &mut Map<String, Value>, name: &str) -> Result<String, String> {
     match fields.remove(name) {
         Some(Value::String(text)) => Ok(text),
-        Some(_) => Err(format!("has a {name} that is no string")),
+        Some(_) => Err(format!("has a {name} that is not a string")),
         None => Err(format!("has no {name}")),
     }
 }
@@ -140,17 +143,17 @@ fn check_tools(name: &str, tools: Option<&Value>) -> Result<(), String> {
     match tools {
         None | Some(Value::Null) => Ok(()),
         Some(Value::Array(tools)) if tools.is_empty() => Ok(()),
-        Some(_) => Err(format!("has {name}, which no chat template is given")),
+        Some(_) => Err(format!("has {name}, which chat templates do not get here")),
     }
 }
 
-/// Returns the messages of a conversation, at least one of them of the assistant.
+/// Returns the messages of a conversation, with at least one message of the assistant.
 fn messages(value: Value) -> Result<Vec<Message>, String> {
     for message in value.as_array().into_iter().flatten() {
         check_tools(TOOL_CALLS, message.get(TOOL_CALLS))?;
     }
     let messages: Vec<Message> = serde_json::from_value(value)
-        .map_err(|fault| format!("has messages that have no role and content ({fault})"))?;
+        .map_err(|fault| format!("has messages without role and content ({fault})"))?;
     let mut answers = messages.iter().filter(|message| message.is_answer()).peekable();
     if answers.peek().is_none() {
         return Err("has no message of the assistant".into());

@@ -1,4 +1,4 @@
-//! Texts as tokens: tokenizers, chat templates, and the examples that a model learns from.
+//! Tokenizers, chat templates, and training examples.
 
 pub(crate) mod byte_tokenizer;
 pub(crate) mod chat;

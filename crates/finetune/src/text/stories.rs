@@ -1,11 +1,11 @@
-//! Short stories to learn from when there is no other text, made from a small grammar.
+//! Built-in short stories, generated from a small grammar.
 //!
-//! A model with few parameters learns to write such text in a minute, as Eldan and Li found
-//! (*Tiny Stories*, arXiv 2305.07759), and a reader or the grammar can tell how well it does.
+//! A small model learns such text in a minute, as in Eldan and Li's *Tiny Stories* (arXiv
+//! 2305.07759), and a reader or the grammar can judge its sentences.
 
 use core_types::Seed;
 
-/// The number of stories, of about 310 bytes each: a short run reads few of them twice.
+/// The number of stories, of about 310 bytes each: a short run repeats few of them.
 const N_STORIES: u64 = 2300;
 
 const SEED: Seed = Seed::new(0);
@@ -17,7 +17,7 @@ const PLACES: &[&str] = &["bridge", "farm", "hill", "lake", "river", "tower"];
 const THINGS: &[&str] = &["ball", "bell", "hat", "kite", "lamp"];
 const LOOKS: &[&str] = &["big", "blue", "red", "small"];
 
-/// The slots of sentences, and the words that fill them. A story chooses one word for each.
+/// The slots of sentences, and the words for each slot. A story uses one word per slot.
 const SLOTS: [(&str, &[&str]); 11] = [
     ("hero", NAMES),
     ("friend", NAMES),
@@ -32,7 +32,7 @@ const SLOTS: [(&str, &[&str]); 11] = [
     ("mood", &["glad", "happy"]),
 ];
 
-/// The parts of a story in their order. Each is one of these sentences.
+/// The parts of a story in order, each with alternative sentences.
 const PARTS: [&[&str]; 10] = [
     &["Once there was a {trait} {animal} named {hero}."],
     &["{hero} lived near the {home}."],
@@ -60,8 +60,8 @@ pub(crate) fn parses(sentence: &str) -> bool {
 fn story(seed: Seed) -> String {
     let mut draws = Draws { seed, n_drawn: 0 };
     let chosen: Vec<&str> = SLOTS.iter().map(|(_, words)| draws.one_of(words)).collect();
-    // Neighbors in `SLOTS` are alike where they share a list: a friend with the name of the hero,
-    // or a walk to the place where the hero is at home.
+    // Neighbors in `SLOTS` may share a list of words, and must not get the same word: the friend
+    // needs another name than the hero, and the place must not be the home.
     if chosen.windows(2).any(|pair| pair[0] == pair[1]) {
         return story(seed.derive(draws.n_drawn));
     }
@@ -69,7 +69,7 @@ fn story(seed: Seed) -> String {
     sentences.join(" ")
 }
 
-/// The sentence with a word in each slot.
+/// Fills each slot of a pattern with its word.
 fn filled(pattern: &str, chosen: &[&str]) -> String {
     let mut sentence = pattern.to_owned();
     for ((slot, _), word) in SLOTS.iter().zip(chosen) {
@@ -78,7 +78,7 @@ fn filled(pattern: &str, chosen: &[&str]) -> String {
     sentence
 }
 
-/// Words that depend on a seed and on the number of words drawn before.
+/// Draws words that depend on a seed and on the number of words drawn before.
 struct Draws {
     seed: Seed,
     n_drawn: u64,
@@ -90,14 +90,15 @@ impl Draws {
         let random = self.seed.derive(self.n_drawn).as_u64();
         self.n_drawn += 1;
         let index = usize::try_from(random % words.len() as u64);
-        words[index.expect("an index below a usize fits one")]
+        words[index.expect("an index below a length is a usize")]
     }
 }
 
-/// Returns true if each slot of the pattern holds one of its words.
+/// Returns true if the sentence is the pattern with a valid word in each slot.
 #[cfg(test)]
 fn has_form(sentence: &str, pattern: &str) -> bool {
-    let (found, expected) = (sentence.split(' '), pattern.split(' '));
+    let found = sentence.split(' ');
+    let expected = pattern.split(' ');
     found.clone().count() == expected.clone().count()
         && found.zip(expected).all(|(word, expected)| is_word_of(word, expected))
 }

@@ -1,4 +1,4 @@
-//! The tokenizer of a folder: `tokenizer.json` and the files beside it.
+//! The tokenizer of a folder: `tokenizer.json` and related files.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -21,16 +21,16 @@ use crate::{
     },
 };
 
-/// The description of the tokenizer itself.
+/// The main file of a tokenizer.
 pub(crate) const FILE: &str = "tokenizer.json";
 
-/// The files beside it.
+// Related files.
 const CONFIG: &str = "tokenizer_config.json";
 const SPECIAL_TOKENS: &str = "special_tokens_map.json";
 const GENERATION: &str = "generation_config.json";
 const CHAT_TEMPLATE: &str = "chat_template.jinja";
 
-/// Files of older tokenizers, which some programs read in place of `tokenizer.json`.
+/// Files of older tokenizers, which some programs read instead of `tokenizer.json`.
 const OLDER: [&str; 4] = ["added_tokens.json", "vocab.json", "merges.txt", "tokenizer.model"];
 
 /// The tokenizer of a model, with its chat template if it has one.
@@ -41,9 +41,9 @@ pub struct Tokenizer {
     path: PathBuf,
     /// Contents of its files by name.
     files: BTreeMap<String, Vec<u8>>,
-    /// Token that ends a text.
+    /// Token that ends texts in training.
     end: u32,
-    /// All tokens at which a model ends a text.
+    /// All tokens that end a generated text.
     ends: BTreeSet<u32>,
     chat: Option<ChatTemplate>,
 }
@@ -57,7 +57,7 @@ pub(crate) struct Answered {
 }
 
 impl Tokenizer {
-    /// Opens the tokenizer of a folder, for a model with so many tokens.
+    /// Opens the tokenizer of a folder, for a model with this vocabulary size.
     ///
     /// # Errors
     ///
@@ -70,10 +70,10 @@ impl Tokenizer {
                 files.insert((*name).to_owned(), bytes);
             }
         }
-        Self::of_files(folder, files, &Ids::read(folder, config)?, vocab_size)
+        Self::from_files(folder, files, &Ids::read(folder, config)?, vocab_size)
     }
 
-    /// Makes the tokenizer of a folder without one: a token for each byte, and one that ends a text.
+    /// Makes the tokenizer of a byte model: one token per byte, and an end token.
     ///
     /// # Errors
     ///
@@ -88,31 +88,31 @@ impl Tokenizer {
         let config = byte_tokenizer::tokenizer_config_json();
         let files = [(FILE, tokenizer), (CONFIG, config)];
         let files = files.map(|(name, value)| (name.to_owned(), value.to_string().into_bytes()));
-        Self::of_files(folder, files.into(), &ids, vocab_size)
+        Self::from_files(folder, files.into(), &ids, vocab_size)
     }
 
-    fn of_files(
+    fn from_files(
         folder: &Path,
         files: BTreeMap<String, Vec<u8>>,
-        of_model: &Ids,
+        model_ids: &Ids,
         vocab_size: usize,
     ) -> Result<Self> {
         let inner = inner(folder, &files)?;
         check_vocabulary(folder, &inner, vocab_size)?;
         let special = SpecialTokens::read(folder, &files)?;
-        let (end, ends) = special.ends(folder, &files, of_model, &inner)?;
+        let (end, ends) = special.ends(folder, &files, model_ids, &inner)?;
         let chat = chat_template(folder, &files, &special)?;
         Ok(Self { inner, path: folder.to_owned(), files, end, ends, chat })
     }
 
-    /// Returns true if a model that writes this token has ended its text: there may be several.
+    /// Returns true if this token ends a generated text. Several tokens may do so.
     pub(crate) fn is_end(&self, id: u32) -> bool {
         self.ends.contains(&id)
     }
 
-    /// Returns the tokens of a text that a model continues: with those that the tokenizer sets before
-    /// it, such as a token for the beginning, and without an end that it sets after it. An end in the
-    /// text itself stays.
+    /// Returns the tokens of a text to continue: with tokens that the tokenizer adds before it,
+    /// such as a begin token, and without an end token that it adds after it. End tokens in the
+    /// text itself stay.
     ///
     /// # Errors
     ///
@@ -121,7 +121,7 @@ impl Tokenizer {
         let mut ids = self.encode(text, true)?.get_ids().to_vec();
         if let [before @ .., last] = &ids[..]
             && *last == self.end
-            // Some tokenizers begin a text with the token that ends the one before.
+            // Some tokenizers use the same token to begin and to end a text.
             && !before.is_empty()
             && before.ends_with(&self.encode_plain(text)?)
         {
@@ -130,23 +130,23 @@ impl Tokenizer {
         Ok(ids)
     }
 
-    /// Returns the tokens of a text alone.
+    /// Returns the tokens of a text without added tokens.
     ///
     /// # Errors
     ///
-    /// As of [`begin`](Self::begin).
+    /// The errors of [`begin`](Self::begin).
     pub(crate) fn encode_plain(&self, text: &str) -> Result<Vec<u32>> {
         self.encode(text, false).map(|encoding| encoding.get_ids().to_vec())
     }
 
-    /// Returns the tokens of a text with its end; all are targets.
+    /// Returns the tokens of a text with an end token. All tokens are targets.
     ///
     /// # Errors
     ///
-    /// As of [`begin`](Self::begin).
+    /// The errors of [`begin`](Self::begin).
     pub(crate) fn text(&self, text: &str) -> Result<Answered> {
         let mut ids = self.encode(text, true)?.get_ids().to_vec();
-        // Some tokenizers end a text themselves.
+        // Some tokenizers add the end token themselves.
         if ids.last() != Some(&self.end) {
             ids.push(self.end);
         }
@@ -154,12 +154,13 @@ impl Tokenizer {
         Ok(Answered { ids, answers: vec![all] })
     }
 
-    /// Returns the tokens of a prompt and an answer with its end; the answer is the target. Both are
-    /// encoded separately, as a model gets its prompt before it has written a token.
+    /// Returns the tokens of a prompt, an answer and an end token. The answer and the end token are
+    /// the target. Prompt and answer are encoded separately, since a model gets only the prompt in
+    /// generation.
     ///
     /// # Errors
     ///
-    /// As of [`begin`](Self::begin).
+    /// The errors of [`begin`](Self::begin).
     pub(crate) fn answer(&self, prompt: &str, answer: &str) -> Result<Answered> {
         let mut ids = self.begin(prompt)?;
         let start = ids.len();
@@ -169,7 +170,8 @@ impl Tokenizer {
         Ok(Answered { ids, answers: vec![answer] })
     }
 
-    /// Returns the tokens of a conversation by the chat template; the assistant's messages are targets.
+    /// Returns the tokens of a conversation by the chat template. The assistant's messages are
+    /// targets.
     ///
     /// # Errors
     ///
@@ -177,13 +179,13 @@ impl Tokenizer {
     /// [`TokenizerError::Rewrites`].
     pub(crate) fn conversation(&self, messages: &[Message]) -> Result<Answered> {
         let rendered = self.chat()?.conversation(messages)?;
-        // The template writes the tokens around a text itself.
+        // The template itself writes special tokens.
         let encoding = self.encode(&rendered.text, false)?;
         let answers = rendered.answers.iter().map(|bytes| tokens_of(bytes, &encoding)).collect();
         Ok(Answered { ids: encoding.get_ids().to_vec(), answers })
     }
 
-    /// Returns the tokens after which the assistant answers a conversation.
+    /// Returns the tokens of a conversation up to the assistant's answer.
     ///
     /// # Errors
     ///
@@ -193,16 +195,16 @@ impl Tokenizer {
         self.encode_plain(&self.chat()?.render(messages, true)?)
     }
 
-    /// Returns the text of some tokens, with or without special ones.
+    /// Returns the text of tokens, with or without special tokens.
     ///
     /// # Errors
     ///
-    /// [`TokenizerError::Broken`] if the tokenizer cannot write them.
+    /// [`TokenizerError::Broken`] if the tokenizer cannot decode them.
     pub fn decode(&self, ids: &[u32], with_special: bool) -> Result<String> {
         guarded(&self.path, || self.inner.decode(ids, !with_special))
     }
 
-    /// Returns the contents of the files that another folder with this tokenizer has, by name.
+    /// Returns the contents of the tokenizer's files by name, to copy into another folder.
     pub fn files(&self) -> &BTreeMap<String, Vec<u8>> {
         &self.files
     }
@@ -218,8 +220,10 @@ impl Tokenizer {
     }
 
     fn chat(&self) -> Result<&ChatTemplate> {
-        let missing = || TokenizerError::NoChatTemplate { path: self.path.clone() };
-        self.chat.as_ref().ok_or_else(|| missing().into())
+        match &self.chat {
+            Some(template) => Ok(template),
+            None => Err(TokenizerError::NoChatTemplate { path: self.path.clone() }.into()),
+        }
     }
 
     fn encode(&self, text: &str, with_added: bool) -> Result<Encoding> {
@@ -227,7 +231,7 @@ impl Tokenizer {
     }
 }
 
-/// Reads the tokenizer itself.
+/// Reads `tokenizer.json`.
 fn inner(folder: &Path, files: &BTreeMap<String, Vec<u8>>) -> Result<tokenizers::Tokenizer> {
     let Some(bytes) = files.get(FILE) else {
         return Err(TokenizerError::Missing { path: folder.into() }.into());
@@ -238,18 +242,18 @@ fn inner(folder: &Path, files: &BTreeMap<String, Vec<u8>>) -> Result<tokenizers:
     {
         return Err(TokenizerError::Dropout { path: folder.join(FILE), dropout }.into());
     }
-    // A file may have padding and truncation, which change the tokens of a text.
+    // Padding and truncation would change the tokens of a text.
     inner.with_padding(None);
     guarded(folder, || inner.with_truncation(None).map(drop))?;
     Ok(inner)
 }
 
-/// Calls the library, which fails or panics if the parts of a file do not fit together.
+/// Calls the library, and converts errors and panics, which inconsistent files cause.
 fn guarded<T>(folder: &Path, work: impl FnOnce() -> tokenizers::Result<T>) -> Result<T> {
     let reason = match panic::catch_unwind(AssertUnwindSafe(work)) {
         Ok(Ok(done)) => return Ok(done),
         Ok(Err(fault)) => fault.to_string(),
-        Err(_) => String::from("its parts do not fit together"),
+        Err(_) => String::from("the file is inconsistent"),
     };
     Err(TokenizerError::Broken { path: folder.join(FILE), reason }.into())
 }
@@ -266,7 +270,7 @@ fn check_vocabulary(folder: &Path, inner: &tokenizers::Tokenizer, vocab_size: us
     }
 }
 
-/// Special tokens, by the names that chat templates give them.
+/// Special tokens, by their names in chat templates.
 #[derive(Debug, Default, Deserialize)]
 struct SpecialTokens {
     bos_token: Option<TokenText>,
@@ -276,7 +280,7 @@ struct SpecialTokens {
     chat_template: Option<Templates>,
 }
 
-/// A token, in either form in which it is written.
+/// A token in either format.
 #[derive(Clone, Debug, Deserialize)]
 #[serde(untagged)]
 enum TokenText {
@@ -340,7 +344,7 @@ impl TokenText {
 }
 
 impl SpecialTokens {
-    /// Reads `tokenizer_config.json`, and an older file for missing fields.
+    /// Reads `tokenizer_config.json`, and missing fields from an older file.
     fn read(folder: &Path, files: &BTreeMap<String, Vec<u8>>) -> Result<Self> {
         let newer: Self = read_part(folder, files, CONFIG)?;
         let older: Self = read_part(folder, files, SPECIAL_TOKENS)?;
@@ -361,28 +365,31 @@ impl SpecialTokens {
             ("pad_token", &self.pad_token),
             ("unk_token", &self.unk_token),
         ];
-        let there = all.into_iter().filter_map(|(name, token)| Some((name, token.as_ref()?)));
-        there.map(|(name, token)| (name, token.text().to_owned())).collect()
+        let given = all.into_iter().filter_map(|(name, token)| Some((name, token.as_ref()?)));
+        given.map(|(name, token)| (name, token.text().to_owned())).collect()
     }
 
-    /// Returns the token that ends a text, and all at which a model ends it. The tokenizer's own comes
-    /// first, because the model was trained with it.
+    /// Returns the end token for training, and all tokens that end a generated text. The
+    /// tokenizer's end token takes precedence in training, since the model was pretrained with it.
     fn ends(
         &self,
         folder: &Path,
         files: &BTreeMap<String, Vec<u8>>,
-        of_model: &Ids,
+        model_ids: &Ids,
         inner: &tokenizers::Tokenizer,
     ) -> Result<(u32, BTreeSet<u32>)> {
         let mut ends = Vec::new();
         if let Some(token) = &self.eos_token {
             let text = token.text();
-            let unknown =
-                || TokenizerError::UnknownEnd { path: folder.into(), token: text.to_owned() };
-            ends.push(inner.token_to_id(text).ok_or_else(unknown)?);
+            let Some(id) = inner.token_to_id(text) else {
+                let token = text.to_owned();
+                return Err(TokenizerError::UnknownEnd { path: folder.into(), token }.into());
+            };
+            ends.push(id);
         }
-        let of_generation: Ids = read_part(folder, files, GENERATION)?;
-        let more = [of_model.clone(), of_generation].into_iter().filter_map(|ids| ids.eos_token_id);
+        let generation_ids: Ids = read_part(folder, files, GENERATION)?;
+        let more =
+            [model_ids.clone(), generation_ids].into_iter().filter_map(|ids| ids.eos_token_id);
         ends.extend(more.flat_map(OneOrMore::into_vec));
         let Some(&first) = ends.first() else {
             return Err(TokenizerError::NoEnd { path: folder.into() }.into());
@@ -394,7 +401,7 @@ impl SpecialTokens {
     }
 }
 
-/// Returns the chat template, if there is one; its own file comes first.
+/// Returns the chat template, if there is one. The separate file takes precedence.
 fn chat_template(
     folder: &Path,
     files: &BTreeMap<String, Vec<u8>>,
@@ -420,7 +427,7 @@ fn chat_template(
     ChatTemplate::new(folder.join(name), source, special.by_name()).map(Some)
 }
 
-/// Reads a file that may be missing.
+/// Parses an optional file.
 fn read_part<T: Default + DeserializeOwned>(
     folder: &Path,
     files: &BTreeMap<String, Vec<u8>>,
@@ -429,15 +436,15 @@ fn read_part<T: Default + DeserializeOwned>(
     let Some(bytes) = files.get(name) else { return Ok(T::default()) };
     serde_json::from_slice(bytes).map_err(|cause| Error::Json {
         path: folder.join(name),
-        expected: "what a tokenizer needs",
+        expected: "the settings of a tokenizer",
         cause,
     })
 }
 
-/// Returns the tokens that begin within these bytes of a text.
+/// Returns the range of tokens that begin within these bytes of a text.
 ///
-/// A token that begins before them and ends within does not count: a model never writes it, because
-/// its prompt has other tokens there.
+/// A token that begins before the range and ends in it is not counted: a model never generates it,
+/// since the tokens of the prompt alone are different there.
 fn tokens_of(bytes: &Range<usize>, encoding: &Encoding) -> Range<usize> {
     let starts = encoding.get_offsets().iter().map(|(start, _)| *start);
     let start = starts.clone().take_while(|&start| start < bytes.start).count();
@@ -468,7 +475,7 @@ mod tests {
         open_sized(folder, 320)
     }
 
-    fn refusal(model: &str, name: &str, change: impl FnOnce(&mut Value)) -> String {
+    fn rejection(model: &str, name: &str, change: impl FnOnce(&mut Value)) -> String {
         let copy = golden::changed(model, name, change);
         open(copy.path()).unwrap_err().to_string()
     }
@@ -479,7 +486,8 @@ mod tests {
             let tokenizer = open(&golden::path(model)).unwrap();
             let cases = golden::json(model, "tokens.json")["tokenizer"].clone();
             for case in cases.as_array().unwrap() {
-                let (text, ids) = (case["text"].as_str().unwrap(), golden::ids(&case["ids"]));
+                let text = case["text"].as_str().unwrap();
+                let ids = golden::ids(&case["ids"]);
                 assert_eq!(tokenizer.begin(text).unwrap(), ids, "{model}: {text}");
                 let plain = golden::ids(&case["ids_without_added"]);
                 assert_eq!(tokenizer.encode_plain(text).unwrap(), plain, "{model}: {text}");
@@ -506,8 +514,10 @@ mod tests {
             let Answered { ids, answers } = tokenizer.conversation(&messages).unwrap();
             assert_eq!(ids, golden::ids(&case["ids"]), "{model}");
             let labels: Vec<i64> = serde_json::from_value(case["labels"].clone()).unwrap();
-            let is_answer = |n: usize| answers.iter().any(|answer| answer.contains(&n));
-            let predicted: Vec<bool> = (0..ids.len()).map(is_answer).collect();
+            let mut predicted = Vec::new();
+            for n in 0..ids.len() {
+                predicted.push(answers.iter().any(|answer| answer.contains(&n)));
+            }
             let expected: Vec<bool> = labels.iter().map(|&label| label != -100).collect();
             assert_eq!(predicted, expected, "{model} {}", case["conversation"]);
         }
@@ -552,10 +562,10 @@ mod tests {
         assert_eq!(prompt(), "ab");
         fs::write(copy.path().join("chat_template.jinja"), "{{ eos_token }}b").unwrap();
         assert_eq!(prompt(), "<|im_end|>b");
-        let fault = refusal("qwen2", "tokenizer_config.json", |config| {
+        let fault = rejection("qwen2", "tokenizer_config.json", |config| {
             config["chat_template"] = json!([{"name": "tools", "template": ""}]);
         });
-        assert!(fault.contains("none of its chat templates is named \"default\""), "{fault}");
+        assert!(fault.contains("several chat templates, but none named \"default\""), "{fault}");
         let none = open(&golden::path("qwen2")).unwrap().prompt(&messages).unwrap_err();
         assert!(none.to_string().contains("has no chat template"), "{none}");
     }
@@ -569,8 +579,9 @@ mod tests {
         });
         let tokenizer = open(copy.path()).unwrap();
         assert_eq!((tokenizer.end, tokenizer.is_end(317)), (319, true));
-        let without_token = |config: &mut Value| config["eos_token"] = Value::Null;
-        let copy = golden::changed("qwen2", "tokenizer_config.json", without_token);
+        let copy = golden::changed("qwen2", "tokenizer_config.json", |config| {
+            config["eos_token"] = Value::Null;
+        });
         assert_eq!(open(copy.path()).unwrap().end, 319);
         fs::write(
             copy.path().join("special_tokens_map.json"),
@@ -579,7 +590,7 @@ mod tests {
         .unwrap();
         assert_eq!(open(copy.path()).unwrap().end, tokenizer.encode_plain("h").unwrap()[0]);
         let text = tokenizer.text("a<|im_end|>").unwrap();
-        assert_eq!(text.ids.iter().filter(|&&id| id == 319).count(), 1, "it is not ended twice");
+        assert_eq!(text.ids.iter().filter(|&&id| id == 319).count(), 1, "no second end token");
     }
 
     #[test]
@@ -590,11 +601,11 @@ mod tests {
         fs::write(copy.path().join("config.json"), "{}").unwrap();
         let fault = open(copy.path()).unwrap_err();
         assert!(matches!(fault, Error::Tokenizer(TokenizerError::NoEnd { .. })), "{fault}");
-        let fault = refusal("llama", "tokenizer_config.json", |config| {
+        let fault = rejection("llama", "tokenizer_config.json", |config| {
             config["eos_token"] = "<end>".into();
         });
         assert!(fault.contains("eos_token \"<end>\" is not in tokenizer.json"), "{fault}");
-        let fault = refusal("llama", "config.json", |config| config["eos_token_id"] = 320.into());
+        let fault = rejection("llama", "config.json", |config| config["eos_token_id"] = 320.into());
         assert!(fault.contains("eos_token_id 320 is not in tokenizer.json"), "{fault}");
     }
 
@@ -603,13 +614,13 @@ mod tests {
         assert!(open_sized(&golden::path("llama3"), 320).is_ok());
         let fault = open_sized(&golden::path("llama3"), 319).unwrap_err().to_string();
         assert!(fault.contains("<|eot_id|>"), "{fault}");
-        assert!(fault.ends_with("has number 319, and the model has 319 tokens"), "{fault}");
+        assert!(fault.ends_with("has number 319, but the model has 319 tokens"), "{fault}");
     }
 
     #[test]
     fn dropout_is_rejected_padding_is_ignored() {
-        let fault = refusal("llama", FILE, |file| file["model"]["dropout"] = json!(0.1));
-        assert!(fault.contains("its dropout 0.1 gives other tokens each time"), "{fault}");
+        let fault = rejection("llama", FILE, |file| file["model"]["dropout"] = json!(0.1));
+        assert!(fault.contains("with dropout 0.1, tokens are random"), "{fault}");
         let copy = golden::changed("llama", FILE, |file| {
             file["truncation"] = json!({
                 "direction": "Right", "max_length": 4, "strategy": "LongestFirst", "stride": 0,
@@ -641,7 +652,7 @@ mod tests {
         }
         assert_eq!(tokenizer.text("a").unwrap().ids, [97, 256]);
         assert_eq!(tokenizer.begin("<|end|>").unwrap(), [256]);
-        // The same from the files that are written for it.
+        // The saved files give the same tokenizer.
         for (name, bytes) in tokenizer.files() {
             fs::write(home.path().join(name), bytes).unwrap();
         }
@@ -651,7 +662,7 @@ mod tests {
         for end in ["255", "null", "[]"] {
             config(end);
             let fault = bytes(home.path(), 257).unwrap_err().to_string();
-            assert!(fault.contains("eos_token_id must be one beyond them"), "{fault}");
+            assert!(fault.contains("eos_token_id must be at least 256"), "{fault}");
         }
         config("[256, 257]");
         let fault = bytes(home.path(), 258).unwrap_err().to_string();
@@ -660,7 +671,7 @@ mod tests {
         assert!(bytes(home.path(), 257).is_err());
     }
 
-    /// Every value of a JSON document in turn is another one.
+    /// Replaces each value of a JSON document in turn.
     fn mutated(value: &Value) -> Vec<Value> {
         let mut others = vec![json!(null), json!(-1), json!(7), json!("x"), json!([]), json!({})];
         let mut put = |inner: Value, place: &dyn Fn(&mut Value) -> &mut Value| {
@@ -690,7 +701,8 @@ mod tests {
     fn damaged_tokenizers_never_panic() {
         let home = tempfile::tempdir().unwrap();
         fs::write(home.path().join("config.json"), r#"{"eos_token_id": 2}"#).unwrap();
-        let (mut n_read, mut n_refused) = (0, 0);
+        let mut n_read = 0;
+        let mut n_rejected = 0;
         for model in golden::MODELS {
             for file in mutated(&golden::json(model, FILE)) {
                 fs::write(home.path().join(FILE), file.to_string()).unwrap();
@@ -703,13 +715,13 @@ mod tests {
                         drop(tokenizer.decode(&[0, 5, 319, 320, u32::MAX], false));
                     }
                     Err(fault) => {
-                        n_refused += 1;
+                        n_rejected += 1;
                         let name = home.path().to_str().unwrap();
                         assert!(fault.to_string().contains(name), "{fault}");
                     }
                 }
             }
         }
-        assert!(n_read > 100 && n_refused > 100, "{n_read} {n_refused}");
+        assert!(n_read > 100 && n_rejected > 100, "{n_read} {n_rejected}");
     }
 }

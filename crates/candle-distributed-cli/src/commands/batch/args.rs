@@ -32,8 +32,8 @@ use crate::{
     "candle-distributed sample --len 2000 --preset torch --format npy | candle-distributed batch --lengths lengths.txt --order - --strategy dynamic --max-tokens 16384 --format jsonl"
 ])]
 pub(crate) struct BatchArgs {
-    /// File of sequence lengths: text separated by white space, an .npy array of integers, or a JSON
-    /// list; - for standard input. Several files are read as one data set
+    /// File of sequence lengths: text separated by white space, an .npy array of integers, or a
+    /// JSON list; - for standard input. Several files are read as one data set
     #[arg(long, value_name = "FILE", required = true)]
     lengths: Vec<PathBuf>,
     /// Read each length from this field of a line of .jsonl files: a number, or a list, such as
@@ -330,7 +330,8 @@ impl BatchArgs {
         self.strategy == StrategyArg::Pack
     }
 
-    /// Returns the configuration. `lengths` are the lengths of all sequences, if they are in memory.
+    /// Returns the configuration. `lengths` are the lengths of all sequences, if they are in
+    /// memory.
     pub(super) fn config(&self, lengths: Option<&SequenceLengthList>) -> Result<BatchConfig> {
         let overlong = match self.overlong {
             OverlongArg::Error => Overlong::Error,

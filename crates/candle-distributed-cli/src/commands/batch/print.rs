@@ -89,8 +89,8 @@ pub(super) fn warn_left_out(left_out: &PaddingReport) {
 /// Prints all batches in text or JSON format.
 pub(super) fn print(args: &BatchArgs, batches: Vec<BatchEntry>, totals: BatchTotals) -> Result<()> {
     let mut padding: PaddingReport = batches.iter().map(|entry| &entry.batch).collect();
-    // Sequences are left out or cut before ranks share the batches, so these counts are the same for
-    // all ranks.
+    // Sequences are left out or cut before ranks share the batches, so these counts are the same
+    // for all ranks.
     padding.skipped = totals.left_out.skipped;
     padding.truncated = totals.left_out.truncated;
     padding.dropped = totals.left_out.dropped;

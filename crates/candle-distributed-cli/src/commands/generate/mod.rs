@@ -22,8 +22,8 @@ use crate::{
     sampling::SamplingArgs,
 };
 
-/// Generate text with a model: a Hugging Face folder (Llama, Qwen 2, Mistral), or a folder written by
-/// `train`.
+/// Generate text with a model: a Hugging Face folder (Llama, Qwen 2, Mistral), or a folder written
+/// by `train`.
 ///
 /// The model runs in single precision on the CPU, without a cache of earlier tokens. This is enough
 /// to try a model out, but not to serve it.

@@ -30,12 +30,12 @@ use crate::{
 /// Start a program as several processes on this machine, one per rank.
 ///
 /// The environment of each process has RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR
-/// and MASTER_PORT, as under torchrun. CANDLE_DISTRIBUTED_STORE is the path of a new rendezvous file
-/// for --engine nccl. Output of rank 1 appears as "[1] ...". If a process fails, launch ends the
-/// others and returns its exit code. SIGINT, SIGTERM and SIGHUP are forwarded to all processes, and
-/// processes that still run --stop-grace seconds later are killed. A process ends together with its
-/// child processes. If the launcher itself is killed, Linux ends the processes too, but not their
-/// children, such as the workers of a script.
+/// and MASTER_PORT, as under torchrun. CANDLE_DISTRIBUTED_STORE is the path of a new rendezvous
+/// file for --engine nccl. Output of rank 1 appears as "[1] ...". If a process fails, launch ends
+/// the others and returns its exit code. SIGINT, SIGTERM and SIGHUP are forwarded to all processes,
+/// and processes that still run --stop-grace seconds later are killed. A process ends together with
+/// its child processes. If the launcher itself is killed, Linux ends the processes too, but not
+/// their children, such as the workers of a script.
 #[derive(Debug, clap::Args)]
 #[expect(clippy::doc_markdown, reason = "clap shows it as it is")]
 #[command(after_help = examples![

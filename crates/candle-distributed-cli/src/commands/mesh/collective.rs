@@ -121,7 +121,8 @@ impl CollectiveTrial {
         self.axes.iter().map(|axis| axis.size).product()
     }
 
-    /// Returns the number of elements: the requested size, rounded up to equal parts for all devices.
+    /// Returns the number of elements: the requested size, rounded up to equal parts for all
+    /// devices.
     fn n_elems(&self) -> usize {
         self.bytes.div_ceil(size_of::<f32>()).next_multiple_of(self.group_size())
     }

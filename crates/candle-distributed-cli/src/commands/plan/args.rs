@@ -48,8 +48,8 @@ pub(crate) struct PlanArgs {
     /// Optimizer to count the state of
     #[arg(long, value_enum, default_value_t, help_heading = "Cost model")]
     optimizer: OptimizerArg,
-    /// Update each unit as soon as its gradients are reduced, so that only one unit has gradients at
-    /// a time
+    /// Update each unit as soon as its gradients are reduced, so that only one unit has gradients
+    /// at a time
     #[arg(long, help_heading = "Cost model")]
     optimizer_in_backward: bool,
     /// Dtype of trained parameters [default: as in the file]
@@ -70,8 +70,8 @@ pub(crate) struct PlanArgs {
     /// Hidden size of the model, to estimate the memory of activations
     #[arg(long, value_name = "N", requires = "tokens", help_heading = "Cost model")]
     width: Option<u64>,
-    /// Number of ranks per process that share gathered parameters, such as virtual CPU devices: also
-    /// print the memory of a process
+    /// Number of ranks per process that share gathered parameters, such as virtual CPU devices:
+    /// also print the memory of a process
     #[arg(long, value_name = "RANKS", help_heading = "Cost model")]
     pub(super) slots: Option<NonZeroUsize>,
     /// Link speeds, to estimate communication time: h100, or ranks per node and GB/s within and

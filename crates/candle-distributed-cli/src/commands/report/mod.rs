@@ -14,8 +14,8 @@ use crate::{error::Result, help::examples, output, train::curve::MAX_RUNS};
 /// Summarize a run of `train` on one HTML page: settings, plan, batches, coverage, curves, memory,
 /// and a generated text; or compare several runs.
 ///
-/// The page is a single file without dependencies. It is computed from the folder of the run and, if
-/// it still exists, from the training text.
+/// The page is a single file without dependencies. It is computed from the folder of the run and,
+/// if it still exists, from the training text.
 #[derive(Debug, clap::Args)]
 #[command(after_help = examples![
     "# How did the first run go? The page is runs/0001/report.html"

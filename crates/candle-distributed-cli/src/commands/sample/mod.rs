@@ -45,8 +45,8 @@ pub(crate) struct SampleArgs {
     /// File with a weight per sample: draw with replacement, in proportion to the weights
     #[arg(long, value_name = "FILE", conflicts_with = "order")]
     weights: Option<PathBuf>,
-    /// File with a class number per sample: every rank and every part of an epoch has all classes in
-    /// proportion
+    /// File with a class number per sample: every rank and every part of an epoch has all classes
+    /// in proportion
     #[arg(
         long,
         value_name = "FILE",

@@ -19,14 +19,14 @@ pub(super) struct ShardingArgs {
     what: StrategyArgs,
     /// What each unit of a sharded model keeps from its forward to its backward pass [default:
     /// inputs]
-    #[arg(long, value_enum, help_heading = "What goes where")]
+    #[arg(long, value_enum, help_heading = "Sharding")]
     keep: Option<Keep>,
     /// Number of units gathered ahead of the one in use, while that is computed [default: 0]
-    #[arg(long, value_name = "UNITS", help_heading = "What goes where")]
+    #[arg(long, value_name = "UNITS", help_heading = "Sharding")]
     prefetch: Option<usize>,
     /// Run the optimizer of each unit of a sharded model inside the backward pass, so that
     /// gradients of all of it are never there at once
-    #[arg(long, visible_alias = "optimizer-in-bwd", help_heading = "What goes where")]
+    #[arg(long, visible_alias = "optimizer-in-bwd", help_heading = "Sharding")]
     optimizer_in_backward: bool,
 }
 

@@ -1,5 +1,5 @@
-//! The guide's promise: every command on its pages runs, and prints what the page shows. (Its Rust
-//! is run by the doctests of `tests/support`.)
+//! Runs every command of the guide, and compares its output with the page. Rust blocks run as
+//! doctests of `tests/support`.
 
 mod page;
 mod transcript;
@@ -15,14 +15,14 @@ use self::{
     transcript::Shell,
 };
 
-/// The page whose blocks are the newcomer's script.
+/// The quick start, which newcomers follow from top to bottom.
 const FIRST_PAGE: &str = "index.md";
 
 fn docs() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../../docs")
 }
 
-/// The paths under `docs` of the pages in a folder of it.
+/// Returns the paths of the pages in a folder of `docs`.
 fn markdown_in(folder: &str) -> Vec<String> {
     let names = fs::read_dir(docs().join(folder)).unwrap().map(|entry| entry.unwrap().file_name());
     let names = names.filter_map(|name| name.to_str().map(|name| format!("{folder}{name}")));
@@ -31,7 +31,7 @@ fn markdown_in(folder: &str) -> Vec<String> {
         .collect()
 }
 
-/// The pages of the guide.
+/// Reads the pages of the guide.
 fn pages() -> Vec<Page> {
     let mut names = markdown_in("guide/");
     names.extend([FIRST_PAGE, "multi-node.md"].map(str::to_owned));
@@ -42,12 +42,12 @@ fn pages() -> Vec<Page> {
         .collect()
 }
 
-/// Runs the consoles and scripts of a page one after the other, in one folder.
+/// Runs the consoles and scripts of a page in order, in one folder.
 fn run_blocks(page: &Page, shell: &Shell<'_>) {
     for block in &page.blocks {
         match &block.needs {
             Some(tool) if !shell.knows(tool) => {
-                eprintln!("{}:{}: SKIPPED, there is no {tool} here", page.name, block.line);
+                eprintln!("{}:{}: SKIPPED, {tool} is not installed", page.name, block.line);
             }
             _ if block.is_script() => {
                 shell.run(&block.text, &format!("{}:{}", page.name, block.line));
@@ -68,8 +68,8 @@ fn guide_transcripts_match_output() {
     }
 }
 
-/// A folder with what the READMEs take for granted: lengths, texts, the header of a model, a run.
-fn at_home() -> tempfile::TempDir {
+/// Creates a folder with the files that the READMEs use: lengths, texts, a model header, and a run.
+fn readme_folder() -> tempfile::TempDir {
     let home = tempfile::tempdir().unwrap();
     let write = |name: &str, content: &[u8]| fs::write(home.path().join(name), content).unwrap();
     let lengths: Vec<String> = (1..=500).map(|n| (n * 37 % 2000 + 1).to_string()).collect();
@@ -89,7 +89,7 @@ fn at_home() -> tempfile::TempDir {
 fn readme_commands_run() {
     let root = docs().join("..");
     for name in ["README.md", "crates/candle-distributed-cli/README.md"] {
-        let home = at_home();
+        let home = readme_folder();
         let page = Page::parse(name, &fs::read_to_string(root.join(name)).unwrap());
         let n_run = page.blocks.iter().filter(|block| block.is_run() || block.is_script()).count();
         assert!(n_run > 0, "{name}");
@@ -119,8 +119,7 @@ fn readme_dependencies_exist() {
     assert_eq!(n_found, 1);
 }
 
-/// The first steps of a newcomer. The commands before them, `cargo run` and
-/// `cargo test` of the README, are run by CI itself.
+/// Runs the quick start. CI itself runs the commands before it, `cargo run` and `cargo test`.
 #[test]
 fn first_page_works_from_start_to_end() {
     let folder = tempfile::tempdir().unwrap();
@@ -147,7 +146,7 @@ fn first_page_works_from_start_to_end() {
         steps.iter().map(|step| script.find(step).unwrap_or_else(|| panic!("no {step}"))).collect();
     assert!(places.is_sorted(), "{steps:?} come at {places:?}");
 
-    // The run was interrupted, and no step of it is missing or there twice.
+    // The run was interrupted, but no step is missing or repeated.
     let metrics = fs::read_to_string(at("run/metrics.jsonl")).unwrap();
     let steps = metrics
         .lines()
@@ -162,7 +161,7 @@ fn every_block_has_a_checked_kind() {
     for page in pages() {
         for Block { line, kind, is_ignored, reason, text, .. } in &page.blocks {
             let place = format!("{}:{line}", page.name);
-            assert_eq!(*is_ignored, reason.is_some(), "{place}: what is not run says why");
+            assert_eq!(*is_ignored, reason.is_some(), "{place}: an ignored block needs a reason");
             match kind.as_str() {
                 "console" | "rust" | "text" => {}
                 "json" => drop(serde_json::from_str::<serde_json::Value>(text).unwrap()),
@@ -188,10 +187,10 @@ fn rust_blocks_are_doctests() {
 fn pages_are_listed_and_links_valid() {
     let contents = fs::read_to_string(docs().join("SUMMARY.md")).unwrap();
     let listed: BTreeSet<_> = page::links(&contents).map(str::to_owned).collect();
-    let mut there: BTreeSet<String> =
+    let mut existing: BTreeSet<String> =
         ["", "adr/", "guide/"].into_iter().flat_map(markdown_in).collect();
-    there.remove("SUMMARY.md");
-    assert_eq!(listed, there);
+    existing.remove("SUMMARY.md");
+    assert_eq!(listed, existing);
     for name in &listed {
         let text = fs::read_to_string(docs().join(name)).unwrap();
         let folder = Path::new(name).parent().unwrap();

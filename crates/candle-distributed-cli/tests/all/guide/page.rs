@@ -1,29 +1,29 @@
-//! A page of the guide, and the blocks on it.
+//! Parser for pages of the guide and their blocks.
 
-/// The parts of a page that are checked.
+/// The checked parts of a page.
 #[derive(Debug)]
 pub(crate) struct Page {
-    /// Its path under `docs`.
+    /// Path under `docs`.
     pub(crate) name: String,
     pub(crate) blocks: Vec<Block>,
 }
 
 /// A block between two fences.
 ///
-/// The info string says what it is: a kind, then `ignore,why-reason`, `needs-tool` or
-/// `figures-vary`, with hyphens for spaces. (rustdoc reads it too, and knows no other signs.)
+/// The info string has a kind, then `ignore,why-reason`, `needs-tool` or `figures-vary`, with
+/// hyphens for spaces, since rustdoc reads the info string too.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) struct Block {
-    /// The line where it starts, counted from 1.
+    /// First line, counted from 1.
     pub(crate) line: usize,
     pub(crate) kind: String,
-    /// Whether it is not run.
+    /// Whether the block is not run.
     pub(crate) is_ignored: bool,
-    /// Why not.
+    /// Reason why the block is not run.
     pub(crate) reason: Option<String>,
-    /// The program without which it is skipped.
+    /// Required program. The block is skipped if it is not installed.
     pub(crate) needs: Option<String>,
-    /// Whether numbers with a decimal point, such as times, are others in each run.
+    /// Whether numbers with a decimal point, such as times, vary between runs.
     pub(crate) figures_vary: bool,
     pub(crate) text: String,
 }
@@ -50,33 +50,36 @@ impl Block {
     fn begin(line: usize, info: &str) -> Self {
         let mut words = info.split(',');
         let kind = words.next().unwrap_or_default().to_owned();
-        let (mut is_ignored, mut reason, mut needs, mut figures_vary) = (false, None, None, false);
+        let mut is_ignored = false;
+        let mut reason = None;
+        let mut needs = None;
+        let mut figures_vary = false;
         for word in words {
             match word.split_once('-').unwrap_or((word, "")) {
                 ("ignore", "") => is_ignored = true,
                 ("why", why) => reason = Some(why.to_owned()),
                 ("needs", tool) => needs = Some(tool.to_owned()),
                 ("figures", "vary") => figures_vary = true,
-                // A doctest of its own, in a process of its own: for rustdoc alone.
+                // Only for rustdoc.
                 ("standalone_crate", "") => {}
-                _ => panic!("line {line}: what is {word:?}?"),
+                _ => panic!("line {line}: unknown word {word:?}"),
             }
         }
         Self { line, kind, is_ignored, reason, needs, figures_vary, text: String::new() }
     }
 
-    /// Whether it is a script to be run: not what builds or tests the workspace itself.
+    /// Returns true for a script to run. Scripts that build or test the workspace are not run.
     pub(crate) fn is_script(&self) -> bool {
         self.kind == "sh" && !self.is_ignored && !self.text.starts_with("cargo ")
     }
 
-    /// Whether its commands are to be run.
+    /// Returns true for a console to run.
     pub(crate) fn is_run(&self) -> bool {
         self.kind == "console" && !self.is_ignored
     }
 }
 
-/// Where the links of a page lead, outside its blocks.
+/// Returns the link targets of a page, outside blocks.
 pub(crate) fn links(text: &str) -> impl Iterator<Item = &str> {
     let mut in_block = false;
     let prose = text.lines().filter(move |line| {

@@ -1,10 +1,10 @@
-//! What a console shows: commands, and what they print.
+//! Console transcripts: commands, and their output.
 //!
-//! A command follows `$ ` and continues in lines after `> `. Below it is what it prints, on
-//! both streams, and nothing else. `…` stands for anything, a line of `…` for any lines. At `^C`
-//! the command is interrupted. It must fail if an `error:` is shown, else succeed. Where figures
-//! vary, a number with a decimal point stands for any other, and so do spaces and rules, since
-//! tables are as wide as their figures.
+//! A command follows `$ ` and continues in lines after `> `. Its exact output on both streams
+//! follows. `…` matches anything, and a line of `…` matches any lines. At `^C`, the command is
+//! interrupted. It must fail if the output has an `error:`, and succeed otherwise. If figures vary,
+//! a number with a decimal point matches any other number, and spaces and rules match any width,
+//! since tables are as wide as their figures.
 
 use std::{
     env, fs,
@@ -13,9 +13,9 @@ use std::{
     process::{Child, Command, Stdio},
 };
 
-/// A command and what it must print.
+/// A command and its expected output.
 #[derive(Debug, PartialEq, Eq)]
-pub(crate) struct Entry {
+pub(crate) struct TranscriptEntry {
     pub(crate) command: String,
     pub(crate) output: Vec<String>,
     pub(crate) figures_vary: bool,
@@ -24,16 +24,19 @@ pub(crate) struct Entry {
 const INTERRUPT: &str = "^C";
 const ANYTHING: char = '…';
 
-/// The entries of a console.
-pub(crate) fn parse(text: &str, figures_vary: bool) -> Vec<Entry> {
-    let mut entries: Vec<Entry> = Vec::new();
+/// Splits a console into entries.
+pub(crate) fn parse(text: &str, figures_vary: bool) -> Vec<TranscriptEntry> {
+    let mut entries: Vec<TranscriptEntry> = Vec::new();
     for line in text.lines() {
         if let Some(command) = line.strip_prefix("$ ") {
-            entries.push(Entry { command: command.to_owned(), output: Vec::new(), figures_vary });
+            entries.push(TranscriptEntry {
+                command: command.to_owned(),
+                output: Vec::new(),
+                figures_vary,
+            });
             continue;
         }
-        let entry =
-            entries.last_mut().unwrap_or_else(|| panic!("before {line:?} there is no command"));
+        let entry = entries.last_mut().unwrap_or_else(|| panic!("no command before {line:?}"));
         match line
             .strip_prefix("> ")
             .or((line == ">").then_some(""))
@@ -64,7 +67,7 @@ impl<'a> Shell<'a> {
         Self { folder, path }
     }
 
-    /// Whether there is a program of this name or, after `python3-`, a module of Python.
+    /// Returns true if this program or, after `python3-`, this Python module is installed.
     pub(crate) fn knows(&self, tool: &str) -> bool {
         if let Some(module) = tool.strip_prefix("python3-") {
             let import = format!("import {module}");
@@ -75,8 +78,8 @@ impl<'a> Shell<'a> {
         self.path.split(':').any(|folder| fs::metadata(Path::new(folder).join(tool)).is_ok())
     }
 
-    /// Runs a command and compares what it prints.
-    pub(crate) fn check(&self, entry: &Entry, place: &str) {
+    /// Runs a command, and compares its output.
+    pub(crate) fn check(&self, entry: &TranscriptEntry, place: &str) {
         let comparable = |line: &str| {
             if entry.figures_vary { without_figures(line) } else { line.trim_end().to_owned() }
         };
@@ -96,20 +99,21 @@ impl<'a> Shell<'a> {
             }
         }
         let status = child.wait().unwrap();
-        // Some more lines may be printed before the signal arrives.
+        // The command may print more lines before the signal arrives.
         let is_like: Vec<String> =
             expected.iter().map(|line| line.replace(INTERRUPT, "…")).collect();
-        let (command, shown) = (&entry.command, shown.join("\n"));
+        let command = &entry.command;
+        let shown = shown.join("\n");
         assert!(
             matches(&is_like, &printed),
-            "{place}: `{command}` is shown to print\n{}\nand prints\n{shown}",
+            "{place}: `{command}` should print\n{}\nbut prints\n{shown}",
             entry.output.join("\n")
         );
         let fails = expected.iter().any(|line| line.starts_with("error:"));
         assert_eq!(status.success(), !fails, "{place}: `{command}`: {status}, after\n{shown}");
     }
 
-    /// Runs a script up to its end, or to the first command that fails.
+    /// Runs a script, which must succeed.
     pub(crate) fn run(&self, script: &str, place: &str) {
         let output = Command::new("bash")
             .args(["-e", "-o", "pipefail", "-c", script])
@@ -123,10 +127,10 @@ impl<'a> Shell<'a> {
         assert!(output.status.success(), "{place}: {}\n{said}", output.status);
     }
 
-    /// The process, and what it prints.
-    fn start(&self, entry: &Entry) -> (Child, BufReader<io::PipeReader>) {
+    /// Starts a command, and returns the process and its output.
+    fn start(&self, entry: &TranscriptEntry) -> (Child, BufReader<io::PipeReader>) {
         let (reader, writer) = io::pipe().unwrap();
-        // A signal is for the program itself, so it takes the place of the shell.
+        // `exec` replaces the shell, so that the program gets the signal.
         let exec = if entry.output.iter().any(|line| line == INTERRUPT) { "exec " } else { "" };
         let child = Command::new("sh")
             .args(["-c", &format!("{exec}{}", entry.command)])
@@ -147,7 +151,7 @@ fn interrupt(child: &Child) {
     assert!(status.success(), "kill: {status}");
 }
 
-/// Whether the lines are those that the patterns describe.
+/// Returns true if the lines match the patterns.
 fn matches(patterns: &[String], lines: &[String]) -> bool {
     match patterns {
         [] => lines.is_empty(),
@@ -160,7 +164,7 @@ fn matches(patterns: &[String], lines: &[String]) -> bool {
     }
 }
 
-/// Whether a line is like a pattern, in which `…` stands for anything.
+/// Returns true if a line matches a pattern. `…` matches anything.
 fn is_like(pattern: &str, line: &str) -> bool {
     match pattern.split_once(ANYTHING) {
         None => pattern == line,
@@ -173,22 +177,23 @@ fn is_like(pattern: &str, line: &str) -> bool {
     }
 }
 
-/// The line with the same figure in place of each, and one space, or one stroke of a rule, in place
-/// of several.
+/// Normalizes a line: replaces figures by 0.0, and shortens spaces and rules to one character.
 fn without_figures(line: &str) -> String {
-    let numbers = |word: &str| {
-        let bare = word.trim_end_matches([',', ':', ';']);
-        let is_figure = bare.contains('.') && bare.parse::<f64>().is_ok();
-        if is_figure { word.replace(bare, "0.0") } else { word.to_owned() }
-    };
-    let words: Vec<String> = line.split_whitespace().map(numbers).collect();
-    let is_rule = |word: &str| word.chars().all(|c| c == '─');
-    words.iter().map(|word| if is_rule(word) { "─" } else { word }).collect::<Vec<_>>().join(" ")
+    line.split_whitespace().map(normalized_word).collect::<Vec<_>>().join(" ")
+}
+
+fn normalized_word(word: &str) -> String {
+    if word.chars().all(|c| c == '─') {
+        return String::from("─");
+    }
+    let bare = word.trim_end_matches([',', ':', ';']);
+    let is_figure = bare.contains('.') && bare.parse::<f64>().is_ok();
+    if is_figure { word.replace(bare, "0.0") } else { word.to_owned() }
 }
 
 #[test]
 fn parse_splits_commands_and_output() {
-    let entry = |command: &str, output: &[&str]| Entry {
+    let entry = |command: &str, output: &[&str]| TranscriptEntry {
         command: command.into(),
         output: output.iter().map(ToString::to_string).collect(),
         figures_vary: false,

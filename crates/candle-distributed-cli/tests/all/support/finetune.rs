@@ -1,4 +1,4 @@
-//! A small model that is fine-tuned, and texts for it.
+//! A small model to fine-tune, and texts for it.
 
 use std::{
     collections::BTreeMap,
@@ -11,21 +11,17 @@ use serde_json::{Value, json};
 
 use crate::support::text;
 
-/// A folder with a `config.json` and texts beside it.
-pub(crate) struct Model(pub(crate) tempfile::TempDir);
+/// A temporary folder with a model configuration, texts, and runs.
+pub(crate) struct ModelHome(pub(crate) tempfile::TempDir);
 
-impl Model {
-    /// A model of bytes, and 16 texts, half of which have prompts.
+impl ModelHome {
+    /// Creates a folder with a byte model and 16 texts, half of them with prompts.
     pub(crate) fn new() -> Self {
         let model = Self(tempfile::tempdir().unwrap());
         fs::create_dir(model.at("new")).unwrap();
         fs::write(model.at("new/config.json"), config().to_string()).unwrap();
-        let line = |n: usize| match n % 2 {
-            0 => json!({"prompt": format!("{n} and 1 is "), "completion": (n + 1).to_string()}),
-            _ => json!({"text": format!("line {n} of {}", "a text ".repeat(n % 3))}),
-        };
         for kind in [0, 1] {
-            let lines = (0..16).filter(|n| n % 2 == kind).map(|n| line(n).to_string() + "\n");
+            let lines = (0..16).filter(|n| n % 2 == kind).map(|n| example(n).to_string() + "\n");
             let name = format!("texts/{kind}.jsonl");
             fs::create_dir_all(model.at("texts")).unwrap();
             fs::write(model.at(&name), lines.collect::<String>()).unwrap();
@@ -33,8 +29,8 @@ impl Model {
         model
     }
 
-    /// A folder with texts that are lines of a file.
-    pub(crate) fn of_lines() -> Self {
+    /// Creates a folder with a text file of lines, and without a model.
+    pub(crate) fn with_lines() -> Self {
         let home = Self(tempfile::tempdir().unwrap());
         fs::create_dir(home.at("texts")).unwrap();
         let lines: Vec<String> = (1..=40).map(|n| format!("Line {n} of a text.\n\n")).collect();
@@ -50,10 +46,12 @@ impl Model {
         self.at(name).to_str().unwrap().into()
     }
 
-    /// The arguments of a run on the texts into the folder `out`, of the new model, unless `more` name
-    /// others.
+    /// Returns the arguments of a run into the folder `out`, with the new model and the texts
+    /// unless `more` names others.
     pub(crate) fn arguments(&self, out: &str, more: &[&str]) -> Vec<String> {
-        let (new, texts, out) = (self.path("new"), self.path("texts"), self.path(out));
+        let new = self.path("new");
+        let texts = self.path("texts");
+        let out = self.path(out);
         let mut arguments = vec!["train", "--out", &out];
         if !more.contains(&"--data") {
             arguments.extend(["--data", &texts]);
@@ -78,12 +76,15 @@ impl Model {
         text(&arguments.iter().map(String::as_str).collect::<Vec<_>>());
     }
 
-    /// The values of a field in the lines of a file of a run.
+    /// Returns the values of a field in the lines of a file.
     pub(crate) fn numbers(&self, file: &str, field: &str) -> Vec<f64> {
         let lines = fs::read_to_string(self.at(file)).unwrap();
-        let number =
-            |line: &str| serde_json::from_str::<Value>(line).unwrap()[field].as_f64().unwrap();
-        lines.lines().map(number).collect()
+        let mut numbers = Vec::new();
+        for line in lines.lines() {
+            let line: Value = serde_json::from_str(line).unwrap();
+            numbers.push(line[field].as_f64().unwrap());
+        }
+        numbers
     }
 
     pub(crate) fn losses(&self, run: &str) -> Vec<f64> {
@@ -91,7 +92,15 @@ impl Model {
     }
 }
 
-/// The sizes of the model.
+/// Returns example `n` of the texts.
+fn example(n: usize) -> Value {
+    match n % 2 {
+        0 => json!({"prompt": format!("{n} and 1 is "), "completion": (n + 1).to_string()}),
+        _ => json!({"text": format!("line {n} of {}", "a text ".repeat(n % 3))}),
+    }
+}
+
+/// Returns the configuration of the model.
 pub(crate) fn config() -> Value {
     json!({
         "architectures": ["LlamaForCausalLM"], "vocab_size": 260, "hidden_size": 32,
@@ -102,7 +111,7 @@ pub(crate) fn config() -> Value {
     })
 }
 
-/// The files of a folder.
+/// Reads the files of a folder.
 pub(crate) fn files(folder: &Path) -> BTreeMap<String, Vec<u8>> {
     let entries = fs::read_dir(folder).unwrap().map(|entry| entry.unwrap());
     entries
@@ -110,7 +119,7 @@ pub(crate) fn files(folder: &Path) -> BTreeMap<String, Vec<u8>> {
         .collect()
 }
 
-/// The names and types of the tensors in a file.
+/// Returns the names and types of the tensors in a file.
 pub(crate) fn tensors(file: &Path) -> BTreeMap<String, safetensors::Dtype> {
     let bytes = fs::read(file).unwrap();
     let tensors = SafeTensors::deserialize(&bytes).unwrap();

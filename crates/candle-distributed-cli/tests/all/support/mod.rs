@@ -1,4 +1,4 @@
-//! The program, run with arguments, and what it must answer.
+//! Runs the program, and checks its answers.
 
 pub(crate) mod finetune;
 pub(crate) mod run;
@@ -24,10 +24,10 @@ pub(crate) const SUBCOMMANDS: [&str; 10] = [
     "man",
 ];
 
-/// The sizes of the model of a test that names none. The program's own model takes minutes in a debug build.
+/// The default model sizes of tests. The program's own model takes minutes in a debug build.
 pub(crate) const SMALL: [&str; 6] = ["--hidden", "32", "--n-heads", "2", "--context", "48"];
 
-/// Options of `train` beside which the sizes of [`SMALL`] are not given.
+/// Options of `train` that exclude the sizes of [`SMALL`].
 const NAMES_A_MODEL: [&str; 6] =
     ["--model", "--resume", "--n-layers", "--hidden", "--n-heads", "--context"];
 
@@ -40,7 +40,7 @@ pub(crate) fn command(args: &[&str]) -> Command {
     command
 }
 
-/// Returns the program with these arguments and no other.
+/// Returns the program with exactly these arguments.
 pub(crate) fn as_given(args: &[&str]) -> Command {
     let mut command = Command::new(env!("CARGO_BIN_EXE_candle-distributed"));
     command.args(args).stdin(Stdio::null());
@@ -51,7 +51,7 @@ pub(crate) fn run(args: &[&str]) -> Output {
     command(args).output().unwrap()
 }
 
-/// The text a successful command prints.
+/// Runs a command that must succeed, and returns its output.
 pub(crate) fn text(args: &[&str]) -> String {
     let output = run(args);
     assert!(output.status.success(), "{args:?}: {}", String::from_utf8_lossy(&output.stderr));
@@ -62,9 +62,9 @@ pub(crate) fn json(args: &[&str]) -> Value {
     serde_json::from_str(&text(&[args, &["--format", "json"]].concat())).unwrap()
 }
 
-/// Checks that a command finds fault with its input, says so on stderr alone, and names all of
-/// `words`.
-pub(crate) fn refuses(args: &[&str], words: &[&str]) {
+/// Checks that a command rejects its input, prints nothing to stdout, and prints all of `words` to
+/// stderr.
+pub(crate) fn rejects(args: &[&str], words: &[&str]) {
     let output = run(args);
     let message = String::from_utf8(output.stderr).unwrap();
     assert_eq!(output.status.code(), Some(2), "{args:?}: {message}");
@@ -79,7 +79,7 @@ pub(crate) fn words(line: &str) -> Vec<&str> {
     line.split(' ').collect()
 }
 
-/// A file of this content that lives as long as the folder returned with its path.
+/// Creates a file in a temporary folder, and returns the folder and the path.
 pub(crate) fn file(name: &str, content: impl AsRef<[u8]>) -> (tempfile::TempDir, String) {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join(name);
@@ -87,7 +87,7 @@ pub(crate) fn file(name: &str, content: impl AsRef<[u8]>) -> (tempfile::TempDir,
     (dir, path.to_str().unwrap().into())
 }
 
-/// The folder of a small random model, which transformers has made.
+/// Returns the folder of a small random model, made with transformers.
 pub(crate) fn golden(model: &str) -> String {
     format!("{}/../finetune/tests/golden/{model}", env!("CARGO_MANIFEST_DIR"))
 }

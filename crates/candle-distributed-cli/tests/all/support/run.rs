@@ -1,4 +1,4 @@
-//! Runs of `train` in a folder, and what lies there.
+//! Runs of `train` in a temporary folder, and their files.
 
 use std::{
     collections::BTreeMap,
@@ -7,7 +7,7 @@ use std::{
     process::Output,
 };
 
-use crate::support::{command, refuses, text};
+use crate::support::{command, rejects, text};
 
 /// A folder with a text, and runs on it.
 pub(crate) struct Home(pub(crate) tempfile::TempDir);
@@ -38,12 +38,12 @@ impl Home {
         text(&[&args, more].concat());
     }
 
-    /// A complete run.
+    /// Trains a run to its end.
     pub(crate) fn complete(&self, name: &str) {
         self.train(name, &["--steps", STEPS]);
     }
 
-    /// A run as if it had been killed after step 8.
+    /// Trains a run, and simulates a kill after step 8.
     pub(crate) fn killed(&self, name: &str) {
         self.complete(name);
         fs::remove_dir_all(self.at(name).join("model")).unwrap();
@@ -53,11 +53,12 @@ impl Home {
     /// Returns a number of each step of a run.
     pub(crate) fn numbers(&self, name: &str, field: &str) -> Vec<f64> {
         let metrics = fs::read_to_string(self.at(name).join("metrics.jsonl")).unwrap();
-        let number = |line: &str| {
+        let mut numbers = Vec::new();
+        for line in metrics.lines() {
             let step: serde_json::Value = serde_json::from_str(line).unwrap();
-            step[field].as_f64().unwrap()
-        };
-        metrics.lines().map(number).collect()
+            numbers.push(step[field].as_f64().unwrap());
+        }
+        numbers
     }
 
     pub(crate) fn losses(&self, name: &str) -> Vec<f64> {
@@ -68,7 +69,7 @@ impl Home {
         fs::remove_dir_all(self.at(name).join("model")).unwrap();
     }
 
-    /// Resumes a complete run from its last checkpoint, to the end.
+    /// Removes the model of a complete run, and resumes it from its last checkpoint.
     pub(crate) fn end_again(&self, name: &str, more: &[&str]) {
         self.remove_model(name);
         let resumed = self.resume(name, more);
@@ -81,13 +82,12 @@ impl Home {
         command(&[&args, more].concat()).output().unwrap()
     }
 
-    /// Checks that a run cannot be resumed, for a reason in these words, and that nothing of it has
-    /// changed.
-    pub(crate) fn is_refused(&self, name: &str, more: &[&str], words: &[&str]) {
+    /// Checks that resuming fails with these words, and changes no file.
+    pub(crate) fn is_rejected(&self, name: &str, more: &[&str], words: &[&str]) {
         let before = contents(&self.at(name));
         let out = self.path(name);
         let args = ["train", "--checkpoint-every", "4", "--resume", "--out", &out];
-        refuses(&[&args, more].concat(), words);
+        rejects(&[&args, more].concat(), words);
         assert!(contents(&self.at(name)) == before, "{name} has changed");
     }
 
@@ -100,7 +100,7 @@ pub(crate) fn said(output: &Output) -> String {
     String::from_utf8(output.stderr.clone()).unwrap()
 }
 
-/// Every file and folder under `folder`, with its content.
+/// Returns every file and folder under `folder`, with its content.
 pub(crate) fn contents(folder: &Path) -> BTreeMap<PathBuf, Option<Vec<u8>>> {
     let mut found = BTreeMap::new();
     for entry in fs::read_dir(folder).unwrap() {

@@ -1,4 +1,4 @@
-//! How a replicated model is built.
+//! Steps of building a replicated model.
 
 use std::{
     path::Path,
@@ -10,10 +10,10 @@ use candle_nn::{Optimizer, VarBuilder, VarMap};
 use pmap_mesh::DeviceMesh;
 
 use crate::{
-    error::{Error, Result, training::TrainingError},
+    error::{Result, training::TrainingError},
     grad::has_halves,
     model::{
-        builder::Group,
+        builder::{Group, cannot_build},
         config::ModelConfig,
         replicated::{
             Replicated, sync,
@@ -34,11 +34,15 @@ use crate::{
     },
 };
 
+/// Builds a model from variables, given the dtype in which they are stored: the builder has the dtype
+/// in which the model computes.
+pub(crate) type TypedConstructor<'a, M> = dyn Fn(VarBuilder<'_>, DType) -> CandleResult<M> + 'a;
+
 /// Builds a model and its optimizers on every slot.
 pub(crate) fn build<M, O: Optimizer>(
     mesh: &DeviceMesh,
     config: &ModelConfig,
-    model: &dyn Fn(VarBuilder<'_>) -> CandleResult<M>,
+    model: &TypedConstructor<'_, M>,
     optimizer: &dyn Fn(Group) -> CandleResult<O>,
 ) -> Result<(Inventory, Vec<SharedSlot<O>>, Replicated<M>)> {
     let map = config.map.clone().unwrap_or_else(VarMap::new);
@@ -54,7 +58,7 @@ pub(crate) fn build<M, O: Optimizer>(
     let rounded = mesh.all_ok(rounded.map_err(cannot_build))?;
 
     let devices = mesh.devices();
-    // Every process has as many slots, and as many sets.
+    // Every process has the same number of slots, and of sets.
     let n_sets = sets.len() * (mesh.len() / devices.len());
     let first_set = sets.len() * (mesh.local_slots().start / devices.len());
     let on_slot = |part: OwnedVars| {
@@ -63,8 +67,10 @@ pub(crate) fn build<M, O: Optimizer>(
         let vars: Vec<_> = vars.into_iter().zip(rounded[part.set].clone()).collect();
         let computed: Vec<Var> =
             vars.iter().map(|(var, rounded)| rounded.as_ref().unwrap_or(var).clone()).collect();
-        let dtype = precision.computed(dtype);
-        let built = |purpose| model(vars::builder(&inventory, &computed, purpose, dtype, device));
+        let built = |purpose| {
+            let computed_dtype = precision.computed(dtype);
+            model(vars::builder(&inventory, &computed, purpose, computed_dtype, device), dtype)
+        };
         let models = [built(Use::Training)?, built(Use::Evaluation)?];
         let worker = worker(&inventory, &part, &vars, &computed, models, precision);
         let is_first_set = first_set + part.set == 0;
@@ -81,36 +87,32 @@ pub(crate) fn build<M, O: Optimizer>(
     Ok((inventory, slots, Replicated { workers, n_sets, is_shared: config.map.is_some() }))
 }
 
-/// What a process knows before it hears of the others.
+/// State of a process before it communicates with others.
 struct Prepared {
     inventory: Inventory,
-    /// On the first device, in the order of their names.
+    /// The variables on the first device, in the order of names.
     vars: Vec<Var>,
     dtype: DType,
 }
 
-/// Prepares what this process can without the others. It changes nothing.
+/// Prepares a process without communication or side effects.
 fn prepare<M>(
     mesh: &DeviceMesh,
     config: &ModelConfig,
     map: &VarMap,
-    model: &dyn Fn(VarBuilder<'_>) -> CandleResult<M>,
+    model: &TypedConstructor<'_, M>,
 ) -> Result<Prepared> {
     let home = &mesh.devices()[0];
     let known = vars::dtype(map, home).map_err(cannot_build)?;
     let dtype = config.given_dtype.or(known).unwrap_or(DType::F32);
-    let mut declared = declare(model, dtype, home).map_err(cannot_build)?;
+    let mut declared = declare(|vb| model(vb, dtype), dtype, home).map_err(cannot_build)?;
     declared.sort_by(|left, right| left.name.cmp(&right.name));
-    let names: Vec<&str> = declared.iter().map(|declared| declared.name.as_str()).collect();
-    let roles = config.choices.roles(&names)?;
-    let vars = first_variables(mesh, config, map, &declared, &roles)?;
-    let described = |(name, var): (&&str, &Var)| ((*name).to_owned(), var.dims().to_vec());
-    let parameters = names.iter().zip(&vars).map(described).collect();
-    Ok(Prepared { inventory: Inventory { parameters, roles }, vars, dtype })
+    let inventory = config.inventory(&declared)?;
+    let vars = first_variables(mesh, config, map, &declared, &inventory.roles)?;
+    Ok(Prepared { inventory, vars, dtype })
 }
 
-/// Returns the variables that the model declares, on the first device: those that are there, and new
-/// ones.
+/// Returns the variables that the model declares, on the first device: existing and new ones.
 fn first_variables(
     mesh: &DeviceMesh,
     config: &ModelConfig,
@@ -143,7 +145,7 @@ fn first_variables(
     declared.iter().zip(known).zip(&roles.of).map(variable).collect()
 }
 
-/// Refuses a variable that has two names: it would have its gradient under one of them alone.
+/// Rejects a variable with two names, which would get its gradient under only one of them.
 fn check_distinct(declared: &[Declared], known: &[Option<Var>]) -> Result<(), TrainingError> {
     let named: Vec<(&Declared, &Var)> = declared
         .iter()
@@ -160,7 +162,7 @@ fn check_distinct(declared: &[Declared], known: &[Option<Var>]) -> Result<(), Tr
     Ok(())
 }
 
-/// Returns what a slot works on.
+/// Returns the worker of a slot.
 fn worker<M>(
     inventory: &Inventory,
     part: &OwnedVars,
@@ -169,13 +171,14 @@ fn worker<M>(
     [model, evaluated]: [M; 2],
     precision: Precision,
 ) -> Worker<M> {
-    let trained = inventory.roles.trained().into_iter().enumerate();
-    let owned = trained.clone().filter(|(_, var)| part.owned.contains(var));
+    let trained = inventory.roles.trained();
+    let positions = trained.iter().copied().enumerate();
+    let owned = positions.filter(|(_, var)| part.owned.contains(var));
     Worker {
         model,
         evaluated,
-        trained: trained.clone().map(|(_, var)| computed[var].clone()).collect(),
-        sum_dtypes: trained.map(|(_, var)| widened_dtype(vars[var].0.dtype())).collect(),
+        trained: trained.iter().map(|&var| computed[var].clone()).collect(),
+        sum_dtypes: trained.iter().map(|&var| widened_dtype(vars[var].0.dtype())).collect(),
         owned: owned.collect(),
         precision,
         has_halves: has_halves(computed),
@@ -184,7 +187,7 @@ fn worker<M>(
     }
 }
 
-/// Returns what a slot stores.
+/// Returns the stored state of a slot.
 fn slot<O>(
     inventory: &Inventory,
     part: &OwnedVars,
@@ -214,8 +217,4 @@ fn slot<O>(
     };
     let vars = vars.into_iter().enumerate().map(slot_var).collect();
     Ok(Slot::new(vars, optimizers, trained.len()))
-}
-
-fn cannot_build(cause: candle_core::Error) -> Error {
-    Error::Model { cause }
 }

@@ -1,4 +1,4 @@
-//! A model that every device has whole, kept equal by summing gradients.
+//! Models replicated on every device, kept equal by reducing gradients.
 
 pub(crate) mod build;
 mod sync;
@@ -24,11 +24,11 @@ use crate::{
     },
 };
 
-/// The models on the slots of this process.
+/// The model replicas on the slots of this process.
 #[derive(Debug)]
 pub(crate) struct Replicated<M> {
     workers: Vec<Mutex<Worker<M>>>,
-    /// How many sets of variables there are, in all processes.
+    /// Number of sets of variables in all processes.
     n_sets: usize,
     /// Whether the variables of the first device are also the caller's.
     is_shared: bool,
@@ -42,7 +42,7 @@ impl<M> Replicated<M> {
         inventory: &Inventory,
         slots: &[SharedSlot<O>],
     ) -> Result<()> {
-        // One set of variables is equal to itself.
+        // A single set cannot differ from another.
         if self.n_sets == 1 && inventory.roles.buffers().is_empty() {
             return Ok(());
         }
@@ -60,7 +60,7 @@ impl<M> Replicated<M> {
     }
 }
 
-/// A batch on its way through the workers.
+/// A batch in progress on the workers.
 pub(crate) struct ReplicatedPass<'a, M, O> {
     layout: &'a Replicated<M>,
     slots: &'a [SharedSlot<O>],
@@ -82,7 +82,7 @@ impl<'a, M, O> ReplicatedPass<'a, M, O> {
         Ok(Self { layout, slots, rules, gradients: OnceLock::new() })
     }
 
-    /// Takes back what the batch may have changed on some slots and not on others, or ends it.
+    /// Ends a batch, or reverts changes that a failed batch may have made on some slots only.
     pub(crate) fn end(&self, is_ok: bool) -> Result<()> {
         for (worker, slot) in self.layout.workers.iter().zip(self.slots) {
             let (worker, slot) = (&mut *lock(worker), &mut *lock(slot));
@@ -100,7 +100,7 @@ impl<'a, M, O> ReplicatedPass<'a, M, O> {
         Ok(())
     }
 
-    /// Returns the gradients of all trained parameters, of a batch that was differentiated.
+    /// Returns the gradients of all trained parameters, after a differentiated batch.
     #[expect(clippy::expect_used, reason = "every replica of a call that succeeded has left them")]
     pub(crate) fn gradients(&self) -> Vec<Option<Tensor>> {
         self.gradients.get().cloned().expect("a batch that was differentiated has left them")
@@ -108,7 +108,7 @@ impl<'a, M, O> ReplicatedPass<'a, M, O> {
 }
 
 impl<M, O: Optimizer> ReplicatedPass<'_, M, O> {
-    /// Computes a replica's part of the batch. Returns nothing where all replicas reject it.
+    /// Computes a replica's shard of the batch. Returns `None` if all replicas reject it.
     pub(crate) fn replica(
         &self,
         ctx: &Replica,

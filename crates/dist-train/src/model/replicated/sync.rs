@@ -1,19 +1,22 @@
-//! Whether all slots have the same variables, and how those of several processes begin alike.
+//! Equality of replicated variables: initial broadcast and later checks.
 
 use candle_core::Var;
 use pmap_mesh::{ALL, DeviceMesh};
 
 use crate::{
-    error::{Doing, Error, Result},
-    model::{replicated::vars::VarSet, settings::of_value},
+    error::{Doing, Result},
+    model::{
+        replicated::vars::VarSet,
+        settings::{self, of_value},
+    },
     step::inventory::Inventory,
 };
 
-/// Gives the variables of all processes the values that they have in the first.
+/// Broadcasts the variables of the first slot to all processes.
 ///
 /// # Errors
 ///
-/// [`Error::Mesh`] if a process does not answer.
+/// Returns [`Error::Mesh`] if a process does not respond.
 pub(super) fn begin_alike(mesh: &DeviceMesh, inventory: &Inventory, sets: &[VarSet]) -> Result<()> {
     if !mesh.spans_processes() {
         return Ok(());
@@ -22,7 +25,8 @@ pub(super) fn begin_alike(mesh: &DeviceMesh, inventory: &Inventory, sets: &[VarS
     let broadcast = mesh.pmap(move |ctx, ()| {
         for var in &vars[ctx.local_index()] {
             let value = ctx.broadcast(&var.as_detached_tensor(), 0, ALL)?;
-            // Slots of one device set the same variable, to the same value, after all have sent.
+            // Slots on one device set the same variable to the same value. The barrier ensures that
+            // all slots have sent their values before any variable changes.
             ctx.barrier(ALL)?;
             var.set(&value.copy()?)?;
         }
@@ -33,25 +37,19 @@ pub(super) fn begin_alike(mesh: &DeviceMesh, inventory: &Inventory, sets: &[VarS
     check(mesh, inventory, of_slots(&vars)?)
 }
 
-/// The set of each slot of this process.
+/// Iterates over the sets of this process's slots.
 fn slot_sets<'a>(mesh: &DeviceMesh, sets: &'a [VarSet]) -> impl Iterator<Item = &'a VarSet> {
     let of_slot = |slot| sets.iter().find(move |set| set.slots.contains(&slot));
     (0..mesh.devices().len()).filter_map(of_slot)
 }
 
 /// Checks that the variables of all slots are the same to the bit, given the
-/// [fingerprints](of_slots) of those of this process.
+/// [fingerprints](of_slots) of this process's slots.
 pub(super) fn check(mesh: &DeviceMesh, inventory: &Inventory, here: Vec<Vec<u64>>) -> Result<()> {
-    let slots = mesh.gather_number_lists(here)?;
-    for (replica, vars) in slots.iter().enumerate() {
-        if let Some(var) = (0..vars.len()).find(|&var| vars[var] != slots[0][var]) {
-            return Err(Error::Diverged { name: inventory.name(var).to_owned(), replica });
-        }
-    }
-    Ok(())
+    settings::check_values(mesh, inventory, here, &vec![Some(1); inventory.parameters.len()])
 }
 
-/// Fingerprints of the bits of each slot's variables; what slots share is read once.
+/// Returns fingerprints of the bits of each slot's variables; shared variables are read once.
 pub(super) fn of_slots(slots: &[&[Var]]) -> Result<Vec<Vec<u64>>> {
     let mut known: Vec<Vec<u64>> = Vec::new();
     for vars in slots {

@@ -1,4 +1,5 @@
-//! The variables of a model on the devices of a mesh, and which slot updates and saves which.
+//! The variables of a model on the devices of a mesh, and their assignment to slots for updates and
+//! checkpoints.
 
 #[expect(clippy::disallowed_types, reason = "what candle keeps variables in")]
 use std::collections::HashMap;
@@ -19,32 +20,31 @@ use crate::{
     },
 };
 
-/// The variables of a model in the order of their names, and the slots of this process that use
-/// them.
+/// The variables of a model in the order of names, and the slots of this process that use them.
 #[derive(Debug)]
 pub(super) struct VarSet {
     pub(super) vars: Vec<Var>,
     pub(super) slots: Vec<usize>,
 }
 
-/// What one slot of this process does for the variables of its set.
+/// The duties of one slot of this process for the variables of its set.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) struct OwnedVars {
     pub(super) slot: usize,
-    /// The number of its set among those of this process.
+    /// The index of its set in this process.
     pub(super) set: usize,
     /// The variables that it updates.
     pub(super) owned: Vec<usize>,
-    /// The variables that it writes to checkpoints: of each variable, one slot of the whole mesh
-    /// does.
+    /// The variables that it writes to checkpoints; each variable is written by one slot of the
+    /// whole mesh.
     pub(super) saved: Vec<usize>,
-    /// The variables that it reads from checkpoints: in each set each variable is read once, and
-    /// buffers by each slot.
+    /// The variables that it reads from checkpoints. Each set reads each variable once, except for
+    /// buffers, which each slot reads.
     pub(super) loaded: Vec<usize>,
 }
 
-/// The type of the variables that are there, or `None` if there are none; all must lie on the
-/// device `home`.
+/// Returns the dtype of existing variables, or `None` if there are none. All must be on the device
+/// `home`.
 pub(super) fn dtype(vars: &VarMap, home: &Device) -> Result<Option<DType>> {
     let known = locked(vars)?;
     let elsewhere = known.iter().filter(|(_, var)| !var.device().same_device(home));
@@ -54,7 +54,7 @@ pub(super) fn dtype(vars: &VarMap, home: &Device) -> Result<Option<DType>> {
     Ok(known.iter().min_by_key(|(name, _)| *name).map(|(_, var)| var.dtype()))
 }
 
-/// The variable of a map that has this name, if there is one.
+/// Returns the variable of a map with this name, if any.
 pub(super) fn known(vars: &VarMap, name: &str) -> Result<Option<Var>> {
     Ok(locked(vars)?.get(name).cloned())
 }
@@ -76,8 +76,8 @@ fn locked(vars: &VarMap) -> Result<MutexGuard<'_, HashMap<String, Var>>> {
     }
 }
 
-/// The sets of variables in this process, in the order of their first slots; the first has `vars`
-/// themselves, the others copies.
+/// Returns the sets of variables in this process, in the order of their first slots. The first set
+/// contains `vars` themselves, the others copies.
 pub(super) fn sets(mesh: &DeviceMesh, vars: Vec<Var>, sharing: Sharing) -> Result<Vec<VarSet>> {
     let mut sets = vec![VarSet { vars, slots: vec![0] }];
     for (slot, device) in mesh.devices().iter().enumerate().skip(1) {
@@ -95,8 +95,8 @@ pub(super) fn sets(mesh: &DeviceMesh, vars: Vec<Var>, sharing: Sharing) -> Resul
 }
 
 impl VarSet {
-    /// The variables of one of the set's slots: all slots but the first have buffers of their own,
-    /// which their forward passes change at the same time.
+    /// Returns the variables of one of the set's slots. All slots except the first have their own
+    /// buffers, because the slots' forward passes change them at the same time.
     pub(super) fn of_slot(&self, slot: usize, roles: &Roles) -> Result<Vec<Var>> {
         let of_role = |(var, &role): (&Var, &Role)| match role {
             Role::Buffer if slot != self.slots[0] => copied(var, var.device()),
@@ -107,7 +107,7 @@ impl VarSet {
 }
 
 impl VarSet {
-    /// Returns copies of the variables that a model computes with in another type.
+    /// Returns copies of the variables in the dtype that the model computes in, if it is another one.
     pub(super) fn rounded(&self, roles: &Roles, precision: Precision) -> Result<Vec<Option<Var>>> {
         let of_role = |(var, &role): (&Var, &Role)| {
             let dtype = precision.computed(var.dtype());
@@ -120,20 +120,20 @@ impl VarSet {
     }
 }
 
-/// The same values in a variable of its own, on another device or this one.
+/// Copies a variable's value into a new variable on a device.
 fn copied(var: &Var, device: &Device) -> Result<Var> {
     Var::from_tensor(&moved(&var.as_detached_tensor(), device)?)
 }
 
-/// Whether what a model computes is differentiated.
+/// Whether the model's results are differentiated.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Use {
     Training,
-    /// No operation is recorded, so nothing is kept for a backward pass.
+    /// No operations are recorded, so nothing is stored for a backward pass.
     Evaluation,
 }
 
-/// A builder that hands out the variables of one slot, which all are there.
+/// Returns a builder with the variables of one slot, which must all exist.
 pub(super) fn builder(
     inventory: &Inventory,
     vars: &[Var],
@@ -143,7 +143,7 @@ pub(super) fn builder(
 ) -> VarBuilder<'static> {
     let handed = |(((name, _), var), role): ((&(String, _), &Var), &Role)| {
         let tensor = match role {
-            // Layers set it, and so need the variable itself.
+            // Layers set buffers, and so need the variable itself.
             Role::Buffer => var.as_tensor().clone(),
             Role::Trained(_) if purpose == Use::Training => var.as_tensor().clone(),
             Role::Trained(_) | Role::Frozen => var.as_detached_tensor(),
@@ -175,10 +175,11 @@ impl SimpleBackend for Handed {
     }
 }
 
-/// Divides the variables among the slots of each set: all that are trained are updated in every
-/// set. Saved they are once on the whole mesh, whose `n_sets` sets begin here with `first_set`.
+/// Divides the variables among the slots of each set. Every set updates all trained variables. Each
+/// variable is saved once on the whole mesh, whose `n_sets` sets include this process's sets from
+/// `first_set` on.
 ///
-/// Returns a part for each slot of this process, in their order.
+/// Returns a part for each slot of this process, in order.
 pub(super) fn parts(
     sets: &[VarSet],
     inventory: &Inventory,
@@ -195,7 +196,7 @@ pub(super) fn parts(
         let divided = divide(&trained_sizes, set.slots.len());
         for (place, (&slot, owned)) in set.slots.iter().zip(divided).enumerate() {
             let owned: Vec<usize> = owned.into_iter().map(|position| trained[position]).collect();
-            // What nobody updates is the first slot's.
+            // The first slot saves the variables that no slot updates.
             let is_here = |var: &usize| match inventory.roles.of[*var] {
                 Role::Trained(_) => owned.contains(var),
                 Role::Frozen | Role::Buffer => place == 0 && inventory.roles.is_saved(*var),

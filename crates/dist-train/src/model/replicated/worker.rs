@@ -1,4 +1,4 @@
-//! What a slot of a replicated model works on, and how it trains on its part of a batch.
+//! Training of one slot of a replicated model on its shards of batches.
 
 use std::mem;
 
@@ -15,30 +15,30 @@ use crate::{
     optim::clip,
     precision::Precision,
     step::{
-        batch::{Batch, added},
+        batch::{Batch, added, agree_alone},
         rules::{Goal, Report, Rules},
     },
 };
 
-/// A model on the variables of a slot, and what is stored until the next update.
+/// A model on the variables of a slot, with its state until the next update.
 #[derive(Debug)]
 pub(super) struct Worker<M> {
     pub(super) model: M,
-    /// The model on the same variables, by which nothing is recorded for a backward pass.
+    /// The model on the same variables, without recording operations.
     pub(super) evaluated: M,
-    /// The variables that are trained.
+    /// The trained variables.
     pub(super) trained: Vec<Var>,
-    /// The positions in `trained` of those that the slot updates, and in the slot.
+    /// The variables that this slot updates: indices in `trained` and in the slot.
     pub(super) owned: Vec<(usize, usize)>,
-    /// The types in which their summed gradients are stored.
+    /// The dtypes in which their reduced gradients are stored.
     pub(super) sum_dtypes: Vec<DType>,
     pub(super) precision: Precision,
-    /// Whether any variable is of half precision.
+    /// Whether any variable has half precision.
     pub(super) has_halves: bool,
-    /// The gradients of batches since the last update, for each variable that is trained; none at all
-    /// before the first.
+    /// Accumulated gradients since the last update, one per trained variable; empty before the
+    /// first batch.
     pub(super) grads: Vec<Option<Tensor>>,
-    /// Copies of the buffers as they were before the batch that is in flight, with their positions.
+    /// Copies of the buffers from before the current batch, with their indices.
     pub(super) buffers_before: Vec<(usize, Tensor)>,
 }
 
@@ -50,13 +50,13 @@ impl<M> Worker<M> {
         Ok(())
     }
 
-    /// Gives the buffers the values that they were copied with.
+    /// Restores the buffers from their copies.
     pub(super) fn restore_buffers<O>(&mut self, slot: &Slot<O>) -> Result<()> {
         self.buffers_before.drain(..).try_for_each(|(var, before)| slot.vars[var].var.set(&before))
     }
 
-    /// Differentiates the loss of this slot's part of a batch, and stores the gradients or updates
-    /// the slot by them. Returns what the whole mesh knows of the batch, or of the update.
+    /// Differentiates the loss of this slot's shard of a batch, and stores the gradients or updates
+    /// the slot with them. Returns the outcome of the batch or update, which all replicas agree on.
     pub(super) fn train<O: Optimizer>(
         &mut self,
         ctx: &Replica,
@@ -79,8 +79,8 @@ impl<M> Worker<M> {
         Ok(batch.updated(grad_norm))
     }
 
-    /// Sums the gradients of the slot's own variables over all slots, and updates these variables by
-    /// `factor` times the sums. Returns the norm of all gradients before they are clipped.
+    /// Reduces the gradients over all slots, and updates the slot's own variables by `factor` times
+    /// the sums. Returns the gradient norm before clipping.
     fn update<O: Optimizer>(
         &self,
         ctx: &Replica,
@@ -96,14 +96,13 @@ impl<M> Worker<M> {
         let sums = self.sums(ctx, grads, &somewhere, &wanted)?;
         let own = self.owned.iter().zip(sums);
         let sums: Vec<_> = own.filter_map(|(&(_, var), sum)| Some((var, sum?))).collect();
-        // One slot reports those of each parameter, so they have the same bits however variables are
-        // divided among slots, devices and processes.
+        // One slot reports the squares of each parameter, so the result has the same bits for any
+        // division of variables among slots, devices and processes.
         let squares = agreement::combined(ctx, &slot.local_squares(&sums)?)?;
         slot.update_all(rules, &squares, sums, factor)
     }
 
-    /// Returns the sums over all slots of some gradients, of which all slots know whether any has
-    /// one.
+    /// Sums the `wanted` gradients over all slots, which have agreed on those that exist anywhere.
     fn sums(
         &self,
         ctx: &Replica,
@@ -118,7 +117,7 @@ impl<M> Worker<M> {
         sums.into_iter().zip(wanted).map(stored).collect()
     }
 
-    /// Returns the loss of the whole batch, with what came with it here, and its gradients of all
+    /// Returns the loss of the whole batch, the local attached tensors, and the gradients of all
     /// trained variables.
     pub(super) fn gradients(
         &self,
@@ -126,9 +125,7 @@ impl<M> Worker<M> {
         rules: &Rules,
         loss: Loss<Vec<Tensor>>,
     ) -> Result<(BatchOutcome, Vec<Option<Tensor>>)> {
-        let (mut shard, aux) = loss.of_shard(ctx)?;
-        let loss = shard.agree(ctx, rules.allow_non_finite, &rules.refusal)?;
-        let loss = loss.with_weight(&rules.refusal)?;
+        let (shard, loss, aux) = agree_alone(ctx, rules, loss)?;
         let grads = differentiate(shard, &self.trained, loss.weight(), self.has_halves)?;
         let all: Vec<usize> = (0..self.trained.len()).collect();
         let here: Vec<bool> = grads.iter().map(Option::is_some).collect();
@@ -137,8 +134,8 @@ impl<M> Worker<M> {
     }
 }
 
-/// Gives every buffer of a slot its mean over the slots, weighted by their rows. Integers, which
-/// count batches, are the largest.
+/// Sets every buffer of a slot to its mean over the slots, weighted by rows. Integers, which count
+/// batches, are set to the maximum.
 fn average_buffers<O>(ctx: &Replica, rules: &Rules, slot: &Slot<O>) -> Result<()> {
     let buffer = |var: usize| &slot.vars[var].var;
     let (floats, counts): (Vec<usize>, Vec<usize>) =
@@ -163,9 +160,9 @@ fn average_buffers<O>(ctx: &Replica, rules: &Rules, slot: &Slot<O>) -> Result<()
     Ok(())
 }
 
-/// Returns what a slot adds to the mean of a buffer.
+/// Returns a slot's contribution to the mean of a buffer.
 fn buffer_share(buffer: &Var, share: f64) -> Result<Tensor> {
     let buffer = widened(&buffer.as_detached_tensor())?;
-    // What a shard of padding alone has made of it may be anything.
+    // A shard of only padding may have produced any value.
     if share == 0.0 { buffer.zeros_like() } else { buffer * share }
 }

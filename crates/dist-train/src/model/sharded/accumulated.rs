@@ -1,5 +1,4 @@
-//! What a slot of a sharded model stores of batches until the next update, and how it trains on its
-//! part of one.
+//! Accumulated batches of a slot of a sharded model, and training on its shards of batches.
 
 use std::{collections::BTreeSet, iter, mem, sync::Mutex};
 
@@ -25,23 +24,24 @@ use crate::{
     },
 };
 
-/// Batches of a slot that are not yet trained on.
+/// Accumulated batches of a slot.
 #[derive(Debug, Default)]
 pub(super) struct Accumulated {
-    /// The sums over all slots of the gradients of each variable; none at all before the first batch.
+    /// The sums over all slots of the gradients of each variable; empty before the first batch.
     sums: Vec<Option<Tensor>>,
-    /// What is not summed yet.
+    /// Unreduced gradients.
     unreduced: UnreducedGrads,
     /// Whether any of the batches has a gradient of each trained parameter.
     used: Vec<bool>,
-    /// The units that the batches have entered.
+    /// Units that the batches entered.
     entered: BTreeSet<String>,
 }
 
-/// Differentiates the loss of a slot's part of a batch, and stores the gradients or updates the slot
-/// by them. Returns what the whole mesh knows of the batch, or of the update.
+/// Differentiates the loss of a slot's shard of a batch, and stores the gradients or updates the
+/// slot with them. Returns the outcome of the batch or update, which all replicas agree on.
 ///
-/// The slot is not locked while the loss is differentiated: its parts may be updated on the way.
+/// The slot is not locked during differentiation, because its shards may be updated inside the
+/// backward pass.
 pub(super) fn train<O: Optimizer>(
     slot: &Mutex<Slot<O>>,
     accumulated: &mut Accumulated,
@@ -72,8 +72,9 @@ pub(super) fn train<O: Optimizer>(
     rules.check_used(&used)?;
     let sums = sums.into_iter().enumerate().filter_map(|(var, sum)| Some((var, sum?)));
     let sums: Vec<(usize, Tensor)> = sums.collect();
-    // Added up over the parts of a parameter in the order of slots: the same to the bit on all slots,
-    // and another rounding in double precision than that of a whole parameter.
+    // The squares are added up over the shards of a parameter in slot order. The result is the same
+    // to the bit on all slots, but rounds differently in double precision than for a full
+    // parameter.
     let squares = agreement::sums(ctx, &slot.local_squares(&sums)?)?;
     let grad_norm = slot.update_all(rules, &squares, sums, batch.factor())?;
     Ok(batch.updated(grad_norm))
@@ -83,7 +84,7 @@ impl Accumulated {
     /// Adds the gradients of a batch.
     fn add<O>(&mut self, ctx: &Replica, slot: &Slot<O>, gradients: Gradients) -> Result<()> {
         let used = agreement::any(ctx, &gradients.used)?;
-        // Of a parameter that has a gradient nowhere, all slots have brought zeros.
+        // If no slot has a gradient for a parameter, its sum consists of zeros from all slots.
         let is_used = |var: usize| slot.vars[var].trained.is_some_and(|trained| used[trained]);
         let sums = gradients.sums.into_iter().enumerate();
         let sums = sums.map(|(var, sum)| sum.filter(|_| is_used(var))).collect();
@@ -94,7 +95,7 @@ impl Accumulated {
     }
 }
 
-/// Whether either list has a flag set; the first may be empty.
+/// Returns the elementwise OR of two lists of flags; the first may be empty.
 fn either(before: &[bool], flags: Vec<bool>) -> Vec<bool> {
     let was_set = before.iter().copied().chain(iter::repeat(false));
     flags.into_iter().zip(was_set).map(|(flag, before)| flag || before).collect()

@@ -1,4 +1,4 @@
-//! How a sharded model is built.
+//! Steps of building a sharded model.
 
 use std::{
     collections::BTreeMap,
@@ -13,9 +13,9 @@ use fsdp_plan::{Cut, ParameterInfo, PlannedParameter, ShardingPlan};
 use pmap_mesh::DeviceMesh;
 
 use crate::{
-    error::{Doing, Error, Result, sharding::ShardingError},
+    error::{Doing, Result, sharding::ShardingError},
     model::{
-        builder::Group,
+        builder::{Group, cannot_build},
         config::{ModelConfig, PlanSource, ShardingConfig},
         settings,
         sharded::{Sharded, accumulated::Accumulated},
@@ -36,7 +36,7 @@ use crate::{
     },
 };
 
-/// What a builder says of a model.
+/// Inputs for building a sharded model.
 pub(crate) struct Description<'a> {
     pub(crate) mesh: &'a DeviceMesh,
     pub(crate) config: &'a ModelConfig,
@@ -45,27 +45,27 @@ pub(crate) struct Description<'a> {
     pub(crate) declare: &'a dyn Fn(VarBuilder<'_>) -> CandleResult<()>,
 }
 
-/// What a process knows before it hears of the others.
+/// State of a process before it communicates with others.
 struct Prepared {
-    /// In the order of names.
+    /// The declared parameters, in the order of names.
     declared: Vec<Declared>,
     inventory: Inventory,
     units: Vec<(String, Vec<Member>)>,
     keeps: BTreeMap<String, Keep>,
     plan: ShardingPlan,
     initial: InitialValues,
-    /// Where other processes have theirs.
+    /// Fingerprints to compare with other processes, if there are any.
     values: Option<Fingerprints>,
 }
 
-/// What processes compare of the values that they begin with.
+/// Fingerprints of initial values, for comparison between processes.
 #[derive(Clone, Copy)]
 struct Fingerprints {
     init: u64,
     weights: u64,
 }
 
-/// Plans the parameters, fills each slot's parts, and makes the optimizers.
+/// Plans the parameters, initializes each slot's shards, and creates the optimizers.
 pub(crate) fn build<O: Optimizer>(
     description: &Description<'_>,
     optimizer: &dyn Fn(Group) -> CandleResult<O>,
@@ -85,14 +85,17 @@ pub(crate) fn build<O: Optimizer>(
 }
 
 impl Description<'_> {
-    /// Prepares what this process can without the others, and without memory for the model.
+    /// Prepares a process without communication, and without memory for the model.
     fn prepare(&self) -> Result<Prepared> {
         let Self { config, sharding, .. } = self;
         sharding.check_in_backward(&config.options)?;
         let home = &self.mesh.devices()[0];
         let mut declared = declare(self.declare, self.dtype(), home).map_err(cannot_build)?;
         declared.sort_by(|left, right| left.name.cmp(&right.name));
-        let inventory = self.inventory(&declared)?;
+        let inventory = config.inventory(&declared)?;
+        if let Some(&buffer) = inventory.roles.buffers().first() {
+            return Err(ShardingError::Buffer { name: inventory.name(buffer).to_owned() }.into());
+        }
         let infos = declared_infos(&declared, &inventory.roles)?;
         let units = self.rules.units(&infos)?;
         let keeps = sharding.keeps.of_units(&unit_names(&units))?;
@@ -122,7 +125,7 @@ impl Description<'_> {
         Ok(Prepared { declared, inventory, units, keeps, plan, initial, values })
     }
 
-    /// Checks that all processes make the same model with the same options.
+    /// Checks that all processes build the same model with the same options.
     fn check_alike(&self, prepared: &Prepared) -> Result<()> {
         let Prepared { declared, inventory, keeps, plan, values, .. } = prepared;
         let Some(Fingerprints { init, weights }) = *values else { return Ok(()) };
@@ -132,7 +135,7 @@ impl Description<'_> {
         settings::check(self.mesh, &of_model)?;
         let of_sharding = [
             ("unit", settings::of_debug(self.rules)),
-            // Before the plan, which has it too.
+            // Compared before the plan, which contains the kept units too.
             ("keep", settings::of_debug(keeps)),
             ("prefetch", sharding.n_prefetched as u64),
             ("accumulation", settings::of_debug(&sharding.reduction)),
@@ -144,7 +147,7 @@ impl Description<'_> {
         settings::check(self.mesh, &of_sharding)
     }
 
-    /// Returns the model with the values of this process's parts.
+    /// Returns the model with the initial values of this process's shards.
     fn fill(&self, prepared: Prepared) -> Result<Model> {
         let Prepared { declared, inventory, units, keeps, plan, initial, .. } = prepared;
         let home = &self.mesh.devices()[0];
@@ -174,34 +177,23 @@ impl Description<'_> {
         })
     }
 
-    /// Returns the type of parameters.
+    /// Returns the dtype of parameters.
     fn dtype(&self) -> DType {
         self.config.given_dtype.unwrap_or(DType::F32)
-    }
-
-    fn inventory(&self, declared: &[Declared]) -> Result<Inventory> {
-        let names: Vec<&str> = declared.iter().map(|declared| declared.name.as_str()).collect();
-        let roles = self.config.choices.roles(&names)?;
-        if let Some(&buffer) = roles.buffers().first() {
-            return Err(ShardingError::Buffer { name: names[buffer].to_owned() }.into());
-        }
-        let described =
-            |declared: &Declared| (declared.name.clone(), declared.shape.dims().to_vec());
-        Ok(Inventory { parameters: declared.iter().map(described).collect(), roles })
     }
 
     fn planned(&self, infos: &[ParameterInfo]) -> Result<ShardingPlan> {
         let ranks = self.mesh.len() as u64;
         let world_size = WorldSize::new(ranks).map_err(fsdp_plan::Error::from)?;
         let plan = self.sharding.plan_source.plan(infos, world_size)?;
-        // A strategy of somebody else may plan for other parameters than it was given.
+        // A custom strategy may have planned other parameters than it was given.
         check_fits(&plan, infos)?;
         Ok(plan)
     }
 }
 
-/// Checks that parts which several slots keep are the same: those of parameters that are not cut,
-/// and those of other groups.
+/// Checks that all slots with the same shard have equal values: replicated parameters, and shards
+/// in other groups.
 pub(super) fn check_replicas_equal(mesh: &DeviceMesh, model: &Model) -> Result<()> {
     let Model { vars, inventory, .. } = model;
     let plan = vars.plan();
@@ -211,7 +203,8 @@ pub(super) fn check_replicas_equal(mesh: &DeviceMesh, model: &Model) -> Result<(
             .then_some(1)
             .or((group < mesh.len()).then_some(group))
     };
-    // After how many slots the parts of each parameter come again, in the order of names.
+    // The distance in slots between equal shards of each parameter, in the order of names; `None`
+    // if unique.
     let mut periods = vec![None; inventory.parameters.len()];
     for planned in plan.parameters() {
         periods[position(inventory, planned.info().name())] = repeats(planned);
@@ -230,15 +223,7 @@ pub(super) fn check_replicas_equal(mesh: &DeviceMesh, model: &Model) -> Result<(
         Ok(found.iter().map(Fingerprint::finish).collect())
     };
     let here = mesh.all_ok(mesh.local_slots().map(of_slot).collect())?;
-    let slots = mesh.gather_number_lists(here)?;
-    for (param, period) in periods.into_iter().enumerate() {
-        let Some(period) = period else { continue };
-        let differs = |&slot: &usize| slots[slot][param] != slots[slot % period][param];
-        if let Some(replica) = (0..slots.len()).find(differs) {
-            return Err(Error::Diverged { name: inventory.name(param).to_owned(), replica });
-        }
-    }
-    Ok(())
+    settings::check_values(mesh, inventory, here, &periods)
 }
 
 fn unit_names(units: &[(String, Vec<Member>)]) -> Vec<&str> {
@@ -249,21 +234,21 @@ fn names_of(members: &[Member]) -> impl Iterator<Item = &str> {
     members.iter().map(|member| member.name.as_str())
 }
 
-/// What units keep by a plan that says which stay gathered.
+/// Returns the data that units keep according to a plan's kept units.
 fn kept_by(plan: &ShardingPlan, keeps: BTreeMap<String, Keep>) -> BTreeMap<String, Keep> {
     let keep = |unit: &str| if plan.keeps_gathered(unit) { Keep::Gathered } else { Keep::Inputs };
     keeps.into_keys().map(|unit| (unit.clone(), keep(&unit))).collect()
 }
 
-/// The plan with the units that stay gathered. One whose parameters are all counted for others is
-/// none of the plan's.
+/// Returns the plan with the units that stay gathered. A unit whose parameters are all counted for
+/// other units does not exist in the plan, and is skipped.
 fn with_kept_units(plan: &ShardingPlan, keeps: &BTreeMap<String, Keep>) -> Result<ShardingPlan> {
     let is_kept = |unit: &&str| keeps.get(*unit) == Some(&Keep::Gathered);
     let kept: Vec<&str> = plan.units().into_iter().filter(is_kept).collect();
     Ok(plan.clone().with_kept_units(kept)?)
 }
 
-/// The unit that has over half of all parameters, if one has.
+/// Returns the unit with more than half of all parameters, if any.
 fn over_half(plan: &ShardingPlan) -> Option<&str> {
     let mut sizes: BTreeMap<&str, u128> = BTreeMap::new();
     for parameter in plan.parameters() {
@@ -272,7 +257,7 @@ fn over_half(plan: &ShardingPlan) -> Option<&str> {
     sizes.into_iter().find(|(_, size)| 2 * size > plan.numel()).map(|(unit, _)| unit)
 }
 
-/// Refuses a plan of other parameters than these, or with other units.
+/// Rejects a plan with different parameters or units.
 fn check_fits(plan: &ShardingPlan, infos: &[ParameterInfo]) -> Result<(), ShardingError> {
     let other = |reason: String| Err(ShardingError::OtherPlan { reason });
     for info in infos {
@@ -311,14 +296,14 @@ fn check_fits(plan: &ShardingPlan, infos: &[ParameterInfo]) -> Result<(), Shardi
     Ok(())
 }
 
-/// The position of a parameter in the order of names.
+/// Returns the index of a parameter in the order of names.
 #[expect(clippy::expect_used, reason = "a plan has the parameters that the model has")]
 fn position(inventory: &Inventory, name: &str) -> usize {
     let found = inventory.parameters.binary_search_by(|(other, _)| other.as_str().cmp(name));
     found.expect("a parameter of the plan is one of the model")
 }
 
-/// The parameters of a unit; those that are declared are in the order of names.
+/// Returns the members of a unit; `declared` is in the order of names.
 fn of_roles(members: Vec<Member>, inventory: &Inventory, declared: &[Declared]) -> Vec<UnitMember> {
     let trained = inventory.roles.trained();
     let member = |names: Member| {
@@ -334,7 +319,7 @@ fn of_roles(members: Vec<Member>, inventory: &Inventory, declared: &[Declared]) 
     members.into_iter().map(member).collect()
 }
 
-/// Returns what a slot stores.
+/// Returns the stored state of a slot.
 fn build_slot<O>(
     model: &Model,
     slot: usize,
@@ -371,9 +356,9 @@ fn build_slot<O>(
     Ok(Slot::new(slot_vars, optimizers, trained.len()))
 }
 
-/// The parameters, by their positions in the model, that one optimizer updates, each with its
-/// group: those of a group, or those of a group that are known at the same time in the backward
-/// pass.
+/// Returns the parameters that each optimizer updates, by index, with their group. An optimizer
+/// updates a whole group, or, inside the backward pass, the parameters of a group that become final
+/// at the same time.
 fn updated_together(model: &Model) -> Vec<(usize, Vec<usize>)> {
     let Inventory { roles, .. } = &*model.inventory;
     let mut together: BTreeMap<(usize, Vec<&String>), Vec<usize>> = BTreeMap::new();
@@ -387,10 +372,6 @@ fn updated_together(model: &Model) -> Vec<(usize, Vec<usize>)> {
         together.entry((group, units)).or_default().push(param);
     }
     together.into_iter().map(|((group, _), params)| (group, params)).collect()
-}
-
-fn cannot_build(cause: candle_core::Error) -> Error {
-    Error::Model { cause }
 }
 
 #[cfg(test)]

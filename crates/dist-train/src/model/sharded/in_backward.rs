@@ -1,4 +1,4 @@
-//! How a slot updates its parts inside the backward pass.
+//! Updates of a slot's shards inside the backward pass.
 
 use std::{collections::BTreeMap, sync::Mutex};
 
@@ -33,8 +33,8 @@ impl<O: Optimizer + Send> UpdatesInBackward for Mutex<Slot<O>> {
 }
 
 impl<O: Optimizer> Slot<O> {
-    /// Returns the sums of this slot's parts of the parameters, if all slots agree that they can be
-    /// updated by them.
+    /// Returns the sums for this slot's shards of the parameters, after all slots have agreed to
+    /// update them.
     fn agreed_sums(
         &mut self,
         ctx: &Replica,
@@ -43,7 +43,7 @@ impl<O: Optimizer> Slot<O> {
         sums: &mut BTreeMap<usize, Tensor>,
     ) -> Result<Vec<(usize, Tensor)>> {
         let used = agreement::any(ctx, &known.used)?;
-        // Of the others nothing is known, and nothing is said.
+        // Parameters that are not final yet count as used, so that they are not reported as unused.
         let mut has_gradient = vec![true; self.squares.len()];
         known.trained.iter().zip(used).for_each(|(&trained, used)| has_gradient[trained] = used);
         rules.check_used(&has_gradient)?;
@@ -57,7 +57,7 @@ impl<O: Optimizer> Slot<O> {
         Ok(own)
     }
 
-    /// Learns the squares of these parameters' sums, and rejects what is not finite.
+    /// Exchanges the squares of these parameters' sums, and rejects non-finite values.
     fn agree_on_squares(
         &mut self,
         ctx: &Replica,

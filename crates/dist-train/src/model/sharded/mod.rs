@@ -1,5 +1,5 @@
-//! A model of which each slot has its part of every parameter: units are gathered where a loss
-//! enters them.
+//! A model with a shard of every parameter on each slot; units are gathered where a loss enters
+//! them.
 
 mod accumulated;
 pub(crate) mod build;
@@ -23,7 +23,10 @@ use crate::{
         pass::{BatchOutcome, ShardLossFn, ShardUse},
         slot::{SharedSlot, lock},
     },
-    step::rules::{Goal, Report, Rules},
+    step::{
+        batch::agree_alone,
+        rules::{Goal, Report, Rules},
+    },
     units::{
         Units,
         accumulation::UnreducedGrads,
@@ -35,7 +38,7 @@ use crate::{
     },
 };
 
-/// A model whose units are gathered from all slots, and what those of this process accumulate.
+/// A sharded model, with the accumulated gradients of this process's slots.
 #[derive(Debug)]
 pub(crate) struct Sharded {
     pub(crate) model: Arc<Model>,
@@ -43,7 +46,7 @@ pub(crate) struct Sharded {
 }
 
 impl Sharded {
-    /// Checks that parts which several slots store are the same.
+    /// Checks that shards stored by several slots are equal.
     pub(crate) fn check_in_sync(&self, mesh: &DeviceMesh) -> Result<()> {
         build::check_replicas_equal(mesh, &self.model)
     }
@@ -54,19 +57,19 @@ impl Sharded {
     }
 }
 
-/// The sums that a slot has for its variables.
+/// The sums of a slot, one per variable.
 type SlotSums = Vec<Option<Tensor>>;
 
-/// A batch on its way through the slots.
+/// A batch in progress on the slots.
 pub(crate) struct ShardedPass<'a, O> {
     layout: &'a Sharded,
     slots: &'a [SharedSlot<O>],
     common: Arc<PassContext>,
-    /// The units in the order in which the first slot of this process has gathered them.
+    /// The order in which the first slot of this process gathered units.
     order: OnceLock<Order>,
     entered: OnceLock<Vec<String>>,
-    /// Of a batch that is differentiated: whether any slot has a gradient of each trained parameter,
-    /// and the sums of the slots of this process.
+    /// Whether any slot has a gradient of each trained parameter and, below, the sums of this
+    /// process's slots; set by a differentiated batch.
     used: OnceLock<Vec<bool>>,
     sums: Vec<Mutex<SlotSums>>,
 }
@@ -95,7 +98,7 @@ impl<'a, O> ShardedPass<'a, O> {
         &self.common.rules
     }
 
-    /// Notes what later batches need, or drops what was accumulated if the batch has failed.
+    /// Records state for later batches, or drops accumulated gradients if the batch failed.
     pub(crate) fn end(&self, is_ok: bool) {
         let model = &self.layout.model;
         let goal = self.rules().goal;
@@ -112,7 +115,7 @@ impl<'a, O> ShardedPass<'a, O> {
         }
     }
 
-    /// Returns the whole gradients of all trained parameters, of a batch that was differentiated.
+    /// Returns the full gradients of all trained parameters, after a differentiated batch.
     #[expect(clippy::expect_used, reason = "every replica of a call that succeeded has left it")]
     pub(crate) fn gradients(&self) -> Result<Vec<Option<Tensor>>> {
         let Model { vars, inventory, .. } = &*self.layout.model;
@@ -123,7 +126,7 @@ impl<'a, O> ShardedPass<'a, O> {
             if !used {
                 return Ok(None);
             }
-            // Of what is used, every slot has the sums of its parts.
+            // If a parameter is used, every slot has sums for all its shards.
             vars.gather_with(inventory.name(param), |slot, part| sums[slot][part].clone()).map(Some)
         };
         inventory.roles.trained().into_iter().zip(used).map(whole).collect()
@@ -131,7 +134,7 @@ impl<'a, O> ShardedPass<'a, O> {
 }
 
 impl<O: Optimizer + Send + 'static> ShardedPass<'_, O> {
-    /// Computes a replica's part of the batch. Returns nothing where all replicas reject it.
+    /// Computes a replica's shard of the batch. Returns `None` if all replicas reject it.
     pub(crate) fn replica(
         &self,
         ctx: &Replica,
@@ -149,7 +152,8 @@ impl<O: Optimizer + Send + 'static> ShardedPass<'_, O> {
             self.entered.get_or_init(|| session.entered());
         }
         let outcome = self.compute(ctx, &session, slot, loss);
-        // Groups of slots that go other ways expect the same as the first slot.
+        // Other shard groups may gather in other orders, but they all expect the first slot's
+        // order.
         if ctx.local_index() == 0 {
             self.order.get_or_init(|| session.order());
         }
@@ -180,7 +184,7 @@ impl<O: Optimizer + Send + 'static> ShardedPass<'_, O> {
         }
     }
 
-    /// Leaves this slot's part of the gradients.
+    /// Differentiates the batch, and stores this slot's shard of the gradients.
     fn differentiate(
         &self,
         ctx: &Replica,
@@ -189,9 +193,7 @@ impl<O: Optimizer + Send + 'static> ShardedPass<'_, O> {
     ) -> CandleResult<BatchOutcome> {
         let rules = self.rules();
         session.check_order()?;
-        let (mut shard, aux) = loss.of_shard(ctx)?;
-        let loss = shard.agree(ctx, rules.allow_non_finite, &rules.refusal)?;
-        let loss = loss.with_weight(&rules.refusal)?;
+        let (shard, loss, aux) = agree_alone(ctx, rules, loss)?;
         let gradients = session.differentiate(shard, loss.weight(), UnreducedGrads::default())?;
         let used = agreement::any(ctx, &gradients.used)?;
         self.used.get_or_init(|| used);
@@ -204,7 +206,7 @@ impl<O: Optimizer + Send + 'static> ShardedPass<'_, O> {
 ///
 /// # Errors
 ///
-/// What the loss fails with, and [`TrainingError::ParameterOutsideUnit`].
+/// Returns the errors of the loss, and [`TrainingError::ParameterOutsideUnit`].
 fn run_loss(
     session: &Arc<Session>,
     loss: &mut ShardLossFn<'_, Units>,
@@ -218,9 +220,9 @@ fn run_loss(
         return run(session, ShardUse::Last);
     }
     match run(session, ShardUse::Repeated) {
-        // A parameter of a unit that keeps its graph is freed and cannot be read outside. candle's
-        // error names none, so the loss runs once more and frees nothing: on all replicas alike, for
-        // all of them read the same.
+        // The loss read a freed parameter of a unit that keeps its graph. candle's error does not
+        // name it, so the loss runs again without freeing parameters to find it. All replicas do
+        // so, because all of them read the same parameter.
         Err(error) if reads_freed_memory(&error) => {
             session.abandon()?;
             let _unchanged = run(&session.search()?, ShardUse::Last)?;

@@ -1,8 +1,8 @@
-//! Updates on the processor: every number is read and written once, and nothing of a variable's
+//! In-place updates on the CPU: every number is read and written once, and nothing of a variable's
 //! size is allocated.
 //!
-//! Of the loop over items the compiler makes vectors; multiplications and additions are never fused,
-//! so all round alike.
+//! The compiler vectorizes the loop over items. Multiplications and additions are never fused, so
+//! all items round alike.
 
 use std::ops::Range;
 
@@ -11,25 +11,24 @@ use half::slice::HalfFloatSliceExt;
 
 use super::{Rule, items::Items, numbers::Real, open::Opened};
 
-/// Items of the fewest that are worth a task of their own: some 10 µs.
+/// Minimum number of items per task, worth about 10 µs.
 const TASK: usize = 1 << 14;
 
-/// Items that are worked on one after the other, so that what is read for them stays in the
-/// first-level cache.
+/// Number of items updated before the next block, so that they stay in the first-level cache.
 const BLOCK: usize = 1 << 10;
 
-/// Items that are worked on together: as many as fill the widest vector.
+/// Number of items updated together, enough to fill the widest vector registers.
 const LANES: usize = 16;
 
-/// Updates numbers and their state, opened in this order, by the items of a gradient; and, if they
-/// are masters, what is opened last and rounded from them.
+/// Updates values and their state by the items of a gradient. `opened` has the values first, then
+/// the state tensors; a half-precision variable comes last, to be rounded from its master weights.
 ///
-/// The work is divided among the threads of the pool that the caller is in. Items are computed one
-/// by one, so their bits do not depend on it.
+/// The threads of the caller's pool share the work. Items are computed independently, so the result
+/// does not depend on the threads.
 ///
 /// # Errors
 ///
-/// If they are of types that are not updated.
+/// Returns an error if the dtype is not supported.
 pub(super) fn update<const N: usize, R: Rule<N>>(
     rule: &R,
     mut opened: Vec<Opened<'_>>,
@@ -38,38 +37,40 @@ pub(super) fn update<const N: usize, R: Rule<N>>(
     let is_master = opened.len() > N + 1;
     match opened.pop_if(|_| is_master) {
         None if matches!(opened[0].0, CpuStorage::F64(_)) => {
-            Job::<f64, _, N>::new(opened, (), grads)?.run(rule);
+            UpdateJob::<f64, _, N>::new(opened, (), grads)?.run(rule);
         }
-        None => Job::<f32, _, N>::new(opened, (), grads)?.run(rule),
+        None => UpdateJob::<f32, _, N>::new(opened, (), grads)?.run(rule),
         Some((CpuStorage::F16(halves), range)) => {
-            Job::new(opened, &mut halves[range], grads)?.run(rule);
+            UpdateJob::new(opened, &mut halves[range], grads)?.run(rule);
         }
         Some((CpuStorage::BF16(halves), range)) => {
-            Job::new(opened, &mut halves[range], grads)?.run(rule);
+            UpdateJob::new(opened, &mut halves[range], grads)?.run(rule);
         }
-        Some((other, _)) => bail!("variables of {:?} are not updated in place", other.dtype()),
+        Some((other, _)) => bail!("in-place updates do not support {:?} variables", other.dtype()),
     }
     Ok(())
 }
 
-/// Some items of a variable, and all that belongs to them.
-struct Job<'a, T, C, const N: usize> {
+/// A range of a variable's items, with their state and gradient.
+struct UpdateJob<'a, T, C, const N: usize> {
     values: &'a mut [T],
     states: [&'a mut [T]; N],
     copy: C,
     grads: Items<'a>,
-    /// The position of the first item in the gradient.
+    /// The index of the first item in the gradient.
     start: usize,
 }
 
-impl<'a, T: Real, C: RoundedCopy<T>, const N: usize> Job<'a, T, C, N> {
+impl<'a, T: Real, C: RoundedCopy<T>, const N: usize> UpdateJob<'a, T, C, N> {
     fn new(opened: Vec<Opened<'a>>, copy: C, grads: Items<'a>) -> Result<Self> {
-        let slice = |(storage, range)| Ok(&mut T::slice_mut(storage)?[range]);
-        let mut slices = opened.into_iter().map(slice).collect::<Result<Vec<_>>>()?;
+        let mut slices = opened
+            .into_iter()
+            .map(|(storage, range)| Ok(&mut T::slice_mut(storage)?[range]))
+            .collect::<Result<Vec<_>>>()?;
         let values = slices.remove(0);
         match slices.try_into() {
             Ok(states) => Ok(Self { values, states, copy, grads, start: 0 }),
-            Err(slices) => bail!("{} tensors of state are open, not {N}", slices.len()),
+            Err(slices) => bail!("expected {N} state tensors, got {}", slices.len()),
         }
     }
 
@@ -81,7 +82,7 @@ impl<'a, T: Real, C: RoundedCopy<T>, const N: usize> Job<'a, T, C, N> {
         rayon::join(|| self.run(rule), || rest.run(rule));
     }
 
-    /// Keeps the items before `middle`, and returns the others.
+    /// Splits off the items from `middle` on.
     fn split_off(&mut self, middle: usize) -> Self {
         Self {
             values: tail(&mut self.values, middle),
@@ -108,11 +109,11 @@ impl<'a, T: Real, C: RoundedCopy<T>, const N: usize> Job<'a, T, C, N> {
     }
 }
 
-/// Keeps the items before `middle`, and returns the others.
-#[expect(clippy::mut_mut, reason = "as `split_off_mut` wants it")]
+/// Splits off the items from `middle` on.
+#[expect(clippy::mut_mut, reason = "`split_off_mut` requires it")]
 fn tail<'a, T>(items: &mut &'a mut [T], middle: usize) -> &'a mut [T] {
-    #[expect(clippy::expect_used, reason = "callers cut within what there is")]
-    items.split_off_mut(middle..).expect("the middle is no more than the length")
+    #[expect(clippy::expect_used, reason = "callers split within the length")]
+    items.split_off_mut(middle..).expect("`middle` is at most the length")
 }
 
 fn apply<T: Real, R: Rule<N>, const N: usize>(
@@ -128,8 +129,8 @@ fn apply<T: Real, R: Rule<N>, const N: usize>(
     apply_by::<1, _, _, _>(rule, last_values, last_states, &grads[whole..]);
 }
 
-/// Updates as many items together as there are lanes, of which the compiler makes vectors. They are
-/// copied, since it does not know that the slices do not overlap.
+/// Updates `L` items together, which the compiler vectorizes. The states are copied, because the
+/// compiler cannot know that the slices do not overlap.
 fn apply_by<const L: usize, T: Real, R: Rule<N>, const N: usize>(
     rule: &R,
     values: &mut [T],
@@ -155,20 +156,20 @@ fn apply_by<const L: usize, T: Real, R: Rule<N>, const N: usize>(
     }
 }
 
-/// What variables hold if they are not what is calculated with.
+/// The half-precision copy of a variable with master weights.
 trait RoundedCopy<T>: Send + Sized {
-    /// Keeps the items before `middle`, and returns the others.
+    /// Splits off the items from `middle` on.
     fn split_off(&mut self, middle: usize) -> Self;
 
-    /// Where somebody has set the variable since it was rounded from `values`, gives them its
-    /// items.
+    /// Overwrites `values` with the copy's items that changed since they were rounded from
+    /// `values`.
     fn adopt(&self, block: Range<usize>, values: &mut [T]);
 
-    /// Rounds `values`.
+    /// Rounds `values` into the copy.
     fn store(&mut self, block: Range<usize>, values: &[T]);
 }
 
-/// Variables that are calculated with have no copy.
+/// Full-precision variables have no copy.
 impl<T> RoundedCopy<T> for () {
     fn split_off(&mut self, _: usize) -> Self {}
 
@@ -185,7 +186,7 @@ where
         tail(self, middle)
     }
 
-    #[expect(clippy::cast_possible_truncation, reason = "a half is an f32 as well")]
+    #[expect(clippy::cast_possible_truncation, reason = "every half is exact in f32")]
     fn adopt(&self, block: Range<usize>, values: &mut [f32]) {
         let mut rounded = [H::zero(); BLOCK];
         let rounded = &mut rounded[..block.len()];

@@ -1,4 +1,4 @@
-//! Items of tensors on the processor, read a part at a time whatever their type and strides.
+//! Items of CPU tensors, read in blocks for any dtype and strides.
 
 use std::ops::Range;
 
@@ -14,25 +14,27 @@ pub(in crate::optim) struct Items<'a> {
 }
 
 impl<'a> Items<'a> {
+    /// Borrows the items of a tensor.
+    ///
     /// # Errors
     ///
-    /// If the tensor has another type than f16, bf16, f32 and f64.
+    /// Returns an error unless the dtype is f16, bf16, f32 or f64.
     pub(in crate::optim) fn new(storage: &'a CpuStorage, layout: &'a Layout) -> Result<Self> {
         match storage {
             CpuStorage::F16(_) | CpuStorage::BF16(_) | CpuStorage::F32(_) | CpuStorage::F64(_) => {
                 Ok(Self { storage, layout })
             }
-            other => bail!("gradients of {:?} cannot be read", other.dtype()),
+            other => bail!("gradients of dtype {:?} are not supported", other.dtype()),
         }
     }
 
-    /// How many there are.
+    /// Returns the number of items.
     pub(in crate::optim) fn len(&self) -> usize {
         self.layout.shape().elem_count()
     }
 
-    /// Those in `range`, as numbers of type `T`: where they lie, if they lie there so, and
-    /// otherwise in `buffer`, which is at least as long.
+    /// Returns the items in `range` as numbers of type `T`, without a copy if possible, and
+    /// otherwise in `buffer`, which must be long enough.
     pub(in crate::optim) fn read<'b, T: Real>(
         &self,
         range: Range<usize>,
@@ -41,7 +43,7 @@ impl<'a> Items<'a> {
     where
         'a: 'b,
     {
-        // Asked first, for candle's error would take a backtrace.
+        // The dtype is compared first, because candle's error would capture a backtrace.
         if self.storage.dtype() == T::DTYPE
             && let Ok(data) = self.storage.as_slice::<T>()
             && let Some((start, _)) = self.layout.contiguous_offsets()
@@ -54,12 +56,12 @@ impl<'a> Items<'a> {
             CpuStorage::BF16(data) => self.gather(data, range, buffer, |x| T::from_f32(x.to_f32())),
             CpuStorage::F32(data) => self.gather(data, range, buffer, T::from_f32),
             CpuStorage::F64(data) => self.gather(data, range, buffer, T::from_f64),
-            _ => unreachable!("`new` refuses other types"),
+            _ => unreachable!("`new` rejects other dtypes"),
         }
         buffer
     }
 
-    /// Writes the items of `range` into `buffer`.
+    /// Copies the items of `range` into `buffer`.
     fn gather<S: Copy, T>(
         &self,
         data: &[S],
@@ -78,7 +80,7 @@ impl<'a> Items<'a> {
             _ => (1, 0),
         };
         let mut filled = 0;
-        // Row by row, of which the first and the last may be parts.
+        // Copies row by row; the first and last rows may be partial.
         while filled < buffer.len() {
             let item = range.start + filled;
             let len = (width - item % width).min(buffer.len() - filled);
@@ -90,7 +92,7 @@ impl<'a> Items<'a> {
         }
     }
 
-    /// Where an item lies in the storage.
+    /// Returns the offset of an item in the storage.
     fn offset(&self, mut item: usize) -> usize {
         let mut offset = self.layout.start_offset();
         for (&dim, &stride) in self.layout.dims().iter().zip(self.layout.stride()).rev() {
@@ -109,14 +111,14 @@ mod tests {
 
     fn read(tensor: &Tensor, range: Range<usize>) -> Vec<f32> {
         let (storage, layout) = tensor.storage_and_layout();
-        let Storage::Cpu(storage) = &*storage else { panic!("it is on the processor") };
+        let Storage::Cpu(storage) = &*storage else { panic!("the tensor is on the CPU") };
         let items = Items::new(storage, layout).unwrap();
         assert_eq!(items.len(), tensor.elem_count());
         items.read(range, &mut [0.0; 100]).to_vec()
     }
 
     #[test]
-    fn every_part_of_every_view_is_read_in_row_major_order() {
+    fn views_are_read_in_row_major_order() {
         let x = Tensor::arange(0_f32, 60., &Device::Cpu).unwrap().reshape((3, 4, 5)).unwrap();
         let views = [
             x.clone(),
@@ -146,10 +148,10 @@ mod tests {
     }
 
     #[test]
-    fn integers_are_no_gradients() {
+    fn integer_gradients_are_rejected() {
         let counts = Tensor::new(&[1_u32], &Device::Cpu).unwrap();
         let (storage, layout) = counts.storage_and_layout();
-        let Storage::Cpu(storage) = &*storage else { panic!("it is on the processor") };
+        let Storage::Cpu(storage) = &*storage else { panic!("the tensor is on the CPU") };
         assert!(Items::new(storage, layout).is_err());
     }
 }

@@ -1,5 +1,5 @@
-//! How optimizers change variables: on the processor in place, elsewhere by candle's operations,
-//! with the same bits.
+//! Updates of variables: in place on the CPU, by candle's operations on other devices, with
+//! identical bits.
 
 mod in_place;
 pub(super) mod items;
@@ -14,28 +14,28 @@ use self::{
     open::open,
 };
 
-/// What an optimizer does with an item, of which it keeps `N` numbers.
+/// An optimizer's update of an item with `N` numbers of state.
 pub(super) trait Rule<const N: usize>: Sync {
     /// Returns the new value and the new state.
     ///
     /// # Errors
     ///
-    /// Those of the numbers.
+    /// Returns the errors of the numbers.
     fn apply<X: Numbers>(&self, value: &X, state: [&X; N], grad: &X) -> Outcome<X, (X, [X; N])>;
 }
 
-/// A variable that an optimizer changes.
+/// A variable that an optimizer updates.
 ///
-/// Halves have a *master*: an f32 for each item, which takes up the changes that are too small for
-/// a half and from which the variable is rounded (Micikevicius et al., "Mixed Precision Training",
-/// 2018). Where somebody else has set the variable, the master follows.
+/// A half-precision variable has f32 *master weights*, which accumulate changes too small for half
+/// precision and from which the variable is rounded (Micikevicius et al., "Mixed Precision
+/// Training", 2018). If the variable is set from outside, the master weights follow.
 #[derive(Debug)]
 pub(super) struct Variable {
     var: Var,
     master: Option<Var>,
 }
 
-/// What a master is called in the state of an optimizer.
+/// The name of the master weights in the state of an optimizer.
 pub(in crate::optim) const MASTER: &str = "master";
 
 impl Variable {
@@ -53,27 +53,27 @@ impl Variable {
         self.master.as_ref()
     }
 
-    /// Gives the master the values that somebody has set the variable to.
+    /// Sets the master weights to the variable's values where the caller has changed them.
     pub(super) fn adopt(&self) -> Result<()> {
         self.master.as_ref().map_or(Ok(()), |master| master.set(&self.current()?))
     }
 
-    /// What is calculated with.
+    /// Returns the values to compute with: the master weights if there are any.
     fn values(&self) -> &Var {
         self.master.as_ref().unwrap_or(&self.var)
     }
 
-    /// A state of zeros.
+    /// Returns a state of zeros.
     pub(super) fn zeros(&self) -> Result<Var> {
         let values = self.values();
         Var::zeros(values.shape(), values.dtype(), values.device())
     }
 
-    /// Changes variable and state by a gradient.
+    /// Updates variable and state by a gradient.
     ///
     /// # Errors
     ///
-    /// If the gradient has another shape than the variable, or candle fails.
+    /// Returns an error if the gradient has another shape than the variable, and errors of candle.
     pub(super) fn update<const N: usize>(
         &self,
         rule: &impl Rule<N>,
@@ -81,7 +81,11 @@ impl Variable {
         grad: &Tensor,
     ) -> Result<()> {
         if grad.shape() != self.var.shape() {
-            bail!("a gradient of shape {:?} for a variable of {:?}", grad.dims(), self.var.dims())
+            bail!(
+                "gradient has shape {:?}, but its variable has shape {:?}",
+                grad.dims(),
+                self.var.dims()
+            )
         }
         if self.var.elem_count() == 0 {
             return Ok(());
@@ -107,7 +111,8 @@ impl Variable {
         let mut opened: Vec<&Tensor> = vec![self.values()];
         opened.extend(state.iter().map(|state| state.as_tensor()));
         opened.extend(self.master.as_ref().map(|_| self.var.as_tensor()));
-        // A storage that is read cannot be opened: whoever opens it would wait for itself.
+        // Opening a storage takes its write lock, which would deadlock with the read lock held on
+        // the gradient.
         let grad = if opened.iter().any(|opened| same_storage(opened, grad)) {
             &grad.copy()?
         } else {
@@ -115,7 +120,7 @@ impl Variable {
         };
         let (storage, layout) = grad.storage_and_layout();
         let Storage::Cpu(storage) = &*storage else {
-            bail!("a gradient on {:?} for a variable on the processor", grad.device())
+            bail!("gradient is on {:?}, but its variable is on the CPU", grad.device())
         };
         let grads = Items::new(storage, layout)?;
         open(&opened, &mut |opened| in_place::update(rule, opened, grads))
@@ -140,8 +145,8 @@ impl Variable {
         self.var.set(&values.to_dtype(self.var.dtype())?)
     }
 
-    /// The values to calculate with: where somebody has set the variable since it was rounded from
-    /// its master, those of the variable.
+    /// Returns the values to compute with: master weights, except for items of the variable that
+    /// changed since they were rounded from them.
     fn current(&self) -> Result<Tensor> {
         let var = self.var.as_detached_tensor();
         let Some(master) = &self.master else { return Ok(var) };
@@ -152,7 +157,7 @@ impl Variable {
     }
 }
 
-/// Whether two tensors have one storage, of which candle tells nobody but its address.
+/// Returns true if two tensors share a storage, by address because candle has no comparison.
 fn same_storage(left: &Tensor, right: &Tensor) -> bool {
     let address = |tensor: &Tensor| std::ptr::from_ref(&*tensor.storage_and_layout().0).addr();
     address(left) == address(right)
@@ -164,7 +169,7 @@ mod tests {
 
     use super::{numbers::Outcome, *};
 
-    /// Uses every operation, and tells value, states and gradient apart.
+    /// A rule that uses every operation and is not symmetric in value, states and gradient.
     struct AllOperations;
 
     impl Rule<2> for AllOperations {
@@ -182,12 +187,12 @@ mod tests {
     }
 
     /// A variable with its state.
-    struct Updated {
+    struct UpdatedVariable {
         variable: Variable,
         state: [Var; 2],
     }
 
-    impl Updated {
+    impl UpdatedVariable {
         fn new(values: &Tensor) -> Self {
             let variable =
                 Variable::new(Var::from_tensor(&values.copy().unwrap()).unwrap()).unwrap();
@@ -203,7 +208,7 @@ mod tests {
             self.variable.composed(&AllOperations, self.state.each_ref(), grad).unwrap();
         }
 
-        /// The bits of the variable, its master and its state.
+        /// Returns the bits of the variable, its master weights and its state.
         fn bits(&self) -> Vec<Vec<u8>> {
             let tensors = [Some(&self.variable.var), self.variable.master.as_ref()];
             let tensors = tensors.into_iter().flatten().chain(&self.state);
@@ -217,7 +222,7 @@ mod tests {
         bytes
     }
 
-    /// Numbers without a pattern, zeros of both signs among them.
+    /// Returns numbers without a pattern, including zeros of both signs.
     fn numbers(len: usize, salt: f32, dtype: DType) -> Tensor {
         let number = |item: usize| match item % 11 {
             3 => 0.0,
@@ -231,10 +236,10 @@ mod tests {
     const DTYPES: [DType; 4] = [DType::F16, DType::BF16, DType::F32, DType::F64];
 
     #[test]
-    fn in_place_and_composed_updates_have_the_same_bits() {
+    fn in_place_equals_composed() {
         for dtype in DTYPES {
             for len in [1, 15, 16, 17, 1000, 1024, 1025, 40_003] {
-                let updated = [(); 2].map(|()| Updated::new(&numbers(len, 0.1, dtype)));
+                let updated = [(); 2].map(|()| UpdatedVariable::new(&numbers(len, 0.1, dtype)));
                 for step in 0..3 {
                     let grad = numbers(len, step as f32, dtype);
                     updated[0].update(&grad);
@@ -248,15 +253,15 @@ mod tests {
     }
 
     #[test]
-    fn a_shard_is_updated_as_in_the_whole() {
+    fn shards_update_like_the_full_tensor() {
         for dtype in DTYPES {
             let (values, grad) = (numbers(100, 0.1, dtype), numbers(100, 0.2, dtype));
-            let whole = Updated::new(&values);
+            let whole = UpdatedVariable::new(&values);
             whole.update(&grad);
             for start in 0..40 {
                 for end in [start, start + 1, start + 19, 100] {
                     let part = |tensor: &Tensor| tensor.narrow(0, start, end - start).unwrap();
-                    let shard = Updated::new(&part(&values));
+                    let shard = UpdatedVariable::new(&part(&values));
                     shard.update(&part(&grad));
                     let expected = bytes(&part(&whole.variable.var).copy().unwrap());
                     assert_eq!(bytes(&shard.variable.var), expected, "{dtype:?} {start}..{end}");
@@ -266,12 +271,12 @@ mod tests {
     }
 
     #[test]
-    fn gradients_may_be_views_and_of_other_types() {
+    fn gradients_may_be_views() {
         let values = numbers(64 * 33, 0.1, DType::F32).reshape((33, 64)).unwrap();
         let grad = numbers(64 * 33, 0.2, DType::BF16).reshape((64, 33)).unwrap().t().unwrap();
         let scalar = grad.narrow(0, 0, 1).unwrap().narrow(1, 3, 1).unwrap();
         for grad in [grad, scalar.broadcast_as((33, 64)).unwrap()] {
-            let updated = [(); 2].map(|()| Updated::new(&values));
+            let updated = [(); 2].map(|()| UpdatedVariable::new(&values));
             updated[0].update(&grad);
             updated[1].update(&grad.to_dtype(DType::F32).unwrap().contiguous().unwrap());
             assert_eq!(updated[0].bits(), updated[1].bits());
@@ -279,11 +284,11 @@ mod tests {
     }
 
     #[test]
-    fn the_number_of_threads_changes_nothing() {
+    fn thread_count_does_not_matter() {
         let (values, grad) = (numbers(100_001, 0.1, DType::F32), numbers(100_001, 0.2, DType::F32));
         let bits = |threads| {
             let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap();
-            let updated = Updated::new(&values);
+            let updated = UpdatedVariable::new(&values);
             pool.install(|| updated.update(&grad));
             updated.bits()
         };
@@ -291,13 +296,13 @@ mod tests {
     }
 
     #[test]
-    fn nothing_is_updated_where_there_is_nothing() {
-        Updated::new(&numbers(0, 0.1, DType::F32)).update(&numbers(0, 0.2, DType::F32));
+    fn empty_variables_can_be_updated() {
+        UpdatedVariable::new(&numbers(0, 0.1, DType::F32)).update(&numbers(0, 0.2, DType::F32));
     }
 
     #[test]
     fn a_variable_may_be_its_own_gradient() {
-        let updated = [(); 2].map(|()| Updated::new(&numbers(20, 0.1, DType::F32)));
+        let updated = [(); 2].map(|()| UpdatedVariable::new(&numbers(20, 0.1, DType::F32)));
         let grad = updated[0].variable.var.as_detached_tensor();
         updated[1].update(&grad.copy().unwrap());
         updated[0].update(&grad);
@@ -305,14 +310,14 @@ mod tests {
     }
 
     #[test]
-    fn what_was_set_from_outside_is_what_is_updated() {
+    fn values_set_from_outside_are_used() {
         for dtype in [DType::F16, DType::BF16] {
-            for update in [Updated::update, Updated::composed] {
+            for update in [UpdatedVariable::update, UpdatedVariable::composed] {
                 let (values, grad) = (numbers(50, 0.1, dtype), numbers(50, 0.2, dtype));
-                let updated = Updated::new(&numbers(50, 0.7, dtype));
+                let updated = UpdatedVariable::new(&numbers(50, 0.7, dtype));
                 updated.variable.var.set(&values).unwrap();
                 update(&updated, &grad);
-                let expected = Updated::new(&values);
+                let expected = UpdatedVariable::new(&values);
                 update(&expected, &grad);
                 assert_eq!(updated.bits(), expected.bits(), "{dtype:?}");
             }
@@ -320,8 +325,8 @@ mod tests {
     }
 
     #[test]
-    fn gradients_of_another_shape_or_of_integers_are_refused() {
-        let updated = Updated::new(&numbers(6, 0.1, DType::F32));
+    fn mismatched_gradients_are_rejected() {
+        let updated = UpdatedVariable::new(&numbers(6, 0.1, DType::F32));
         let before = updated.bits();
         let other = numbers(6, 0.2, DType::F32).reshape((2, 3)).unwrap();
         let integers = Tensor::zeros(6, DType::U32, &Device::Cpu).unwrap();

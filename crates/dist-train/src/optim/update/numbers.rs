@@ -1,25 +1,25 @@
-//! What optimizers calculate with: one number, or a tensor of them.
+//! Arithmetic of optimizers, on single numbers or tensors.
 
 use std::convert::Infallible;
 
 use candle_core::{CpuStorage, Error, Result, Tensor, WithDType, backend::BackendStorage, bail};
 
-/// What a calculation with numbers `X` comes to, if it does not fail.
+/// The result of arithmetic on numbers `X`.
 pub(in crate::optim) type Outcome<X, T = X> = std::result::Result<T, <X as Numbers>::Error>;
 
-/// Numbers that an optimizer's rule is written for once: items that are updated in place, one by
-/// one, and tensors on devices for which there are only candle's operations.
+/// The operations in which an optimizer's rule is written once: for single items updated in place,
+/// and for tensors on devices that only support candle's operations.
 ///
-/// Every operation rounds its result, and none is fused with another, so both ways have the same
-/// bits, whatever stands beside an item.
+/// Every operation rounds its result and none is fused with another, so both implementations give
+/// identical bits at any position.
 pub(in crate::optim) trait Numbers: Sized {
-    /// Tensors may fail.
+    /// The error of an operation; infallible except for tensors.
     type Error;
 
-    /// The numbers times `mul`, plus `add`.
+    /// Returns `self * mul + add`.
     fn affine(&self, mul: f64, add: f64) -> Outcome<Self>;
 
-    /// The numbers times `mul`. As in candle zero is added, which takes the sign from zeros.
+    /// Returns `self * mul + 0`. Like in candle, adding zero removes the sign of negative zeros.
     fn scaled(&self, mul: f64) -> Outcome<Self> {
         self.affine(mul, 0.0)
     }
@@ -31,29 +31,26 @@ pub(in crate::optim) trait Numbers: Sized {
     fn root(&self) -> Outcome<Self>;
 }
 
-/// A type that is calculated with on the processor.
+/// A dtype for arithmetic on the CPU.
 pub(in crate::optim) trait Real: Numbers<Error = Infallible> + WithDType {
-    /// The nearest number.
+    /// Converts to the nearest number.
     fn from_f32(value: f32) -> Self;
 
-    /// A storage of such numbers.
+    /// Returns the items of a storage of this dtype.
     ///
     /// # Errors
     ///
-    /// If it has others.
+    /// Returns an error if the storage has another dtype.
     fn slice_mut(storage: &mut CpuStorage) -> Result<&mut [Self]>;
 }
 
 macro_rules! real {
     ($float:ty, $storage:ident) => {
-        #[allow(
-            clippy::inline_always,
-            reason = "a loop has the instructions of the function that it is inlined into"
-        )]
+        #[allow(clippy::inline_always, reason = "inlined into the loop so that it vectorizes")]
         #[allow(
             clippy::allow_attributes,
             clippy::cast_possible_truncation,
-            reason = "a setting becomes the nearest number of the type"
+            reason = "settings are rounded to the dtype"
         )]
         impl Numbers for $float {
             type Error = Infallible;
@@ -99,7 +96,7 @@ macro_rules! real {
                 match storage {
                     CpuStorage::$storage(items) => Ok(items),
                     other => bail!(
-                        "an optimizer's state is of {:?} instead of {:?}",
+                        "optimizer state has dtype {:?} instead of {:?}",
                         other.dtype(),
                         Self::DTYPE
                     ),

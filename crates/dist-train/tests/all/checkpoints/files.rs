@@ -12,24 +12,20 @@ use dist_train::{
 use fsdp_plan::strategy::{Full, Hsdp};
 use pmap_mesh::DeviceMesh;
 
-use crate::checkpoints::run::{Run, saved};
+use crate::{checkpoints::run::Run, support::saved};
 
 #[test]
 fn training_continues_as_if_it_had_never_stopped() {
     for share in [true, false] {
         for slots in [1, 2, 3] {
-            let folder = tempfile::tempdir().unwrap();
             let start = || Run::new(DeviceMesh::cpu(slots).unwrap(), share);
             let mut whole = start();
             whole.steps(0..8);
 
             let mut first = start();
             first.steps(0..5);
-            let checkpoint = saved(folder.path(), &first, 5);
-            assert_eq!(
-                (checkpoint.step(), checkpoint.state::<(String, u64)>().unwrap()),
-                (5, ("seed".into(), 5))
-            );
+            let checkpoint = saved(&first.mesh, &first.model);
+            assert_eq!(checkpoint.step(), 5);
             let mut second = start();
             second.model.load(&checkpoint).unwrap();
             second.steps(5..8);
@@ -41,12 +37,11 @@ fn training_continues_as_if_it_had_never_stopped() {
 
 #[test]
 fn another_number_of_slots_comes_to_the_same_result() {
-    let folder = tempfile::tempdir().unwrap();
     let mut whole = Run::cpu(2);
     whole.steps(0..8);
     let mut first = Run::cpu(2);
     first.steps(0..5);
-    let checkpoint = saved(folder.path(), &first, 5);
+    let checkpoint = saved(&first.mesh, &first.model);
     for slots in [1, 3, 5] {
         let mut second = Run::cpu(slots);
         second.model.load(&checkpoint).unwrap();
@@ -73,10 +68,8 @@ fn tensor_names(folder: &Path) -> Vec<String> {
 #[test]
 fn every_tensor_is_written_once() {
     for (slots, share) in [(1, true), (2, true), (2, false), (3, false)] {
-        let folder = tempfile::tempdir().unwrap();
         let run = Run::new(DeviceMesh::cpu(slots).unwrap(), share);
-        let checkpoint = saved(folder.path(), &run, 0);
-        let names = tensor_names(checkpoint.path());
+        let names = tensor_names(saved(&run.mesh, &run.model).path());
         let kinds = ["exp_avg", "exp_avg_sq", "model", "step"];
         let expected =
             kinds.iter().flat_map(|kind| ["bias", "weight"].map(|name| format!("{kind}/{name}@0")));
@@ -93,10 +86,7 @@ fn every_part_is_written_once() {
         .strategy(Hsdp::new(Full::default(), 2))
         .build(|group| AdamW::new(group.vars, ParamsAdamW::default()))
         .unwrap();
-    let folder = tempfile::tempdir().unwrap();
-    let checkpoints = Checkpoints::new(folder.path());
-    checkpoints.save(&mesh, 1, &model.state_dict().unwrap(), &()).unwrap();
-    let names = tensor_names(checkpoints.latest().unwrap().unwrap().path());
+    let names = tensor_names(saved(&mesh, &model).path());
     let mut unique = names.clone();
     unique.dedup();
     assert_eq!(names, unique);
@@ -155,22 +145,18 @@ fn a_parameter_without_items_is_loaded_by_both_kinds() {
         vb.get((0, 3), "empty")?;
         linear(3, 2, vb)
     };
-    let folder = tempfile::tempdir().unwrap();
-    let checkpoints = Checkpoints::new(folder.path());
     let optimizer = |group: dist_train::Group| AdamW::new(group.vars, ParamsAdamW::default());
     let sharded = FullyShard::builder(&mesh, build).unit("all", ["empty", "weight", "bias"]);
     let mut sharded = sharded.build(optimizer).unwrap();
     let mut whole = DataParallel::builder(&mesh, build).build(optimizer).unwrap();
-    checkpoints.save(&mesh, 1, &sharded.state_dict().unwrap(), &()).unwrap();
-    whole.load(&checkpoints.latest().unwrap().unwrap()).unwrap();
-    checkpoints.save(&mesh, 2, &whole.state_dict().unwrap(), &()).unwrap();
-    sharded.load(&checkpoints.latest().unwrap().unwrap()).unwrap();
+    whole.load(&saved(&mesh, &sharded)).unwrap();
+    sharded.load(&saved(&mesh, &whole)).unwrap();
 }
 
 #[test]
 fn other_models_are_refused() {
-    let folder = tempfile::tempdir().unwrap();
-    let checkpoint = saved(folder.path(), &Run::cpu(2), 1);
+    let run = Run::cpu(2);
+    let checkpoint = saved(&run.mesh, &run.model);
     let mesh = DeviceMesh::cpu(2).unwrap();
     let build = |vb: VarBuilder<'_>| linear(3, 2, vb.pp("head"));
     let mut other = DataParallel::builder(&mesh, build)

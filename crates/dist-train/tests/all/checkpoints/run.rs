@@ -1,10 +1,8 @@
 //! A small run, which is saved and resumed.
 
-use std::path::Path;
-
 use candle_core::{Device, Tensor};
 use candle_nn::{Linear, Module, Optimizer, ParamsAdamW, VarMap, linear, loss::mse};
-use dist_train::{AdamW, Checkpoint, Checkpoints, DataParallel, DistributedModel};
+use dist_train::{AdamW, DataParallel, DistributedModel};
 use pmap_mesh::{DeviceMesh, Uneven};
 
 /// A model in training, and its variables.
@@ -64,10 +62,4 @@ impl Run {
             .map(|name| vars[name].flatten_all().unwrap().to_vec1::<f32>().unwrap());
         all.concat()
     }
-}
-
-pub(crate) fn saved(folder: &Path, run: &Run, step: u64) -> Checkpoint {
-    let checkpoints = Checkpoints::new(folder);
-    checkpoints.save(&run.mesh, step, &run.model.state_dict().unwrap(), &("seed", step)).unwrap();
-    checkpoints.latest().unwrap().unwrap()
 }

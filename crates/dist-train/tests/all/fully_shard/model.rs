@@ -11,6 +11,7 @@ use core_types::Seed;
 use dist_train::{
     AdamW, DataParallel, DistributedModel, FullyShard, Group, Keep, ModelBuilder, UnitRules, Units,
 };
+use fsdp_plan::strategy::{Choice, Full, Hybrid, LayerWise, Layout, ShardingStrategy, WholeTensor};
 use pmap_mesh::{DeviceMesh, Replica};
 
 use crate::support::bits;
@@ -134,6 +135,27 @@ pub(crate) fn sharded(mesh: &DeviceMesh) -> ModelBuilder<'_, Units> {
 
 pub(crate) fn data_parallel(mesh: &DeviceMesh) -> ModelBuilder<'_, Units> {
     DataParallel::builder(mesh, build).by_units(rules()).init(Seed::new(3))
+}
+
+/// Every way to cut parameters, by names that say what fails.
+pub(crate) fn strategies() -> Vec<(&'static str, Box<dyn ShardingStrategy>)> {
+    let hybrid = Hybrid::default()
+        .with_rule("norm", Choice::Replicate)
+        .unwrap()
+        .with_rule("head", Choice::LayerWise)
+        .unwrap()
+        .with_rule("mix", Choice::Full(Layout::Flat))
+        .unwrap();
+    vec![
+        ("dim 0", Box::new(Full::new(Layout::Dim0))),
+        ("flat", Box::new(Full::new(Layout::Flat))),
+        ("aligned", Box::new(Full::new(Layout::FlatAligned))),
+        ("rows", Box::new(Full::new(Layout::RowRagged { rows: 1 }))),
+        ("blocks", Box::new(Full::new(Layout::BlockRagged { block: 4 }))),
+        ("layers", Box::new(LayerWise::default())),
+        ("whole tensors", Box::new(WholeTensor)),
+        ("hybrid", Box::new(hybrid)),
+    ]
 }
 
 /// What training leaves: the losses of all steps, and the parameters, to the bit.

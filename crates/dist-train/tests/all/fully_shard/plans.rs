@@ -8,55 +8,16 @@ use std::{
 use candle_core::{Device, Result, Tensor};
 use candle_nn::{Optimizer, ParamsAdamW};
 use core_types::WorldSize;
-use dist_train::{AdamW, Declared, Error, Keep};
-use fsdp_plan::strategy::{
-    Choice, Full, Hsdp, Hybrid, LayerWise, Layout, ShardingStrategy, WholeTensor,
-};
+use dist_train::{AdamW, Declared, Error};
+use fsdp_plan::strategy::{Full, Hsdp, ShardingStrategy};
 use pmap_mesh::DeviceMesh;
 
-use super::model::{adam, batch, data_parallel, loss, parameters, sharded, train, train_plain};
+use super::model::{
+    adam, batch, data_parallel, loss, parameters, sharded, strategies, train, train_plain,
+};
 use crate::support::bits;
 
 const STEPS: usize = 6;
-
-/// Ways to cut, by names that say what fails.
-fn strategies() -> Vec<(&'static str, Box<dyn ShardingStrategy>)> {
-    let hybrid = Hybrid::default()
-        .with_rule("norm", Choice::Replicate)
-        .unwrap()
-        .with_rule("mix", Choice::Full(Layout::Flat))
-        .unwrap();
-    vec![
-        ("dim 0", Box::new(Full::new(Layout::Dim0))),
-        ("flat", Box::new(Full::new(Layout::Flat))),
-        ("rows", Box::new(Full::new(Layout::RowRagged { rows: 1 }))),
-        ("blocks", Box::new(Full::new(Layout::BlockRagged { block: 4 }))),
-        ("layers", Box::new(LayerWise::default())),
-        ("whole tensors", Box::new(WholeTensor)),
-        ("hybrid", Box::new(hybrid)),
-    ]
-}
-
-#[test]
-fn however_parameters_are_cut_the_bits_are_the_same() {
-    for slots in 1..5 {
-        let mesh = DeviceMesh::cpu(slots).unwrap();
-        let expected = train_plain(slots, 2 * slots, STEPS);
-        for (name, strategy) in strategies() {
-            let model = sharded(&mesh).strategy(strategy).build(adam).unwrap();
-            let found = train(model, 2 * slots, STEPS);
-            assert_eq!(found, expected, "{name} on {slots} slots");
-        }
-        for keep in [Keep::Graph, Keep::Gathered] {
-            for (name, strategy) in strategies() {
-                let builder = sharded(&mesh).keep(keep);
-                let model = builder.strategy(strategy).build(adam).unwrap();
-                let found = train(model, 2 * slots, STEPS);
-                assert_eq!(found, expected, "{name} on {slots} slots, {keep:?}");
-            }
-        }
-    }
-}
 
 /// Sums are formed within each group, and then over the groups.
 #[test]

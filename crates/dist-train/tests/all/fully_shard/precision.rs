@@ -6,13 +6,13 @@ use candle_core::{DType, Device, Result, Tensor};
 use candle_nn::VarMap;
 use core_types::{Placement, Seed};
 use dist_train::{
-    AdamW, Checkpoints, Declared, DistributedModel, Error, Keep, ModelBuilder, TrainingError, Units,
+    AdamW, Declared, DistributedModel, Error, Keep, ModelBuilder, TrainingError, Units,
 };
 use fsdp_plan::strategy::{Choice, Full, Hsdp, Hybrid};
 use pmap_mesh::DeviceMesh;
 
 use super::model::{KEEPS, adam, batch, data_parallel, loss, parameters, sharded};
-use crate::support::{LAYOUTS, assert_same, bits};
+use crate::support::{LAYOUTS, assert_same, bits, saved};
 
 /// Numbers that a half holds, in whatever type they are asked for.
 fn halves(declared: &Declared, items: Range<usize>) -> Result<Tensor> {
@@ -80,20 +80,17 @@ fn layouts_have_the_same_bits() {
 #[test]
 fn checkpoints_resume_in_the_other_layout() {
     let mesh = DeviceMesh::cpu(2).unwrap();
-    let folder = tempfile::tempdir().unwrap();
-    for (group, numbers) in [&[single as Numbers][..], &[mixed, stored]].into_iter().enumerate() {
+    for numbers in [&[single as Numbers][..], &[mixed, stored]] {
         let kinds = numbers.iter().flat_map(|&numbers| LAYOUTS.map(|layout| (numbers, layout)));
         let kinds: Vec<(Numbers, Numbers)> = kinds.collect();
         let build = |(numbers, layout): (Numbers, Numbers)| {
             numbers(layout(data_parallel(&mesh)).init_with(halves)).build(adam).unwrap()
         };
         let mut written = Vec::new();
-        for (n, &kind) in kinds.iter().enumerate() {
+        for &kind in &kinds {
             let mut model = build(kind);
             let before = losses(&mut model, 0..3);
-            let checkpoints = Checkpoints::new(folder.path().join(format!("{group}.{n}")));
-            checkpoints.save(&mesh, 3, &model.state_dict().unwrap(), &()).unwrap();
-            let checkpoint = checkpoints.latest().unwrap().unwrap();
+            let checkpoint = saved(&mesh, &model);
             let after = losses(&mut model, 3..5);
             written.push((before, checkpoint, after, rounded(&model)));
         }
@@ -114,14 +111,11 @@ fn checkpoints_resume_in_the_other_layout() {
 #[test]
 fn checkpoints_have_single_precision() {
     let mesh = DeviceMesh::cpu(2).unwrap();
-    let folder = tempfile::tempdir().unwrap();
-    for (n, layout) in LAYOUTS.into_iter().enumerate() {
+    for layout in LAYOUTS {
         let mut model = stored(layout(data_parallel(&mesh))).build(adam).unwrap();
         losses(&mut model, 0..3);
-        let checkpoints = Checkpoints::new(folder.path().join(n.to_string()));
-        checkpoints.save(&mesh, 3, &model.state_dict().unwrap(), &()).unwrap();
         let mut read = layout(data_parallel(&mesh)).build(adam).unwrap();
-        read.load(&checkpoints.latest().unwrap().unwrap()).unwrap();
+        read.load(&saved(&mesh, &model)).unwrap();
         assert_eq!(rounded(&read), rounded(&model));
         let is_half = |whole: &Tensor| bits(whole).iter().all(|bits| bits.trailing_zeros() >= 16);
         assert!(!read.parameters().unwrap().values().all(is_half), "masters are no halves");

@@ -9,26 +9,8 @@ use dist_train::{
 use fsdp_plan::strategy::{Choice, Hsdp, Hybrid};
 use pmap_mesh::{DeviceMesh, Replica};
 
-use super::model::{KEEPS, Trained, adam, batch, loss, sharded, train, train_plain};
+use super::model::{KEEPS, Trained, adam, batch, loss, sharded, train};
 use crate::support::{assert_same, bits, input, layers, through};
-
-#[test]
-fn however_many_units_are_ahead_the_bits_are_the_same() {
-    for slots in 1..5 {
-        let mesh = DeviceMesh::cpu(slots).unwrap();
-        let expected = train_plain(slots, 2 * slots, 6);
-        for prefetch in [1, 2, usize::MAX] {
-            for keep in KEEPS {
-                let builder = || sharded(&mesh).keep(keep).prefetch(prefetch);
-                let found = train(builder().build(adam).unwrap(), 2 * slots, 6);
-                assert_eq!(found, expected, "{keep:?}, {prefetch} ahead on {slots} slots");
-                let in_backward = builder().optimizer_in_backward().build(adam).unwrap();
-                let found = train(in_backward, 2 * slots, 6);
-                assert_eq!(found, expected, "{keep:?}, {prefetch} ahead, in backward");
-            }
-        }
-    }
-}
 
 #[test]
 fn replicated_parameters_and_groups_of_slots_have_the_same_bits() {

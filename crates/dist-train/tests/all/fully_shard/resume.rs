@@ -1,23 +1,15 @@
 //! Checkpoints between numbers of slots, plans and kinds of models.
 
 use candle_nn::{VarBuilder, linear};
-use dist_train::{
-    AdamW, Checkpoint, Checkpoints, DistributedModel, Error, FullyShard, ParameterError, StateDict,
-    UnitRules, Units,
-};
+use dist_train::{AdamW, DistributedModel, Error, FullyShard, ParameterError, UnitRules, Units};
 use fsdp_plan::strategy::{Full, Layout};
 use pmap_mesh::DeviceMesh;
 
 use super::model::{N_BLOCKS, adam, batch, build, data_parallel, loss, parameters, sharded};
+use crate::support::saved;
 
 /// Six rows: for two slots and for three.
 const ROWS: usize = 6;
-
-fn saved(mesh: &DeviceMesh, state: &StateDict, folder: &std::path::Path) -> Checkpoint {
-    let checkpoints = Checkpoints::new(folder);
-    checkpoints.save(mesh, 3, state, &()).unwrap();
-    checkpoints.latest().unwrap().unwrap()
-}
 
 fn stepped(model: &mut DistributedModel<Units, AdamW>, steps: std::ops::Range<usize>) -> Vec<u64> {
     steps.map(|step| model.step(batch(ROWS, step), loss).unwrap().loss.to_bits()).collect()
@@ -26,11 +18,10 @@ fn stepped(model: &mut DistributedModel<Units, AdamW>, steps: std::ops::Range<us
 #[test]
 fn a_checkpoint_is_loaded_under_another_plan_and_by_data_parallel_and_back() {
     let (two, three) = (DeviceMesh::cpu(2).unwrap(), DeviceMesh::cpu(3).unwrap());
-    let folder = tempfile::tempdir().unwrap();
     let mut first = sharded(&two).build(adam).unwrap();
     stepped(&mut first, 0..3);
     let written = parameters(&first);
-    let checkpoint = saved(&two, &first.state_dict().unwrap(), &folder.path().join("a"));
+    let checkpoint = saved(&two, &first);
     let expected = stepped(&mut first, 3..6);
 
     // On as many slots, to the bit as if nothing had been; here under another plan.
@@ -46,10 +37,10 @@ fn a_checkpoint_is_loaded_under_another_plan_and_by_data_parallel_and_back() {
     let mut on_three = sharded(&three).strategy(blocks()).build(adam).unwrap();
     on_three.load(&checkpoint).unwrap();
     assert_eq!(parameters(&on_three), written);
-    let by_three = saved(&three, &on_three.state_dict().unwrap(), &folder.path().join("b"));
+    let by_three = saved(&three, &on_three);
     let mut whole = data_parallel(&two).build(adam).unwrap();
     whole.load(&by_three).unwrap();
-    let by_whole = saved(&two, &whole.state_dict().unwrap(), &folder.path().join("c"));
+    let by_whole = saved(&two, &whole);
     let mut back = sharded(&two).build(adam).unwrap();
     back.load(&by_whole).unwrap();
     assert_eq!(stepped(&mut back, 3..6), expected);
@@ -65,10 +56,9 @@ fn a_checkpoint_is_loaded_under_another_plan_and_by_data_parallel_and_back() {
 #[test]
 fn a_checkpoint_is_loaded_into_other_units_and_not_into_other_parameters() {
     let mesh = DeviceMesh::cpu(2).unwrap();
-    let folder = tempfile::tempdir().unwrap();
     let mut model = sharded(&mesh).build(adam).unwrap();
     stepped(&mut model, 0..2);
-    let checkpoint = saved(&mesh, &model.state_dict().unwrap(), folder.path());
+    let checkpoint = saved(&mesh, &model);
     let rules = UnitRules::new().unit("ends", ["tokens", "positions", "norm", "out"]);
     let mut other = FullyShard::builder(&mesh, build).by_units(rules).build(adam).unwrap();
     assert_eq!(other.units().count(), N_BLOCKS + 1);

@@ -8,7 +8,7 @@ use core_types::{Placement, Rank, WorldSize};
 use dist_train::{FullyShard, UnitRules, Units};
 use fsdp_plan::{
     cost::{CostModel, Runtime},
-    strategy::{Choice, Full, Hsdp, Hybrid, LayerWise, Layout, ShardingStrategy, WholeTensor},
+    strategy::{Hsdp, ShardingStrategy},
     support::{Calls, HandedOver, Schedule},
 };
 use pmap_mesh::{
@@ -16,29 +16,8 @@ use pmap_mesh::{
     support::{Tally, Traffic},
 };
 
-use super::model::{KEEPS, adam, batch, loss, sharded};
+use super::model::{KEEPS, adam, batch, loss, sharded, strategies};
 use crate::support::layers;
-
-/// Every way to cut parameters, by names that say what fails.
-fn strategies() -> Vec<(&'static str, Box<dyn ShardingStrategy>)> {
-    let hybrid = Hybrid::default()
-        .with_rule("norm", Choice::Replicate)
-        .unwrap()
-        .with_rule("head", Choice::LayerWise)
-        .unwrap()
-        .with_rule("mix", Choice::Full(Layout::Flat))
-        .unwrap();
-    vec![
-        ("dim 0", Box::new(Full::new(Layout::Dim0))),
-        ("flat", Box::new(Full::new(Layout::Flat))),
-        ("aligned", Box::new(Full::new(Layout::FlatAligned))),
-        ("rows", Box::new(Full::new(Layout::RowRagged { rows: 1 }))),
-        ("blocks", Box::new(Full::new(Layout::BlockRagged { block: 4 }))),
-        ("layers", Box::new(LayerWise::default())),
-        ("whole tensors", Box::new(WholeTensor)),
-        ("hybrid", Box::new(hybrid)),
-    ]
-}
 
 fn candle() -> CostModel {
     CostModel::default().with_runtime(Runtime::Candle)

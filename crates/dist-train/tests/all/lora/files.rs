@@ -4,11 +4,12 @@ use std::{collections::BTreeMap, fs, path::Path};
 
 use candle_core::{DType, Device, Tensor, safetensors};
 use candle_nn::{Module, VarBuilder, linear_no_bias};
-use dist_train::{Checkpoints, DataParallel, FullyShard, Lora, PretrainedFiles, UnitRules, Units};
+use dist_train::{DataParallel, FullyShard, Lora, PretrainedFiles, UnitRules, Units};
 use pmap_mesh::{DeviceMesh, Replica};
 use serde_json::Value;
 
 use super::{BLOCKS, batch, block, lora, loss, loss_by_units, model, sgd, sharded, whole};
+use crate::support::saved;
 
 fn names(folder: &Path) -> Vec<String> {
     let name = |entry: fs::DirEntry| entry.file_name().into_string().unwrap();
@@ -109,17 +110,13 @@ fn halves_are_merged_in_single_precision() {
 fn a_checkpoint_has_adapters_alone_and_resumes_on_the_same_weights() {
     let lora = lora();
     let loss = loss_by_units(&lora);
-    let folder = tempfile::tempdir().unwrap();
-    let checkpoints = Checkpoints::new(folder.path());
     let mesh = DeviceMesh::cpu(2).unwrap();
-
     let mut model = sharded(&mesh, &lora);
     for step in 0..3 {
         model.step(batch(step), &loss).unwrap();
     }
-    checkpoints.save(&mesh, 3, &model.state_dict().unwrap(), &()).unwrap();
+    let checkpoint = saved(&mesh, &model);
     let expected = model.step(batch(3), &loss).unwrap().loss;
-    let checkpoint = checkpoints.latest().unwrap().unwrap();
     assert_eq!(
         checkpoint.parameters().collect::<Vec<_>>(),
         ["0.mlp.up.lora_A", "0.mlp.up.lora_B", "1.mlp.up.lora_A", "1.mlp.up.lora_B"]
@@ -134,9 +131,7 @@ fn a_checkpoint_has_adapters_alone_and_resumes_on_the_same_weights() {
     again.load(&checkpoint).unwrap();
     assert_eq!(again.step(batch(3), &loss).unwrap().loss.to_bits(), expected.to_bits());
     again.load(&checkpoint).unwrap();
-    checkpoints.save(&mesh, 4, &again.state_dict().unwrap(), &()).unwrap();
-    let written = checkpoints.latest().unwrap().unwrap();
-    assert_eq!(written.parameters().count(), 4);
+    assert_eq!(saved(&mesh, &again).parameters().count(), 4);
 }
 
 /// The projections of the model that PEFT's golden adapters are for.

@@ -1,4 +1,4 @@
-//! What a `config.json` says, and what it cannot.
+//! Supported and unsupported settings of a `config.json`.
 
 use candle_core::DType;
 use finetune::models::{Llama, LlamaConfig, ModelError, RopeScaling};
@@ -6,7 +6,7 @@ use serde_json::{Value, json};
 
 use crate::models::golden::{Golden, MODELS};
 
-/// A `config.json` of the layout of transformers 4, with some fields in place of its own.
+/// Builds a `config.json` in the layout of transformers 4, with some fields replaced.
 fn changed(fields: &[(&str, Value)]) -> String {
     let mut config = json!({
         "architectures": ["LlamaForCausalLM"], "vocab_size": 32, "hidden_size": 16,
@@ -20,7 +20,7 @@ fn changed(fields: &[(&str, Value)]) -> String {
     config.to_string()
 }
 
-fn refusal(fields: &[(&str, Value)]) -> String {
+fn rejection(fields: &[(&str, Value)]) -> String {
     let model = LlamaConfig::from_json(&changed(fields)).and_then(Llama::from_config);
     model.unwrap_err().to_string()
 }
@@ -62,7 +62,7 @@ fn windows_depend_on_the_architecture() {
     let given = |window: Value| ("sliding_window", window);
     let used = |used: bool| ("use_sliding_window", json!(used));
     let missing = "sliding_window is missing, it must be given in this architecture, null for none";
-    let (llama, qwen, mistral) = ("LlamaForCausalLM", "Qwen2ForCausalLM", "MistralForCausalLM");
+    let [llama, qwen, mistral] = ["LlamaForCausalLM", "Qwen2ForCausalLM", "MistralForCausalLM"];
     assert_eq!(window(llama, &[given(json!(8))]), Ok(None));
     assert_eq!(window(qwen, &[given(json!(8))]), Ok(None));
     assert_eq!(window(qwen, &[given(json!(8)), used(false)]), Ok(None));
@@ -131,11 +131,13 @@ fn unsupported_settings_are_rejected_by_name() {
         ("rms_norm_eps", json!(0.0), "rms_norm_eps is 0, it must be a positive number"),
         ("rope_theta", json!(-1.0), "rope_theta is -1, it must be a positive number"),
     ] {
-        let found = refusal(&[(field, value)]);
+        let found = rejection(&[(field, value)]);
         assert!(found.contains(expected), "{field}: {found}");
     }
     let per_layer = json!({"full_attention": {"rope_theta": 1e6, "rope_type": "default"}});
-    assert!(refusal(&[("rope_parameters", per_layer)]).contains("unknown field `full_attention`"));
+    assert!(
+        rejection(&[("rope_parameters", per_layer)]).contains("unknown field `full_attention`")
+    );
     let other = LlamaConfig::from_json(r#"{"architectures": ["GPT2LMHeadModel"], "n_embd": 8}"#);
     assert!(other.unwrap_err().to_string().starts_with("architectures is"));
     let missing = LlamaConfig::from_json(r#"{"architectures": ["LlamaForCausalLM"]}"#).unwrap_err();

@@ -1,4 +1,4 @@
-//! What transformers computed; see `tests/golden/README.md`.
+//! Results of transformers; see `tests/golden/README.md`.
 
 use std::{collections::BTreeMap, fs, path::PathBuf};
 
@@ -10,7 +10,7 @@ use serde_json::Value;
 
 pub(crate) const MODELS: [&str; 4] = ["llama", "llama3", "qwen2", "mistral"];
 
-/// A model and what is expected of it.
+/// A model with its expected results.
 pub(crate) struct Golden {
     pub(crate) folder: PathBuf,
     pub(crate) llama: Llama,
@@ -24,7 +24,7 @@ impl Golden {
         let text = |name: &str| fs::read_to_string(folder.join(name)).unwrap();
         let config = LlamaConfig::from_json(&text("config.json")).unwrap();
         let alternative = LlamaConfig::from_json(&text("config.alt.json")).unwrap();
-        assert_eq!(config, alternative, "{model}: both layouts say the same");
+        assert_eq!(config, alternative, "{model}: both layouts describe the same model");
         let tensors = safetensors::load(folder.join("expected.safetensors"), &Device::Cpu).unwrap();
         Self {
             llama: Llama::from_config(config).unwrap(),
@@ -34,26 +34,30 @@ impl Golden {
         }
     }
 
-    /// The weights of the folder.
+    /// Loads the weights of the folder.
     pub(crate) fn variables(&self) -> BTreeMap<String, Var> {
-        let files = fs::read_dir(&self.folder).unwrap().map(|entry| entry.unwrap().path());
-        let is_weights = |path: &PathBuf| {
+        let mut variables = BTreeMap::new();
+        for entry in fs::read_dir(&self.folder).unwrap() {
+            let path = entry.unwrap().path();
             let name = path.file_name().unwrap().to_str().unwrap();
-            name.starts_with("model") && name.ends_with(".safetensors")
-        };
-        let of_file = |path: PathBuf| safetensors::load(path, &Device::Cpu).unwrap();
-        let all = files.filter(is_weights).flat_map(of_file);
-        all.map(|(name, tensor)| (name, Var::from_tensor(&tensor).unwrap())).collect()
+            if !(name.starts_with("model") && name.ends_with(".safetensors")) {
+                continue;
+            }
+            for (name, tensor) in safetensors::load(&path, &Device::Cpu).unwrap() {
+                variables.insert(name, Var::from_tensor(&tensor).unwrap());
+            }
+        }
+        variables
     }
 
-    /// The model with these weights, in plain candle.
+    /// Builds the model with these weights, in plain candle.
     pub(crate) fn units(&self, variables: &BTreeMap<String, Var>) -> Units {
         let named = variables.iter().map(|(name, var)| (name.clone(), var.as_tensor().clone()));
         let vb = VarBuilder::from_tensors(named.collect(), DType::F32, &Device::Cpu);
         Units::by(self.llama.units(), |vb| self.llama.declare(&vb))(vb).unwrap()
     }
 
-    /// Token ids or labels, as they stand under a name.
+    /// Reads rows of token ids or labels.
     pub(crate) fn rows(value: &Value) -> Vec<Vec<i64>> {
         let rows = value.as_array().unwrap().iter().map(|row| row.as_array().unwrap());
         rows.map(|row| row.iter().map(|id| id.as_i64().unwrap()).collect()).collect()
@@ -64,18 +68,18 @@ impl Golden {
     }
 }
 
-/// Rows of token ids as a tensor.
+/// Converts rows of token ids to a tensor.
 pub(crate) fn ids(rows: &[Vec<i64>]) -> Tensor {
     labels(rows).to_dtype(DType::U32).unwrap()
 }
 
-/// Rows of labels as a tensor.
+/// Converts rows of labels to a tensor.
 pub(crate) fn labels(rows: &[Vec<i64>]) -> Tensor {
     let flat: Vec<i64> = rows.concat();
     Tensor::from_vec(flat, (rows.len(), rows[0].len()), &Device::Cpu).unwrap()
 }
 
-/// The greatest difference of two tensors.
+/// Returns the greatest difference between two tensors.
 pub(crate) fn distance(left: &Tensor, right: &Tensor) -> f64 {
     let difference = (left - right).unwrap().abs().unwrap().flatten_all().unwrap();
     f64::from(difference.max(0).unwrap().to_scalar::<f32>().unwrap())

@@ -1,4 +1,4 @@
-//! Values and gradients.
+//! Logits, losses and gradients.
 
 use std::sync::Arc;
 
@@ -44,8 +44,8 @@ fn packed_logits_equal_separate_logits() {
         let mut start = 0;
         for sequence in sequences {
             let end = start + sequence.len();
-            let alone = golden.llama.logits(&units, &Tokens::rows(row(&sequence))).unwrap();
-            let difference = distance(&logits.i((.., start..end)).unwrap(), &alone);
+            let separate = golden.llama.logits(&units, &Tokens::rows(row(&sequence))).unwrap();
+            let difference = distance(&logits.i((.., start..end)).unwrap(), &separate);
             assert!(difference < 2e-6, "{model}: {difference}");
             start = end;
         }
@@ -65,8 +65,8 @@ fn packed_rows_are_independent() {
     for n in 0..2 {
         let one = |rows: [[i64; 6]; 2]| ids(&[rows[n].to_vec()]);
         let tokens = Tokens::packed(one(rows), one(segments), one(positions));
-        let alone = golden.llama.logits(&units, &tokens).unwrap();
-        let difference = distance(&logits.i(n..=n).unwrap(), &alone);
+        let separate = golden.llama.logits(&units, &tokens).unwrap();
+        let difference = distance(&logits.i(n..=n).unwrap(), &separate);
         assert!(difference < 2e-6, "row {n}: {difference}");
     }
 }
@@ -140,21 +140,21 @@ fn overlong_sequences_are_rejected() {
     let units = golden.units(&golden.variables());
     let row = |len: i64| ids(&[(0..len).collect()]);
     let logits = |tokens: Tokens| golden.llama.logits(&units, &tokens).map(drop);
-    let refused = |found: candle_core::Result<()>, length: usize| {
-        let expected = format!("a sequence has {length} tokens, the model has 128 positions");
+    let rejected = |found: candle_core::Result<()>, length: usize| {
+        let expected = format!("a sequence has {length} tokens, but the model has 128 positions");
         assert!(found.unwrap_err().to_string().contains(&expected));
     };
     logits(Tokens::rows(row(128))).unwrap();
-    refused(logits(Tokens::rows(row(129))), 129);
+    rejected(logits(Tokens::rows(row(129))), 129);
     // A packed row may be longer than its sequences.
     let segments = ids(&[(0..130).map(|n| n / 100).collect()]);
     let positions =
         |most: i64| ids(&[(0..130).map(|n| if n < 100 { n } else { most - 130 + n }).collect()]);
     logits(Tokens::packed(row(130), segments.clone(), positions(127))).unwrap();
-    refused(logits(Tokens::packed(row(130), segments, positions(129))), 129);
+    rejected(logits(Tokens::packed(row(130), segments, positions(129))), 129);
 }
 
-/// The loss of a batch, and all gradients by name.
+/// Returns the loss of a batch, and all gradients by name.
 fn differentiated(
     golden: &Golden,
     tokens: &[Vec<i64>],

@@ -1,4 +1,4 @@
-//! Fine-tuning of adapters, and the files that are saved of it.
+//! Fine-tuning of adapters, and the saved files.
 
 use std::{collections::BTreeMap, path::Path};
 
@@ -34,8 +34,8 @@ fn unknown_layers_get_no_adapters() {
     let lora = Lora::new(["q_proj", "query"], 4, 8.).unwrap();
     let llama = golden.llama.clone().with_lora(lora);
     let builder = DataParallel::builder(&mesh, |vb| llama.declare(&vb)).by_units(llama.units());
-    let refused = builder.weights(&golden.folder).build(optimizer).unwrap_err().to_string();
-    assert!(refused.contains("query"), "{refused}");
+    let rejected = builder.weights(&golden.folder).build(optimizer).unwrap_err().to_string();
+    assert!(rejected.contains("query"), "{rejected}");
 }
 
 /// Checks losses and norms of steps, the adapters in a folder, and the logits of the merged model.
@@ -46,8 +46,8 @@ fn check(golden: &Golden, steps: &[(f64, f64)], saved: &Path, what: &str) {
     let read = |folder: &Path| {
         safetensors::load(folder.join("adapter_model.safetensors"), &Device::Cpu).unwrap()
     };
-    let (found, adapters) =
-        (read(&saved.join("adapter")), read(&golden.folder.join("adapter_final")));
+    let found = read(&saved.join("adapter"));
+    let adapters = read(&golden.folder.join("adapter_final"));
     assert_eq!(found.len(), adapters.len(), "{what}");
     for (name, matrix) in &adapters {
         let difference = distance(&found[name], matrix);
@@ -72,14 +72,15 @@ fn check(golden: &Golden, steps: &[(f64, f64)], saved: &Path, what: &str) {
     assert!(difference < 2e-5, "{what}: logits: {difference}");
 }
 
-/// The model with the adapters that the steps begin with.
+/// Returns the model with its initial adapters.
 fn with_adapters(golden: &Golden) -> (Llama, Lora) {
     let lora = Lora::open(golden.folder.join("adapter_start")).unwrap();
     (golden.llama.clone().with_lora(lora.clone()), lora)
 }
 
-/// Trains what a builder makes: losses and norms, and a folder with the adapters after the steps and
-/// the merged model. (Both kinds of builders have the same methods, and no trait.)
+/// Trains a model and returns the losses and norms, and a folder with the final adapters and the
+/// merged model. It is a macro since both kinds of builders have the same methods without a common
+/// trait.
 macro_rules! trained {
     ($golden:expr, $llama:expr, $lora:expr, $builder:expr) => {{
         let mut model = $builder
@@ -91,12 +92,12 @@ macro_rules! trained {
             .uneven(Uneven::Balanced)
             .build(optimizer)
             .unwrap();
-        let step = |step| {
-            model.set_learning_rate(rate(step, STEPS)).unwrap();
-            let step = model.step(batch($golden, step), loss(&$llama)).unwrap();
-            (step.loss, step.grad_norm)
-        };
-        let steps = (0..STEPS).map(step).collect();
+        let mut steps = Vec::new();
+        for n in 0..STEPS {
+            model.set_learning_rate(rate(n, STEPS)).unwrap();
+            let step = model.step(batch($golden, n), loss(&$llama)).unwrap();
+            steps.push((step.loss, step.grad_norm));
+        }
         let folder = tempfile::tempdir().unwrap();
         model.save_pretrained(folder.path().join("adapter"), $lora.adapters()).unwrap();
         model.save_pretrained(folder.path().join("merged"), $lora.merged()).unwrap();

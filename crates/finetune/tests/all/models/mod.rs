@@ -1,4 +1,4 @@
-//! Models of Hugging Face's folders compute and learn what they do there.
+//! Models of Hugging Face folders give the same results as in transformers.
 
 mod config;
 mod golden;

@@ -40,14 +40,14 @@ fn sharded_losses_equal_data_parallel() {
     for model in MODELS {
         let golden = Golden::open(model);
         for slots in [2, 3] {
-            // A norm that clips is added up from other parts, in another order.
+            // A norm that clips would be summed in another order, so the limit is high.
             let expected = data_parallel(&golden, slots, 6, NEVER, DType::F32);
             for keep in [Keep::Inputs, Keep::Graph, Keep::Gathered] {
                 let found = sharded(&golden, slots, keep);
                 let pairs = found.iter().zip(&expected);
                 let distances = pairs.map(|((found, _), (expected, _))| (found - expected).abs());
                 let distance = distances.fold(0., f64::max);
-                // The gradients of a head that is the embedding are summed in each of two units.
+                // The gradients of a tied head are summed in each of two units.
                 let most = if golden.llama.config().tie_word_embeddings { 1e-6 } else { 0. };
                 assert!(distance <= most, "{model}, {slots} slots, {keep:?}: {distance}");
             }
@@ -75,10 +75,10 @@ fn random_weights_match_transformers_spread() {
     }
 }
 
-/// A norm that no gradients have.
+/// A limit above the norm of any gradients.
 const NEVER: f64 = 1e9;
 
-/// Checks losses and norms of steps, which differ at most by so much.
+/// Checks that losses and norms of steps differ by less than `most`.
 pub(crate) fn assert_near(expected: &Value, steps: &[(f64, f64)], most: [f64; 2], what: &str) {
     let losses = Golden::numbers(&expected["loss"]);
     let norms = Golden::numbers(&expected["grad_norm"]);
@@ -92,7 +92,7 @@ pub(crate) fn assert_near(expected: &Value, steps: &[(f64, f64)], most: [f64; 2]
     }
 }
 
-/// The rate of a step of so many.
+/// Returns the learning rate of a step in a run of `steps` steps.
 pub(crate) fn rate(step: usize, steps: usize) -> f64 {
     let warmup = 5;
     let factor = if step < warmup {
@@ -109,13 +109,13 @@ pub(crate) fn optimizer(group: Group) -> candle_core::Result<AdamW> {
     AdamW::new(group.vars, ParamsAdamW { weight_decay, ..ParamsAdamW::default() })
 }
 
-/// What has one dimension.
+/// Returns the patterns of one-dimensional parameters.
 fn no_decay(llama: &Llama) -> Vec<&'static str> {
     let biases = llama.config().attention_bias.then_some("bias");
     Llama::NORMS.into_iter().chain(biases).collect()
 }
 
-/// Losses and norms of so many steps.
+/// Trains `steps` steps with data parallelism, and returns the losses and norms.
 fn data_parallel(
     golden: &Golden,
     slots: usize,
@@ -144,7 +144,7 @@ fn data_parallel(
         .collect()
 }
 
-/// The same of a model that is sharded.
+/// Trains 6 steps of a sharded model, and returns the losses and norms.
 fn sharded(golden: &Golden, slots: usize, keep: Keep) -> Vec<(f64, f64)> {
     let mesh = DeviceMesh::cpu(slots).unwrap();
     let llama = golden.llama.clone();
@@ -175,19 +175,15 @@ pub(crate) fn loss(
     move |_, model, (ids, labels)| llama.loss(model, &Tokens::rows(ids), &labels)
 }
 
-/// Token ids of a step, and its labels: all tokens but padding.
+/// Returns the token ids of a step, and its labels: all tokens except padding.
 pub(crate) fn batch(golden: &Golden, step: usize) -> (Tensor, Tensor) {
     let batches = golden.expected["batches"].as_array().unwrap();
     let batch = &batches[step % batches.len()];
     let tokens = Golden::rows(&batch["input_ids"]);
     let lengths = batch["lengths"].as_array().unwrap().iter().map(|len| len.as_u64().unwrap());
-    let targets: Vec<Vec<i64>> = tokens
-        .iter()
-        .zip(lengths)
-        .map(|(row, len)| {
-            let real = |(n, &id): (usize, &i64)| if (n as u64) < len { id } else { -100 };
-            row.iter().enumerate().map(real).collect()
-        })
-        .collect();
+    let mut targets = tokens.clone();
+    for (row, len) in targets.iter_mut().zip(lengths) {
+        row[usize::try_from(len).unwrap()..].fill(-100);
+    }
     (ids(&tokens), labels(&targets))
 }
