@@ -252,7 +252,7 @@ impl Engine for Mpi {
             let received = call.exchange_headers(slice::from_ref(&host), 0, bytes)?;
             if received.headers[ctx.rank].inline {
                 let summands = received.all_inline(bytes, ctx.rank);
-                reduce::bytes(host.dtype(), &summands, reduction, sums.bytes_mut())
+                reduce::raw_items(host.dtype(), &summands, reduction, sums.bytes_mut())
             } else {
                 call.reduce(host.dtype(), bytes, sums.bytes_mut(), reduction)
             }
