@@ -102,7 +102,7 @@ impl DataSet {
         let n_rows = rows.len().next_multiple_of(self.devices);
         let stack = |field: fn(&BatchTensors) -> &Tensor, fill| {
             let rows: Vec<&Tensor> = rows.iter().map(field).collect();
-            filled_up(&Tensor::cat(&rows, 0)?, n_rows, fill)
+            pad_rows(&Tensor::cat(&rows, 0)?, n_rows, fill)
         };
         Ok(BatchTensors {
             ids: stack(|row| &row.ids, 0)?,
@@ -145,7 +145,7 @@ impl BatchTensors {
 }
 
 /// Adds rows filled with `fill` up to `n_rows` rows.
-fn filled_up(rows: &Tensor, n_rows: usize, fill: i64) -> Result<Tensor> {
+fn pad_rows(rows: &Tensor, n_rows: usize, fill: i64) -> Result<Tensor> {
     let (n_found, length) = rows.dims2()?;
     if n_found == n_rows {
         return Ok(rows.clone());

@@ -94,8 +94,8 @@ impl Model {
         declared.sort_by(|left, right| left.name.cmp(&right.name));
         let mut parameters = Vec::with_capacity(declared.len());
         for Declared { name, shape, .. } in declared {
-            let is_trained = self.lora().is_none() || is_of_adapter(&name);
-            let unit = unit_of(&name);
+            let is_trained = self.lora().is_none() || is_adapter_parameter(&name);
+            let unit = unit_name(&name);
             let dims: Vec<u64> = shape.dims().iter().map(|&size| size as u64).collect();
             let info = ParameterInfo::new(name, dims, ElemType::F32)?;
             parameters.push(info.with_requires_grad(is_trained).with_unit(unit));
@@ -119,7 +119,7 @@ impl Model {
 }
 
 /// Returns the unit of a parameter.
-fn unit_of(name: &str) -> String {
+fn unit_name(name: &str) -> String {
     match name.split('.').collect::<Vec<_>>()[..] {
         ["model", "layers", layer, ..] => format!("model.layers.{layer}"),
         ["model", "embed_tokens", ..] => "embed".to_owned(),
@@ -128,6 +128,6 @@ fn unit_of(name: &str) -> String {
 }
 
 /// Returns true if a parameter belongs to an adapter.
-fn is_of_adapter(name: &str) -> bool {
+fn is_adapter_parameter(name: &str) -> bool {
     name.split('.').any(|part| Lora::PATTERNS.contains(&part))
 }
