@@ -12,8 +12,8 @@ use crate::error::Result;
 /// thread that waits for a kernel may begin another pass. candle does not identify a pass, but within
 /// a pass it adds up the gradients that nodes return for a token, and hands the sum to the token's
 /// node. So these gradients carry the messages: a node that leaves a message returns its ticket as
-/// the gradient, and the token's node takes the messages whose tickets are in the sum. A message of
-/// a failed pass is never taken, and is dropped with the graph.
+/// the gradient, and the token's node takes the messages with tickets in the sum. A message of a
+/// failed pass is never taken, and is dropped with the graph.
 #[derive(Debug)]
 pub(crate) struct Mailbox<T>(Mutex<Vec<PassMessage<T>>>);
 

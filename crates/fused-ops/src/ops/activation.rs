@@ -113,7 +113,7 @@ fn fused<T: Float>(x: &Tensor, activation: Activation) -> Result<Tensor> {
 ///
 /// # Shapes
 ///
-/// `gate` and `up` of one shape, which is that of the result.
+/// `gate`, `up` and the result have one shape.
 ///
 /// # Determinism
 ///

@@ -79,8 +79,8 @@ pub fn attention(
 /// Applies [`attention`](crate::attention()) to the queries, keys and values of one projection, which
 /// are next to each other in each row.
 ///
-/// Its backward writes one gradient of the projection, without the three pads and additions for a
-/// projection that is cut.
+/// Its backward writes one gradient of the projection. Cutting the projection instead would need
+/// three pads and additions.
 ///
 /// # Shapes
 ///
@@ -89,7 +89,7 @@ pub fn attention(
 ///
 /// # Determinism
 ///
-/// Like [`attention`](crate::attention()), whose bits it has.
+/// The same bits as [`attention`](crate::attention()).
 ///
 /// # Errors
 ///

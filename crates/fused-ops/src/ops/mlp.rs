@@ -14,12 +14,12 @@ use crate::{
 
 const OP: &str = "mlp";
 
-/// Returns down(activation(up(x))): two [`linear`](crate::linear()) layers whose wide middle stays out
+/// Returns down(activation(up(x))): two [`linear`](crate::linear()) layers. The wide middle stays out
 /// of candle's graph.
 ///
-/// candle's backward lays down zeros for the first gradient of every tensor and adds to them. Of
-/// the middle, the widest tensor of a block, there is one gradient only, which the activation's
-/// slope is multiplied into where it lies.
+/// candle's backward allocates zeros for the first gradient of every tensor and adds to them. Here
+/// the middle, the widest tensor of a block, has only one gradient, and the activation's slope is
+/// multiplied into it in place.
 ///
 /// # Shapes
 ///

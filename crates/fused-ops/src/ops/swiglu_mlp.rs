@@ -14,8 +14,8 @@ use crate::{
 const OP: &str = "swiglu_mlp";
 
 /// Returns down(silu(gate(x)) · up(x)), the feed-forward network of Llama and its relatives: three
-/// [`linear`](crate::linear()) layers around [`swiglu`](crate::swiglu()), whose wide middle stays
-/// out of candle's graph. A `residual` is added to the result.
+/// [`linear`](crate::linear()) layers around [`swiglu`](crate::swiglu()). The wide middle stays out
+/// of candle's graph. A `residual` is added to the result.
 ///
 /// The results of gate and up are kept, the widest tensors of a block; the backward pass computes
 /// their product again.
@@ -27,8 +27,8 @@ const OP: &str = "swiglu_mlp";
 ///
 /// # Determinism
 ///
-/// Like [`linear`](crate::linear()); the bits are those of the operations it is made of in
-/// `f32` and `f64`. `f16` and `bf16` are rounded once by the kernels, and by each of the operations.
+/// Like [`linear`](crate::linear()). In `f32` and `f64` the result has the same bits as the single
+/// operations. In `f16` and `bf16` the fused kernels round once, and every single operation rounds.
 ///
 /// # Errors
 ///

@@ -280,7 +280,7 @@ impl Workers {
         let limit = if deadline_passed { GRACE } else { deadline };
         let start = Instant::now();
         loop {
-            // A deadline that overflows is no deadline.
+            // There is no deadline if it overflows.
             let next_check = self.next_check(submitted.number, start, limit);
             if sync::wait_until(next_check, || countdown.all_ended()) {
                 return Ok(());

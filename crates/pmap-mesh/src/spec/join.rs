@@ -172,7 +172,7 @@ fn write_into(kept: &Tensor, index: usize, dim: usize, parts: &[Tensor]) -> Resu
     if let ([], [part]) = (kept.dims(), parts)
         && part.rank() == 0
     {
-        // candle writes along a dimension, and a scalar has none.
+        // candle writes along a dimension, and a scalar has no dimension.
         let kept = kept.reshape(1).map_err(Error::gather(index))?;
         let part = part.reshape(1).map_err(Error::gather(index))?;
         return write_into(&kept, index, 0, &[part]);
