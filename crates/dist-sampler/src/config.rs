@@ -32,8 +32,8 @@ pub enum Order {
     /// The permutation of PyTorch's `DistributedSampler`, bit for bit, for runs that must reproduce
     /// PyTorch.
     ///
-    /// It costs as much as [`Order::Exact`]. Like PyTorch it adds seed and epoch, so epoch 1 of seed 0
-    /// equals epoch 0 of seed 1.
+    /// It costs as much as [`Order::Exact`]. Like PyTorch it adds seed and epoch, so epoch 1 of
+    /// seed 0 equals epoch 0 of seed 1.
     Torch,
 }
 

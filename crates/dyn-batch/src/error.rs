@@ -18,7 +18,8 @@ pub enum Error {
     /// No setting limits the size of a batch.
     #[error("batches have no limit, set max_batch_size, max_tokens or max_cost")]
     NoLimit,
-    /// The dynamic strategy has no token budget, and lacks one of the two limits that imply a budget.
+    /// The dynamic strategy has no token budget, and lacks one of the two limits that imply a
+    /// budget.
     #[error(
         "the dynamic strategy has no token budget, set max_tokens, or max_batch_size and max_sequence_length"
     )]

@@ -70,8 +70,8 @@ impl ShardingPlan {
     /// - [`CutError::AlwaysGathered`] if a parameter that must always be gathered is not
     ///   [`Cut::Replicated`];
     /// - [`CutError::TieMismatch`] if a tied parameter is not [`Cut::Tied`], or an untied one is;
-    /// - [`ParameterError::InvalidTie`] if the target of a tied parameter does not exist, is tied to
-    ///   another parameter, or differs in shape, dtype or unit;
+    /// - [`ParameterError::InvalidTie`] if the target of a tied parameter does not exist, is tied
+    ///   to another parameter, or differs in shape, dtype or unit;
     /// - [`CutError::Scalar`] if a parameter without dims is cut along dim 0;
     /// - [`CutError::SplitsBlock`] or [`CutError::InvalidGranule`] if a cut would split a block of a
     ///   dtype;

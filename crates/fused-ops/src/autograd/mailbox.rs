@@ -9,18 +9,18 @@ use crate::error::Result;
 /// Messages between the nodes of one operation, from all of its backward passes.
 ///
 /// Several passes may run at once: on several threads, and nested on one thread, since a rayon
-/// thread that waits for a kernel may begin another pass. candle does not identify a pass, but within
-/// a pass it adds up the gradients that nodes return for a token, and hands the sum to the token's
-/// node. So these gradients carry the messages: a node that leaves a message returns its ticket as
-/// the gradient, and the token's node takes the messages with tickets in the sum. A message of a
-/// failed pass is never taken, and is dropped with the graph.
+/// thread that waits for a kernel may begin another pass. candle does not identify a pass, but
+/// within a pass it adds up the gradients that nodes return for a token, and hands the sum to the
+/// token's node. So these gradients carry the messages: a node that leaves a message returns its
+/// ticket as the gradient, and the token's node takes the messages with tickets in the sum. A
+/// message of a failed pass is never taken, and is dropped with the graph.
 #[derive(Debug)]
 pub(crate) struct Mailbox<T>(Mutex<Vec<PassMessage<T>>>);
 
 #[derive(Debug)]
 struct PassMessage<T> {
-    /// Unique among the messages of a mailbox, and not 0. A `u16` is exact in f32, which all devices
-    /// can add.
+    /// Unique among the messages of a mailbox, and not 0. A `u16` is exact in f32, which all
+    /// devices can add.
     ticket: u16,
     index: usize,
     content: T,
@@ -59,11 +59,12 @@ impl<T> Mailbox<T> {
         Ok(ticket)
     }
 
-    /// Takes the messages of this pass, each with its index. `grad` is the gradient of the token, with
-    /// their tickets.
+    /// Takes the messages of this pass, each with its index. `grad` is the gradient of the token,
+    /// with their tickets.
     pub(crate) fn take(&self, grad: &Tensor) -> Result<Vec<(usize, T)>> {
         // This pass has left at least one message, so a single message is its own. Without this
-        // shortcut, each operation on a GPU would wait for its tickets to be copied to the processor.
+        // shortcut, each operation on a GPU would wait for its tickets to be copied to the
+        // processor.
         if let Some(message) = self.take_single() {
             return Ok(vec![message]);
         }

@@ -21,8 +21,8 @@ pub(super) struct PrecomputedNode<B> {
 pub(super) enum NodeOutput {
     /// Elements computed by a kernel, until candle takes them.
     Computed(Mutex<Option<CpuStorage>>),
-    /// A tensor on any device. candle takes a copy, and the tensor is dropped, since the graph would
-    /// otherwise keep both.
+    /// A tensor on any device. candle takes a copy, and the tensor is dropped, since the graph
+    /// would otherwise keep both.
     Copy(Mutex<Option<Tensor>>),
     /// Zeros without meaning, on the device of the first input.
     Token,

@@ -169,8 +169,8 @@ impl Attention {
     }
 }
 
-/// Projects `x`, cuts it into heads, and rotates each position by its angles. Angles of two dimensions
-/// are the same for every row, angles of three dimensions differ between rows.
+/// Projects `x`, cuts it into heads, and rotates each position by its angles. Angles of two
+/// dimensions are the same for every row, angles of three dimensions differ between rows.
 fn rotated_heads(
     x: &Tensor,
     projection: &Linear,

@@ -28,7 +28,8 @@ pub struct Embedding {
 impl Embedding {
     /// Makes a layer of this table [rows, hidden size].
     ///
-    /// `_hidden_size` is ignored, since the table has this size. candle-nn's constructor takes it, too.
+    /// `_hidden_size` is ignored, since the table has this size. candle-nn's constructor takes it,
+    /// too.
     pub fn new(embeddings: Tensor, _hidden_size: usize) -> Self {
         Self { embeddings }
     }

@@ -28,8 +28,8 @@ use crate::{
 ///
 /// The dropped elements depend only on `key` and the indices, on every device and for any number of
 /// threads: each element has a number of Philox 4×32-10 (Salmon et al., 2011). A second pass with
-/// the same key drops the same elements, as [`checkpoint`](crate::checkpoint()) needs it. If the key
-/// has the offset of a part, the part drops the same elements as in the whole tensor.
+/// the same key drops the same elements, as [`checkpoint`](crate::checkpoint()) needs it. If the
+/// key has the offset of a part, the part drops the same elements as in the whole tensor.
 ///
 /// # Errors
 ///

@@ -29,8 +29,8 @@ const OP: &str = "embedding";
 /// # Errors
 ///
 /// [`Index`](Error::Index) if the table has no such row, [`Shape`](Error::Shape) if the table does
-/// not have two dimensions, [`DType`](Error::DType) if the indices are not integers or the table has
-/// no floating type, [`Device`](Error::Device) if the two lie on different devices. Indices are
+/// not have two dimensions, [`DType`](Error::DType) if the indices are not integers or the table
+/// has no floating type, [`Device`](Error::Device) if the two lie on different devices. Indices are
 /// checked beforehand only on the processor.
 ///
 /// # Examples

@@ -14,8 +14,8 @@ use crate::{
 
 const OP: &str = "mlp";
 
-/// Returns down(activation(up(x))): two [`linear`](crate::linear()) layers. The wide middle stays out
-/// of candle's graph.
+/// Returns down(activation(up(x))): two [`linear`](crate::linear()) layers. The wide middle stays
+/// out of candle's graph.
 ///
 /// candle's backward allocates zeros for the first gradient of every tensor and adds to them. Here
 /// the middle, the widest tensor of a block, has only one gradient, and the activation's slope is

@@ -64,8 +64,8 @@ fn empty_inputs_give_zero_gradients() {
     }
 }
 
-/// Formats NaN and the infinities by name, and finite numbers as rounded millionths: in the tails of
-/// GELU, the composed form is not more precise.
+/// Formats NaN and the infinities by name, and finite numbers as rounded millionths: in the tails
+/// of GELU, the composed form is not more precise.
 fn texts(tensor: &Tensor) -> Vec<String> {
     let mut texts = Vec::new();
     for x in values(tensor) {

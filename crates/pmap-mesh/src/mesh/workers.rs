@@ -390,7 +390,8 @@ impl SlotWorker {
                 let name = format!("mesh-{index}.{}", thread.index());
                 let core = cores.core_for(index, thread.index());
                 threads.push(thread::Builder::new().name(name).spawn(move || {
-                    // If the system rejects the core, the thread runs unbound, which is only slower.
+                    // If the system rejects the core, the thread runs unbound, which is only
+                    // slower.
                     core.map(core_affinity::set_for_current);
                     IN_MESH.set(true);
                     thread.run();

@@ -12,8 +12,8 @@ pub(super) trait ReduceElement: WithDType {
     fn plus(sum: Self::Sum, next: Self::Sum) -> Self::Sum;
     fn larger(sum: Self::Sum, next: Self::Sum) -> Self::Sum;
     fn smaller(sum: Self::Sum, next: Self::Sum) -> Self::Sum;
-    /// Divides a float by `count`, for the mean. Integers have no mean and are rejected earlier; here
-    /// they stay unchanged.
+    /// Divides a float by `count`, for the mean. Integers have no mean and are rejected earlier;
+    /// here they stay unchanged.
     fn divide(sum: Self::Sum, count: usize) -> Self::Sum;
     /// Returns the bits of the number, zero-extended.
     fn bits(self) -> u64;

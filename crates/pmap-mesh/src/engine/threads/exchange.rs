@@ -9,8 +9,8 @@ use crate::{axes::AxisSet, reduce::shared_work::SharedWork};
 /// One member's contribution to a collective.
 #[derive(Debug, Default)]
 pub(super) struct MemberContribution {
-    /// The tensors. Other members may read them after all have arrived, until this member leaves the
-    /// collective.
+    /// The tensors. Other members may read them after all have arrived, until this member leaves
+    /// the collective.
     pub(super) tensors: Vec<Tensor>,
     /// The indexes of the tensors that this member wants, for
     /// [`WantedTensors::Own`](crate::engine::WantedTensors::Own).
@@ -39,8 +39,8 @@ pub(super) type RunKey = (usize, usize, usize);
 pub(super) type WorkPlanner<'a> =
     &'a dyn Fn(&[MemberContribution]) -> Option<candle_core::Result<ListWork>>;
 
-/// The key of a collective in a call: the axes and index of its group, and the collective's number in
-/// the group.
+/// The key of a collective in a call: the axes and index of its group, and the collective's number
+/// in the group.
 pub(super) type CollectiveKey = (AxisSet, usize, u64);
 
 /// The shared state of one collective of a group.
