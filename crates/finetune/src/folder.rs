@@ -154,8 +154,8 @@ impl Folder {
     pub(crate) fn weights_fingerprint(&self) -> Result<String> {
         let mut fingerprint = Fingerprint::new();
         for path in self.weights()?.files() {
-            let of_file = Fingerprint::read(path).map_err(|cause| Error::io(path, cause))?;
-            fingerprint.write_bytes(of_file.to_string().as_bytes());
+            let content = Fingerprint::read(path).map_err(|cause| Error::io(path, cause))?;
+            fingerprint.write_bytes(content.to_string().as_bytes());
         }
         Ok(fingerprint.to_string())
     }
@@ -169,8 +169,8 @@ fn parse(file: &Path, config: &str) -> Result<Llama, FolderError> {
 
 /// Returns true if a folder has weights of any format.
 fn has_weights(path: &Path) -> Result<bool> {
-    let has_own = [ONE_FILE, INDEX].iter().any(|name| path.join(name).exists());
-    Ok(has_own || other_weights(path)?.is_some())
+    let has_safetensors = [ONE_FILE, INDEX].iter().any(|name| path.join(name).exists());
+    Ok(has_safetensors || other_weights(path)?.is_some())
 }
 
 /// Returns the name of an unsupported weight file, if there is one.

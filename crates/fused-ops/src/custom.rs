@@ -1,4 +1,4 @@
-//! Operations with a backward of one's own.
+//! Operations with a custom backward.
 //!
 //! `torch.autograd.Function` and `jax.custom_vjp` do the same.
 
@@ -26,13 +26,13 @@ use crate::{
 ///
 /// # Errors
 ///
-/// [`Candle`](crate::Error::Candle) if candle cannot copy the output. In the backward pass, what
-/// `backward` returns, and if it leaves out the gradient of a tracked input that is no variable, or
-/// returns another number of gradients than there are inputs.
+/// [`Candle`](crate::Error::Candle) if candle cannot copy the output. The backward pass fails with
+/// the errors of `backward`, if it leaves out the gradient of a tracked input that is not a
+/// variable, or if the number of gradients differs from the number of inputs.
 ///
 /// # Examples
 ///
-/// A product whose gradient is counted double:
+/// A product with a doubled gradient:
 ///
 /// ```
 /// use candle_core::{Device, Var};
@@ -71,7 +71,7 @@ where
 ///
 /// # Errors
 ///
-/// [`Candle`](crate::Error::Candle) with what candle's backward pass returns.
+/// [`Candle`](crate::Error::Candle) with the error of candle's backward pass.
 ///
 /// # Examples
 ///

@@ -14,12 +14,12 @@ pub(crate) mod train;
 
 use crate::error::{Error, Result};
 
-/// Returns the number of results to print out of `len`: from `start` on, at most `count`. An error
-/// calls the results `what`.
-pub(crate) fn count(start: u64, count: Option<u64>, len: u64, what: &str) -> Result<u64> {
+/// Returns the number of results to print out of `len`: from `start` on, at most `count`. Errors
+/// name the results with `noun`.
+pub(crate) fn n_to_print(start: u64, count: Option<u64>, len: u64, noun: &str) -> Result<u64> {
     let left = len
         .checked_sub(start)
-        .ok_or_else(|| Error::usage(format!("start {start} is beyond {len} {what}")))?;
+        .ok_or_else(|| Error::usage(format!("start {start} is beyond {len} {noun}")))?;
     Ok(count.map_or(left, |count| count.min(left)))
 }
 

@@ -51,9 +51,11 @@ impl<'a> CheckpointWriter<'a> {
 
     /// Writes the checkpoint: all processes write their slots, and the first one writes the rest.
     pub(super) fn write(&self, tensors: &StateDict, state: &impl Serialize) -> Result<()> {
-        self.check_others()?;
-        let begun = self.mesh.all_ok(self.begin(tensors, state));
-        let written = begun.and_then(|state| self.write_files(tensors, state));
+        self.check_agreement()?;
+        let written = self
+            .mesh
+            .all_ok(self.prepare(tensors, state))
+            .and_then(|state| self.write_files(tensors, state));
         if written.is_err() && self.mesh.is_first_process() {
             // If this fails, the next save removes the folder.
             drop(fs::remove_dir_all(&self.partial));
@@ -62,9 +64,12 @@ impl<'a> CheckpointWriter<'a> {
     }
 
     /// Checks that all processes write the same checkpoint.
-    fn check_others(&self) -> Result<()> {
-        let run = self.checkpoints.run.as_deref().map(str::as_bytes);
-        let run = run.map_or(0, |name| 1 + u64::from(Checksum::compute(name).get()));
+    fn check_agreement(&self) -> Result<()> {
+        // Compare the name of the run by its checksum; 0 stands for no name.
+        let run = match &self.checkpoints.run {
+            Some(name) => 1 + u64::from(Checksum::compute(name.as_bytes()).get()),
+            None => 0,
+        };
         if let Some((_, other)) = self.mesh.find_mismatch(self.step)? {
             return Err(Error::step_mismatch(&self.final_path, self.step, other));
         }
@@ -75,7 +80,7 @@ impl<'a> CheckpointWriter<'a> {
     }
 
     /// Creates the folder, in the first process, and converts the run's state to JSON.
-    fn begin(&self, tensors: &StateDict, state: &impl Serialize) -> Result<Value> {
+    fn prepare(&self, tensors: &StateDict, state: &impl Serialize) -> Result<Value> {
         let found = tensors.slots.len();
         let expected = self.mesh.devices().len();
         if found != expected {
@@ -128,6 +133,7 @@ impl<'a> CheckpointWriter<'a> {
         }
     }
 
+    /// Writes the files of all slots, and then the index.
     fn write_files(&self, tensors: &StateDict, state: Value) -> Result<()> {
         let local = self.mesh.all_ok(self.write_shards(tensors))?;
         let files = self.gather_files(&local)?;
@@ -226,8 +232,9 @@ fn to_numbers(written: Option<WrittenFile>) -> [u64; 2] {
     written.map_or([0; 2], |WrittenFile { bytes, header }| [bytes, header.get().into()])
 }
 
+/// Decodes the numbers of [`to_numbers`].
 fn from_numbers([bytes, header]: [u64; 2]) -> Option<WrittenFile> {
-    #[expect(clippy::expect_used, reason = "it is the number of a checksum")]
+    #[expect(clippy::expect_used, reason = "`to_numbers` encodes a checksum of 32 bits")]
     let header = u32::try_from(header).expect("a checksum has 32 bits");
     (bytes > 0).then_some(WrittenFile { bytes, header: header.into() })
 }

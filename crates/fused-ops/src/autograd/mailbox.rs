@@ -6,21 +6,21 @@ use candle_core::Tensor;
 
 use crate::error::Result;
 
-/// The messages that the backward passes of one operation leave between its nodes.
+/// Messages between the nodes of one operation, from all of its backward passes.
 ///
 /// Several passes may run at once: on several threads, and nested on one thread, since a rayon
-/// thread that waits for a kernel may begin another pass. candle does not identify a pass, but it
-/// carries the gradient of a token from node to node within the pass. So that gradient holds
-/// tickets: a node that leaves a message adds its ticket, and the node that reads the gradient
-/// takes the messages of the tickets. A message of a failed pass is never taken, and is dropped
-/// with the graph.
+/// thread that waits for a kernel may begin another pass. candle does not identify a pass, but
+/// within a pass it adds up the gradients that nodes return for a token, and hands the sum to the
+/// token's node. So these gradients carry the messages: a node that leaves a message returns its
+/// ticket as the gradient, and the token's node takes the messages with tickets in the sum. A
+/// message of a failed pass is never taken, and is dropped with the graph.
 #[derive(Debug)]
 pub(crate) struct Mailbox<T>(Mutex<Vec<PassMessage<T>>>);
 
 #[derive(Debug)]
 struct PassMessage<T> {
-    /// Unique among the letters of a mailbox, and not 0. A `u16` is exact in f32, which all devices
-    /// can add.
+    /// Unique among the messages of a mailbox, and not 0. A `u16` is exact in f32, which all
+    /// devices can add.
     ticket: u16,
     index: usize,
     content: T,
@@ -33,9 +33,10 @@ impl<T> Default for Mailbox<T> {
 }
 
 impl<T> Mailbox<T> {
-    /// Leaves `content`, and returns the gradient that carries its ticket to `token` at `index`.
+    /// Leaves `content`, and returns a gradient of `token` with the ticket at `index` and zeros
+    /// elsewhere.
     ///
-    /// The token has one dimension, with an element for each node.
+    /// The token has one dimension, with an element for each node that leaves messages.
     pub(crate) fn leave(&self, index: usize, content: T, token: &Tensor) -> Result<Tensor> {
         let ticket = self.put(index, content)?;
         let mut tickets = vec![0_f32; token.elem_count()];
@@ -43,40 +44,44 @@ impl<T> Mailbox<T> {
         Ok(Tensor::from_vec(tickets, token.shape(), token.device())?)
     }
 
+    /// Stores a message, and returns its ticket.
     fn put(&self, index: usize, content: T) -> Result<u16> {
-        let mut letters = self.lock();
+        let mut messages = self.lock();
         let ticket = (1..=u16::MAX)
-            .find(|ticket| letters.iter().all(|letter| letter.ticket != *ticket))
+            .find(|ticket| messages.iter().all(|message| message.ticket != *ticket))
             .ok_or_else(|| {
                 candle_core::Error::msg(format!(
                     "{} backward passes through one operation have not ended",
-                    letters.len()
+                    messages.len()
                 ))
             })?;
-        letters.push(PassMessage { ticket, index, content });
+        messages.push(PassMessage { ticket, index, content });
         Ok(ticket)
     }
 
-    /// Takes the messages of this pass, each with its index. `grad`, the gradient of the token, has
-    /// their tickets.
+    /// Takes the messages of this pass, each with its index. `grad` is the gradient of the token,
+    /// with their tickets.
     pub(crate) fn take(&self, grad: &Tensor) -> Result<Vec<(usize, T)>> {
-        // This pass has left a letter at least, so a single letter is its own. Without this case
-        // each operation would wait for a GPU to read the tickets.
-        if let Some(letter) = self.take_single() {
-            return Ok(vec![letter]);
+        // This pass has left at least one message, so a single message is its own. Without this
+        // shortcut, each operation on a GPU would wait for its tickets to be copied to the
+        // processor.
+        if let Some(message) = self.take_single() {
+            return Ok(vec![message]);
         }
+        // Tickets are whole numbers, so equal tickets have equal bits.
         let tickets: Vec<u32> = grad.to_vec1::<f32>()?.into_iter().map(f32::to_bits).collect();
-        let mut letters = self.lock();
-        let taken = letters.extract_if(.., |letter: &mut PassMessage<T>| {
-            tickets.contains(&f32::from(letter.ticket).to_bits())
+        let mut messages = self.lock();
+        let taken = messages.extract_if(.., |message: &mut PassMessage<T>| {
+            tickets.contains(&f32::from(message.ticket).to_bits())
         });
-        Ok(taken.map(|letter| (letter.index, letter.content)).collect())
+        Ok(taken.map(|message| (message.index, message.content)).collect())
     }
 
+    /// Takes the message if there is exactly one.
     fn take_single(&self) -> Option<(usize, T)> {
-        let mut letters = self.lock();
-        let letter = if letters.len() == 1 { letters.pop() } else { None };
-        letter.map(|letter| (letter.index, letter.content))
+        let mut messages = self.lock();
+        let message = if messages.len() == 1 { messages.pop() } else { None };
+        message.map(|message| (message.index, message.content))
     }
 
     /// Locks the messages. A thread that panicked under the lock left only complete messages.

@@ -3,7 +3,8 @@
 use candle_core::{Result, Tensor};
 use candle_nn::{Module, VarBuilder};
 
-/// [`embedding`](crate::embedding()) with its table, in the place of `candle_nn::Embedding`.
+/// A table of embeddings that computes [`embedding`](crate::embedding()); replaces
+/// `candle_nn::Embedding`.
 ///
 /// # Examples
 ///
@@ -25,10 +26,10 @@ pub struct Embedding {
 }
 
 impl Embedding {
-    /// Makes an embedding of this table [rows, hidden size].
+    /// Makes a layer of this table [rows, hidden size].
     ///
-    /// `hidden_size` is not needed, since the table has it; it is there because candle-nn's
-    /// constructor asks for it.
+    /// `_hidden_size` is ignored, since the table has this size. candle-nn's constructor takes it,
+    /// too.
     pub fn new(embeddings: Tensor, _hidden_size: usize) -> Self {
         Self { embeddings }
     }
