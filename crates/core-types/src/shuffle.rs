@@ -1,6 +1,6 @@
 //! The Fisher–Yates shuffle (Knuth, TAOCP vol. 2, algorithm P) with random numbers from the caller.
 
-/// Shuffles `items`: each in turn is swapped with itself or a later one.
+/// Shuffles `items`: swaps each in turn with itself or a later item.
 ///
 /// `draw(n)` returns the distance to the other item, a number less than `n`. It is called once per
 /// item, with `n` falling from the number of items to 1. If the draws are uniform and independent,
@@ -42,17 +42,17 @@ mod tests {
         for len in [0, 1, 2, 100] {
             let draw = |n: u64| Seed::new(n).derive(1).as_u64() % n;
             let mut expected: Vec<usize> = (0..len).collect();
-            for place in 0..len {
-                expected.swap(place, place + usize::try_from(draw((len - place) as u64)).unwrap());
+            for index in 0..len {
+                expected.swap(index, index + usize::try_from(draw((len - index) as u64)).unwrap());
             }
             let mut items: Vec<usize> = (0..len).collect();
-            let mut asked = Vec::new();
+            let mut limits = Vec::new();
             shuffle(&mut items, |n| {
-                asked.push(n);
+                limits.push(n);
                 draw(n)
             });
             assert_eq!(items, expected, "{len}");
-            assert!(asked.into_iter().eq((1..=len as u64).rev()));
+            assert!(limits.into_iter().eq((1..=len as u64).rev()));
         }
     }
 

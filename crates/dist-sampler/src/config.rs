@@ -19,8 +19,8 @@ pub enum Order {
     /// A uniformly random permutation, different in every epoch.
     ///
     /// Each of the N! orders is equally likely (Fisher–Yates). The sampler stores the order with 4
-    /// bytes per sample of the whole data set, and computes it when an epoch is first read. `new`
-    /// and `set_epoch` do not, because a resuming run calls both.
+    /// bytes per sample of the whole data set. It computes the order when an epoch is first read,
+    /// not in `new` or `set_epoch`, because a resuming run calls both.
     Exact,
     /// A keyed pseudorandom permutation, different in every epoch, that needs no preparation and no
     /// memory.
@@ -32,8 +32,8 @@ pub enum Order {
     /// The permutation of PyTorch's `DistributedSampler`, bit for bit, for runs that must reproduce
     /// PyTorch.
     ///
-    /// It costs as much as [`Order::Exact`]. Like PyTorch it adds seed and epoch, so (0, 1) equals
-    /// (1, 0).
+    /// It costs as much as [`Order::Exact`]. Like PyTorch it adds seed and epoch, so epoch 1 of
+    /// seed 0 equals epoch 0 of seed 1.
     Torch,
 }
 

@@ -18,7 +18,8 @@ pub enum Error {
     /// No setting limits the size of a batch.
     #[error("batches have no limit, set max_batch_size, max_tokens or max_cost")]
     NoLimit,
-    /// The dynamic strategy has neither a token budget nor both factors of one.
+    /// The dynamic strategy has no token budget, and lacks one of the two limits that imply a
+    /// budget.
     #[error(
         "the dynamic strategy has no token budget, set max_tokens, or max_batch_size and max_sequence_length"
     )]
@@ -105,7 +106,7 @@ pub enum Error {
     },
     /// The smallest batch with this sequence exceeds the token budget.
     #[error(
-        "sequence {index} of length {length} in the smallest batch, of {multiple}, is above max_tokens {max_tokens}"
+        "a batch of {multiple} with sequence {index} of length {length} is above max_tokens {max_tokens}"
     )]
     SequenceOverBudget {
         /// Index of the sequence.
@@ -119,7 +120,7 @@ pub enum Error {
     },
     /// The smallest batch with this sequence exceeds the cost limit.
     #[error(
-        "sequence {index} of length {length} in the smallest batch, of {multiple}, is above max_cost {max_cost}"
+        "a batch of {multiple} with sequence {index} of length {length} is above max_cost {max_cost}"
     )]
     SequenceOverCost {
         /// Index of the sequence.
@@ -163,7 +164,7 @@ pub enum Error {
 
     // Steps of several ranks.
     /// Dealt steps do not support buckets and packed rows.
-    #[error("buckets and packed rows cannot be dealt out, group their batches instead")]
+    #[error("dealt steps do not support buckets and packed rows, use grouped steps")]
     CannotDeal,
     /// There are too few sequences for a batch per rank in every step.
     #[error("{n_batches} batches cannot be split into equally many for each of {world_size} ranks")]
@@ -176,7 +177,7 @@ pub enum Error {
     /// The state was saved with other lengths, another order or another configuration.
     #[error("the state belongs to other batches: found {found}, expected {expected}")]
     OtherBatches {
-        /// State at the start of these batches.
+        /// Expected state: the state at the start of the sampler's batches.
         expected: String,
         /// Saved state.
         found: String,

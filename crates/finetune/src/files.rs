@@ -21,13 +21,13 @@ const MAX_BYTES: u64 = 1 << 30;
 /// [`Error::Io`] if the path is not a regular file, if the file is longer than 1 GiB, or if it cannot
 /// be read.
 pub fn read_if_there(path: &Path) -> Result<Option<Vec<u8>>> {
-    let known = match fs::metadata(path) {
-        Ok(known) => known,
+    let metadata = match fs::metadata(path) {
+        Ok(metadata) => metadata,
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
         Err(cause) => return Err(Error::io(path, cause)),
     };
     // Opening a pipe would block until a writer opens it.
-    if !known.is_file() {
+    if !metadata.is_file() {
         return Err(Error::io(path, io::Error::other("it is not a file")));
     }
     let mut bytes = Vec::new();
@@ -35,8 +35,8 @@ pub fn read_if_there(path: &Path) -> Result<Option<Vec<u8>>> {
         .and_then(|file| file.take(MAX_BYTES + 1).read_to_end(&mut bytes))
         .map_err(|cause| Error::io(path, cause))?;
     if bytes.len() as u64 > MAX_BYTES {
-        let long = format!("it is longer than {MAX_BYTES} bytes");
-        return Err(Error::io(path, io::Error::other(long)));
+        let message = format!("it is longer than {MAX_BYTES} bytes");
+        return Err(Error::io(path, io::Error::other(message)));
     }
     Ok(Some(bytes))
 }

@@ -156,8 +156,8 @@ impl Folder {
     pub(crate) fn weights_fingerprint(&self) -> Result<String> {
         let mut fingerprint = Fingerprint::new();
         for path in self.weights()?.files() {
-            let file = Fingerprint::read(path).map_err(|cause| Error::io(path, cause))?;
-            fingerprint.write_bytes(file.to_string().as_bytes());
+            let content = Fingerprint::read(path).map_err(|cause| Error::io(path, cause))?;
+            fingerprint.write_bytes(content.to_string().as_bytes());
         }
         Ok(fingerprint.to_string())
     }

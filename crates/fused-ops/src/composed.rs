@@ -1,8 +1,8 @@
 //! The same operations, composed of candle's differentiable operations.
 //!
 //! They run on devices without kernels of this crate, and its tests compare the kernels with them.
-//! The arguments are those of the functions with the same names at the root of the crate, which
-//! have checked them.
+//! The arguments are the same as for the functions with the same names at the root of the crate.
+//! Those functions check them.
 
 use candle_core::{D, DType, Device, Result, Tensor};
 

@@ -1,4 +1,4 @@
-//! Activation checkpointing: the backward pass recomputes what the forward pass does not keep.
+//! Activation checkpointing: the backward pass recomputes intermediate results.
 //!
 //! Chen, Xu, Zhang and Guestrin, "Training Deep Nets with Sublinear Memory Cost", arXiv 1604.06174;
 //! `torch.utils.checkpoint` and `jax.checkpoint` do the same.
@@ -23,16 +23,16 @@ const OP: &str = "checkpoint";
 ///
 /// # Shapes
 ///
-/// Whatever `f` takes and returns, on any device.
+/// Any shapes that `f` takes and returns, on any device.
 ///
 /// # Determinism
 ///
-/// Values and gradients have the bits that they have without a checkpoint.
+/// Values and gradients have the same bits as without a checkpoint.
 ///
 /// # Errors
 ///
-/// [`Variable`](Error::Variable) if `f` depends on a variable that is not among `vars`, since that
-/// would get no gradient in silence; and whatever `f` returns, as [`Candle`](Error::Candle).
+/// [`Variable`](Error::Variable) if `f` depends on a variable that is not among `vars`, since this
+/// variable would silently get no gradient; [`Candle`](Error::Candle) with the error of `f`.
 ///
 /// # Examples
 ///
@@ -67,11 +67,12 @@ where
 
 /// Rejects a result that depends on a variable outside of `vars`.
 fn check(vars: &[Var], y: &Tensor) -> Result<()> {
-    let is_known = |tensor: &Tensor| vars.iter().any(|var| var.id() == tensor.id());
-    match y.sorted_nodes().iter().find(|node| node.is_variable() && !is_known(node)) {
-        None => Ok(()),
-        Some(var) => Err(Error::Variable { op: OP, shape: var.dims().to_vec() }),
+    for node in y.sorted_nodes() {
+        if node.is_variable() && vars.iter().all(|var| var.id() != node.id()) {
+            return Err(Error::Variable { op: OP, shape: node.dims().to_vec() });
+        }
     }
+    Ok(())
 }
 
 /// Returns the variables without duplicates, which would add the gradient twice.

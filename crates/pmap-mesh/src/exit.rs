@@ -9,8 +9,8 @@ use std::{
     time::Duration,
 };
 
-/// Time limit for an orderly exit, after which the process aborts: several times what `MPI_Abort`
-/// takes to reach all ranks.
+/// Time limit for an orderly exit, after which the process aborts: several times the time in which
+/// `MPI_Abort` reaches all ranks.
 const STOP_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// Prints one line and ends this process by calling `stop`, or aborts after [`STOP_TIMEOUT`].

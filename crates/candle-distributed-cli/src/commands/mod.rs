@@ -14,11 +14,11 @@ pub(crate) mod train;
 
 use crate::error::{Error, Result};
 
-/// Returns the number of results to print: at most `count`, from `start` on, of `len` results. The
-/// error message calls the results `what`.
-pub(crate) fn count(start: u64, count: Option<u64>, len: u64, what: &str) -> Result<u64> {
+/// Returns the number of results to print out of `len`: from `start` on, at most `count`. Errors
+/// name the results with `noun`.
+pub(crate) fn n_to_print(start: u64, count: Option<u64>, len: u64, noun: &str) -> Result<u64> {
     let left = len.checked_sub(start).ok_or_else(|| {
-        Error::usage(format!("--start {start} is beyond the end of {len} {what}"))
+        Error::usage(format!("--start {start} is beyond the end of {len} {noun}"))
     })?;
     Ok(count.map_or(left, |count| count.min(left)))
 }

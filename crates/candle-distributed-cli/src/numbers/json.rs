@@ -19,8 +19,8 @@ use crate::{
     input,
 };
 
-/// Reads the numbers of a list, or the indices in the output of `sample`, into memory.
-pub(super) fn whole<T: Number>(list: &NumberList, source: impl Read) -> Result<Vec<T>> {
+/// Reads the numbers of a list, or the indices in the output of `sample`, all at once.
+pub(super) fn read<T: Number>(list: &NumberList, source: impl Read) -> Result<Vec<T>> {
     let bytes = input::read_bytes(source, &list.path)?;
     let numbers = if bytes.first() == Some(&b'[') {
         serde_json::from_slice(&bytes)
@@ -45,7 +45,8 @@ struct SampleOutput<T> {
 /// The length limit of a line. A line of ten million token ids is shorter.
 const MAX_LINE_BYTES: u64 = 1 << 26;
 
-/// Reads the number in a field of each line, or the length of a list. Blank lines are skipped.
+/// Reads a number from the field `name` of each line: the number itself, or the length of a list.
+/// Blank lines are skipped.
 pub(super) fn field_of_lines<T: Number>(
     list: NumberList,
     mut source: impl BufRead + 'static,
@@ -62,22 +63,22 @@ pub(super) fn field_of_lines<T: Number>(
                 Err(fault) => return Some(Err(list.unreadable(fault))),
                 Ok(0) => return None,
                 Ok(_) if line.trim_ascii().is_empty() => {}
-                Ok(_) => return Some(in_line(&list, n_lines, &line, &name)),
+                Ok(_) => return Some(number_in_line(&list, n_lines, &line, &name)),
             }
         }
     })
 }
 
-/// Reads the number in a field of line `n`.
-fn in_line<T: Number>(list: &NumberList, n: u64, line: &[u8], name: &str) -> Result<T> {
+/// Reads the number in the field `name` of line `n`.
+fn number_in_line<T: Number>(list: &NumberList, n: u64, line: &[u8], name: &str) -> Result<T> {
     let place = format!("line {n} of {}", list.name());
     if line.len() as u64 > MAX_LINE_BYTES {
         return Err(list.error(format!("{place} is longer than {MAX_LINE_BYTES} bytes")));
     }
     let mut json = serde_json::Deserializer::from_slice(line);
-    let found =
-        FieldReader(name).deserialize(&mut json).and_then(|found| json.end().map(|()| found));
-    let number = found
+    let count =
+        FieldReader(name).deserialize(&mut json).and_then(|count| json.end().map(|()| count));
+    let number = count
         .map_err(|fault| fault.to_string())
         .and_then(|count| T::from_value(NumberValue::Unsigned(count)));
     number.map_err(|fault| {
@@ -86,7 +87,7 @@ fn in_line<T: Number>(list: &NumberList, n: u64, line: &[u8], name: &str) -> Res
     })
 }
 
-/// Reads the field with this name from an object, and skips all others.
+/// Reads the count in the field with this name, and skips all other fields.
 struct FieldReader<'a>(&'a str);
 
 impl<'de> DeserializeSeed<'de> for FieldReader<'_> {

@@ -81,16 +81,16 @@ fn push<T>(numbers: &mut Vec<T>, number: T) -> Option<()> {
     Some(())
 }
 
-/// Support for lists of raw numbers without a header.
+/// Acceptance of lists of raw numbers without a header.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum RawNumbers {
     Never,
-    /// Accepted if the first number has a zero byte, which text never has. Every number below 2^56
-    /// has one.
+    /// Accepted if the first number has a zero byte. Text has no zero bytes, and every number below
+    /// 2^56 has one.
     UnlessText,
 }
 
-/// The origin of a list of numbers, for error messages.
+/// A file with a list of numbers, and its words for error messages.
 #[derive(Clone, Debug)]
 struct NumberList {
     /// Noun for a number of the list.
@@ -144,11 +144,12 @@ impl NumberList {
         }
         Ok(match first[..] {
             [npy::FIRST_BYTE, ..] => Box::new(npy::read(self, source)?),
-            [b'[' | b'{', ..] => Box::new(json::whole(&self, source)?.into_iter().map(Ok)),
+            [b'[' | b'{', ..] => Box::new(json::read(&self, source)?.into_iter().map(Ok)),
             _ => Box::new(text::read(self, source)),
         })
     }
 
+    /// Returns the path for messages.
     fn name(&self) -> Printable<impl fmt::Display> {
         Printable(self.path.display())
     }
@@ -158,12 +159,13 @@ impl NumberList {
         Error::usage(message).hinted(self.hint)
     }
 
-    /// Returns an error about number `n`, counted from 1, with the text `shown`.
-    fn fault(&self, n: u64, fault: &str, shown: &str) -> Error {
+    /// Returns an error about number `n`, counted from 1, which has the text `shown`.
+    fn error_at(&self, n: u64, fault: &str, shown: &str) -> Error {
         let shown = input::excerpt(shown);
         self.error(format!("{} {n} in {} is {fault}: {shown}", self.what, self.name()))
     }
 
+    /// Returns an error for a failed read.
     fn unreadable(&self, source: io::Error) -> Error {
         Error::read(&self.path, source).hinted(self.hint)
     }

@@ -75,22 +75,24 @@ pub(super) fn read_raw<T: Number>(
 /// Reads the text of a header, or returns `None` if it is invalid.
 fn header_text(source: &mut impl Read) -> io::Result<Option<String>> {
     let mut start = [0; 8];
-    let is_there = read_up_to(source, &mut start)? == start.len() && start[..6] == MAGIC;
+    let has_start = read_up_to(source, &mut start)? == start.len() && start[..6] == MAGIC;
     let n_size_bytes = match start[6] {
         1 => 2,
         2 | 3 => 4,
         _ => return Ok(None),
     };
     let mut size = [0; 4];
-    let is_whole = read_up_to(source, &mut size[..n_size_bytes])? == n_size_bytes;
+    let has_size = read_up_to(source, &mut size[..n_size_bytes])? == n_size_bytes;
     let n_bytes = u64::from(u32::from_le_bytes(size));
-    if !is_there || !is_whole || n_bytes > MAX_HEADER_BYTES {
+    if !has_start || !has_size || n_bytes > MAX_HEADER_BYTES {
         return Ok(None);
     }
     let mut text = Vec::new();
     source.take(n_bytes).read_to_end(&mut text)?;
-    let is_whole = text.len() as u64 == n_bytes;
-    Ok(String::from_utf8(text).ok().filter(|_| is_whole))
+    if (text.len() as u64) < n_bytes {
+        return Ok(None);
+    }
+    Ok(String::from_utf8(text).ok())
 }
 
 /// Reads until `bytes` is full or the source ends, and returns the number of bytes read.
@@ -107,7 +109,7 @@ fn read_up_to(source: &mut impl Read, bytes: &mut [u8]) -> io::Result<usize> {
     Ok(n_read)
 }
 
-/// The unparsed values of a header.
+/// The values of a header, unparsed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct ArrayHeader<'a> {
     descr: &'a str,
@@ -140,10 +142,10 @@ impl<'a> ArrayHeader<'a> {
         if fortran_order != "False" {
             return Err(format!("has fortran_order {fortran_order}, which must be False"));
         }
-        let len = shape.trim().strip_suffix(',').and_then(|len| len.trim().parse().ok());
-        let len =
-            len.ok_or_else(|| format!("has shape ({shape}), which must have one dimension"))?;
-        Ok((dtype, len))
+        match shape.trim().strip_suffix(',').and_then(|len| len.trim().parse().ok()) {
+            Some(len) => Ok((dtype, len)),
+            None => Err(format!("has shape ({shape}), which must have one dimension")),
+        }
     }
 }
 
@@ -218,8 +220,8 @@ impl<T: Number, R: BufRead> ArrayItems<T, R> {
             if rest.is_empty() {
                 return Ok(None);
             }
-            let end = format!("{name} has bytes after its {} numbers", self.n_read);
-            return Err(self.list.error(end));
+            let message = format!("{name} has bytes after its {} numbers", self.n_read);
+            return Err(self.list.error(message));
         }
         let mut bytes = [0; 8];
         let n_bytes = self.dtype.n_bytes;
@@ -229,15 +231,15 @@ impl<T: Number, R: BufRead> ArrayItems<T, R> {
             n if n == n_bytes => {}
             _ => {
                 let total = self.len.map_or_else(String::new, |len| format!(" of {len}"));
-                let end = format!("{name} ends after {}{total} numbers", self.n_read);
-                return Err(self.list.error(end));
+                let message = format!("{name} ends after {}{total} numbers", self.n_read);
+                return Err(self.list.error(message));
             }
         }
         self.n_read += 1;
         let value = self.dtype.value(bytes);
         match T::from_value(value) {
             Ok(number) => Ok(Some(number)),
-            Err(fault) => Err(self.list.fault(self.n_read, &fault, &value.to_string())),
+            Err(fault) => Err(self.list.error_at(self.n_read, &fault, &value.to_string())),
         }
     }
 }

@@ -22,7 +22,7 @@ impl fmt::Display for NumberValue {
     }
 }
 
-/// A number type that lists may have.
+/// A type of the numbers in a list.
 pub(super) trait Number: DeserializeOwned + 'static {
     /// Whether numbers may have a fraction.
     const IS_REAL: bool;
@@ -42,9 +42,9 @@ macro_rules! whole_numbers {
             const IS_REAL: bool = false;
 
             fn parse(word: &str) -> Result<Self, String> {
-                let is_digits = !word.is_empty() && word.bytes().all(|byte| byte.is_ascii_digit());
                 word.parse().map_err(|_| {
-                    if is_digits {
+                    // If all characters are digits, only a large number fails to parse.
+                    if !word.is_empty() && word.bytes().all(|byte| byte.is_ascii_digit()) {
                         format!("above the limit of {}", Self::MAX)
                     } else {
                         String::from(NOT_A_NUMBER)

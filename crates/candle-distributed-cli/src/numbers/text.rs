@@ -15,7 +15,7 @@ pub(super) fn read<T: Number>(
 ) -> impl Iterator<Item = Result<T>> {
     let mut words = WordReader { source, bytes: Vec::new(), text: String::new(), end: 0 };
     (1_u64..).map_while(move |n| match words.next() {
-        Ok(Some(word)) => Some(T::parse(word).map_err(|fault| list.fault(n, &fault, word))),
+        Ok(Some(word)) => Some(T::parse(word).map_err(|fault| list.error_at(n, &fault, word))),
         Ok(None) => None,
         Err(fault) => Some(Err(list.unreadable(fault))),
     })
@@ -24,6 +24,7 @@ pub(super) fn read<T: Number>(
 /// Splits a source into words, with one piece in memory at a time.
 struct WordReader<R> {
     source: R,
+    /// The current piece, before its conversion to `text`.
     bytes: Vec<u8>,
     /// Text between two ASCII white spaces. It may contain Unicode white space.
     text: String,
@@ -32,9 +33,10 @@ struct WordReader<R> {
 }
 
 impl<R: BufRead> WordReader<R> {
+    /// Returns the next word, or `None` at the end of the source.
     fn next(&mut self) -> io::Result<Option<&str>> {
         while self.text[self.end..].trim_start().is_empty() {
-            if !self.read()? {
+            if !self.read_piece()? {
                 return Ok(None);
             }
             self.text.clear();
@@ -49,7 +51,7 @@ impl<R: BufRead> WordReader<R> {
 
     /// Reads up to the next ASCII white space, and returns true unless the source has ended. Text
     /// that is longer than any number is read in pieces.
-    fn read(&mut self) -> io::Result<bool> {
+    fn read_piece(&mut self) -> io::Result<bool> {
         self.bytes.clear();
         loop {
             let buffer = match self.source.fill_buf() {

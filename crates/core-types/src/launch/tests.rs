@@ -144,17 +144,23 @@ fn incomplete_pairs_are_refused() {
 #[test]
 fn matching_incomplete_pairs_are_accepted() {
     let step = "SLURM_STEP_ID=0 SLURM_PROCID=5 SLURM_NTASKS=8 SLURM_LOCALID=1";
-    let beside = |half: &str| words(&format!("{step} {half}"));
-    assert_eq!(beside("WORLD_SIZE=8 MASTER_ADDR=node1"), "Slurm: 5 of 8, local 1");
-    assert_eq!(beside("RANK=5"), "Slurm: 5 of 8, local 1");
-    assert_eq!(beside("LOCAL_RANK=1"), "Slurm: 5 of 8, local 1");
-    assert_eq!(beside("MPI_LOCALRANKID=1 MPI_LOCALNRANKS=4"), "Slurm: 5 of 8, local 1");
-    assert_eq!(beside("WORLD_SIZE=4"), "environment variable WORLD_SIZE is 4 but RANK is not set");
-    assert_eq!(beside("RANK=4"), "environment variable RANK is 4 but WORLD_SIZE is not set");
+    let with_slurm_step = |half: &str| words(&format!("{step} {half}"));
+    assert_eq!(with_slurm_step("WORLD_SIZE=8 MASTER_ADDR=node1"), "Slurm: 5 of 8, local 1");
+    assert_eq!(with_slurm_step("RANK=5"), "Slurm: 5 of 8, local 1");
+    assert_eq!(with_slurm_step("LOCAL_RANK=1"), "Slurm: 5 of 8, local 1");
+    assert_eq!(with_slurm_step("MPI_LOCALRANKID=1 MPI_LOCALNRANKS=4"), "Slurm: 5 of 8, local 1");
+    assert_eq!(
+        with_slurm_step("WORLD_SIZE=4"),
+        "environment variable WORLD_SIZE is 4 but RANK is not set"
+    );
+    assert_eq!(
+        with_slurm_step("RANK=4"),
+        "environment variable RANK is 4 but WORLD_SIZE is not set"
+    );
 }
 
 #[test]
-fn other_text_than_numbers_is_refused() {
+fn non_numeric_values_are_rejected() {
     for value in ["", "abc", "-1", "+1", "1.0", "0x1", "18446744073709551616"] {
         for vars in [format!("RANK={value} WORLD_SIZE=2"), format!("RANK={value}")] {
             let expected = Error::VariableUnreadable {

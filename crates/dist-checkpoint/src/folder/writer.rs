@@ -413,18 +413,18 @@ mod tests {
     fn every_parameter_is_requested_despite_errors() {
         let folder = tempfile::tempdir().unwrap();
         let mesh = DeviceMesh::cpu(1).unwrap();
-        let asked = std::cell::RefCell::new(Vec::new());
-        let fails = |name: &str| {
-            asked.borrow_mut().push(name.to_owned());
+        let requested = std::cell::RefCell::new(Vec::new());
+        let files = ModelFolder::new(&mesh, folder.path());
+        let written = files.write(model(), 100, |name| {
+            requested.borrow_mut().push(name.to_owned());
             match name {
                 "b" => Err(Error::OtherProcess { slot: 1, reason: "b".to_owned() }),
                 _ => whole(name),
             }
-        };
-        let files = ModelFolder::new(&mesh, folder.path());
-        let failed = files.write(model(), 100, fails).unwrap_err();
-        assert!(matches!(failed, Error::OtherProcess { .. }), "{failed}");
-        assert_eq!(asked.into_inner(), ["b", "a", "d", "c"]);
+        });
+        let error = written.unwrap_err();
+        assert!(matches!(error, Error::OtherProcess { .. }), "{error}");
+        assert_eq!(requested.into_inner(), ["b", "a", "d", "c"]);
         assert!(names(folder.path()).is_empty());
     }
 

@@ -13,7 +13,7 @@ use crate::{
     error::{Doing, Error, Result, parameter::ParameterError, skipped::SkippedCheckpoint},
     run::{
         index::{INDEX, Index, json_error},
-        key::{PieceOwner, TensorKey},
+        key::{KindAndParameter, TensorKey},
         names,
         shard::{self, read::TensorPiece},
     },
@@ -28,7 +28,7 @@ pub struct Checkpoint {
     /// The checksum of the index, which covers everything in the checkpoint.
     checksum: Checksum,
     /// The pieces of each kind and parameter, sorted by first item.
-    pieces: BTreeMap<PieceOwner, Vec<TensorPiece>>,
+    pieces: BTreeMap<KindAndParameter, Vec<TensorPiece>>,
     values: AllowedValues,
     skipped: Vec<SkippedCheckpoint>,
 }
@@ -45,11 +45,11 @@ impl Checkpoint {
         let path = path.into();
         let (index, checksum) = Index::read(&path.join(INDEX))?;
         names::check_step(&path, index.step)?;
-        let mut pieces: BTreeMap<PieceOwner, Vec<TensorPiece>> = BTreeMap::new();
+        let mut pieces: BTreeMap<KindAndParameter, Vec<TensorPiece>> = BTreeMap::new();
         for listed in &index.files {
             let path = path.join(&listed.name);
-            for (owner, piece) in shard::read::open(&path, &index.expected(listed))? {
-                pieces.entry(owner).or_default().push(piece);
+            for (kind_and_parameter, piece) in shard::read::open(&path, &index.expected(listed))? {
+                pieces.entry(kind_and_parameter).or_default().push(piece);
             }
         }
         for pieces in pieces.values_mut() {
@@ -113,8 +113,10 @@ impl Checkpoint {
     /// [`Error::Json`] if it is not a `T`.
     pub fn trainer<T: DeserializeOwned>(&self) -> Result<Option<T>> {
         let Some(trainer) = &self.index.trainer else { return Ok(None) };
-        let read = serde_json::from_str(trainer.get());
-        read.map(Some).map_err(|cause| json_error(&self.path.join(INDEX), cause))
+        match serde_json::from_str(trainer.get()) {
+            Ok(trainer) => Ok(Some(trainer)),
+            Err(cause) => Err(json_error(&self.path.join(INDEX), cause)),
+        }
     }
 
     /// Returns the state of the run.
@@ -178,7 +180,9 @@ impl Checkpoint {
         let range = key.start..key.start + len;
         let pieces = self.pieces(key)?;
         if range.is_empty() {
-            return pieces[0].read(pieces[0].items().start..pieces[0].items().start, self.values);
+            // An empty range of a piece has the right dtype.
+            let start = pieces[0].items().start;
+            return pieces[0].read(start..start, self.values);
         }
         let mut reached = range.start;
         let mut parts = Vec::new();
@@ -227,7 +231,7 @@ impl Checkpoint {
     /// ```
     pub fn like(&self, key: TensorKey<'_>, like: &Tensor) -> Result<Tensor> {
         // A slot without items of a parameter writes no scalar for it, so a parameter of size 0 has
-        // none.
+        // no scalar.
         if like.elem_count() == 0 || self.has_no_items(key.parameter) {
             return Tensor::zeros(like.dims(), like.dtype(), &Device::Cpu).doing(LOADING);
         }
@@ -242,7 +246,8 @@ impl Checkpoint {
         self.index.parameters.get(parameter).is_some_and(|shape| shape.contains(&0))
     }
 
-    /// Reads the scalar of a parameter. Every slot with some of its items has written the same one.
+    /// Reads the scalar of a parameter. Every slot with items of the parameter has written the same
+    /// scalar.
     fn scalar(&self, key: TensorKey<'_>) -> Result<Tensor> {
         let first = &self.pieces(key)?[0];
         first.read(first.items(), self.values)?.reshape(()).doing(LOADING)
@@ -250,7 +255,7 @@ impl Checkpoint {
 
     /// Returns the pieces of the kind and parameter of a key; at least one.
     fn pieces(&self, key: TensorKey<'_>) -> Result<&[TensorPiece]> {
-        self.pieces.get(&key.owner()).map(Vec::as_slice).ok_or_else(|| incomplete(key))
+        self.pieces.get(&key.kind_and_parameter()).map(Vec::as_slice).ok_or_else(|| incomplete(key))
     }
 }
 

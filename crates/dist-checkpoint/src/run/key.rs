@@ -2,11 +2,13 @@
 
 use std::fmt;
 
-/// The kind of a model's parameters; an optimizer names its own kinds.
+/// The kind of the parameters themselves. Optimizers name the other kinds.
 pub(crate) const MODEL: &str = "model";
 
-/// The key of a tensor in a checkpoint. The tensor is a range of a parameter's items, of a state
-/// with an item for each of them, or a scalar for the parameter.
+/// The key of a tensor in a checkpoint.
+///
+/// The tensor holds a range of a parameter's items, or of an optimizer state with an item for each
+/// item of the parameter, or a scalar that belongs to the parameter.
 ///
 /// # Examples
 ///
@@ -18,7 +20,10 @@ pub(crate) const MODEL: &str = "model";
 /// assert_eq!(TensorKey::model("bias", 0).to_string(), "model/bias@0");
 /// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-#[expect(clippy::exhaustive_structs, reason = "callers make keys, which have no other parts")]
+#[expect(
+    clippy::exhaustive_structs,
+    reason = "callers construct keys; a key will not get other fields"
+)]
 pub struct TensorKey<'a> {
     /// `model` for the parameter itself, or the name that an optimizer gives to its state.
     pub kind: &'a str,
@@ -29,7 +34,7 @@ pub struct TensorKey<'a> {
 }
 
 impl<'a> TensorKey<'a> {
-    /// Returns the key of a parameter's items, beginning with `start`.
+    /// Returns the key of a parameter's items from `start` on.
     pub fn model(parameter: &'a str, start: usize) -> Self {
         Self { kind: MODEL, parameter, start }
     }
@@ -42,7 +47,7 @@ impl<'a> TensorKey<'a> {
     }
 
     /// Returns the kind and parameter of the key.
-    pub(super) fn owner(self) -> PieceOwner {
+    pub(super) fn kind_and_parameter(self) -> KindAndParameter {
         (self.kind.to_owned(), self.parameter.to_owned())
     }
 }
@@ -53,15 +58,15 @@ impl fmt::Display for TensorKey<'_> {
     }
 }
 
-/// A kind, and its parameter.
-pub(super) type PieceOwner = (String, String);
+/// The kind and the parameter of a tensor.
+pub(super) type KindAndParameter = (String, String);
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
     #[test]
-    fn names_round_trip() {
+    fn keys_round_trip() {
         let key = TensorKey { kind: "exp_avg", parameter: "a/b@c.weight", start: 12 };
         assert_eq!(key.to_string(), "exp_avg/a/b@c.weight@12");
         assert_eq!(TensorKey::parse(&key.to_string()), Some(key));

@@ -29,19 +29,20 @@ pub(crate) fn observe() {
     OBSERVER.set(Some(observer));
 }
 
-/// Runs `f`, and returns copies of `folder` from between any two of its system calls, as a kill
-/// there would leave it.
+/// Runs `f`, and copies `folder` between any two system calls of `f`. Each copy is the state that a
+/// kill at this moment would leave.
 fn snapshots(folder: &Path, f: impl FnOnce()) -> Vec<tempfile::TempDir> {
-    let found = Rc::new(RefCell::new(Vec::new()));
-    let (seen, folder) = (found.clone(), folder.to_owned());
+    let copies = Rc::new(RefCell::new(Vec::new()));
+    let observed = Rc::clone(&copies);
+    let folder = folder.to_owned();
     OBSERVER.set(Some(Box::new(move || {
         let copy = tempfile::tempdir().unwrap();
         copy_all(&folder, copy.path());
-        seen.borrow_mut().push(copy);
+        observed.borrow_mut().push(copy);
     })));
     f();
     OBSERVER.set(None);
-    found.take()
+    copies.take()
 }
 
 fn copy_all(from: &Path, to: &Path) {
@@ -90,19 +91,19 @@ fn kill_leaves_a_complete_checkpoint() {
             checkpoints.save(&mesh, step, &state(&mesh, step), &step).unwrap();
         });
         assert!(copies.len() >= 20, "{} system calls", copies.len());
-        let mut found = before;
+        let mut newest_step = before;
         for copy in copies {
             let resumed = Checkpoints::new(copy.path().join("checkpoints")).keep(1);
             let steps = [before.unwrap_or(step), step];
-            let left = newest(&resumed, &steps);
-            assert!(left >= found, "{left:?} after {found:?}");
-            found = left;
+            let found = newest(&resumed, &steps);
+            assert!(found >= newest_step, "{found:?} after {newest_step:?}");
+            newest_step = found;
             // The next process saves the next step there, and removes the rest.
             resumed.save(&mesh, 12, &state(&mesh, 12), &()).unwrap();
             assert_eq!(newest(&resumed, &[12]), Some(12));
             drop(resumed);
-            let left = names(&copy.path().join("checkpoints"));
-            assert_eq!(left, ["lock", "step-0000000012"]);
+            let remaining = names(&copy.path().join("checkpoints"));
+            assert_eq!(remaining, ["lock", "step-0000000012"]);
         }
         assert_eq!(newest(&checkpoints, &[step]), Some(step));
     }

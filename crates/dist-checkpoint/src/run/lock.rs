@@ -80,7 +80,7 @@ impl WriterLock {
     /// or after the folder was removed.
     fn check(&self) -> Result<()> {
         match &self.folder_lock {
-            Some(folder_lock) if !folder_lock.is_named() => {
+            Some(folder_lock) if !folder_lock.names_this_group() => {
                 Err(Error::Lost { path: folder_lock.folder.clone() })
             }
             _ => Ok(()),
@@ -90,11 +90,11 @@ impl WriterLock {
     /// Logs a warning about a checkpoint, once: otherwise every save would repeat it. Only the
     /// first process calls this, since only it removes checkpoints.
     #[expect(clippy::expect_used, reason = "the message is the proof")]
-    pub(super) fn warn_once(&self, path: &Path, what: fmt::Arguments<'_>) {
+    pub(super) fn warn_once(&self, path: &Path, warning: fmt::Arguments<'_>) {
         let folder_lock = self.folder_lock.as_ref().expect("the first process holds the folder");
         let mut warned = folder_lock.warned.lock().unwrap_or_else(PoisonError::into_inner);
         if warned.insert(path.to_owned()) {
-            tracing::warn!("{what}");
+            tracing::warn!("{warning}");
         }
     }
 
@@ -131,8 +131,8 @@ impl FolderLock {
         Ok(Self { folder: folder.to_owned(), writer_id, lock, warned: Mutex::default() })
     }
 
-    /// Returns true if the folder still names this process as the owner of its lock.
-    fn is_named(&self) -> bool {
+    /// Returns true if the folder still names this group as the owner of its lock.
+    fn names_this_group(&self) -> bool {
         LockOwner::read(&self.folder).is_some_and(|owner| owner.writer_id == self.writer_id)
     }
 }
@@ -141,7 +141,7 @@ impl Drop for FolderLock {
     /// Removes the owner file before the lock is released. A leftover file, from a failed removal
     /// or a killed process, does no harm: the next owner replaces it.
     fn drop(&mut self) {
-        if self.is_named() {
+        if self.names_this_group() {
             drop(fs::remove_file(self.folder.join(OWNER)));
         }
     }
@@ -157,18 +157,24 @@ fn open_lock(path: &Path) -> io::Result<File> {
             check_file(path)?;
             File::options().write(true).open(path)
         }
-        made => made,
+        opened => opened,
     }
 }
 
-/// Returns true if the file is locked now; false on a file system without locks.
-fn is_locked(folder: &Path, tried: Result<(), TryLockError>) -> Result<bool, Error> {
-    match tried {
+/// Returns true if the attempt to lock a file succeeded, false on a file system without locks.
+///
+/// # Errors
+///
+/// [`Error::Locked`] if another process has the lock.
+fn is_locked(folder: &Path, attempt: Result<(), TryLockError>) -> Result<bool, Error> {
+    match attempt {
         Ok(()) => Ok(true),
         Err(TryLockError::WouldBlock) => {
             let path = folder.to_owned();
-            let holder = LockOwner::read(folder).as_ref().map(LockOwner::to_string);
-            let holder = holder.unwrap_or_else(|| "another process".to_owned());
+            let holder = match LockOwner::read(folder) {
+                Some(owner) => owner.to_string(),
+                None => "another process".to_owned(),
+            };
             Err(Error::Locked { path, holder })
         }
         Err(TryLockError::Error(cause)) => {
@@ -300,7 +306,7 @@ mod tests {
             fs::write(folder.path().join(name), "{}").unwrap();
         }
         let folder_lock = FolderLock::take(folder.path(), 7).unwrap();
-        assert!(folder_lock.is_named() && !folder.path().join(left).exists());
+        assert!(folder_lock.names_this_group() && !folder.path().join(left).exists());
         for name in [".cafe.partial", "notes.partial"] {
             assert!(folder.path().join(name).exists(), "{name} is not ours");
         }

@@ -24,7 +24,7 @@ pub(super) fn partial_name(step: u64, writer_id: u64) -> String {
     format!("{}.{writer_id:016x}{PARTIAL}", name(step))
 }
 
-/// Returns the new name of a foreign checkpoint that is in the way of this one.
+/// Returns the new name of a foreign checkpoint, if it has the name that a new checkpoint needs.
 pub(super) fn moved_name(step: u64, writer_id: u64) -> String {
     format!("{}.{writer_id:016x}.moved", name(step))
 }
@@ -35,8 +35,8 @@ pub(super) fn moved_name(step: u64, writer_id: u64) -> String {
 ///
 /// [`Error::Renamed`].
 pub(super) fn check_step(path: &Path, step: u64) -> Result<()> {
-    match name_of(path).and_then(step_of) {
-        Some(named) if named != step => Err(Error::Renamed { path: path.to_owned(), step }),
+    match folder_name(path).and_then(parse_name) {
+        Some(other) if other != step => Err(Error::Renamed { path: path.to_owned(), step }),
         _ => Ok(()),
     }
 }
@@ -45,7 +45,7 @@ pub(super) fn check_step(path: &Path, step: u64) -> Result<()> {
 pub(super) fn complete(folder: &Path) -> Result<BTreeMap<u64, PathBuf>> {
     let mut complete = BTreeMap::new();
     for path in folders(folder)? {
-        if let Some(step) = name_of(&path).and_then(step_of) {
+        if let Some(step) = folder_name(&path).and_then(parse_name) {
             complete.insert(step, path);
         }
     }
@@ -65,13 +65,14 @@ pub(super) struct PartialFolder {
 pub(super) fn partial(folder: &Path) -> Result<Vec<PartialFolder>> {
     let mut partial = Vec::new();
     for path in folders(folder)? {
-        if let Some((step, writer_id)) = name_of(&path).and_then(parse_partial_name) {
+        if let Some((step, writer_id)) = folder_name(&path).and_then(parse_partial_name) {
             partial.push(PartialFolder { path, step, writer_id });
         }
     }
     Ok(partial)
 }
 
+/// Returns the folders in `folder`, which need not exist.
 fn folders(folder: &Path) -> Result<Vec<PathBuf>> {
     let entries = match fs::read_dir(folder) {
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Vec::new()),
@@ -88,12 +89,12 @@ fn folders(folder: &Path) -> Result<Vec<PathBuf>> {
 }
 
 /// Returns the name of a folder, if it is valid UTF-8.
-fn name_of(path: &Path) -> Option<&str> {
+fn folder_name(path: &Path) -> Option<&str> {
     path.file_name()?.to_str()
 }
 
-/// Returns the step in the name of a checkpoint's folder, if the name has no other form.
-fn step_of(text: &str) -> Option<u64> {
+/// Returns the step in the name of a complete checkpoint, or `None` for any other name.
+fn parse_name(text: &str) -> Option<u64> {
     let step = text.strip_prefix("step-")?.parse().ok()?;
     (name(step) == text).then_some(step)
 }
@@ -102,9 +103,9 @@ fn step_of(text: &str) -> Option<u64> {
 fn parse_partial_name(text: &str) -> Option<(u64, Option<u64>)> {
     let text = text.strip_suffix(PARTIAL)?;
     match text.split_once('.') {
-        None => Some((step_of(text)?, None)),
+        None => Some((parse_name(text)?, None)),
         Some((step, writer_id)) => {
-            Some((step_of(step)?, Some(u64::from_str_radix(writer_id, 16).ok()?)))
+            Some((parse_name(step)?, Some(u64::from_str_radix(writer_id, 16).ok()?)))
         }
     }
 }
@@ -116,18 +117,18 @@ mod tests {
     #[test]
     fn names_round_trip() {
         for step in [0, 7, 9_999_999_999, 10_000_000_000, u64::MAX] {
-            assert_eq!(step_of(&name(step)), Some(step));
+            assert_eq!(parse_name(&name(step)), Some(step));
             for writer_id in [0, 0xcafe, u64::MAX] {
                 let partial = partial_name(step, writer_id);
                 assert_eq!(parse_partial_name(&partial), Some((step, Some(writer_id))));
-                assert_eq!(step_of(&partial), None);
+                assert_eq!(parse_name(&partial), None);
                 let moved = moved_name(step, writer_id);
-                assert_eq!((step_of(&moved), parse_partial_name(&moved)), (None, None));
+                assert_eq!((parse_name(&moved), parse_partial_name(&moved)), (None, None));
             }
         }
         assert_eq!(parse_partial_name("step-0000000003.partial"), Some((3, None)));
         for other in ["step-3", "step-+000000003", "notes.partial", "step-0000000003.x.partial"] {
-            assert_eq!((step_of(other), parse_partial_name(other)), (None, None), "{other}");
+            assert_eq!((parse_name(other), parse_partial_name(other)), (None, None), "{other}");
         }
     }
 

@@ -52,9 +52,11 @@ impl<'a> CheckpointWriter<'a> {
     /// Writes the checkpoint: all processes write their slots, and the first process writes the
     /// index.
     pub(super) fn write(&self, tensors: &StateDict, state: &impl Serialize) -> Result<()> {
-        self.check_others()?;
-        let prepared = self.mesh.all_ok(self.prepare(tensors, state));
-        let written = prepared.and_then(|state| self.write_files(tensors, state));
+        self.check_agreement()?;
+        let written = self
+            .mesh
+            .all_ok(self.prepare(tensors, state))
+            .and_then(|state| self.write_files(tensors, state));
         if written.is_err() && self.mesh.is_first_process() {
             // If this fails, the next save removes the folder.
             drop(fs::remove_dir_all(&self.partial));
@@ -63,10 +65,12 @@ impl<'a> CheckpointWriter<'a> {
     }
 
     /// Checks that all processes write the same checkpoint.
-    fn check_others(&self) -> Result<()> {
-        let name = self.checkpoints.run.as_deref().map(str::as_bytes);
-        // 0 means that the run has no name.
-        let run = name.map_or(0, |name| 1 + u64::from(Checksum::compute(name).get()));
+    fn check_agreement(&self) -> Result<()> {
+        // Compare the name of the run by its checksum; 0 stands for no name.
+        let run = match &self.checkpoints.run {
+            Some(name) => 1 + u64::from(Checksum::compute(name.as_bytes()).get()),
+            None => 0,
+        };
         if let Some((_, other)) = self.mesh.find_mismatch(self.step)? {
             return Err(Error::step_mismatch(&self.final_path, self.step, other));
         }
@@ -130,6 +134,7 @@ impl<'a> CheckpointWriter<'a> {
         }
     }
 
+    /// Writes the files of all slots, and then the index.
     fn write_files(&self, tensors: &StateDict, state: Value) -> Result<()> {
         let local = self.mesh.all_ok(self.write_shards(tensors))?;
         let files = self.gather_files(&local)?;
@@ -227,8 +232,9 @@ fn to_numbers(written: Option<WrittenFile>) -> [u64; 2] {
     written.map_or([0; 2], |WrittenFile { bytes, header }| [bytes, header.get().into()])
 }
 
+/// Decodes the numbers of [`to_numbers`].
 fn from_numbers([bytes, header]: [u64; 2]) -> Option<WrittenFile> {
-    #[expect(clippy::expect_used, reason = "encoded from a checksum")]
+    #[expect(clippy::expect_used, reason = "`to_numbers` encodes a checksum of 32 bits")]
     let header = u32::try_from(header).expect("a checksum has 32 bits");
     (bytes > 0).then_some(WrittenFile { bytes, header: header.into() })
 }

@@ -380,8 +380,9 @@ mod tests {
         let pack = DynamicBatchStrategy::Pack(Packing::BestFit);
         let packed = batches(BatchConfig::default().with_strategy(pack).with_max_tokens(4));
         assert_eq!(packed[0].indices, [3]);
-        let longer = |_| &[1, 2, 3, 4, 5][..];
-        let error = Collator::default().pack(&packed[0], longer, &Device::Cpu).unwrap_err();
+        let error = Collator::default()
+            .pack(&packed[0], |_| &[1, 2, 3, 4, 5][..], &Device::Cpu)
+            .unwrap_err();
         assert!(error.to_string().contains("of 5 tokens do not fit a row of 4"), "{error}");
     }
 

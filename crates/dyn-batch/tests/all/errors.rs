@@ -114,7 +114,7 @@ fn sequences_over_the_budget_are_errors() {
             &[100, 1, 101, 1],
             config.with_max_tokens(100),
             &Error::SequenceOverBudget { index: 2, length: 101, multiple: 1, max_tokens: 100 },
-            "sequence 2 of length 101 in the smallest batch, of 1, is above max_tokens 100",
+            "a batch of 1 with sequence 2 of length 101 is above max_tokens 100",
         );
     }
 }
@@ -126,13 +126,13 @@ fn multiples_shrink_the_longest_sequence() {
         &[25, 30],
         truncated.with_max_tokens(100).with_batch_size_multiple(4),
         &Error::SequenceOverBudget { index: 1, length: 26, multiple: 4, max_tokens: 100 },
-        "sequence 1 of length 26 in the smallest batch, of 4, is above max_tokens 100",
+        "a batch of 4 with sequence 1 of length 26 is above max_tokens 100",
     );
     check_sequence(
         &[MAX],
         BatchConfig::default().with_max_batch_size(2).with_batch_size_multiple(2),
         &Error::SequenceOverBudget { index: 0, length: MAX, multiple: 2, max_tokens: MAX },
-        "sequence 0 of length 18446744073709551615 in the smallest batch, of 2, is above max_tokens 18446744073709551615",
+        "a batch of 2 with sequence 0 of length 18446744073709551615 is above max_tokens 18446744073709551615",
     );
 }
 
@@ -249,7 +249,7 @@ fn sequences_over_the_cost_are_errors() {
         &[9, 10, 11],
         BatchConfig::default().with_max_cost(100, Cost::ATTENTION),
         &Error::SequenceOverCost { index: 2, length: 11, multiple: 1, max_cost: 100 },
-        "sequence 2 of length 11 in the smallest batch, of 1, is above max_cost 100",
+        "a batch of 1 with sequence 2 of length 11 is above max_cost 100",
     );
 }
 
@@ -289,7 +289,7 @@ fn impossible_steps_are_rejected() {
     let error = sampler(vec![1], boundaries(&[9]), dealt).unwrap_err();
     assert_eq!(
         error.to_string(),
-        "buckets and packed rows cannot be dealt out, group their batches instead"
+        "dealt steps do not support buckets and packed rows, use grouped steps"
     );
 }
 

@@ -32,11 +32,11 @@ impl MemoryLimit {
 /// Returns the Linux limits of this process, one of `n_processes` of a run on this machine. On
 /// other systems the list is empty.
 pub fn system_limits(n_processes: u64) -> Vec<MemoryLimit> {
-    found_in(Path::new("/"), n_processes)
+    limits_under(Path::new("/"), n_processes)
 }
 
 /// Returns the limits in the files under `root`.
-fn found_in(root: &Path, n_processes: u64) -> Vec<MemoryLimit> {
+fn limits_under(root: &Path, n_processes: u64) -> Vec<MemoryLimit> {
     let read = |path: &str| fs::read_to_string(root.join(path)).ok();
     let mut limits = Vec::new();
     if let Some(bytes) = read("proc/self/limits").as_deref().and_then(address_space) {
@@ -45,7 +45,7 @@ fn found_in(root: &Path, n_processes: u64) -> Vec<MemoryLimit> {
     let groups = read("proc/self/cgroup").map_or_else(Vec::new, |list| group_files(&list));
     for file in groups {
         let text = fs::read_to_string(root.join(&file));
-        if let Some(bytes) = text.ok().as_deref().and_then(number) {
+        if let Some(bytes) = text.ok().as_deref().and_then(parse_limit) {
             let source = format!("its cgroup (/{})", file.display());
             limits.push(MemoryLimit { bytes, source, n_processes });
         }
@@ -55,7 +55,7 @@ fn found_in(root: &Path, n_processes: u64) -> Vec<MemoryLimit> {
 
 /// Returns the bytes of memory and swap of this machine, or `None` if the system is not Linux.
 pub fn machine_bytes() -> Option<u64> {
-    total(&fs::read_to_string("/proc/meminfo").ok()?)
+    memory_and_swap(&fs::read_to_string("/proc/meminfo").ok()?)
 }
 
 /// Returns the limit of the address space in a `/proc/PID/limits`, if there is one.
@@ -65,12 +65,12 @@ fn address_space(limits: &str) -> Option<u64> {
 }
 
 /// Returns memory and swap in a `/proc/meminfo`.
-fn total(meminfo: &str) -> Option<u64> {
-    let bytes = |name: &str| {
+fn memory_and_swap(meminfo: &str) -> Option<u64> {
+    let field_bytes = |name: &str| {
         let line = meminfo.lines().find_map(|line| line.strip_prefix(name))?;
         line.trim().strip_suffix(" kB")?.parse::<u64>().ok()?.checked_mul(1024)
     };
-    bytes("MemTotal:")?.checked_add(bytes("SwapTotal:")?)
+    field_bytes("MemTotal:")?.checked_add(field_bytes("SwapTotal:")?)
 }
 
 /// Returns the limit files of the cgroups in a `/proc/PID/cgroup`, version 1 or 2, with the files
@@ -82,7 +82,7 @@ fn group_files(list: &str) -> Vec<PathBuf> {
         let (Some(controllers), Some(group)) = (fields.next(), fields.next()) else { continue };
         let (folder, file) = match controllers {
             "" => ("sys/fs/cgroup", "memory.max"),
-            one if one.split(',').any(|one| one == "memory") => {
+            names if names.split(',').any(|controller| controller == "memory") => {
                 ("sys/fs/cgroup/memory", "memory.limit_in_bytes")
             }
             _ => continue,
@@ -95,7 +95,7 @@ fn group_files(list: &str) -> Vec<PathBuf> {
 }
 
 /// Returns the number of a limit, or `None` for `max`.
-fn number(text: &str) -> Option<u64> {
+fn parse_limit(text: &str) -> Option<u64> {
     text.trim().parse().ok()
 }
 
@@ -111,7 +111,7 @@ mod tests {
             fs::create_dir_all(path.parent().unwrap()).unwrap();
             fs::write(path, content).unwrap();
         }
-        found_in(root.path(), 2).iter().map(|limit| limit.bytes).collect()
+        limits_under(root.path(), 2).iter().map(|limit| limit.bytes).collect()
     }
 
     #[test]
@@ -124,24 +124,24 @@ mod tests {
         let unlimited = limits.replace("6144000000", "unlimited ");
         assert!(found(&[("proc/self/limits", &unlimited)]).is_empty());
         let meminfo = "MemTotal:        100 kB\nMemFree: 3 kB\nSwapTotal:       28 kB\n";
-        assert_eq!(total(meminfo), Some(128 * 1024));
+        assert_eq!(memory_and_swap(meminfo), Some(128 * 1024));
     }
 
     #[test]
     fn parent_cgroups_limit_their_children() {
-        let second = [
+        let version_2 = [
             ("proc/self/cgroup", "0::/job.slice/step\n"),
             ("sys/fs/cgroup/job.slice/step/memory.max", "max\n"),
             ("sys/fs/cgroup/job.slice/memory.max", "4096\n"),
             ("sys/fs/cgroup/memory.max", "8192\n"),
         ];
-        assert_eq!(found(&second), [4096, 8192]);
-        let first = [
+        assert_eq!(found(&version_2), [4096, 8192]);
+        let version_1 = [
             ("proc/self/cgroup", "5:cpu:/a\n4:memory,hugetlb:/docker/0f\n0::/\n"),
             ("sys/fs/cgroup/memory/memory.limit_in_bytes", "512\n"),
             ("sys/fs/cgroup/a/memory.max", "1\n"),
         ];
-        assert_eq!(found(&first), [512]);
+        assert_eq!(found(&version_1), [512]);
     }
 
     #[test]

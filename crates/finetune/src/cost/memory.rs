@@ -32,7 +32,7 @@ impl MemoryPrediction {
     }
 }
 
-/// The work of a process, for memory prediction.
+/// The work of a process, as input of predictions.
 #[derive(Clone, Copy, Debug)]
 pub struct Workload<'a> {
     /// Sizes of the model.
@@ -95,12 +95,12 @@ impl Workload<'_> {
         });
         terms.extend(self.adapted_bytes().map(|bytes| ("weights with adapters", bytes)));
         terms.extend(self.is_packed.then(|| ("masks of packed rows", self.mask_bytes())));
-        terms.push(("kernels and allocator", kept_bytes(self.devices())));
-        let mut rounded = Vec::with_capacity(terms.len());
-        for (name, bytes) in terms {
-            rounded.push((name, u64::try_from(bytes).unwrap_or(u64::MAX)));
-        }
-        Ok(MemoryPrediction { terms: rounded })
+        terms.push(("kernels and allocator", retained_bytes(self.devices())));
+        let terms = terms
+            .into_iter()
+            .map(|(name, bytes)| (name, u64::try_from(bytes).unwrap_or(u64::MAX)))
+            .collect();
+        Ok(MemoryPrediction { terms })
     }
 
     /// Predicts the memory of the largest process, if all processes have equal numbers of ranks.
@@ -126,11 +126,11 @@ impl Workload<'_> {
     ///
     /// The errors of [`predict`](Self::predict).
     pub fn too_large_to_generate(&self, limit: Option<&MemoryLimit>) -> Result<Option<u64>> {
-        let all: u64 = self.parameters.iter().map(ParameterInfo::numel).sum();
-        let needed = all.saturating_mul(2 * size_of::<f32>() as u64);
-        let trains_in = self.predict()?.total();
-        let most = limit.map_or(trains_in, |limit| trains_in.min(limit.share()));
-        Ok((needed > most).then_some(needed))
+        let numel: u64 = self.parameters.iter().map(ParameterInfo::numel).sum();
+        let needed = numel.saturating_mul(2 * size_of::<f32>() as u64);
+        let training_bytes = self.predict()?.total();
+        let available = limit.map_or(training_bytes, |limit| training_bytes.min(limit.share()));
+        Ok((needed > available).then_some(needed))
     }
 
     /// Returns the terms of an unsharded model: slots of a process share the variables, and divide
@@ -161,22 +161,21 @@ impl Workload<'_> {
     fn sharded_terms(&self, sharding: &Sharding) -> Result<Vec<(&'static str, u128)>> {
         let plan = sharding.plan(self.parameters, WorldSize::new(self.world_size)?)?;
         let cost = plan.cost(&sharding::cost_model(Some(sharding), self.precision))?;
-        let is_own = |rank: &&RankCost| {
-            let rank = rank.rank.as_u64();
-            self.ranks.0 <= rank && rank < self.ranks.1
-        };
-        let own: Vec<&RankCost> = cost.ranks.iter().filter(is_own).collect();
-        let sum = |of: fn(&RankCost) -> u64| own.iter().map(|rank| u128::from(of(rank))).sum();
+        let own_ranks = self.ranks.0..self.ranks.1;
+        let own: Vec<&RankCost> =
+            cost.ranks.iter().filter(|rank| own_ranks.contains(&rank.rank.as_u64())).collect();
+        let sum =
+            |bytes: fn(&RankCost) -> u64| own.iter().map(|rank| u128::from(bytes(rank))).sum();
         // The slots of a process share gathered parameters.
         let gathered = own.iter().map(|rank| rank.gathered_bytes).fold(0, u64::max);
-        let of_token = match sharding.keep {
+        let token_bytes = match sharding.keep {
             Keep::Inputs => {
                 let inputs = (self.sizes.layers + 1) * self.sizes.hidden;
                 inputs as u128 * self.precision.bytes() + self.computed_bytes(1)
             }
             Keep::Graph | Keep::Gathered => self.computed_bytes(self.sizes.layers),
         };
-        let whole: u128 = self.parameters.iter().map(bytes_of).sum();
+        let all_gradients: u128 = self.parameters.iter().map(f32_bytes).sum();
         let mut terms = vec![
             ("parameters", sum(|rank| rank.storage_bytes)),
             ("gradients", sum(|rank| rank.grad_bytes)),
@@ -184,28 +183,36 @@ impl Workload<'_> {
             ("gathered parameters", gathered.into()),
             ("gradients of a unit", sum(|rank| rank.unreduced_bytes)),
             ("gradient temporaries", sum(|rank| rank.backward_bytes)),
-            ("activations", self.devices() * self.tokens() * of_token),
+            ("activations", self.devices() * self.tokens() * token_bytes),
         ];
-        terms.extend(self.check.then_some(("checked gradients", whole)));
+        terms.extend(self.check.then_some(("checked gradients", all_gradients)));
         Ok(terms)
     }
 
     /// Returns the bytes that adapters add to the graphs of blocks, or `None` without adapters.
     /// Each weight adds the product, the scaled product, the sum, and its gradient.
     fn adapted_bytes(&self) -> Option<u128> {
-        let adapted: BTreeSet<&str> =
-            self.parameters.iter().filter_map(|parameter| layer_of(parameter.name())).collect();
-        let is_adapted = |parameter: &&ParameterInfo| {
-            parameter.name().strip_suffix(".weight").is_some_and(|layer| adapted.contains(layer))
-        };
-        let all = self.parameters.iter().filter(is_adapted);
-        let all: u128 = all.map(|parameter| u128::from(parameter.numel())).sum();
+        let adapted: BTreeSet<&str> = self
+            .parameters
+            .iter()
+            .filter_map(|parameter| adapted_layer(parameter.name()))
+            .collect();
+        if adapted.is_empty() {
+            return None;
+        }
+        let mut numel = 0;
+        for parameter in self.parameters {
+            let layer = parameter.name().strip_suffix(".weight");
+            if layer.is_some_and(|layer| adapted.contains(layer)) {
+                numel += u128::from(parameter.numel());
+            }
+        }
+        // A sharded model that stores only inputs has the graph of one block at a time.
         let in_graphs = match self.sharding {
-            Some(Sharding { keep: Keep::Inputs, .. }) => all / self.sizes.layers as u128,
-            Some(Sharding { keep: Keep::Graph | Keep::Gathered, .. }) | None => all,
+            Some(Sharding { keep: Keep::Inputs, .. }) => numel / self.sizes.layers as u128,
+            Some(Sharding { keep: Keep::Graph | Keep::Gathered, .. }) | None => numel,
         };
-        let bytes = self.devices() * 4 * in_graphs * self.precision.bytes();
-        (!adapted.is_empty()).then_some(bytes)
+        Some(self.devices() * 4 * in_graphs * self.precision.bytes())
     }
 
     /// Returns the bytes of a token in the forward and the backward pass of `layers` layers.
@@ -221,40 +228,43 @@ impl Workload<'_> {
     fn computed_bytes(&self, layers: usize) -> u128 {
         /// Values per vocabulary entry: a logit, a probability, and a gradient.
         const LOGITS: usize = 3;
-        let ModelSizes { of_layer, vocabulary, .. } = self.sizes;
-        let widths = layers * of_layer;
+        let ModelSizes { layer_width, vocabulary, .. } = self.sizes;
+        let widths = layers * layer_width;
         let logits = vocabulary * LOGITS;
         let single = Precision::F32.bytes();
-        let of_width = match self.precision {
+        let width_bytes = match self.precision {
             Precision::F32 => single,
             // Kernels compute half precision in single precision.
             Precision::Bf16 => single + self.precision.bytes(),
         };
-        widths as u128 * of_width + logits as u128 * single
+        widths as u128 * width_bytes + logits as u128 * single
     }
 
     /// Returns the bytes of masks, with one value per pair of tokens in a row, and of intermediate
     /// tensors.
     fn mask_bytes(&self) -> u128 {
-        let of_pair = 1 + 2 * self.precision.bytes() + Precision::F32.bytes();
-        let pairs = |batches: &Vec<Batch>| {
+        let pair_bytes = 1 + 2 * self.precision.bytes() + Precision::F32.bytes();
+        let mut most_pairs = 0_u128;
+        for batches in self.steps {
             let (rows, length) = self.rows_and_length(batches);
-            rows * length * length
-        };
-        self.devices() * of_pair * self.steps.iter().map(pairs).fold(0, u128::max)
+            most_pairs = most_pairs.max(rows * length * length);
+        }
+        self.devices() * pair_bytes * most_pairs
     }
 
+    /// Returns the number of devices of the process.
     fn devices(&self) -> u128 {
         (self.ranks.1 - self.ranks.0).into()
     }
 
     /// Returns the tokens of a device in the largest step, padding included.
     fn tokens(&self) -> u128 {
-        let of_step = |batches: &Vec<Batch>| {
+        let mut most_tokens = 0_u128;
+        for batches in self.steps {
             let (rows, length) = self.rows_and_length(batches);
-            rows * length
-        };
-        self.steps.iter().map(of_step).fold(0, u128::max)
+            most_tokens = most_tokens.max(rows * length);
+        }
+        most_tokens
     }
 
     /// Returns the rows of a device in a step, and their length.
@@ -266,16 +276,17 @@ impl Workload<'_> {
 }
 
 /// Returns the layer of an adapter's parameter, or `None` for other parameters.
-fn layer_of(name: &str) -> Option<&str> {
+fn adapted_layer(name: &str) -> Option<&str> {
     name.strip_suffix(".lora_A.weight")
 }
 
-fn bytes_of(parameter: &ParameterInfo) -> u128 {
+/// Returns the bytes of a parameter in single precision.
+fn f32_bytes(parameter: &ParameterInfo) -> u128 {
     u128::from(parameter.numel()) * size_of::<f32>() as u128
 }
 
 /// Returns the bytes that kernels and the allocator retain, per process and per device.
-fn kept_bytes(devices: u128) -> u128 {
+fn retained_bytes(devices: u128) -> u128 {
     const PER_PROCESS: u128 = 65 << 20;
     const PER_DEVICE: u128 = 12 << 20;
     PER_PROCESS + devices * PER_DEVICE
@@ -348,7 +359,7 @@ mod tests {
     fn largest_process_may_be_any() {
         let whole_tensors = Sharding { strategy: Strategy::WholeTensor, ..Sharding::default() };
         let parameters = &model(SMALL).parameters().unwrap();
-        let of_ranks = |ranks| Workload {
+        let process = |ranks| Workload {
             check: false,
             sizes: model(SMALL).sizes(),
             precision: Precision::F32,
@@ -360,13 +371,13 @@ mod tests {
             ranks,
             base_bytes: 1,
         };
-        let predicted = |rank| of_ranks((rank, rank + 1)).predict().unwrap();
+        let predicted = |rank| process((rank, rank + 1)).predict().unwrap();
         assert!(predicted(3).total() > predicted(0).total());
         for rank in 0..4 {
-            let largest = of_ranks((rank, rank + 1)).predict_largest().unwrap();
+            let largest = process((rank, rank + 1)).predict_largest().unwrap();
             assert_eq!(largest, predicted(3));
         }
-        let all = of_ranks((0, 4));
+        let all = process((0, 4));
         assert_eq!(all.predict_largest().unwrap(), all.predict().unwrap());
     }
 

@@ -43,15 +43,16 @@ impl StepTraffic {
         let step = Self::so_far(mesh) - before;
         let others = [step.reduce, step.all_to_all, step.ppermute, step.broadcast, step.barrier];
         let calls = |tally: Tally| CollectiveCalls { calls: tally.calls, bytes: tally.bytes };
-        let add = |sum: CollectiveCalls, tally: Tally| CollectiveCalls {
-            calls: sum.calls + tally.calls,
-            bytes: sum.bytes + tally.bytes,
-        };
+        let mut sum = CollectiveCalls::default();
+        for tally in others {
+            sum.calls += tally.calls;
+            sum.bytes += tally.bytes;
+        }
         Self {
             all_gather: calls(step.all_gather),
             reduce_scatter: calls(step.reduce_scatter),
             all_reduce: calls(step.all_reduce),
-            others: others.into_iter().fold(CollectiveCalls::default(), add),
+            others: sum,
         }
     }
 

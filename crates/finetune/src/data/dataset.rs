@@ -100,9 +100,9 @@ impl DataSet {
             .map(|batch| self.packed_row(batch, longest, device))
             .collect::<Result<_>>()?;
         let n_rows = rows.len().next_multiple_of(self.devices);
-        let stack = |of: fn(&BatchTensors) -> &Tensor, fill| {
-            let rows: Vec<&Tensor> = rows.iter().map(of).collect();
-            filled_up(&Tensor::cat(&rows, 0)?, n_rows, fill)
+        let stack = |field: fn(&BatchTensors) -> &Tensor, fill| {
+            let rows: Vec<&Tensor> = rows.iter().map(field).collect();
+            pad_rows(&Tensor::cat(&rows, 0)?, n_rows, fill)
         };
         Ok(BatchTensors {
             ids: stack(|row| &row.ids, 0)?,
@@ -128,11 +128,12 @@ impl DataSet {
     /// Returns 1 for the targets of each sequence, and 0 for its other tokens.
     fn target_masks(&self, batch: &Batch) -> BTreeMap<u64, Vec<u8>> {
         let ignored = Collator::default().ignore_index;
-        let mask = |index: u64| {
+        let mut masks = BTreeMap::new();
+        for &index in &batch.indices {
             let labels = self.examples.labels(index).into_iter();
-            labels.map(|label| u8::from(label != ignored)).collect()
-        };
-        batch.indices.iter().map(|&index| (index, mask(index))).collect()
+            masks.insert(index, labels.map(|label| u8::from(label != ignored)).collect());
+        }
+        masks
     }
 }
 
@@ -144,7 +145,7 @@ impl BatchTensors {
 }
 
 /// Adds rows filled with `fill` up to `n_rows` rows.
-fn filled_up(rows: &Tensor, n_rows: usize, fill: i64) -> Result<Tensor> {
+fn pad_rows(rows: &Tensor, n_rows: usize, fill: i64) -> Result<Tensor> {
     let (n_found, length) = rows.dims2()?;
     if n_found == n_rows {
         return Ok(rows.clone());

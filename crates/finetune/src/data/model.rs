@@ -26,7 +26,7 @@ pub(crate) struct ModelSizes {
     /// Width of the residual stream.
     pub(crate) hidden: usize,
     /// Number of values that a block computes per token.
-    pub(crate) of_layer: usize,
+    pub(crate) layer_width: usize,
     /// Size of the vocabulary.
     pub(crate) vocabulary: usize,
 }
@@ -92,14 +92,15 @@ impl Model {
         let mut declared = declare(|vb| self.declare(&vb), DType::F32, &Device::Cpu)
             .map_err(|cause| SpecError::UnknownLayer { cause })?;
         declared.sort_by(|left, right| left.name.cmp(&right.name));
-        let info = |declared: Declared| {
-            let shape = declared.shape.dims().iter().map(|&size| size as u64);
-            let info = ParameterInfo::new(declared.name, shape.collect::<Vec<_>>(), ElemType::F32)?;
-            let is_trained = self.lora().is_none() || is_of_adapter(info.name());
-            let unit = unit_of(info.name());
-            Ok(info.with_requires_grad(is_trained).with_unit(unit))
-        };
-        declared.into_iter().map(info).collect()
+        let mut parameters = Vec::with_capacity(declared.len());
+        for Declared { name, shape, .. } in declared {
+            let is_trained = self.lora().is_none() || is_adapter_parameter(&name);
+            let unit = unit_name(&name);
+            let dims: Vec<u64> = shape.dims().iter().map(|&size| size as u64).collect();
+            let info = ParameterInfo::new(name, dims, ElemType::F32)?;
+            parameters.push(info.with_requires_grad(is_trained).with_unit(unit));
+        }
+        Ok(parameters)
     }
 
     /// Returns the sizes that determine the memory of a token.
@@ -110,15 +111,15 @@ impl Model {
         // Norms, sums and projections; queries and keys before and after rotation, values, and the
         // output of attention; gate and up.
         let hidden = config.hidden_size;
-        let of_attention = 3 * queries + 3 * keys;
-        let of_layer = 6 * hidden + of_attention + 2 * config.intermediate_size;
+        let attention_width = 3 * queries + 3 * keys;
+        let layer_width = 6 * hidden + attention_width + 2 * config.intermediate_size;
         let layers = config.num_hidden_layers;
-        ModelSizes { layers, hidden, of_layer, vocabulary: config.vocab_size }
+        ModelSizes { layers, hidden, layer_width, vocabulary: config.vocab_size }
     }
 }
 
 /// Returns the unit of a parameter.
-fn unit_of(name: &str) -> String {
+fn unit_name(name: &str) -> String {
     match name.split('.').collect::<Vec<_>>()[..] {
         ["model", "layers", layer, ..] => format!("model.layers.{layer}"),
         ["model", "embed_tokens", ..] => "embed".to_owned(),
@@ -127,6 +128,6 @@ fn unit_of(name: &str) -> String {
 }
 
 /// Returns true if a parameter belongs to an adapter.
-fn is_of_adapter(name: &str) -> bool {
+fn is_adapter_parameter(name: &str) -> bool {
     name.split('.').any(|part| Lora::PATTERNS.contains(&part))
 }

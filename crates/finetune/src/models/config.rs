@@ -48,25 +48,25 @@ pub struct LlamaConfig {
 }
 
 impl LlamaConfig {
-    /// The limits of sizes and of the number of layers: above any model, and low enough that
-    /// products do not overflow.
-    const LARGEST: usize = 1 << 24;
-    const MOST_LAYERS: usize = 1 << 14;
+    /// Limit on sizes: above any model, and low enough that products do not overflow.
+    const MAX_SIZE: usize = 1 << 24;
+    /// Limit on the number of layers, above any model.
+    const MAX_LAYERS: usize = 1 << 14;
 
     /// Checks the sizes.
     pub(super) fn check(&self) -> Result<(), ModelError> {
-        for (field, size, most) in [
-            ("vocab_size", self.vocab_size, Self::LARGEST),
-            ("hidden_size", self.hidden_size, Self::LARGEST),
-            ("intermediate_size", self.intermediate_size, Self::LARGEST),
-            ("num_hidden_layers", self.num_hidden_layers, Self::MOST_LAYERS),
-            ("num_attention_heads", self.num_attention_heads, Self::LARGEST),
-            ("num_key_value_heads", self.num_key_value_heads, Self::LARGEST),
-            ("head_dim", self.head_dim, Self::LARGEST),
-            ("max_position_embeddings", self.max_position_embeddings, Self::LARGEST),
+        for (field, size, max) in [
+            ("vocab_size", self.vocab_size, Self::MAX_SIZE),
+            ("hidden_size", self.hidden_size, Self::MAX_SIZE),
+            ("intermediate_size", self.intermediate_size, Self::MAX_SIZE),
+            ("num_hidden_layers", self.num_hidden_layers, Self::MAX_LAYERS),
+            ("num_attention_heads", self.num_attention_heads, Self::MAX_SIZE),
+            ("num_key_value_heads", self.num_key_value_heads, Self::MAX_SIZE),
+            ("head_dim", self.head_dim, Self::MAX_SIZE),
+            ("max_position_embeddings", self.max_position_embeddings, Self::MAX_SIZE),
         ] {
-            if !(1..=most).contains(&size) {
-                return Err(field_error(field, &size, format!("1 to {most}")));
+            if !(1..=max).contains(&size) {
+                return Err(field_error(field, &size, format!("1 to {max}")));
             }
         }
         if !self.head_dim.is_multiple_of(2) {
@@ -77,8 +77,8 @@ impl LlamaConfig {
             return Err(field_error("num_key_value_heads", &self.num_key_value_heads, expected));
         }
         let width = self.num_attention_heads * self.head_dim;
-        if width > Self::LARGEST {
-            let expected = format!("at most {} / head_dim {}", Self::LARGEST, self.head_dim);
+        if width > Self::MAX_SIZE {
+            let expected = format!("at most {} / head_dim {}", Self::MAX_SIZE, self.head_dim);
             return Err(field_error("num_attention_heads", &self.num_attention_heads, expected));
         }
         for (field, value) in [
@@ -94,6 +94,7 @@ impl LlamaConfig {
         self.check_window()
     }
 
+    /// Rejects a window that is shorter than the longest sequence.
     fn check_window(&self) -> Result<(), ModelError> {
         let context = self.max_position_embeddings;
         match self.sliding_window {

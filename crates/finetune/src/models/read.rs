@@ -37,8 +37,8 @@ struct Fields {
     attention_dropout: f64,
     initializer_range: Option<f64>,
     rope_theta: Option<f64>,
-    rope_scaling: Option<Positions>,
-    rope_parameters: Option<Positions>,
+    rope_scaling: Option<RopeFields>,
+    rope_parameters: Option<RopeFields>,
     partial_rotary_factor: Option<f64>,
     #[serde(default)]
     sliding_window: Window,
@@ -48,7 +48,7 @@ struct Fields {
     dtype: Option<String>,
 }
 
-/// The window of attention: a missing field has another meaning than null.
+/// The attention window. A missing field and `null` have different meanings.
 #[derive(Clone, Copy, Debug, Default, Deserialize)]
 #[serde(untagged)]
 enum Window {
@@ -60,7 +60,7 @@ enum Window {
 
 /// The fields that are checked before all others.
 #[derive(Debug, Deserialize)]
-struct Kind {
+struct ArchitectureFields {
     #[serde(default)]
     architectures: Vec<String>,
     quantization_config: Option<Value>,
@@ -70,7 +70,7 @@ struct Kind {
 /// would change the rotation.
 #[derive(Debug, PartialEq, Deserialize)]
 #[serde(deny_unknown_fields)]
-struct Positions {
+struct RopeFields {
     rope_type: Option<String>,
     /// Older name of `rope_type`.
     #[serde(rename = "type")]
@@ -127,9 +127,9 @@ impl LlamaConfig {
     /// # Ok::<(), finetune::models::ModelError>(())
     /// ```
     pub fn from_json(json: &str) -> Result<Self, ModelError> {
-        let kind: Kind = serde_json::from_str(json)?;
-        let architecture = architecture(&kind.architectures)?;
-        if kind.quantization_config.is_some_and(|config| !config.is_null()) {
+        let first: ArchitectureFields = serde_json::from_str(json)?;
+        let architecture = architecture(&first.architectures)?;
+        if first.quantization_config.is_some_and(|config| !config.is_null()) {
             return Err(ModelError::Quantized);
         }
         let fields: Fields = serde_json::from_str(json)?;
@@ -145,7 +145,7 @@ impl LlamaConfig {
             head_dim: head_dim(&fields)?,
             max_position_embeddings: fields.max_position_embeddings,
             rms_norm_eps: fields.rms_norm_eps,
-            rope_theta: theta(&fields, rope)?,
+            rope_theta: rope_theta(&fields, rope)?,
             rope_scaling: rope.map_or(Ok(RopeScaling::Default), scaling)?,
             tie_word_embeddings: fields.tie_word_embeddings,
             attention_bias: architecture == Architecture::Qwen2,
@@ -156,6 +156,7 @@ impl LlamaConfig {
     }
 }
 
+/// Returns the only supported architecture among the names.
 fn architecture(found: &[String]) -> Result<Architecture, ModelError> {
     let mut known = Vec::new();
     for name in found {
@@ -185,12 +186,14 @@ fn check_supported(fields: &Fields, architecture: Architecture) -> Result<(), Mo
         let expected = "0: dropout is not supported".into();
         return Err(field_error("attention_dropout", &fields.attention_dropout, expected));
     }
-    let of_rope = [&fields.rope_scaling, &fields.rope_parameters];
-    let of_rope = of_rope.into_iter().flatten().filter_map(|rope| rope.partial_rotary_factor);
-    match of_rope.chain(fields.partial_rotary_factor).find(|&factor| factor != 1.) {
-        Some(factor) => Err(field_error("partial_rotary_factor", &factor, "1".into())),
-        None => Ok(()),
+    let ropes = [&fields.rope_scaling, &fields.rope_parameters];
+    let factors = ropes.into_iter().flatten().filter_map(|rope| rope.partial_rotary_factor);
+    for factor in factors.chain(fields.partial_rotary_factor) {
+        if factor != 1. {
+            return Err(field_error("partial_rotary_factor", &factor, "1".into()));
+        }
     }
+    Ok(())
 }
 
 fn key_value_heads(fields: &Fields, architecture: Architecture) -> Result<usize, ModelError> {
@@ -234,7 +237,7 @@ fn head_dim(fields: &Fields) -> Result<usize, ModelError> {
 }
 
 /// Returns the fields of rotary positions in either layout.
-fn rope(fields: &Fields) -> Result<Option<&Positions>, ModelError> {
+fn rope(fields: &Fields) -> Result<Option<&RopeFields>, ModelError> {
     match (&fields.rope_scaling, &fields.rope_parameters) {
         (Some(scaling), Some(parameters)) if scaling != parameters => {
             Err(ModelError::Differ { first: "rope_scaling", second: "rope_parameters" })
@@ -243,7 +246,7 @@ fn rope(fields: &Fields) -> Result<Option<&Positions>, ModelError> {
     }
 }
 
-fn theta(fields: &Fields, rope: Option<&Positions>) -> Result<f64, ModelError> {
+fn rope_theta(fields: &Fields, rope: Option<&RopeFields>) -> Result<f64, ModelError> {
     match (fields.rope_theta, rope.and_then(|rope| rope.rope_theta)) {
         (Some(outer), Some(inner)) if outer.to_bits() != inner.to_bits() => {
             Err(ModelError::Differ { first: "rope_theta", second: "rope_parameters.rope_theta" })
@@ -252,7 +255,7 @@ fn theta(fields: &Fields, rope: Option<&Positions>) -> Result<f64, ModelError> {
     }
 }
 
-fn scaling(rope: &Positions) -> Result<RopeScaling, ModelError> {
+fn scaling(rope: &RopeFields) -> Result<RopeScaling, ModelError> {
     if let (Some(new), Some(old)) = (&rope.rope_type, &rope.old_type)
         && new != old
     {
@@ -261,14 +264,14 @@ fn scaling(rope: &Positions) -> Result<RopeScaling, ModelError> {
             second: "rope_scaling.type",
         });
     }
-    let factor = || given("rope_scaling.factor", rope.factor);
+    let factor = || required("rope_scaling.factor", rope.factor);
     match rope.rope_type.as_ref().or(rope.old_type.as_ref()).map_or("default", String::as_str) {
         "default" => Ok(RopeScaling::Default),
         "linear" => Ok(RopeScaling::Linear { factor: factor()? }),
         "llama3" => Ok(RopeScaling::Llama3 {
             factor: factor()?,
-            low_freq_factor: given("rope_scaling.low_freq_factor", rope.low_freq_factor)?,
-            high_freq_factor: given("rope_scaling.high_freq_factor", rope.high_freq_factor)?,
+            low_freq_factor: required("rope_scaling.low_freq_factor", rope.low_freq_factor)?,
+            high_freq_factor: required("rope_scaling.high_freq_factor", rope.high_freq_factor)?,
             original_max_position_embeddings: given(
                 "rope_scaling.original_max_position_embeddings",
                 rope.original_max_position_embeddings,
@@ -278,7 +281,8 @@ fn scaling(rope: &Positions) -> Result<RopeScaling, ModelError> {
     }
 }
 
-fn given<T>(field: &'static str, value: Option<T>) -> Result<T, ModelError> {
+/// Returns a value that this type of scaling needs.
+fn required<T>(field: &'static str, value: Option<T>) -> Result<T, ModelError> {
     value.ok_or_else(|| field_error(field, &"missing", "given for this type of scaling".into()))
 }
 

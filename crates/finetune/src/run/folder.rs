@@ -100,9 +100,10 @@ pub(crate) fn contents(path: &Path) -> Result<Vec<&'static str>> {
         let path = path.join(name);
         // A link counts, wherever it points.
         match fs::symlink_metadata(&path) {
-            Ok(known) if known.is_dir() && name == CHECKPOINTS && !has_steps(&path)? => {}
+            Ok(metadata)
+                if metadata.is_dir() && name == CHECKPOINTS && !has_checkpoints(&path)? => {}
             Ok(_) => found.push(name),
-            Err(error) if is_nothing(&error) => {}
+            Err(error) if is_missing(&error) => {}
             Err(cause) => return Err(Error::io(path, cause)),
         }
     }
@@ -111,7 +112,7 @@ pub(crate) fn contents(path: &Path) -> Result<Vec<&'static str>> {
 
 /// Returns true if the folder of checkpoints has complete or partial checkpoints. A run that failed
 /// to start leaves at most its lock there.
-fn has_steps(checkpoints: &Path) -> Result<bool> {
+fn has_checkpoints(checkpoints: &Path) -> Result<bool> {
     let entries = fs::read_dir(checkpoints).map_err(|cause| Error::io(checkpoints, cause))?;
     for entry in entries {
         let entry = entry.map_err(|cause| Error::io(checkpoints, cause))?;
@@ -142,28 +143,30 @@ impl RunSnapshot {
     /// [`Error::Io`] if the folder cannot be read.
     pub(crate) fn take(path: &Path) -> Result<Self> {
         let spec = files::read_if_there(&path.join(spec::FILE))?;
-        let products = [MODEL_FOLDER, ADAPTER].map(|name| path.join(name));
-        let products = products.iter().map(|product| written(product)).collect::<Result<_>>()?;
-        Ok(Self { spec, products, checkpoints: saved(&path.join(CHECKPOINTS))? })
+        let mut products = Vec::new();
+        for name in [MODEL_FOLDER, ADAPTER] {
+            products.push(length_and_time(&path.join(name))?);
+        }
+        Ok(Self { spec, products, checkpoints: checkpoint_times(&path.join(CHECKPOINTS))? })
     }
 }
 
 /// Returns the length of a file or folder and its time, or `None` if it does not exist.
-fn written(path: &Path) -> Result<Option<(u64, Option<SystemTime>)>> {
+fn length_and_time(path: &Path) -> Result<Option<(u64, Option<SystemTime>)>> {
     match fs::symlink_metadata(path) {
         // On systems without modification times, only the length is compared.
-        Ok(known) => Ok(Some((known.len(), known.modified().ok()))),
-        Err(error) if is_nothing(&error) => Ok(None),
+        Ok(metadata) => Ok(Some((metadata.len(), metadata.modified().ok()))),
+        Err(error) if is_missing(&error) => Ok(None),
         Err(cause) => Err(Error::io(path, cause)),
     }
 }
 
 /// Returns the complete checkpoints in a folder with their times. A checkpoint that disappears
 /// meanwhile is skipped.
-fn saved(folder: &Path) -> Result<BTreeMap<OsString, Option<SystemTime>>> {
+fn checkpoint_times(folder: &Path) -> Result<BTreeMap<OsString, Option<SystemTime>>> {
     let entries = match fs::read_dir(folder) {
         Ok(entries) => entries,
-        Err(error) if is_nothing(&error) => return Ok(BTreeMap::new()),
+        Err(error) if is_missing(&error) => return Ok(BTreeMap::new()),
         Err(cause) => return Err(Error::io(folder, cause)),
     };
     let mut saved = BTreeMap::new();
@@ -175,8 +178,8 @@ fn saved(folder: &Path) -> Result<BTreeMap<OsString, Option<SystemTime>>> {
             continue;
         }
         match entry.metadata() {
-            Ok(known) => drop(saved.insert(name, known.modified().ok())),
-            Err(error) if is_nothing(&error) => {}
+            Ok(metadata) => drop(saved.insert(name, metadata.modified().ok())),
+            Err(error) if is_missing(&error) => {}
             Err(cause) => return Err(Error::io(entry.path(), cause)),
         }
     }
@@ -184,7 +187,7 @@ fn saved(folder: &Path) -> Result<BTreeMap<OsString, Option<SystemTime>>> {
 }
 
 /// Returns true if an error says that a file or its folder does not exist.
-fn is_nothing(error: &io::Error) -> bool {
+fn is_missing(error: &io::Error) -> bool {
     matches!(error.kind(), io::ErrorKind::NotFound | io::ErrorKind::NotADirectory)
 }
 
@@ -197,10 +200,10 @@ fn is_nothing(error: &io::Error) -> bool {
 /// the model.
 pub fn is_complete(path: &Path, spec: &Spec) -> Result<bool> {
     let model = product_of(path, spec);
-    if written(&model)?.is_none() {
+    if length_and_time(&model)?.is_none() {
         return Ok(false);
     }
-    let fault = incomplete(path, spec)?;
+    let fault = completion_fault(path, spec)?;
     if let Some(fault) = &fault {
         tracing::warn!("{} does not complete the run: {fault}", model.display());
     }
@@ -208,7 +211,7 @@ pub fn is_complete(path: &Path, spec: &Spec) -> Result<bool> {
 }
 
 /// Returns the reason why the run is incomplete, or `None` if it is complete.
-fn incomplete(path: &Path, spec: &Spec) -> Result<Option<String>> {
+fn completion_fault(path: &Path, spec: &Spec) -> Result<Option<String>> {
     let model = product_of(path, spec);
     if !model.is_dir() {
         // The model of the run cannot replace this file.
@@ -225,7 +228,7 @@ fn incomplete(path: &Path, spec: &Spec) -> Result<Option<String>> {
     match model_files::fingerprint(&model, &spec.model_files) {
         Ok(found) if Some(&found) == spec.model_fingerprint.as_ref() => Ok(None),
         Ok(_) => Ok(Some("it is not as the run wrote it".into())),
-        Err(error) if is_nothing(&error) => Ok(Some("it is gone".into())),
+        Err(error) if is_missing(&error) => Ok(Some("it is gone".into())),
         Err(cause) => Err(Error::io(model, cause)),
     }
 }
@@ -287,13 +290,13 @@ impl RunFolder {
         remove_partial(path);
         let metrics = path.join(METRICS);
         // A run may be killed before its first step, and `--resume` may start one.
-        let known = files::read_if_there(&metrics)?.unwrap_or_default();
-        let mut kept = Metrics::parse(&known);
-        damage::back_up_damaged(&metrics, kept.damaged(), &known)?;
+        let recorded = files::read_if_there(&metrics)?.unwrap_or_default();
+        let mut kept = Metrics::parse(&recorded);
+        damage::back_up_damaged(&metrics, kept.damaged(), &recorded)?;
         if step == 0 && kept.done() > 0 {
             // A run killed before its first checkpoint looks the same, and must resume without user
             // action.
-            let backup = damage::back_up(&metrics, "unsaved", &known)?;
+            let backup = damage::back_up(&metrics, "unsaved", &recorded)?;
             tracing::warn!(
                 "{} ends with step {}, but there is no checkpoint in {}: the run starts anew, and \
                  the whole file is backed up as {}",
@@ -315,11 +318,13 @@ impl RunFolder {
             };
             tracing::warn!("{name} lacks the metrics of {steps}");
         }
-        atomic::write(&metrics, &kept.lines(&known))
+        atomic::write(&metrics, &kept.lines(&recorded))
             .map_err(|cause| Error::write(&metrics, cause))?;
         validations::keep_up_to(path, step)?;
-        let file = File::options().append(true).open(&metrics);
-        let file = file.map_err(|cause| Error::write(&metrics, cause))?;
+        let file = File::options()
+            .append(true)
+            .open(&metrics)
+            .map_err(|cause| Error::write(&metrics, cause))?;
         spec.write(path)?;
         Ok(Self { path: path.into(), spec: spec.clone(), metrics: file })
     }
@@ -475,8 +480,8 @@ fn keep_unsaved(path: &Path, spec: &Spec) -> Result<()> {
     }
     let validations = path.join(validations::FILE);
     match files::read_if_there(&validations)? {
-        Some(known) if !known.is_empty() => {
-            damage::back_up(&validations, "unsaved", &known).map(drop)
+        Some(recorded) if !recorded.is_empty() => {
+            damage::back_up(&validations, "unsaved", &recorded).map(drop)
         }
         Some(_) | None => Ok(()),
     }
@@ -492,10 +497,10 @@ fn move_model(model: &Path) -> Result<Option<PathBuf>> {
         let backup = model.with_file_name(name);
         match fs::symlink_metadata(&backup) {
             Ok(_) => number += 1,
-            Err(error) if is_nothing(&error) => {
+            Err(error) if is_missing(&error) => {
                 return match fs::rename(model, &backup) {
                     Ok(()) => Ok(Some(backup)),
-                    Err(error) if is_nothing(&error) => Ok(None),
+                    Err(error) if is_missing(&error) => Ok(None),
                     Err(cause) => Err(Error::write(model, cause)),
                 };
             }

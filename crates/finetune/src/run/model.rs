@@ -16,16 +16,16 @@ use crate::{
 /// The errors of [`Generator::open`], [`RunError::NotEnded`], or [`RunError::Base`].
 pub fn open_generator(path: &Path, adapter: Option<&Path>) -> Result<Generator> {
     let Some(spec) = Spec::read(path)? else { return Generator::open(path, adapter) };
-    let product = product(path, &spec)?;
+    let product = finished_product(path, &spec)?;
     if product != adapter_in(path) {
         return Generator::open(&product, adapter);
     }
     let inputs = &spec.finetune;
-    let folder = inputs.open_folder().and_then(|folder| {
-        inputs.check_folder(&folder)?;
-        Ok(folder)
-    });
-    let folder = folder.map_err(|cause| RunError::Base { cause: Box::new(cause) })?;
+    // The run has only adapters, for the model that it started from.
+    let folder = inputs
+        .open_folder()
+        .and_then(|folder| inputs.check_folder(&folder).map(|()| folder))
+        .map_err(|cause| RunError::Base { cause: Box::new(cause) })?;
     Generator::from_folder(folder, Some(adapter.unwrap_or(&product)))
 }
 
@@ -36,14 +36,15 @@ pub fn open_generator(path: &Path, adapter: Option<&Path>) -> Result<Generator> 
 /// [`RunError::NotEnded`], or [`FolderError::AdaptersAlone`] if the run trained only adapters.
 pub fn model_folder(path: &Path) -> Result<PathBuf> {
     let Some(spec) = Spec::read(path)? else { return Ok(path.to_owned()) };
-    let product = product(path, &spec)?;
+    let product = finished_product(path, &spec)?;
     if product == adapter_in(path) {
         return Err(FolderError::AdaptersAlone { path: product }.into());
     }
     Ok(product)
 }
 
-fn product(path: &Path, spec: &Spec) -> Result<PathBuf> {
+/// Returns the folder of a finished run's result: its model, or only its adapters.
+fn finished_product(path: &Path, spec: &Spec) -> Result<PathBuf> {
     let product = product_of(path, spec);
     if product.exists() {
         return Ok(product);

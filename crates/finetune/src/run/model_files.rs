@@ -6,11 +6,15 @@ use core_types::Fingerprint;
 
 /// Returns the names of the files in the folder of a model.
 pub(super) fn names(path: &Path) -> io::Result<Vec<String>> {
-    let name = |entry: io::Result<fs::DirEntry>| {
-        let name = entry?.file_name().into_string();
-        name.map_err(|name| io::Error::other(format!("{} is not UTF-8", name.display())))
-    };
-    let mut names: Vec<String> = fs::read_dir(path)?.map(name).collect::<io::Result<_>>()?;
+    let mut names = Vec::new();
+    for entry in fs::read_dir(path)? {
+        match entry?.file_name().into_string() {
+            Ok(name) => names.push(name),
+            Err(name) => {
+                return Err(io::Error::other(format!("{} is not UTF-8", name.display())));
+            }
+        }
+    }
     names.sort();
     Ok(names)
 }

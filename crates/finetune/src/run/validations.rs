@@ -105,17 +105,17 @@ mod tests {
         let run = tempfile::tempdir().unwrap();
         let at = |name: &str| run.path().join(name);
         let line = |step| format!("{{\"step\":{step},\"loss\":1.5,\"predictions\":2.0}}\n");
-        let kept_of = |text: &str, steps| {
+        let file_after = |text: &str, steps| {
             fs::write(at(FILE), text).unwrap();
             keep_up_to(run.path(), steps).unwrap();
             fs::read_to_string(at(FILE)).unwrap()
         };
         let killed = line(4) + &line(8) + "{\"ste";
-        assert_eq!(kept_of(&killed, 8), line(4) + &line(8));
-        assert_eq!(kept_of(&killed, 4), line(4));
+        assert_eq!(file_after(&killed, 8), line(4) + &line(8));
+        assert_eq!(file_after(&killed, 4), line(4));
         assert!(!at("validation.damaged-0001.jsonl").exists());
         let damaged = line(4) + "damage\n" + &line(12);
-        assert_eq!(kept_of(&damaged, 12), line(4) + &line(12));
+        assert_eq!(file_after(&damaged, 12), line(4) + &line(12));
         assert_eq!(fs::read_to_string(at("validation.damaged-0001.jsonl")).unwrap(), damaged);
     }
 

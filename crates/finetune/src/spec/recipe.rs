@@ -15,122 +15,51 @@ use crate::{
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[cfg_attr(feature = "clap", derive(clap::Args), command(next_help_heading = "How it learns"))]
 pub struct Recipe {
-    /// Peak of the learning rate.
-    #[cfg_attr(
-        feature = "clap",
-        arg(
-            long,
-            value_name = "RATE",
-            visible_alias = "learning-rate",
-            help = "Peak learning rate [default: 0.003; 0.00002 with --model; 0.0002 with --lora]"
-        )
-    )]
+    /// Peak of the learning rate [default: 0.003; for a model of a folder 0.00002, for adapters
+    /// 0.0002]
+    #[cfg_attr(feature = "clap", arg(long, value_name = "RATE", visible_alias = "learning-rate"))]
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub lr: Option<f64>,
-    /// Course of the learning rate after its peak.
-    #[cfg_attr(
-        feature = "clap",
-        arg(
-            long,
-            value_enum,
-            help = "Course of the learning rate after its peak [default: a cosine, after a warm-up \
-                    of a twentieth of the steps]"
-        )
-    )]
+    /// Course of the learning rate after its peak [default: a cosine, after a warm-up of a
+    /// twentieth of the steps]
+    #[cfg_attr(feature = "clap", arg(long, value_enum))]
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub lr_schedule: Option<LrCurve>,
-    /// Number of steps of the rise to the peak learning rate.
-    #[cfg_attr(
-        feature = "clap",
-        arg(
-            long,
-            value_name = "N",
-            requires = "lr_schedule",
-            help = "Number of warm-up steps of --lr-schedule [default: 0]"
-        )
-    )]
+    /// Number of steps in which the learning rate of a schedule rises to its peak [default: 0]
+    #[cfg_attr(feature = "clap", arg(long, value_name = "N", requires = "lr_schedule"))]
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub warmup_steps: Option<u64>,
-    /// Minimum learning rate, as a fraction of the peak.
-    #[cfg_attr(
-        feature = "clap",
-        arg(
-            long,
-            value_name = "FRACTION",
-            requires = "lr_schedule",
-            help = "Minimum learning rate of --lr-schedule, as a fraction of the peak [default: 0]"
-        )
-    )]
+    /// Least learning rate of a schedule after its peak, as a fraction of it [default: 0]
+    #[cfg_attr(feature = "clap", arg(long, value_name = "FRACTION", requires = "lr_schedule"))]
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub min_lr_rate: Option<f64>,
-    /// Maximum norm of all gradients together. Larger norms are clipped.
-    #[cfg_attr(
-        feature = "clap",
-        arg(
-            long,
-            value_name = "NORM",
-            help = "Clip the gradients of all parameters together to this norm [default: no \
-                    clipping; 1 with --model]"
-        )
-    )]
+    /// Largest norm of all gradients together, to which larger ones are clipped [default: they are
+    /// not clipped; for a model of a folder 1]
+    #[cfg_attr(feature = "clap", arg(long, value_name = "NORM"))]
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub max_grad_norm: Option<f64>,
-    /// Weight decay.
-    #[cfg_attr(
-        feature = "clap",
-        arg(
-            long,
-            value_name = "DECAY",
-            help = "Weight decay of all parameters except norms and biases [default: 0.01]"
-        )
-    )]
+    /// Fraction of a parameter, times the learning rate, by which it shrinks in each step; norms
+    /// and biases do not shrink [default: 0.01]
+    #[cfg_attr(feature = "clap", arg(long, value_name = "DECAY"))]
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub weight_decay: Option<f64>,
-    /// Compute type of the model.
-    #[cfg_attr(
-        feature = "clap",
-        arg(
-            long,
-            value_enum,
-            help = "Compute type; gradients are summed and parameters updated in f32 in any case \
-                    [default: f32]"
-        )
-    )]
+    /// Type in which the model computes; parameters are stored, summed and updated in f32 [default:
+    /// f32]
+    #[cfg_attr(feature = "clap", arg(long, value_enum))]
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub dtype: Option<Precision>,
-    /// Rank of adapters that are trained instead of the model.
-    #[cfg_attr(
-        feature = "clap",
-        arg(
-            long,
-            value_name = "RANK",
-            help = "Train low-rank adapters of this rank instead of the parameters of --model"
-        )
-    )]
+    /// Rank of adapters that are trained, while the parameters of the model stay as they are
+    #[cfg_attr(feature = "clap", arg(long, value_name = "RANK"))]
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub lora: Option<usize>,
-    /// Scale of the adapters times their rank: twice the rank by default.
-    #[cfg_attr(
-        feature = "clap",
-        arg(
-            long,
-            value_name = "ALPHA",
-            requires = "lora",
-            help = "Scale of the adapters times their rank [default: twice the rank]"
-        )
-    )]
+    /// Factor of the adapters, times their rank [default: twice the rank]
+    #[cfg_attr(feature = "clap", arg(long, value_name = "ALPHA", requires = "lora"))]
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub lora_alpha: Option<f64>,
-    /// Layers with adapters, by name suffix.
+    /// Linear layers that have adapters, by the ends of their names [default: `q_proj,v_proj`]
     #[cfg_attr(
         feature = "clap",
-        arg(
-            long,
-            value_name = "NAMES",
-            value_delimiter = ',',
-            requires = "lora",
-            help = "Linear layers to adapt, by name suffix [default: `q_proj,v_proj`]"
-        )
+        arg(long, value_name = "NAMES", value_delimiter = ',', requires = "lora")
     )]
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub lora_on: Option<Vec<String>>,

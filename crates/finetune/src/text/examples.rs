@@ -1,6 +1,6 @@
 //! Examples: sequences of tokens, and the targets among them.
 
-use std::{fs, io, iter, ops::Range, path::Path};
+use std::{fs, io, iter, path::Path};
 
 use core_types::{Fingerprint, Placement, Seed};
 use dist_sampler::{DistributedSampler, SamplerConfig};
@@ -14,7 +14,7 @@ use crate::{
     files,
     text::{
         lines::{self, Item},
-        tokenizer::{Answered, Tokenizer},
+        tokenizer::{LabeledTokens, Tokenizer},
     },
 };
 
@@ -42,7 +42,7 @@ pub enum Overlong {
 #[derive(Debug)]
 #[expect(clippy::struct_field_names, reason = "the other fields are about them")]
 pub struct Examples {
-    examples: Vec<Answered>,
+    examples: Vec<LabeledTokens>,
     n_overlong: u64,
     files: FileCounts,
 }
@@ -108,12 +108,13 @@ impl Examples {
         context: usize,
         overlong: Overlong,
     ) -> Result<Self> {
-        let mut made = Self { examples: Vec::new(), n_overlong: 0, files: FileCounts::default() };
+        let mut examples =
+            Self { examples: Vec::new(), n_overlong: 0, files: FileCounts::default() };
         for (n, text) in (1..).zip(texts) {
             let location = SourceLocation::new(Path::new("the list"), "text", n);
-            made.add(tokenizer.text(&text)?, location, context, overlong)?;
+            examples.add(tokenizer.text(&text)?, location, context, overlong)?;
         }
-        Ok(made)
+        Ok(examples)
     }
 
     /// Returns the length of every example, in tokens.
@@ -139,7 +140,7 @@ impl Examples {
     /// Returns the labels of an example's tokens: the token itself for a target, and −100
     /// otherwise. Labels are not shifted.
     pub fn labels(&self, index: u64) -> Vec<i64> {
-        let Answered { ids, answers } = self.example(index);
+        let LabeledTokens { ids, answers } = self.example(index);
         let mut labels = vec![IGNORED; ids.len()];
         for answer in answers {
             for (label, &id) in labels[answer.clone()].iter_mut().zip(&ids[answer.clone()]) {
@@ -152,7 +153,7 @@ impl Examples {
     /// Returns a hash of the tokens and the labels, in hexadecimal digits.
     pub(crate) fn fingerprint(&self) -> String {
         let mut fingerprint = Fingerprint::new();
-        for Answered { ids, answers } in &self.examples {
+        for LabeledTokens { ids, answers } in &self.examples {
             fingerprint.write_u64(ids.len() as u64);
             fingerprint.extend(ids.iter().map(|&id| id.into()));
             fingerprint.write_u64(answers.len() as u64);
@@ -180,18 +181,22 @@ impl Examples {
             return Err(ExampleError::Split { fraction, n_examples, n_held_out }.into());
         }
         let is_held_out = held_out(n_examples, n_held_out, seed)?;
-        let mut kept = Vec::new();
-        let mut held = Vec::new();
-        for (example, is_held) in iter::zip(self.examples, is_held_out) {
-            if is_held { held.push(example) } else { kept.push(example) }
+        let mut training = Vec::new();
+        let mut validation = Vec::new();
+        for (example, is_held_out) in iter::zip(self.examples, is_held_out) {
+            if is_held_out { validation.push(example) } else { training.push(example) }
         }
-        let held = Self { examples: held, n_overlong: 0, files: self.files };
-        Ok((Self { examples: kept, n_overlong: self.n_overlong, files: self.files }, held))
+        let validation = Self { examples: validation, n_overlong: 0, files: self.files };
+        Ok((
+            Self { examples: training, n_overlong: self.n_overlong, files: self.files },
+            validation,
+        ))
     }
 
+    /// Adds an example, after applying the policy for overlong texts.
     fn add(
         &mut self,
-        mut example: Answered,
+        mut example: LabeledTokens,
         location: SourceLocation,
         context: usize,
         overlong: Overlong,
@@ -201,7 +206,7 @@ impl Examples {
             self.n_overlong += 1;
             match overlong {
                 Overlong::Skip => return Ok(()),
-                Overlong::Truncate => example = cut(example, context),
+                Overlong::Truncate => example = truncate(example, context),
                 Overlong::Split => {
                     self.examples.extend(split(&example, context));
                     return Ok(());
@@ -224,7 +229,7 @@ impl Examples {
     }
 
     #[expect(clippy::expect_used, reason = "says why it cannot fail")]
-    fn example(&self, index: u64) -> &Answered {
+    fn example(&self, index: u64) -> &LabeledTokens {
         let index = usize::try_from(index).expect("examples in memory have indices of type usize");
         &self.examples[index]
     }
@@ -238,7 +243,7 @@ impl FileCounts {
         }
         let bytes = fs::read(file).map_err(|cause| Error::io(file, cause))?;
         match String::from_utf8(bytes) {
-            Err(fault) if lines::is_of_lines(file) => {
+            Err(fault) if lines::has_line_items(file) => {
                 let cause = io::Error::new(io::ErrorKind::InvalidData, fault);
                 Err(ExampleError::NotUtf8 { path: file.into(), cause }.into())
             }
@@ -247,9 +252,9 @@ impl FileCounts {
                 Ok(None)
             }
             Ok(text) => {
-                let is_of_lines = lines::is_of_lines(file);
-                self.of_lines += u64::from(is_of_lines);
-                self.of_texts += u64::from(!is_of_lines);
+                let has_line_items = lines::has_line_items(file);
+                self.of_lines += u64::from(has_line_items);
+                self.of_texts += u64::from(!has_line_items);
                 Ok(Some(text))
             }
         }
@@ -257,7 +262,7 @@ impl FileCounts {
 }
 
 /// Returns the tokens of an item.
-fn encode(tokenizer: &Tokenizer, item: &Item) -> Result<Answered> {
+fn encode(tokenizer: &Tokenizer, item: &Item) -> Result<LabeledTokens> {
     match item {
         Item::Text(text) => tokenizer.text(text),
         Item::Answer { prompt, completion } => tokenizer.answer(prompt, completion),
@@ -266,26 +271,31 @@ fn encode(tokenizer: &Tokenizer, item: &Item) -> Result<Answered> {
 }
 
 /// Returns true if some target has a token before it.
-fn has_target(example: &Answered) -> bool {
+fn has_target(example: &LabeledTokens) -> bool {
     example.answers.iter().any(|answer| answer.end > answer.start.max(1))
 }
 
 /// Splits an example into parts of at most `n_tokens` tokens. Parts without a target are dropped.
-fn split(example: &Answered, n_tokens: usize) -> Vec<Answered> {
+fn split(example: &LabeledTokens, n_tokens: usize) -> Vec<LabeledTokens> {
     let chunks = (0..).step_by(n_tokens).zip(example.ids.chunks(n_tokens));
-    let parts = chunks.map(|(start, ids)| {
+    let mut parts = Vec::new();
+    for (start, ids) in chunks {
         let end = start + ids.len();
         let mut answers = Vec::with_capacity(example.answers.len());
-        for Range { start: from, end: to } in &example.answers {
-            answers.push((*from).clamp(start, end) - start..(*to).clamp(start, end) - start);
+        for answer in &example.answers {
+            let clamped = answer.start.clamp(start, end)..answer.end.clamp(start, end);
+            answers.push(clamped.start - start..clamped.end - start);
         }
-        Answered { ids: ids.to_vec(), answers }
-    });
-    parts.filter(has_target).collect()
+        let part = LabeledTokens { ids: ids.to_vec(), answers };
+        if has_target(&part) {
+            parts.push(part);
+        }
+    }
+    parts
 }
 
 /// Truncates an example to `n_tokens` tokens.
-fn cut(mut example: Answered, n_tokens: usize) -> Answered {
+fn truncate(mut example: LabeledTokens, n_tokens: usize) -> LabeledTokens {
     example.ids.truncate(n_tokens);
     for answer in &mut example.answers {
         *answer = answer.start.min(n_tokens)..answer.end.min(n_tokens);

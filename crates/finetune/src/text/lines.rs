@@ -31,7 +31,7 @@ pub(crate) enum Item {
 /// [`ExampleError::Line`] if a line is not an item, [`ExampleError::KindMismatch`] if a line is of
 /// another kind than the first line.
 pub(crate) fn items(path: &Path, content: &str) -> Result<Vec<(SourceLocation, Item)>> {
-    if is_of_lines(path) {
+    if has_line_items(path) {
         return lines(path, content);
     }
     // A `\r` would make blank lines nonempty.
@@ -46,7 +46,7 @@ pub(crate) fn items(path: &Path, content: &str) -> Result<Vec<(SourceLocation, I
 }
 
 /// Returns true if the lines of a file are its items.
-pub(crate) fn is_of_lines(path: &Path) -> bool {
+pub(crate) fn has_line_items(path: &Path) -> bool {
     path.extension().is_some_and(|extension| extension == "jsonl")
 }
 

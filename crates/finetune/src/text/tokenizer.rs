@@ -50,7 +50,7 @@ pub struct Tokenizer {
 
 /// Tokens, and the targets among them.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) struct Answered {
+pub(crate) struct LabeledTokens {
     pub(crate) ids: Vec<u32>,
     /// Ranges of targets in `ids`, in order.
     pub(crate) answers: Vec<Range<usize>>,
@@ -97,10 +97,10 @@ impl Tokenizer {
         model_ids: &Ids,
         vocab_size: usize,
     ) -> Result<Self> {
-        let inner = inner(folder, &files)?;
+        let inner = read_tokenizer(folder, &files)?;
         check_vocabulary(folder, &inner, vocab_size)?;
         let special = SpecialTokens::read(folder, &files)?;
-        let (end, ends) = special.ends(folder, &files, model_ids, &inner)?;
+        let (end, ends) = special.end_tokens(folder, &files, model_ids, &inner)?;
         let chat = chat_template(folder, &files, &special)?;
         Ok(Self { inner, path: folder.to_owned(), files, end, ends, chat })
     }
@@ -144,14 +144,14 @@ impl Tokenizer {
     /// # Errors
     ///
     /// The errors of [`begin`](Self::begin).
-    pub(crate) fn text(&self, text: &str) -> Result<Answered> {
+    pub(crate) fn text(&self, text: &str) -> Result<LabeledTokens> {
         let mut ids = self.encode(text, true)?.get_ids().to_vec();
         // Some tokenizers add the end token themselves.
         if ids.last() != Some(&self.end) {
             ids.push(self.end);
         }
         let all = 0..ids.len();
-        Ok(Answered { ids, answers: vec![all] })
+        Ok(LabeledTokens { ids, answers: vec![all] })
     }
 
     /// Returns the tokens of a prompt, an answer and an end token. The answer and the end token are
@@ -161,13 +161,13 @@ impl Tokenizer {
     /// # Errors
     ///
     /// The errors of [`begin`](Self::begin).
-    pub(crate) fn answer(&self, prompt: &str, answer: &str) -> Result<Answered> {
+    pub(crate) fn answer(&self, prompt: &str, answer: &str) -> Result<LabeledTokens> {
         let mut ids = self.begin(prompt)?;
         let start = ids.len();
         ids.extend(self.encode_plain(answer)?);
         ids.push(self.end);
         let answer = start..ids.len();
-        Ok(Answered { ids, answers: vec![answer] })
+        Ok(LabeledTokens { ids, answers: vec![answer] })
     }
 
     /// Returns the tokens of a conversation by the chat template. The assistant's messages are
@@ -177,12 +177,12 @@ impl Tokenizer {
     ///
     /// [`TokenizerError::NoChatTemplate`], [`TokenizerError::Rendering`] or
     /// [`TokenizerError::Rewrites`].
-    pub(crate) fn conversation(&self, messages: &[Message]) -> Result<Answered> {
+    pub(crate) fn conversation(&self, messages: &[Message]) -> Result<LabeledTokens> {
         let rendered = self.chat()?.conversation(messages)?;
         // The template itself writes special tokens.
         let encoding = self.encode(&rendered.text, false)?;
-        let answers = rendered.answers.iter().map(|bytes| tokens_of(bytes, &encoding)).collect();
-        Ok(Answered { ids: encoding.get_ids().to_vec(), answers })
+        let answers = rendered.answers.iter().map(|bytes| token_range(bytes, &encoding)).collect();
+        Ok(LabeledTokens { ids: encoding.get_ids().to_vec(), answers })
     }
 
     /// Returns the tokens of a conversation up to the assistant's answer.
@@ -201,7 +201,7 @@ impl Tokenizer {
     ///
     /// [`TokenizerError::Broken`] if the tokenizer cannot decode them.
     pub fn decode(&self, ids: &[u32], with_special: bool) -> Result<String> {
-        guarded(&self.path, || self.inner.decode(ids, !with_special))
+        call_library(&self.path, || self.inner.decode(ids, !with_special))
     }
 
     /// Returns the contents of the tokenizer's files by name, to copy into another folder.
@@ -227,16 +227,19 @@ impl Tokenizer {
     }
 
     fn encode(&self, text: &str, with_added: bool) -> Result<Encoding> {
-        guarded(&self.path, || self.inner.encode(text, with_added))
+        call_library(&self.path, || self.inner.encode(text, with_added))
     }
 }
 
 /// Reads `tokenizer.json`.
-fn inner(folder: &Path, files: &BTreeMap<String, Vec<u8>>) -> Result<tokenizers::Tokenizer> {
+fn read_tokenizer(
+    folder: &Path,
+    files: &BTreeMap<String, Vec<u8>>,
+) -> Result<tokenizers::Tokenizer> {
     let Some(bytes) = files.get(FILE) else {
         return Err(TokenizerError::Missing { path: folder.into() }.into());
     };
-    let mut inner = guarded(folder, || tokenizers::Tokenizer::from_bytes(bytes))?;
+    let mut inner = call_library(folder, || tokenizers::Tokenizer::from_bytes(bytes))?;
     if let ModelWrapper::BPE(model) = inner.get_model()
         && let Some(dropout) = model.dropout.filter(|&dropout| dropout > 0.)
     {
@@ -244,12 +247,12 @@ fn inner(folder: &Path, files: &BTreeMap<String, Vec<u8>>) -> Result<tokenizers:
     }
     // Padding and truncation would change the tokens of a text.
     inner.with_padding(None);
-    guarded(folder, || inner.with_truncation(None).map(drop))?;
+    call_library(folder, || inner.with_truncation(None).map(drop))?;
     Ok(inner)
 }
 
 /// Calls the library, and converts errors and panics, which inconsistent files cause.
-fn guarded<T>(folder: &Path, work: impl FnOnce() -> tokenizers::Result<T>) -> Result<T> {
+fn call_library<T>(folder: &Path, work: impl FnOnce() -> tokenizers::Result<T>) -> Result<T> {
     let reason = match panic::catch_unwind(AssertUnwindSafe(work)) {
         Ok(Ok(done)) => return Ok(done),
         Ok(Err(fault)) => fault.to_string(),
@@ -371,7 +374,7 @@ impl SpecialTokens {
 
     /// Returns the end token for training, and all tokens that end a generated text. The
     /// tokenizer's end token takes precedence in training, since the model was pretrained with it.
-    fn ends(
+    fn end_tokens(
         &self,
         folder: &Path,
         files: &BTreeMap<String, Vec<u8>>,
@@ -445,7 +448,7 @@ fn read_part<T: Default + DeserializeOwned>(
 ///
 /// A token that begins before the range and ends in it is not counted: a model never generates it,
 /// since the tokens of the prompt alone are different there.
-fn tokens_of(bytes: &Range<usize>, encoding: &Encoding) -> Range<usize> {
+fn token_range(bytes: &Range<usize>, encoding: &Encoding) -> Range<usize> {
     let starts = encoding.get_offsets().iter().map(|(start, _)| *start);
     let start = starts.clone().take_while(|&start| start < bytes.start).count();
     let end = starts.take_while(|&start| start < bytes.end).count();
@@ -511,7 +514,7 @@ mod tests {
             let conversation = &chat["conversations"][case["conversation"].as_str().unwrap()];
             let messages: Vec<Message> = serde_json::from_value(conversation.clone()).unwrap();
             let tokenizer = open(copy.path()).unwrap();
-            let Answered { ids, answers } = tokenizer.conversation(&messages).unwrap();
+            let LabeledTokens { ids, answers } = tokenizer.conversation(&messages).unwrap();
             assert_eq!(ids, golden::ids(&case["ids"]), "{model}");
             let labels: Vec<i64> = serde_json::from_value(case["labels"].clone()).unwrap();
             let mut predicted = Vec::new();

@@ -16,53 +16,120 @@ use crate::{
 /// resumed run rejects other values, but for `out`, `data`, `sharding` and `checkpoint_every`, which
 /// may change.
 #[derive(Clone, Debug, Default)]
+#[cfg_attr(feature = "clap", derive(clap::Args))]
+#[expect(clippy::struct_excessive_bools, reason = "each is a separate switch")]
 pub struct RunOptions {
-    /// Folder of the run, or `None` for the next free one under `runs`.
+    /// Folder for metrics, checkpoints and the model; unless resumed, it must not hold a run yet
+    /// [default: the next free runs/NUMBER]
+    #[cfg_attr(feature = "clap", arg(long, value_name = "DIR"))]
     pub out: Option<PathBuf>,
-    /// Whether to resume the run in `out`, or to start it if it is new.
+    /// Resume the run in that folder from its last checkpoint, on any number of devices, or start
+    /// it if it is new
+    #[cfg_attr(feature = "clap", arg(long, requires = "out"))]
     pub resume: bool,
-    /// Folder of the model, as Hugging Face's tools write it or of a run that has ended, or `None` for
-    /// a small new model of bytes.
-    pub model: Option<PathBuf>,
-    /// Number of blocks of the small model: 2 by default.
-    pub n_layers: Option<usize>,
-    /// Width of the residual stream of the small model: 128 by default.
-    pub hidden: Option<usize>,
-    /// Number of attention heads of the small model: 4 by default.
-    pub n_heads: Option<usize>,
-    /// Seed of random weights, which replace the weights in the folder of the model.
-    pub init: Option<u64>,
-    /// File or folder of the texts, or `None` for short stories that the small model learns from.
+    /// Text file, .jsonl file, or folder of such files [default: generated short stories, but not
+    /// for a model of a folder]
+    #[cfg_attr(feature = "clap", arg(long, value_name = "PATH"))]
     pub data: Option<PathBuf>,
-    /// Most tokens of a sequence: by default as many as the longest has.
-    pub context: Option<usize>,
-    /// Layout of sequences in rows: padded by default.
-    pub rows: Option<Rows>,
-    /// Treatment of longer texts: by default they are an error, and the small model splits them.
-    pub overlong: Option<Overlong>,
-    /// Number of sequences in a step of all devices, or of packed rows.
-    pub batch_size: Option<u64>,
-    /// Most padded tokens in a step of all devices: by default 4096, or one longest sequence for each
-    /// device.
-    pub max_tokens: Option<u64>,
-    /// Number of steps: 300 by default.
+    /// Number of optimizer steps [default: 300, or the number of a resumed run]
+    #[cfg_attr(feature = "clap", arg(long))]
     pub steps: Option<u64>,
-    /// Seed of random weights and of the order of the examples: 0 by default.
+    /// Most tokens in a step of all devices, padding included [default: 4096, or one longest
+    /// sequence per device if that is more]
+    #[cfg_attr(feature = "clap", arg(long, value_name = "N"))]
+    pub max_tokens: Option<u64>,
+    /// Seed of the parameters and the shuffles [default: 0, or the seed of a resumed run]
+    #[cfg_attr(feature = "clap", arg(long))]
     pub seed: Option<u64>,
-    /// Fraction of the examples that is held out for validation.
+    /// Write a checkpoint every N steps; the newest two are kept [default: 50]
+    #[cfg_attr(feature = "clap", arg(long, value_name = "N"))]
+    pub checkpoint_every: Option<u64>,
+    /// Train on when the loss of a step is infinite or NaN, which otherwise ends the run
+    #[cfg_attr(feature = "clap", arg(long))]
+    pub allow_non_finite: bool,
+    /// Fine-tune the model in this folder of Hugging Face's form (Llama, Qwen 2, Mistral), or of a
+    /// run that has ended [default: a small new model of bytes]
+    #[cfg_attr(
+        feature = "clap",
+        arg(
+            long,
+            value_name = "FOLDER",
+            conflicts_with_all = ["n_layers", "hidden", "n_heads"],
+            help_heading = "The model and its texts"
+        )
+    )]
+    pub model: Option<PathBuf>,
+    /// Begin with random weights of this seed, which needs only a config.json [default: the weights
+    /// in the folder of the model; without a folder, the seed of the run]
+    #[cfg_attr(
+        feature = "clap",
+        arg(long, value_name = "SEED", help_heading = "The model and its texts")
+    )]
+    pub init: Option<u64>,
+    /// Layout of sequences in the rows of a batch [default: padded]
+    #[cfg_attr(feature = "clap", arg(long, value_enum, help_heading = "The model and its texts"))]
+    pub rows: Option<Rows>,
+    /// Number of sequences in a step of all devices, or of packed rows [default: as many as the
+    /// most tokens have room for]
+    #[cfg_attr(
+        feature = "clap",
+        arg(
+            long,
+            value_name = "N",
+            conflicts_with = "max_tokens",
+            help_heading = "The model and its texts"
+        )
+    )]
+    pub batch_size: Option<u64>,
+    /// Treatment of texts that are longer than the context [default: error; split for the small new
+    /// model]
+    #[cfg_attr(feature = "clap", arg(long, value_enum, help_heading = "The model and its texts"))]
+    pub overlong: Option<Overlong>,
+    /// Fraction of the examples to hold out: the loss on them is in validation.jsonl, and the model
+    /// with the least such loss in the folder `best`
+    #[cfg_attr(
+        feature = "clap",
+        arg(long, value_name = "FRACTION", help_heading = "The model and its texts")
+    )]
     pub validation: Option<f64>,
-    /// Number of steps from one validation to the next: 50 by default.
+    /// Number of steps from one validation to the next [default: 50]
+    #[cfg_attr(
+        feature = "clap",
+        arg(
+            long,
+            value_name = "N",
+            requires = "validation",
+            help_heading = "The model and its texts"
+        )
+    )]
     pub validate_every: Option<u64>,
-    /// Whether the run ends with a model into which its adapters are merged.
+    /// Also write the model with its adapters merged; random weights imply this, since they exist
+    /// nowhere else
+    #[cfg_attr(
+        feature = "clap",
+        arg(long, requires = "lora", help_heading = "The model and its texts")
+    )]
     pub merge: bool,
     /// Options of learning.
+    #[cfg_attr(feature = "clap", command(flatten))]
     pub recipe: Recipe,
+    /// Number of blocks [default: 2, or the number of a resumed run]
+    #[cfg_attr(feature = "clap", arg(long, value_name = "N", help_heading = "The model"))]
+    pub n_layers: Option<usize>,
+    /// Width of the residual stream [default: 128, or the width of a resumed run]
+    #[cfg_attr(feature = "clap", arg(long, value_name = "N", help_heading = "The model"))]
+    pub hidden: Option<usize>,
+    /// Number of attention heads, which divide the width [default: 4, or the number of a resumed
+    /// run]
+    #[cfg_attr(feature = "clap", arg(long, value_name = "N", help_heading = "The model"))]
+    pub n_heads: Option<usize>,
+    /// Most tokens of a sequence [default: as many as the longest text has, with packed rows at
+    /// least 2048 if the model has as many positions; or the number of a resumed run]
+    #[cfg_attr(feature = "clap", arg(long, value_name = "N", help_heading = "The model"))]
+    pub context: Option<usize>,
     /// Sharding of the model, or `None` if every device has all of it.
+    #[cfg_attr(feature = "clap", arg(skip))]
     pub sharding: Option<Sharding>,
-    /// Number of steps from one checkpoint to the next: 50 by default.
-    pub checkpoint_every: Option<u64>,
-    /// Whether the run goes on after a loss that is not finite.
-    pub allow_non_finite: bool,
 }
 
 impl RunOptions {

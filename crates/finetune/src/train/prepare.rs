@@ -52,13 +52,14 @@ pub struct PreparedRun {
     pub sharding: Option<Sharding>,
     /// Folder of the model.
     pub folder: Folder,
+    /// Number of steps from one checkpoint to the next.
+    pub checkpoint_every: u64,
     /// Memory of the process before training, if the system reports it.
     pub base_bytes: Option<u64>,
     pub(super) model: Model,
     parameters: Vec<ParameterInfo>,
     pub(super) out: Option<PathBuf>,
     pub(super) is_resumed: bool,
-    pub(super) checkpoint_every: u64,
     pub(super) validation: Option<ValidationSet>,
     pub(super) resume_point: Option<ResumePoint>,
     /// State of the folder of a resumed run before any of it was read.

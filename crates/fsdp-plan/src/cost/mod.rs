@@ -234,19 +234,15 @@ pub(crate) fn max_kept_units(plan: &ShardingPlan, model: &CostModel, budget_byte
     #[expect(clippy::expect_used, reason = "a shard group has at least one member")]
     let total = tally.members().map(|member| member.total()).max().expect("a member");
     let remaining = i128::from(budget_bytes) - total;
-    let fits = |n_kept: usize| {
-        let is_kept = |unit: &str| {
-            let position = positions.get(unit);
-            unit.is_empty() || position.is_some_and(|position| position + n_kept >= units.len())
-        };
-        let peak = StepPeak::new(plan, model, &tally, is_kept).sum();
-        i128::try_from(peak).is_ok_and(|peak| peak <= remaining)
-    };
     let mut fitting = 0;
     let mut too_many = units.len() + 1;
     while fitting + 1 < too_many {
         let n_kept = fitting.midpoint(too_many);
-        if fits(n_kept) {
+        let peak = StepPeak::new(plan, model, &tally, |unit: &str| {
+            let position = positions.get(unit);
+            unit.is_empty() || position.is_some_and(|position| position + n_kept >= units.len())
+        });
+        if i128::try_from(peak.sum()).is_ok_and(|peak| peak <= remaining) {
             fitting = n_kept;
         } else {
             too_many = n_kept;

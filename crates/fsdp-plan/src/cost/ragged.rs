@@ -49,7 +49,7 @@ impl RaggedTally {
         totals: &mut MemberTotals,
     ) -> RaggedShare {
         let mut largest = RaggedShare::default();
-        let mut alike = Vec::with_capacity(unit.len());
+        let mut strides = Vec::with_capacity(unit.len());
         let mut middles = Vec::with_capacity(unit.len());
         for &(info, parts) in unit {
             let pricing = ParameterDtypes::new(model, info);
@@ -61,21 +61,21 @@ impl RaggedTally {
             }
             if let Some(middle) = middle {
                 largest = largest.max(largest_share(pricing, &middle));
-                alike.push((pricing, middle.stride));
+                strides.push((pricing, middle.stride));
                 middles.push(middle);
             }
         }
-        self.middles.entry(alike).or_default().push(middles);
+        self.middles.entry(strides).or_default().push(middles);
         largest.max(self.take_largest())
     }
 
     /// Adds the pending middles to their members.
     pub(super) fn add_middles(self, totals: &mut MemberTotals) {
-        for (alike, units) in self.middles {
-            for (index, (pricing, stride)) in alike.into_iter().enumerate() {
+        for (strides, units) in self.middles {
+            for (index, (pricing, stride)) in strides.into_iter().enumerate() {
                 let middles: Vec<RaggedMiddle> =
                     units.iter().map(|middles| middles[index]).collect();
-                add_alike(pricing, stride, &middles, totals);
+                add_with_stride(pricing, stride, &middles, totals);
             }
         }
     }
@@ -105,7 +105,7 @@ fn largest_share(pricing: ParameterDtypes, middle: &RaggedMiddle) -> RaggedShare
 /// additional granules. A few additional granules are added one at a time; many are added as
 /// differences between neighbors.
 #[expect(clippy::cast_possible_wrap, reason = "there are fewer middles than parameters")]
-fn add_alike(
+fn add_with_stride(
     pricing: ParameterDtypes,
     stride: GranuleStride,
     middles: &[RaggedMiddle],

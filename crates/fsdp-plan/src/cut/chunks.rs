@@ -65,18 +65,18 @@ impl ChunkedCut {
             .map(move |(members, n)| (members, n * item_numel))
     }
 
-    /// Splits the elements `within` by owner, in order.
+    /// Splits the elements in `range` by owner, in order.
     pub(crate) fn parts(
         &self,
         shares: &GroupShares,
-        within: Range<u64>,
+        range: Range<u64>,
     ) -> impl Iterator<Item = (u64, Range<u64>)> {
         let chunks = *self;
-        let first_item = self.start + within.start / self.item_numel.max(1);
+        let first_item = self.start + range.start / self.item_numel.max(1);
         let first = first_item / self.chunk_items(shares.group()).max(1);
         (first..shares.group().as_u64()).map_while(move |member| {
             let part = chunks.part(shares, member);
-            let clipped = part.start.max(within.start)..part.end.min(within.end);
+            let clipped = part.start.max(range.start)..part.end.min(range.end);
             (!clipped.is_empty()).then_some((member, clipped))
         })
     }

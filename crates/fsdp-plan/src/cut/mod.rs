@@ -211,18 +211,18 @@ impl PreparedCut {
         }
     }
 
-    /// Splits the elements `within` by owner, in order; `None` means every member.
+    /// Splits the elements in `range` by owner, in order; `None` means every member.
     pub(crate) fn parts(
         &self,
         shares: &GroupShares,
-        within: Range<u64>,
+        range: Range<u64>,
     ) -> Vec<(Option<u64>, Range<u64>)> {
         let with_owner = |(owner, part)| (Some(owner), part);
         match *self {
-            Self::Chunks(chunks) => chunks.parts(shares, within).map(with_owner).collect(),
-            Self::Ragged(ragged) => ragged.parts(shares, within).map(with_owner).collect(),
-            Self::Whole { owner, .. } => vec![(Some(owner), within)],
-            Self::Replicated { .. } => vec![(None, within)],
+            Self::Chunks(chunks) => chunks.parts(shares, range).map(with_owner).collect(),
+            Self::Ragged(ragged) => ragged.parts(shares, range).map(with_owner).collect(),
+            Self::Whole { owner, .. } => vec![(Some(owner), range)],
+            Self::Replicated { .. } => vec![(None, range)],
             Self::Nothing => Vec::new(),
         }
     }

@@ -112,21 +112,21 @@ impl RaggedCut {
         shares.position(mul_div(self.start, shares.total(), self.buffer_bytes))
     }
 
-    /// Splits the elements `within` by owner, in order.
+    /// Splits the elements in `range` by owner, in order.
     pub(crate) fn parts<'a>(
         &self,
         shares: &'a GroupShares,
-        within: Range<u64>,
+        range: Range<u64>,
     ) -> impl Iterator<Item = (u64, Range<u64>)> + use<'a> {
         // The granule of the first element may belong to any run that reaches into it, but not to a run that ends
         // before it.
-        let granule_start = self.dtype.block_bytes_for(within.start) / self.granule * self.granule;
+        let granule_start = self.dtype.block_bytes_for(range.start) / self.granule * self.granule;
         let point =
             mul_div(self.start.saturating_add(granule_start), shares.total(), self.buffer_bytes);
         let first = shares.position(point).saturating_sub(1);
-        let parts = self.parts_of_runs(shares, first..shares.len(), within.end);
+        let parts = self.parts_of_runs(shares, first..shares.len(), range.end);
         let clipped = parts.map(move |(owner, part)| {
-            (owner, part.start.max(within.start)..part.end.min(within.end))
+            (owner, part.start.max(range.start)..part.end.min(range.end))
         });
         clipped.filter(|(_, part)| !part.is_empty())
     }
@@ -192,8 +192,8 @@ impl RaggedCut {
             None => first..first,
             Some(middle) => middle.stride.members(),
         };
-        let before = self.parts_of_runs(shares, first..middle.start, end);
-        let parts = before.chain(self.parts_of_runs(shares, middle.end..shares.len(), end));
+        let leading = self.parts_of_runs(shares, first..middle.start, end);
+        let parts = leading.chain(self.parts_of_runs(shares, middle.end..shares.len(), end));
         parts.filter(|(_, part)| !part.is_empty())
     }
 
@@ -243,8 +243,10 @@ mod tests {
             let mut larger = vec![0; granules.len()];
             middle.larger().for_each(|member| larger[index(member - stride.first)] += 1);
             assert_eq!(granules, larger);
-            let numel = move |n_granules| stride.numel + n_granules as u64 * stride.granule_numel;
-            stride.members().zip(granules.into_iter().map(numel))
+            let numels = granules
+                .into_iter()
+                .map(move |n_granules| stride.numel + n_granules as u64 * stride.granule_numel);
+            stride.members().zip(numels)
         });
         let mut owned = BTreeMap::new();
         outer.chain(inner).for_each(|(member, numel)| *owned.entry(member).or_insert(0) += numel);
@@ -261,14 +263,14 @@ mod tests {
         for (members, numel) in grid {
             let shares = GroupShares::even(WorldSize::new(members).unwrap());
             let info = ParameterInfo::new("w", [numel], ElemType::U8).unwrap();
-            for (start, behind, granule) in
+            for (start, trailing, granule) in
                 [(0, 0, 1), (0, 0, 3), (1, 0, 2), (10, 3, 1), (7, 20, 5), (0, 50, 4)]
             {
                 for round_up_from in 1..=granule {
                     let ragged = RaggedCut::new(
                         &info,
                         start,
-                        start + numel + behind,
+                        start + numel + trailing,
                         granule,
                         round_up_from,
                     );
@@ -304,8 +306,8 @@ mod tests {
                 let granules = stride.granules(slice::from_ref(middle));
                 sums.iter_mut().zip(granules).for_each(|(sum, granules)| *sum += granules);
             }
-            let together: Vec<usize> = stride.granules(&middles).collect();
-            assert_eq!(together, sums, "{members} members, {numel} elements, {granule} each");
+            let joint: Vec<usize> = stride.granules(&middles).collect();
+            assert_eq!(joint, sums, "{members} members, {numel} elements, {granule} each");
         }
     }
 }

@@ -148,7 +148,8 @@ impl<'a> BufferState<'a> {
         if matches!(self.kind, BufferKind::Flat | BufferKind::Aligned) {
             check_same_kind(self.first, info)?;
         }
-        // The cost model counts the padding of a buffer at its first parameter, so nothing may precede that one.
+        // The cost model counts the padding of a buffer at its first parameter, so no gap may
+        // precede that parameter.
         let may_leave_gap = self.kind == BufferKind::Aligned && self.end > 0;
         let in_place = offset == self.end || may_leave_gap && offset > self.end;
         let end = offset.checked_add(size).filter(|&end| in_place && len == self.len && end <= len);

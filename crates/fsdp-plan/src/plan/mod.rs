@@ -70,15 +70,16 @@ impl ShardingPlan {
     /// - [`CutError::AlwaysGathered`] if a parameter that must always be gathered is not
     ///   [`Cut::Replicated`];
     /// - [`CutError::TieMismatch`] if a tied parameter is not [`Cut::Tied`], or an untied one is;
-    ///   [`ParameterError::InvalidTie`] if the target does not exist, is tied to another parameter, or
-    ///   differs in shape, dtype or unit;
+    /// - [`ParameterError::InvalidTie`] if the target of a tied parameter does not exist, is tied
+    ///   to another parameter, or differs in shape, dtype or unit;
     /// - [`CutError::Scalar`] if a parameter without dims is cut along dim 0;
     /// - [`CutError::SplitsBlock`] or [`CutError::InvalidGranule`] if a cut would split a block of a
     ///   dtype;
     /// - [`Error::World`] if an owner is not a rank of the world;
-    /// - [`CutError::UnitMismatch`] or [`CutError::MisplacedParameter`] if parameters of a flat buffer differ
-    ///   in dtype or in `requires_grad`, or if parameters of a buffer are not contiguous in the
-    ///   order given.
+    /// - [`CutError::UnitMismatch`] if parameters of a flat buffer differ in dtype or in
+    ///   `requires_grad`;
+    /// - [`CutError::MisplacedParameter`] if parameters of a buffer are not contiguous in the order
+    ///   given.
     pub fn new(
         strategy: impl Into<String>,
         world_size: WorldSize,
@@ -95,17 +96,18 @@ impl ShardingPlan {
         if parameters.is_empty() {
             return Err(Error::Parameters(ParameterError::Empty));
         }
-        let name = |position: usize| parameters[position].info().name();
+        let info = |position: usize| parameters[position].info();
         let names = NameIndex::new(parameters.len(), |position| {
-            let info = parameters[position].info();
-            (info.name_hash(), info.name())
+            (info(position).name_hash(), info(position).name())
         })
-        .map_err(|position| {
-            Error::Parameters(ParameterError::DuplicateName { name: name(position).to_owned() })
+        .map_err(|duplicate| {
+            let name = info(duplicate).name().to_owned();
+            Error::Parameters(ParameterError::DuplicateName { name })
         })?;
         check::check_cuts(&parameters, shares.group())?;
         check::check_ties(&parameters, |wanted| {
-            names.find(wanted, name).map(|position| &parameters[position])
+            let position = names.find(wanted, |position| info(position).name())?;
+            Some(&parameters[position])
         })?;
         check::check_buffers(&parameters)?;
         let world_size = shares.group();
@@ -159,8 +161,8 @@ impl ShardingPlan {
     ///
     /// - [`CutError::NotResizable`] if a cut fixes the part of each rank: only [`Cut::Ragged`],
     ///   [`Cut::Wrapped`], [`Cut::Replicated`] and [`Cut::Tied`] can be resized;
-    /// - [`Error::World`] or [`Error::TotalTooLarge`] if the new world is too large, or the common
-    ///   multiple of all sizes that the plan has had.
+    /// - [`Error::World`] or [`Error::TotalTooLarge`] if the new world, or the common multiple of
+    ///   all sizes that the plan has had, is too large.
     ///
     /// # Examples
     ///

@@ -15,8 +15,8 @@ use crate::{
 ///
 /// At most world size − 1 tensors are cut, and shares differ by at most one block of a dtype (one
 /// element of most types). This is `McNaughton`'s wrap-around rule for preemptive scheduling (R.
-/// `McNaughton`, "Scheduling with Deadlines and Loss Functions", 1959): no assignment is better
-/// balanced, and none with fewer cuts exists for every list of tensors. Optimizers that need whole
+/// `McNaughton`, "Scheduling with Deadlines and Loss Functions", 1959). No assignment is better
+/// balanced, and some lists of tensors need all of these cuts. Optimizers that need whole
 /// tensors, such as Muon and Shampoo, and ZeRO stages 1 and 2 divide their work like this.
 ///
 /// # Examples
@@ -50,14 +50,14 @@ impl ShardingStrategy for WholeTensor {
     }
 
     fn plan(&self, parameters: &[ParameterInfo], world_size: WorldSize) -> Result<ShardingPlan> {
-        let divisible = divisible(parameters);
-        let mut offsets = Vec::with_capacity(divisible.len());
+        let infos = divisible(parameters);
+        let mut offsets = Vec::with_capacity(infos.len());
         let mut total_bytes = 0_u64;
-        for info in divisible {
+        for info in infos {
             offsets.push(total_bytes);
-            let end = total_bytes.checked_add(info.bytes());
-            total_bytes =
-                end.ok_or(Error::TotalTooLarge { what: "the bytes of all parameters" })?;
+            total_bytes = total_bytes
+                .checked_add(info.bytes())
+                .ok_or(Error::TotalTooLarge { what: "the bytes of all parameters" })?;
         }
         let cuts = offsets.into_iter().map(|offset| Cut::Wrapped { offset, total_bytes });
         assemble(self.name(), world_size, parameters, cuts.collect())

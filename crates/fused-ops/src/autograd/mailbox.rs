@@ -6,14 +6,14 @@ use candle_core::Tensor;
 
 use crate::error::Result;
 
-/// Messages between the nodes of one operation, in all of its backward passes.
+/// Messages between the nodes of one operation, from all of its backward passes.
 ///
 /// Several passes may run at once: on several threads, and nested on one thread, since a rayon
-/// thread that waits for a kernel may start another pass. candle does not identify a pass, but it
-/// passes the gradient of a token from node to node. This gradient is used for tickets: a node that
-/// sends a message adds the message's ticket to the gradient, and the receiving node takes the
-/// messages with the tickets in the gradient. A message of a failed pass is never taken, and is
-/// dropped with the graph.
+/// thread that waits for a kernel may begin another pass. candle does not identify a pass, but
+/// within a pass it adds up the gradients that nodes return for a token, and hands the sum to the
+/// token's node. So these gradients carry the messages: a node that leaves a message returns its
+/// ticket as the gradient, and the token's node takes the messages with tickets in the sum. A
+/// message of a failed pass is never taken, and is dropped with the graph.
 #[derive(Debug)]
 pub(crate) struct Mailbox<T>(Mutex<Vec<PassMessage<T>>>);
 
@@ -34,7 +34,8 @@ impl<T> Default for Mailbox<T> {
 }
 
 impl<T> Mailbox<T> {
-    /// Stores `content`, and returns a gradient of `token` with its ticket at `index`.
+    /// Stores `content`, and returns a gradient of `token` with its ticket at `index` and
+    /// zeros elsewhere.
     ///
     /// The token has one dimension, with an element for each sender.
     pub(crate) fn leave(&self, index: usize, content: T, token: &Tensor) -> Result<Tensor> {
@@ -44,6 +45,7 @@ impl<T> Mailbox<T> {
         Ok(Tensor::from_vec(tickets, token.shape(), token.device())?)
     }
 
+    /// Stores a message, and returns its ticket.
     fn put(&self, index: usize, content: T) -> Result<u16> {
         let mut messages = self.lock();
         let ticket = (1..=u16::MAX)
@@ -58,23 +60,25 @@ impl<T> Mailbox<T> {
         Ok(ticket)
     }
 
-    /// Takes the messages whose tickets are in `grad`, the gradient of the token; returns each with
-    /// its index.
+    /// Takes the messages of this pass, each with its index. `grad` is the gradient of the token,
+    /// with their tickets.
     pub(crate) fn take(&self, grad: &Tensor) -> Result<Vec<(usize, T)>> {
-        // This pass has stored at least one message, so a single message belongs to it. This case
-        // avoids reading the tickets from a GPU, which would wait for the GPU.
+        // This pass has left at least one message, so a single message is its own. Without this
+        // shortcut, each operation on a GPU would wait for its tickets to be copied to the
+        // processor.
         if let Some(message) = self.take_single() {
             return Ok(vec![message]);
         }
-        let tickets = grad.to_vec1::<f32>()?;
+        // Tickets are whole numbers, so equal tickets have equal bits.
+        let tickets: Vec<u32> = grad.to_vec1::<f32>()?.into_iter().map(f32::to_bits).collect();
         let mut messages = self.lock();
         let taken = messages.extract_if(.., |message: &mut PassMessage<T>| {
-            let ticket = f32::from(message.ticket).to_bits();
-            tickets.iter().any(|found| found.to_bits() == ticket)
+            tickets.contains(&f32::from(message.ticket).to_bits())
         });
         Ok(taken.map(|message| (message.index, message.content)).collect())
     }
 
+    /// Takes the message if there is exactly one.
     fn take_single(&self) -> Option<(usize, T)> {
         let mut messages = self.lock();
         let message = if messages.len() == 1 { messages.pop() } else { None };

@@ -84,7 +84,7 @@ where
     ) -> Result<Vec<Option<Tensor>>> {
         let [x, y, grad] = [inputs[0], output, grad].map(CpuSlice::new);
         let grad = (self.backward)(x.as_slice()?, y.as_slice()?, grad.as_slice()?)?;
-        Ok(vec![Some(tensor(grad, inputs[0].shape())?)])
+        Ok(vec![Some(cpu_tensor(grad, inputs[0].shape())?)])
     }
 }
 
@@ -123,7 +123,7 @@ impl<'a> CpuSlice<'a> {
     }
 }
 
-/// Returns a gradient: a tensor on the processor, without a history.
-pub(crate) fn tensor<T: Float>(data: Vec<T>, shape: &Shape) -> Result<Tensor> {
+/// Makes a tensor on the processor, without a history.
+pub(crate) fn cpu_tensor<T: Float>(data: Vec<T>, shape: &Shape) -> Result<Tensor> {
     Ok(Tensor::from_vec(data, shape, &Device::Cpu)?)
 }

@@ -89,11 +89,11 @@ fn record_outputs<B: MultiBackward<OUTPUTS>, const OUTPUTS: usize>(
         input_grads: Mailbox::default(),
     });
     let token = join_inputs(inputs, &shared)?;
-    let results = outputs.into_iter().enumerate().map(|(index, (output, shape))| {
+    let mut results = Vec::with_capacity(OUTPUTS);
+    for (index, (output, shape)) in outputs.into_iter().enumerate() {
         let backward = OutputNode { shared: Arc::clone(&shared), index };
-        PrecomputedNode { output, shape, backward }.apply(&[&token])
-    });
-    let results: Vec<_> = results.collect::<Result<_>>()?;
+        results.push(PrecomputedNode { output, shape, backward }.apply(&[&token])?);
+    }
     let results: [Tensor; OUTPUTS] =
         results.try_into().map_err(|_| candle_core::Error::msg("an output is missing"))?;
     // Store the outputs without their history, since a history would refer back to them and never
@@ -107,8 +107,8 @@ fn join_inputs<B: MultiBackward<OUTPUTS>, const OUTPUTS: usize>(
     inputs: &[&Tensor],
     shared: &Arc<SharedGradients<B, OUTPUTS>>,
 ) -> Result<Tensor> {
-    let join = |first, inputs: &[&Tensor], follows, last| {
-        let backward = InputNode { shared: Arc::clone(shared), first, follows, last };
+    let join = |first, inputs: &[&Tensor], joins_token, is_last| {
+        let backward = InputNode { shared: Arc::clone(shared), first, joins_token, is_last };
         PrecomputedNode { output: NodeOutput::Token, shape: Shape::from(OUTPUTS), backward }
             .apply(inputs)
     };
@@ -122,7 +122,7 @@ fn join_inputs<B: MultiBackward<OUTPUTS>, const OUTPUTS: usize>(
     Ok(token)
 }
 
-/// Shared by the nodes of one operation.
+/// Gradients in transit between the nodes of one operation.
 struct SharedGradients<B, const OUTPUTS: usize> {
     backward: B,
     /// The outputs, set before any backward pass begins.
@@ -135,7 +135,7 @@ struct SharedGradients<B, const OUTPUTS: usize> {
 
 impl<B: MultiBackward<OUTPUTS>, const OUTPUTS: usize> SharedGradients<B, OUTPUTS> {
     /// Computes the gradients of all inputs, where `token` is the gradient of the token.
-    fn compute(&self, token: &Tensor) -> Result<Vec<Option<Tensor>>> {
+    fn compute_input_grads(&self, token: &Tensor) -> Result<Vec<Option<Tensor>>> {
         let mut grads = [const { None }; OUTPUTS];
         for (index, grad) in self.output_grads.take(token)? {
             grads[index] = Some(grad);
@@ -145,12 +145,12 @@ impl<B: MultiBackward<OUTPUTS>, const OUTPUTS: usize> SharedGradients<B, OUTPUTS
         self.backward.backward(outputs, grads)
     }
 
-    /// Takes the gradients that the previous input node of the backward pass has left.
-    fn continued(&self, token: &Tensor) -> Result<Vec<Option<Tensor>>> {
-        let left = self.input_grads.take(token)?.pop();
-        let (_, grads) =
-            left.ok_or_else(|| candle_core::Error::msg("the gradients of inputs are missing"))?;
-        Ok(grads)
+    /// Takes the gradients from the next input node, which the backward pass reaches first.
+    fn take_input_grads(&self, token: &Tensor) -> Result<Vec<Option<Tensor>>> {
+        match self.input_grads.take(token)?.pop() {
+            Some((_, grads)) => Ok(grads),
+            None => Err(candle_core::Error::msg("the gradients of inputs are missing").into()),
+        }
     }
 }
 
@@ -176,12 +176,12 @@ impl<B: MultiBackward<OUTPUTS>, const OUTPUTS: usize> Backward for OutputNode<B,
 /// Joins inputs to a token.
 struct InputNode<B, const OUTPUTS: usize> {
     shared: Arc<SharedGradients<B, OUTPUTS>>,
-    /// The number of its first input among all of the operation.
+    /// The index of its first input among all inputs of the operation.
     first: usize,
     /// Whether its first input is the token of the previous node.
-    follows: bool,
+    joins_token: bool,
     /// Whether the outputs start from its token.
-    last: bool,
+    is_last: bool,
 }
 
 impl<B: MultiBackward<OUTPUTS>, const OUTPUTS: usize> Backward for InputNode<B, OUTPUTS> {
@@ -194,9 +194,13 @@ impl<B: MultiBackward<OUTPUTS>, const OUTPUTS: usize> Backward for InputNode<B, 
         grad: &Tensor,
     ) -> Result<Vec<Option<Tensor>>> {
         let shared = &self.shared;
-        let mut grads = if self.last { shared.compute(grad)? } else { shared.continued(grad)? };
+        let mut grads = if self.is_last {
+            shared.compute_input_grads(grad)?
+        } else {
+            shared.take_input_grads(grad)?
+        };
         let own = grads.split_off(self.first.min(grads.len()));
-        if !self.follows {
+        if !self.joins_token {
             return Ok(own);
         }
         let token = shared.input_grads.leave(0, grads, inputs[0])?;

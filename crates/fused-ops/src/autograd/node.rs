@@ -19,10 +19,10 @@ pub(super) struct PrecomputedNode<B> {
 
 /// The result of an operation.
 pub(super) enum NodeOutput {
-    /// Computed by a kernel; it is there until candle asks for it.
+    /// Elements computed by a kernel, until candle takes them.
     Computed(Mutex<Option<CpuStorage>>),
-    /// A copy of this tensor, on any device. It is dropped when candle takes the copy, since the
-    /// graph would keep both.
+    /// A tensor on any device. candle takes a copy, and the tensor is dropped, since the graph
+    /// would otherwise keep both.
     Copy(Mutex<Option<Tensor>>),
     /// Zeros without meaning, on the device of the first input.
     Token,
@@ -37,7 +37,7 @@ where
 }
 
 /// Takes an output, which can be taken only once.
-fn taken<T>(output: &Mutex<Option<T>>) -> Result<T> {
+fn take_output<T>(output: &Mutex<Option<T>>) -> Result<T> {
     let output = output.lock().unwrap_or_else(PoisonError::into_inner).take();
     output.ok_or_else(|| Error::msg("an operation ran twice"))
 }
@@ -55,7 +55,7 @@ macro_rules! hand_over {
                 NodeOutput::Computed(output) => $computed(output)?,
                 NodeOutput::Token => zeros(input, &self.shape)?,
                 NodeOutput::Copy(tensor) => {
-                    let tensor = taken(tensor)?;
+                    let tensor = take_output(tensor)?;
                     let (storage, layout) = tensor.storage_and_layout();
                     match &*storage {
                         Storage::$kind(storage) => copy(storage, layout)?,
@@ -69,7 +69,7 @@ macro_rules! hand_over {
 }
 
 impl<B: Backward> PrecomputedNode<B> {
-    hand_over!(on_cpu, CpuStorage, Cpu, taken);
+    hand_over!(on_cpu, CpuStorage, Cpu, take_output);
     hand_over!(on_cuda, CudaStorage, Cuda, |_| Err(Error::msg("computed on the processor")));
     hand_over!(on_metal, MetalStorage, Metal, |_| Err(Error::msg("computed on the processor")));
 
@@ -83,7 +83,8 @@ impl<B: Backward> PrecomputedNode<B> {
         })
     }
 
-    fn back<const N: usize>(
+    /// Returns the gradients of all inputs.
+    fn input_grads<const N: usize>(
         &self,
         inputs: [&Tensor; N],
         output: &Tensor,
@@ -112,13 +113,13 @@ impl<B: Backward> CustomOp1 for PrecomputedNode<B> {
     }
 
     fn bwd(&self, a: &Tensor, y: &Tensor, grad: &Tensor) -> Result<Option<Tensor>> {
-        let [a] = self.back([a], y, grad)?;
+        let [a] = self.input_grads([a], y, grad)?;
         Ok(a)
     }
 }
 
-/// The forward function of two inputs for one kind of device.
-macro_rules! of_two {
+/// Implements the forward function of two inputs for one kind of device.
+macro_rules! two_input_forward {
     ($name:ident, $storage:ident, $hand_over:ident) => {
         fn $name(
             &self,
@@ -137,9 +138,9 @@ impl<B: Backward> CustomOp2 for PrecomputedNode<B> {
         B::NAME
     }
 
-    of_two!(cpu_fwd, CpuStorage, on_cpu);
-    of_two!(cuda_fwd, CudaStorage, on_cuda);
-    of_two!(metal_fwd, MetalStorage, on_metal);
+    two_input_forward!(cpu_fwd, CpuStorage, on_cpu);
+    two_input_forward!(cuda_fwd, CudaStorage, on_cuda);
+    two_input_forward!(metal_fwd, MetalStorage, on_metal);
 
     fn bwd(
         &self,
@@ -148,13 +149,13 @@ impl<B: Backward> CustomOp2 for PrecomputedNode<B> {
         y: &Tensor,
         grad: &Tensor,
     ) -> Result<(Option<Tensor>, Option<Tensor>)> {
-        let [a, b] = self.back([a, b], y, grad)?;
+        let [a, b] = self.input_grads([a, b], y, grad)?;
         Ok((a, b))
     }
 }
 
-/// The forward function of three inputs for one kind of device.
-macro_rules! of_three {
+/// Implements the forward function of three inputs for one kind of device.
+macro_rules! three_input_forward {
     ($name:ident, $storage:ident, $hand_over:ident) => {
         fn $name(
             &self,
@@ -175,9 +176,9 @@ impl<B: Backward> CustomOp3 for PrecomputedNode<B> {
         B::NAME
     }
 
-    of_three!(cpu_fwd, CpuStorage, on_cpu);
-    of_three!(cuda_fwd, CudaStorage, on_cuda);
-    of_three!(metal_fwd, MetalStorage, on_metal);
+    three_input_forward!(cpu_fwd, CpuStorage, on_cpu);
+    three_input_forward!(cuda_fwd, CudaStorage, on_cuda);
+    three_input_forward!(metal_fwd, MetalStorage, on_metal);
 
     fn bwd(
         &self,
@@ -187,7 +188,7 @@ impl<B: Backward> CustomOp3 for PrecomputedNode<B> {
         y: &Tensor,
         grad: &Tensor,
     ) -> Result<(Option<Tensor>, Option<Tensor>, Option<Tensor>)> {
-        let [a, b, c] = self.back([a, b, c], y, grad)?;
+        let [a, b, c] = self.input_grads([a, b, c], y, grad)?;
         Ok((a, b, c))
     }
 }

@@ -227,9 +227,10 @@ mod tests {
         {
             let a = numbers(m * k);
             let b = numbers(k * n);
-            let entry =
-                |r: usize, c: usize| (0..k).map(|i| a[r * k + i] * b[c * k + i]).sum::<f64>();
-            let expected: Vec<f64> = (0..m * n).map(|i| entry(i / n, i % n)).collect();
+            let mut expected: Vec<f64> = Vec::new();
+            for (r, c) in (0..m).flat_map(|r| (0..n).map(move |c| (r, c))) {
+                expected.push((0..k).map(|i| a[r * k + i] * b[c * k + i]).sum());
+            }
             let a = MatrixView::contiguous(&a, m, k);
             let b = MatrixView::contiguous(&b, n, k).t();
             assert_eq!(product(a, b, ProductThreads::Pool), expected, "{m} {n} {k}");

@@ -153,9 +153,10 @@ impl Attention {
         let AttentionSizes { heads, key_heads, .. } = self.sizes;
         let (query, key) = match rotation {
             None => (self.split(x, &self.query, heads)?, self.split(x, &self.key, key_heads)?),
-            Some((cos, sin)) => {
-                (turned(x, &self.query, (cos, sin))?, turned(x, &self.key, (cos, sin))?)
-            }
+            Some((cos, sin)) => (
+                rotated_heads(x, &self.query, (cos, sin))?,
+                rotated_heads(x, &self.key, (cos, sin))?,
+            ),
         };
         let value = self.split(x, &self.value, key_heads)?;
         crate::attention(&query, &key, &value, config)?.flatten_from(2)
@@ -168,20 +169,24 @@ impl Attention {
     }
 }
 
-/// Projects `x`, cuts it into heads, and rotates each position by the angles of its place in the row,
-/// or by its own.
-fn turned(x: &Tensor, projection: &Linear, (cos, sin): (&Tensor, &Tensor)) -> Result<Tensor> {
+/// Projects `x`, cuts it into heads, and rotates each position by its angles. Angles of two
+/// dimensions are the same for every row, angles of three dimensions differ between rows.
+fn rotated_heads(
+    x: &Tensor,
+    projection: &Linear,
+    (cos, sin): (&Tensor, &Tensor),
+) -> Result<Tensor> {
     let (weight, bias) = (projection.weight(), projection.bias());
     if cos.rank() < 3 {
         return Ok(crate::linear_rope(x, weight, bias, cos, sin)?);
     }
     let (batch, length, inputs) = x.dims3()?;
-    // As one row that is as long as all together.
+    // `linear_rope` rotates all rows by the same angles, so join the rows to one long row.
     let angles = |angles: &Tensor| {
         angles.broadcast_as((batch, length, angles.dim(D::Minus1)?))?.flatten_to(1)
     };
     let row = x.reshape((1, batch * length, inputs))?;
-    let turned = crate::linear_rope(&row, weight, bias, &angles(cos)?, &angles(sin)?)?;
-    let (_, _, heads, size) = turned.dims4()?;
-    turned.reshape((batch, length, heads, size))
+    let rotated = crate::linear_rope(&row, weight, bias, &angles(cos)?, &angles(sin)?)?;
+    let (_, _, heads, size) = rotated.dims4()?;
+    rotated.reshape((batch, length, heads, size))
 }

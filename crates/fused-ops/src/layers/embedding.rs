@@ -3,8 +3,8 @@
 use candle_core::{Result, Tensor};
 use candle_nn::{Module, VarBuilder};
 
-/// An embedding layer, which replaces `candle_nn::Embedding` and calls
-/// [`embedding`](crate::embedding()).
+/// A table of embeddings that computes [`embedding`](crate::embedding()); replaces
+/// `candle_nn::Embedding`.
 ///
 /// # Examples
 ///

@@ -7,7 +7,7 @@
 use candle_core::Tensor;
 
 use crate::{
-    autograd::{Backward, CpuSlice, record, record_unary, tensor},
+    autograd::{Backward, CpuSlice, cpu_tensor, record, record_unary},
     composed,
     config::Activation,
     error::Result,
@@ -113,7 +113,7 @@ fn fused<T: Float>(x: &Tensor, activation: Activation) -> Result<Tensor> {
 ///
 /// # Shapes
 ///
-/// `gate` and `up` of one shape, which is that of the result.
+/// `gate`, `up` and the result have one shape.
 ///
 /// # Determinism
 ///
@@ -167,6 +167,6 @@ impl<T: Float> Backward for SwiGlu<T> {
         // silu(gate) · up is linear in `up`.
         let grad_up = kernel::swiglu(gate, grad);
         let shape = inputs[0].shape();
-        Ok(vec![Some(tensor(grad_gate, shape)?), Some(tensor(grad_up, shape)?)])
+        Ok(vec![Some(cpu_tensor(grad_gate, shape)?), Some(cpu_tensor(grad_up, shape)?)])
     }
 }

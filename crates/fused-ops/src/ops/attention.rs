@@ -6,7 +6,7 @@
 use candle_core::{Shape, Tensor};
 
 use crate::{
-    autograd::{Backward, CpuSlice, record, tensor},
+    autograd::{Backward, CpuSlice, cpu_tensor, record},
     composed,
     config::AttentionConfig,
     error::{Error, Result},
@@ -79,8 +79,8 @@ pub fn attention(
 /// Applies [`attention`](crate::attention()) to the queries, keys and values of one projection, which
 /// are next to each other in each row.
 ///
-/// Its backward writes one gradient of the projection, without the three pads and additions for a
-/// projection that is cut.
+/// Its backward writes one gradient of the projection. Cutting the projection instead would need
+/// three pads and additions.
 ///
 /// # Shapes
 ///
@@ -89,7 +89,7 @@ pub fn attention(
 ///
 /// # Determinism
 ///
-/// Like [`attention`](crate::attention()), whose bits it has.
+/// The same bits as [`attention`](crate::attention()).
 ///
 /// # Errors
 ///
@@ -332,7 +332,11 @@ impl<T: Float> Backward for UnpackedAttention<T> {
         let grads = with_inputs::<T, _>(located, &sizes, &self.config, |inputs| {
             attention::backward_separate(inputs, results)
         })?;
-        grads.into_iter().zip(inputs).map(|(grad, x)| Ok(Some(tensor(grad, x.shape())?))).collect()
+        grads
+            .into_iter()
+            .zip(inputs)
+            .map(|(grad, x)| Ok(Some(cpu_tensor(grad, x.shape())?)))
+            .collect()
     }
 }
 
@@ -385,6 +389,6 @@ impl<T: Float> Backward for PackedAttention<T> {
         let grad = with_inputs::<T, _>(located, &self.sizes, &self.config, |inputs| {
             attention::backward_packed(inputs, results, located[0].0.elem_count())
         })?;
-        Ok(vec![Some(tensor(grad, inputs[0].shape())?)])
+        Ok(vec![Some(cpu_tensor(grad, inputs[0].shape())?)])
     }
 }

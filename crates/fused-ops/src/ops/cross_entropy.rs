@@ -107,15 +107,15 @@ impl CrossEntropy {
 ///
 /// # Determinism
 ///
-/// The same bits for any number of threads. Rows are added up in f64, in blocks whose size depends
-/// on the number of classes alone, and the sum is rounded once.
+/// The same bits for any number of threads. Rows are added up in f64, in blocks of a size that
+/// depends only on the number of classes, and the sum is rounded once.
 ///
 /// # Errors
 ///
 /// [`Index`](Error::Index) if a target is not a class, [`Shape`](Error::Shape) if the shapes do not
 /// fit, [`Setting`](Error::Setting) if the smoothing is not in [0, 1],
 /// [`Gradient`](Error::Gradient) if weights depend on a variable, [`DType`](Error::DType) if
-/// targets are no integers or logits have no floating type.
+/// targets are not integers or logits have no floating type.
 ///
 /// # Examples
 ///

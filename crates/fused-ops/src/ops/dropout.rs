@@ -26,10 +26,10 @@ use crate::{
 ///
 /// # Determinism
 ///
-/// Which elements are dropped follows from `key` and their index alone, on every device and for any
-/// number of threads: a number of Philox 4×32-10 (Salmon et al., 2011) for each element. A second
-/// pass with the same key drops the same ones, as [`checkpoint`](crate::checkpoint()) needs it, and
-/// a part of a tensor those of the whole, to the bit, if the key has its offset.
+/// The dropped elements depend only on `key` and the indices, on every device and for any number of
+/// threads: each element has a number of Philox 4×32-10 (Salmon et al., 2011). A second pass with
+/// the same key drops the same elements, as [`checkpoint`](crate::checkpoint()) needs it. If the
+/// key has the offset of a part, the part drops the same elements as in the whole tensor.
 ///
 /// # Errors
 ///

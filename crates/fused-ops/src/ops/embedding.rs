@@ -28,10 +28,10 @@ const OP: &str = "embedding";
 ///
 /// # Errors
 ///
-/// [`Index`](Error::Index) if the table has no such row, [`Shape`](Error::Shape) if it has not two
-/// dimensions, [`DType`](Error::DType) if the indices are no integers or the table has no floating
-/// type, [`Device`](Error::Device) if the two lie on different devices. On other devices than the
-/// processor indices are not checked beforehand.
+/// [`Index`](Error::Index) if the table has no such row, [`Shape`](Error::Shape) if the table does
+/// not have two dimensions, [`DType`](Error::DType) if the indices are not integers or the table
+/// has no floating type, [`Device`](Error::Device) if the two lie on different devices. Indices are
+/// checked beforehand only on the processor.
 ///
 /// # Examples
 ///

@@ -3,7 +3,7 @@
 use candle_core::{Shape, Tensor};
 
 use crate::{
-    autograd::{Backward, CpuSlice, record, tensor},
+    autograd::{Backward, CpuSlice, cpu_tensor, record},
     composed,
     config::Activation,
     error::{Error, Result},
@@ -158,7 +158,7 @@ impl AffineLayer {
 
     /// Returns the gradients of x, the weight and, if there is one, the bias, for the result's `grad`.
     pub(crate) fn backward<T: Float>(&self, x: &Tensor, grad: &[T]) -> Result<Vec<Option<Tensor>>> {
-        let grad_x = x.track_op().then(|| tensor(self.backward_x(grad, rows(x))?, x.shape()));
+        let grad_x = x.track_op().then(|| cpu_tensor(self.backward_x(grad, rows(x))?, x.shape()));
         let mut all = vec![grad_x.transpose()?];
         all.extend(self.backward_parameters(CpuSlice::new(x).as_slice()?, grad, rows(x))?);
         Ok(all)
@@ -184,11 +184,11 @@ impl AffineLayer {
         let weight = self.weight.track_op().then(|| {
             let grads = MatrixView::contiguous(grad, rows, outputs);
             let x = MatrixView::contiguous(x, rows, inputs);
-            tensor(product(grads.t(), x, ProductThreads::Pool), self.weight.shape())
+            cpu_tensor(product(grads.t(), x, ProductThreads::Pool), self.weight.shape())
         });
         let mut all = vec![weight.transpose()?];
         if let Some(bias) = &self.bias {
-            let grad = bias.track_op().then(|| tensor(sum_rows(grad, outputs), bias.shape()));
+            let grad = bias.track_op().then(|| cpu_tensor(sum_rows(grad, outputs), bias.shape()));
             all.push(grad.transpose()?);
         }
         Ok(all)

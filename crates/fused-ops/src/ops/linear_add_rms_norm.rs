@@ -4,7 +4,7 @@
 use candle_core::{DType, Tensor};
 
 use crate::{
-    autograd::{CpuSlice, MultiBackward, record_many, tensor},
+    autograd::{CpuSlice, MultiBackward, cpu_tensor, record_many},
     composed,
     error::Result,
     kernels::{
@@ -97,7 +97,7 @@ fn fused<T: Float>(inputs: [&Tensor; 4], epsilon: f64) -> Result<(Tensor, Tensor
     let y = norm::forward(Norm::Rms, &sum, CpuSlice::new(norm_weight).as_slice()?, None, epsilon);
     let shape = residual.shape();
     if !inputs.iter().any(Tensor::track_op) {
-        return Ok((tensor(sum, shape)?, tensor(y, shape)?));
+        return Ok((cpu_tensor(sum, shape)?, cpu_tensor(y, shape)?));
     }
     let (x, norm_weight) = (x.clone(), norm_weight.detach());
     let backward = LinearAddRmsNorm { x, affine, norm_weight, epsilon };
@@ -132,7 +132,7 @@ impl<T: Float> LinearAddRmsNorm<T> {
             grad_sum.as_ref().map(CpuSlice::as_slice).transpose()?,
             self.epsilon,
         );
-        Ok((tensor(grads.x, sum.shape())?, tensor(grads.weight, self.norm_weight.shape())?))
+        Ok((cpu_tensor(grads.x, sum.shape())?, cpu_tensor(grads.weight, self.norm_weight.shape())?))
     }
 }
 

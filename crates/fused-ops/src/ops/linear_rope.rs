@@ -31,13 +31,13 @@ const OP: &str = "linear_rope";
 ///
 /// # Determinism
 ///
-/// Like [`linear`](crate::linear()); the bits are those of the two operations in `f32` and
-/// `f64`. `f16` and `bf16` are rounded once by the kernels, and twice by the two operations.
+/// Like [`linear`](crate::linear()). In `f32` and `f64` the result has the same bits as the two
+/// operations. In `f16` and `bf16` the fused kernels round once, and the two operations twice.
 ///
 /// # Errors
 ///
 /// The errors of [`linear`](crate::linear()) and [`rope_thd`](crate::rope_thd); [`Shape`](Error::Shape) also
-/// if the outputs are no multiple of the size of a head.
+/// if the number of outputs is not a multiple of the size of a head.
 ///
 /// # Examples
 ///

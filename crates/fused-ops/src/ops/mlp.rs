@@ -3,7 +3,7 @@
 use candle_core::Tensor;
 
 use crate::{
-    autograd::{CpuSlice, MultiBackward, record_many, tensor},
+    autograd::{CpuSlice, MultiBackward, cpu_tensor, record_many},
     composed,
     config::Activation,
     error::Result,
@@ -14,12 +14,12 @@ use crate::{
 
 const OP: &str = "mlp";
 
-/// Returns down(activation(up(x))): two [`linear`](crate::linear()) layers whose wide middle stays out
-/// of candle's graph.
+/// Returns down(activation(up(x))): two [`linear`](crate::linear()) layers. The wide middle stays
+/// out of candle's graph.
 ///
-/// candle's backward lays down zeros for the first gradient of every tensor and adds to them. Of
-/// the middle, the widest tensor of a block, there is one gradient only, which the activation's
-/// slope is multiplied into where it lies.
+/// candle's backward allocates zeros for the first gradient of every tensor and adds to them. Here
+/// the middle, the widest tensor of a block, has only one gradient, and the activation's slope is
+/// multiplied into it in place.
 ///
 /// # Shapes
 ///
@@ -100,7 +100,7 @@ impl MlpLayers<'_> {
         let y = down.forward(&middle, rows)?;
         let shape = down.output_shape(&x);
         if !tracked {
-            return tensor(y, &shape);
+            return cpu_tensor(y, &shape);
         }
         let is_x_tracked = x.track_op();
         let backward =
@@ -173,7 +173,7 @@ impl<T: Float> MultiBackward<1> for Mlp<T> {
         self.before_activation(&mut grad_middle);
         let grad_x = self
             .is_x_tracked
-            .then(|| tensor(self.up.backward_x(&grad_middle, rows)?, self.x.shape()));
+            .then(|| cpu_tensor(self.up.backward_x(&grad_middle, rows)?, self.x.shape()));
         let x = CpuSlice::new(&self.x);
         // In the order of the inputs.
         let mut all = vec![grad_x.transpose()?];

@@ -7,7 +7,7 @@
 use candle_core::{DType, Tensor};
 
 use crate::{
-    autograd::{Backward, CpuSlice, MultiBackward, record, record_many, tensor},
+    autograd::{Backward, CpuSlice, MultiBackward, cpu_tensor, record, record_many},
     composed,
     error::Result,
     kernels::{
@@ -265,7 +265,7 @@ fn add_normalize<T: Float>(
         (sum, y)
     };
     if !inputs.iter().any(|input| input.track_op()) {
-        return Ok((tensor(sum, shape)?, tensor(y, shape)?));
+        return Ok((cpu_tensor(sum, shape)?, cpu_tensor(y, shape)?));
     }
     let weight = inputs[2].detach();
     let backward = AddNormalize { norm, epsilon, weight, has_bias: inputs.len() == 4 };
@@ -308,9 +308,9 @@ impl<T: Float> MultiBackward<2> for AddNormalize<T> {
         );
         let hidden = self.weight.shape();
         Ok(self.gradients(
-            tensor(grads.x, sum.shape())?,
-            tensor(grads.weight, hidden)?,
-            tensor(grads.bias, hidden)?,
+            cpu_tensor(grads.x, sum.shape())?,
+            cpu_tensor(grads.weight, hidden)?,
+            cpu_tensor(grads.bias, hidden)?,
         ))
     }
 }
@@ -354,11 +354,11 @@ impl<T: Float> Backward for NormalizeBackward<T> {
         let grad = grad.as_slice()?;
         let grads = norm::backward(self.norm, x, weight, grad, None, self.epsilon);
         let mut all = vec![
-            Some(tensor(grads.x, inputs[0].shape())?),
-            Some(tensor(grads.weight, inputs[1].shape())?),
+            Some(cpu_tensor(grads.x, inputs[0].shape())?),
+            Some(cpu_tensor(grads.weight, inputs[1].shape())?),
         ];
         if let Some(bias) = inputs.get(2) {
-            all.push(Some(tensor(grads.bias, bias.shape())?));
+            all.push(Some(cpu_tensor(grads.bias, bias.shape())?));
         }
         Ok(all)
     }

@@ -3,7 +3,7 @@
 use candle_core::Tensor;
 
 use crate::{
-    autograd::{CpuSlice, MultiBackward, record_many, tensor},
+    autograd::{CpuSlice, MultiBackward, cpu_tensor, record_many},
     composed,
     error::Result,
     kernels::{activation as kernel, float::Float, norm},
@@ -14,8 +14,8 @@ use crate::{
 const OP: &str = "swiglu_mlp";
 
 /// Returns down(silu(gate(x)) · up(x)), the feed-forward network of Llama and its relatives: three
-/// [`linear`](crate::linear()) layers around [`swiglu`](crate::swiglu()), whose wide middle stays
-/// out of candle's graph. A `residual` is added to the result.
+/// [`linear`](crate::linear()) layers around [`swiglu`](crate::swiglu()). The wide middle stays out
+/// of candle's graph. A `residual` is added to the result.
 ///
 /// The results of gate and up are kept, the widest tensors of a block; the backward pass computes
 /// their product again.
@@ -27,8 +27,8 @@ const OP: &str = "swiglu_mlp";
 ///
 /// # Determinism
 ///
-/// Like [`linear`](crate::linear()); the bits are those of the operations it is made of in
-/// `f32` and `f64`. `f16` and `bf16` are rounded once by the kernels, and by each of the operations.
+/// Like [`linear`](crate::linear()). In `f32` and `f64` the result has the same bits as the single
+/// operations. In `f16` and `bf16` the fused kernels round once, and every single operation rounds.
 ///
 /// # Errors
 ///
@@ -92,7 +92,7 @@ fn fused<T: Float>(inputs: &[&Tensor]) -> Result<Tensor> {
     }
     let shape = down.output_shape(x);
     if !inputs.iter().any(|input| input.track_op()) {
-        return tensor(y, &shape);
+        return cpu_tensor(y, &shape);
     }
     let has_residual = inputs.len() == 5;
     let backward = SwiGluMlp { x: x.clone(), gate, gate_out, up, up_out, down, has_residual };
@@ -120,8 +120,8 @@ impl<T: Float> SwiGluMlp<T> {
 
     /// Returns the gradient of x, summed over both layers.
     fn grad_x(&self, grad_gate: &[T], grad_up: &[T], n_rows: usize) -> Result<Tensor> {
-        let by_gate = tensor(self.gate.backward_x(grad_gate, n_rows)?, self.x.shape())?;
-        let by_up = tensor(self.up.backward_x(grad_up, n_rows)?, self.x.shape())?;
+        let by_gate = cpu_tensor(self.gate.backward_x(grad_gate, n_rows)?, self.x.shape())?;
+        let by_up = cpu_tensor(self.up.backward_x(grad_up, n_rows)?, self.x.shape())?;
         Ok((by_gate + by_up)?)
     }
 }

@@ -1,11 +1,11 @@
-//! Kernels agree with the composed form in f64, and in f32 are no further from it than that in f32.
+//! Kernels agree with the composed form in f64; in f32, both forms have errors of similar size.
 
 use candle_core::{DType, Tensor, Var};
 use proptest::{prelude::*, test_runner::RngSeed};
 
 use super::support::{
-    AttentionSizes, OpCase, OpOutcome, all_cases, attention_cases, error, rope_cases, row_cases,
-    run, run_on, values,
+    AttentionSizes, OpCase, OpOutcome, all_cases, attention_cases, relative_error, rope_cases,
+    row_cases, run, run_on, values,
 };
 
 /// The tolerance of f32 relative to f64, as a fraction of the largest element.
@@ -26,17 +26,22 @@ fn check(case: &OpCase, seed: u64) {
     // The rounding error of a product grows with its factors, and carries over to results computed
     // from it.
     let composed = run(&case.composed, &single);
-    let limit =
-        |pick: Pick, input| F32.max(1.5 * error(pick(&composed, input), pick(&reference, input)));
+    let limit = |pick: Pick, input| {
+        F32.max(1.5 * relative_error(pick(&composed, input), pick(&reference, input)))
+    };
     compare(case, &run(&case.fused, &single), &reference, &limit);
 }
 
 /// Compares a result and the gradients of all inputs with another form.
 fn compare(case: &OpCase, found: &OpOutcome, reference: &OpOutcome, limit: &Limit<'_>) {
-    let check = |what: &str, pick: Pick, input| {
-        let off = error(pick(found, input), pick(reference, input));
+    let check = |name: &str, pick: Pick, input| {
+        let difference = relative_error(pick(found, input), pick(reference, input));
         let limit = limit(pick, input);
-        assert!(off <= limit, "{}: {what} {input}: {off:e}, at most {limit:e}", case.name);
+        assert!(
+            difference <= limit,
+            "{}: {name} {input}: {difference:e}, at most {limit:e}",
+            case.name
+        );
     };
     check("result", |outcome, _| &outcome.y, 0);
     for input in 0..reference.grads.len() {
@@ -58,8 +63,8 @@ fn config() -> ProptestConfig {
 proptest! {
     #![proptest_config(config())]
 
-    // (Heads of a few elements have gradients that are differences of nearly equal numbers, as
-    // narrow rows have below.)
+    // Heads have at least 8 elements: gradients of smaller heads are differences of nearly equal
+    // numbers.
 
     #[test]
     fn row_operations(rows in 1..40_usize, width in 8..150_usize, seed in 1..1000_u64) {
@@ -101,8 +106,8 @@ fn many_and_long_rows() {
 
 #[test]
 fn narrow_rows() {
-    // (Of few elements norms have gradients that are differences of nearly equal numbers.)
-    // Miri takes minutes for one width.
+    // Norms are left out: gradients of narrow norms are differences of nearly equal numbers. Miri
+    // takes minutes for one width.
     let (rows, widths) = if cfg!(miri) { (2, 3..4) } else { (9, 1..8) };
     for width in widths {
         for case in row_cases(rows, width).into_iter().filter(|case| !case.name.contains("norm")) {
@@ -113,12 +118,12 @@ fn narrow_rows() {
 
 #[test]
 fn attention_over_several_key_blocks() {
-    // (A query of one key has no gradient but rounding.)
     let sizes =
         AttentionSizes { batch: 2, queries: 200, keys: 700, key_heads: 1, group: 2, size: 8 };
     for case in attention_cases(sizes) {
         check(&case, 1);
     }
+    // Not a single key: the gradient of its query would be only rounding errors.
     let fewer_keys = AttentionSizes { queries: 90, keys: 3, ..sizes };
     for case in attention_cases(fewer_keys) {
         check(&case, 2);
@@ -142,10 +147,9 @@ fn f32_errors_match_composed_form() {
         let pairs = fused.grads.iter().zip(&composed.grads).zip(&reference.grads);
         let all = [((&fused.y, &composed.y), &reference.y)].into_iter().chain(pairs);
         for ((fused, composed), reference) in all {
-            let ours = error(fused, reference);
-            let theirs = error(composed, reference);
-            // Five roundings to the nearest, which may fall one way or the other, are no
-            // difference.
+            let ours = relative_error(fused, reference);
+            let theirs = relative_error(composed, reference);
+            // An error of up to five roundings passes, because each may go either way.
             assert!(ours <= (1.5 * theirs).max(3e-7), "{}: {ours:e}, {theirs:e}", case.name);
         }
     }
@@ -173,8 +177,8 @@ fn views(x: &Tensor) -> [Tensor; 2] {
     let padded = Tensor::cat(&[x.narrow(0, 0, 1).unwrap(), x.clone()], 0).unwrap();
     let offset = padded.narrow(0, 1, x.dims()[0]).unwrap();
     let last = x.rank() - 1;
-    let turned = x.transpose(0, last).unwrap().contiguous().unwrap().transpose(0, last).unwrap();
-    [offset, turned]
+    let strided = x.transpose(0, last).unwrap().contiguous().unwrap().transpose(0, last).unwrap();
+    [offset, strided]
 }
 
 #[test]
@@ -184,8 +188,8 @@ fn views_are_read_correctly() {
         let expected = run(&case.fused, &inputs);
         for kind in 0..2 {
             let vars: Vec<_> = inputs.iter().map(|x| Var::from_tensor(x).unwrap()).collect();
-            let seen: Vec<_> = vars.iter().map(|var| views(var)[kind].clone()).collect();
-            compare(&case, &run_on(&case.fused, &seen, &vars), &expected, &|_, _| 0.0);
+            let tensors: Vec<_> = vars.iter().map(|var| views(var)[kind].clone()).collect();
+            compare(&case, &run_on(&case.fused, &tensors, &vars), &expected, &|_, _| 0.0);
         }
     }
 }
@@ -197,11 +201,11 @@ fn attention_reads_heads_with_any_strides() {
     let inputs = case.inputs(2);
     let expected = run(&case.fused, &inputs);
     let vars: Vec<_> = inputs.iter().map(|x| Var::from_tensor(x).unwrap()).collect();
-    let seen: candle_core::Result<Vec<_>> =
+    let strided: candle_core::Result<Vec<_>> =
         vars.iter().map(|var| var.transpose(1, 2)?.contiguous()?.transpose(1, 2)).collect();
-    let seen = seen.unwrap();
-    assert!(!seen[0].is_contiguous());
-    compare(case, &run_on(&case.fused, &seen, &vars), &expected, &|_, _| 0.0);
+    let strided = strided.unwrap();
+    assert!(!strided[0].is_contiguous());
+    compare(case, &run_on(&case.fused, &strided, &vars), &expected, &|_, _| 0.0);
 }
 
 #[test]
@@ -214,8 +218,13 @@ fn only_needed_gradients_are_computed() {
             let mut tensors = inputs.clone();
             tensors[wanted] = var.as_tensor().clone();
             let found = run_on(&case.fused, &tensors, std::slice::from_ref(&var));
-            assert_eq!(error(&found.y, &expected.y), 0.0, "{}", case.name);
-            assert_eq!(error(&found.grads[0], &expected.grads[wanted]), 0.0, "{}", case.name);
+            assert_eq!(relative_error(&found.y, &expected.y), 0.0, "{}", case.name);
+            assert_eq!(
+                relative_error(&found.grads[0], &expected.grads[wanted]),
+                0.0,
+                "{}",
+                case.name
+            );
         }
         assert!(!(case.fused)(&inputs).unwrap().track_op());
     }

@@ -9,7 +9,7 @@ use super::support::{
 };
 use crate::kernels::WITHOUT_DISPATCH;
 
-/// Cases of several blocks each.
+/// Returns cases that the kernels split into several blocks.
 fn cases() -> Vec<OpCase> {
     let sizes =
         AttentionSizes { batch: 3, queries: 70, keys: 300, key_heads: 2, group: 2, size: 16 };
@@ -19,7 +19,8 @@ fn cases() -> Vec<OpCase> {
     cases
 }
 
-fn single(case: &OpCase) -> Vec<Tensor> {
+/// Returns the inputs of a case in f32.
+fn single_inputs(case: &OpCase) -> Vec<Tensor> {
     case.inputs(5).iter().map(|x| x.to_dtype(DType::F32).unwrap()).collect()
 }
 
@@ -37,7 +38,10 @@ fn with_threads<R: Send>(threads: usize, f: impl FnOnce() -> R + Send) -> R {
 fn are_independent_of_thread_count() {
     let all = |threads| {
         with_threads(threads, || {
-            cases().iter().map(|case| bits(&run(&case.fused, &single(case)))).collect::<Vec<_>>()
+            cases()
+                .iter()
+                .map(|case| bits(&run(&case.fused, &single_inputs(case))))
+                .collect::<Vec<_>>()
         })
     };
     let one = all(1);
@@ -50,9 +54,9 @@ fn are_independent_of_thread_count() {
 fn are_independent_of_vector_width() {
     with_threads(1, || {
         for case in cases() {
-            let wide = bits(&run(&case.fused, &single(&case)));
+            let wide = bits(&run(&case.fused, &single_inputs(&case)));
             WITHOUT_DISPATCH.set(true);
-            let narrow = bits(&run(&case.fused, &single(&case)));
+            let narrow = bits(&run(&case.fused, &single_inputs(&case)));
             WITHOUT_DISPATCH.set(false);
             assert!(wide == narrow, "{}", case.name);
         }
@@ -61,16 +65,16 @@ fn are_independent_of_vector_width() {
 
 #[test]
 fn rows_are_independent() {
-    let whole = |x: &Tensor, weight: &Tensor| {
+    let forward = |x: &Tensor, weight: &Tensor| {
         let x = crate::rms_norm(x, weight, 1e-5)?;
         let x = crate::linear(&x, weight.unsqueeze(0)?.repeat((9, 1))?.as_ref(), None, None)?;
         crate::softmax(&crate::gelu(&x)?, 1)
     };
     let case = &row_cases(301, 77)[0];
-    let inputs = single(case);
-    let expected = whole(&inputs[0], &inputs[1]).unwrap();
+    let inputs = single_inputs(case);
+    let expected = forward(&inputs[0], &inputs[1]).unwrap();
     for (start, len) in [(0, 1), (5, 1), (17, 2), (100, 150), (300, 1)] {
-        let part = whole(&inputs[0].narrow(0, start, len).unwrap(), &inputs[1]).unwrap();
+        let part = forward(&inputs[0].narrow(0, start, len).unwrap(), &inputs[1]).unwrap();
         assert_eq!(values(&part), values(&expected.narrow(0, start, len).unwrap()));
     }
 }
@@ -80,7 +84,7 @@ fn sequences_are_independent() {
     let sizes =
         AttentionSizes { batch: 3, queries: 70, keys: 70, key_heads: 2, group: 2, size: 16 };
     let case = attention_cases(sizes).remove(4);
-    let inputs = single(&case);
+    let inputs = single_inputs(&case);
     let whole = (case.fused)(&inputs).unwrap();
     for sequence in 0..3 {
         let single: Vec<_> = inputs.iter().map(|x| x.narrow(0, sequence, 1).unwrap()).collect();
@@ -93,7 +97,7 @@ fn sequences_are_independent() {
 fn packed_attention_equals_separate() {
     let sizes = AttentionSizes { batch: 2, queries: 70, keys: 70, key_heads: 2, group: 2, size: 8 };
     let packed = attention_cases(sizes).pop().unwrap();
-    let qkv = &single(&packed)[0];
+    let qkv = &single_inputs(&packed)[0];
     let part = |start: usize, heads: usize| {
         qkv.narrow(2, start * 8, heads * 8).unwrap().reshape((2, 70, heads, 8)).unwrap()
     };

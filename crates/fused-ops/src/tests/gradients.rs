@@ -22,8 +22,12 @@ fn check(case: &OpCase, seed: u64) {
         for pick in 0..5 {
             let element = (pick * 7919 + seed as usize) % n;
             let slope = difference(case, &inputs, input, element);
-            let off = (slope - grad[element]).abs() / largest;
-            assert!(off <= 1e-6, "{}: input {input}, element {element}: {off:e}", case.name);
+            let difference = (slope - grad[element]).abs() / largest;
+            assert!(
+                difference <= 1e-6,
+                "{}: input {input}, element {element}: {difference:e}",
+                case.name
+            );
         }
     }
 }
@@ -31,11 +35,12 @@ fn check(case: &OpCase, seed: u64) {
 /// Returns the derivative, by one element, of the sum that [`run`] differentiates.
 fn difference(case: &OpCase, inputs: &[Tensor], input: usize, element: usize) -> f64 {
     let shifted = |change: f64| {
-        let mut moved = inputs.to_vec();
+        let mut shifted_inputs = inputs.to_vec();
         let mut elements = values(&inputs[input]);
         elements[element] += change;
-        moved[input] = Tensor::from_vec(elements, inputs[input].shape(), &Device::Cpu).unwrap();
-        let y = (case.fused)(&moved).unwrap();
+        shifted_inputs[input] =
+            Tensor::from_vec(elements, inputs[input].shape(), &Device::Cpu).unwrap();
+        let y = (case.fused)(&shifted_inputs).unwrap();
         let seed = values(&numbers(y.dims(), 77));
         values(&y).iter().zip(seed).map(|(y, seed)| y * seed).sum::<f64>()
     };

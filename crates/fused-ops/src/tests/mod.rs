@@ -1,5 +1,5 @@
-//! Every operation compared with its composed form: values, gradients, errors, odd shapes, strides,
-//! and NaN.
+//! Comparisons of every operation with its composed form: values, gradients, errors, empty and
+//! strided inputs, and NaN.
 
 #![allow(
     clippy::cast_possible_truncation,
@@ -10,6 +10,6 @@
 
 mod agreement;
 mod bits;
+mod edge_cases;
 mod gradients;
-mod odd;
 mod support;

@@ -36,14 +36,14 @@ impl OpCase {
         }
     }
 
-    /// Inputs from −2 to 2 in the type that the kernels are most exact in.
+    /// Returns inputs from −2 to 2 in f64, in which the kernels are most precise.
     pub(super) fn inputs(&self, seed: u64) -> Vec<Tensor> {
         let shapes = self.shapes.iter().zip(seed * 100..);
         shapes.map(|(shape, seed)| numbers(shape, seed)).collect()
     }
 }
 
-/// Numbers from −2 to 2 that look random.
+/// Returns pseudorandom numbers from −2 to 2.
 pub(super) fn numbers(shape: &[usize], seed: u64) -> Tensor {
     let mut state = seed.wrapping_mul(0x9E37_79B9_7F4A_7C15) ^ 0x1234_5678;
     let mut next = || {
@@ -55,7 +55,7 @@ pub(super) fn numbers(shape: &[usize], seed: u64) -> Tensor {
     Tensor::from_vec((0..n).map(|_| next()).collect::<Vec<f64>>(), shape, &Device::Cpu).unwrap()
 }
 
-/// Indices below `limit` that look random.
+/// Returns pseudorandom indices below `limit`.
 fn indices(shape: &[usize], limit: usize) -> Tensor {
     let n: usize = shape.iter().product();
     Tensor::from_vec(
@@ -123,9 +123,9 @@ pub(super) fn row_cases(rows: usize, width: usize) -> Vec<OpCase> {
     cases
 }
 
-/// Sums with their norms; of the results only the sum, only the norm, or both are used.
+/// Returns sums with their norms. The cases use only the sum, only the norm, or both.
 fn add_norm_cases(x: &[usize], width: usize) -> Vec<OpCase> {
-    let of_rms = (0..3).map(|used| {
+    let rms_cases = (0..3).map(|used| {
         OpCase::new(
             format!("add_rms_norm {used}"),
             &[x, x, &[width]],
@@ -136,7 +136,7 @@ fn add_norm_cases(x: &[usize], width: usize) -> Vec<OpCase> {
             },
         )
     });
-    let of_layer = (0..3).map(|used| {
+    let layer_cases = (0..3).map(|used| {
         OpCase::new(
             format!("add_layer_norm {used}"),
             &[x, x, &[width], &[width]],
@@ -155,12 +155,12 @@ fn add_norm_cases(x: &[usize], width: usize) -> Vec<OpCase> {
             },
         )
     });
-    of_rms.chain(of_layer).collect()
+    rms_cases.chain(layer_cases).collect()
 }
 
 fn activation_case(x: &[usize], form: Activation) -> OpCase {
     let fused = move |t: &[Tensor]| match form {
-        // There is no separate function for it.
+        // ReLU has no function; it is only an option of `linear`.
         Activation::Relu => {
             let one = Tensor::ones((1, 1), t[0].dtype(), t[0].device())?;
             let x = t[0].flatten_all()?.unsqueeze(1)?;
@@ -184,14 +184,14 @@ fn dropout_case(x: &[usize]) -> OpCase {
 }
 
 fn embedding_case(rows: usize, width: usize) -> OpCase {
-    // A table that is read more than once, and not everywhere.
+    // Some rows of the table are read several times, and some never.
     let index = indices(&[2, rows], rows.max(1));
-    let same = index.clone();
+    let composed_index = index.clone();
     OpCase::new(
         "embedding",
         &[&[rows + 3, width]],
         move |t| crate::embedding(&t[0], &index.to_device(t[0].device())?),
-        move |t| composed::embedding(&t[0], &same),
+        move |t| composed::embedding(&t[0], &composed_index),
     )
 }
 
@@ -205,8 +205,8 @@ fn linear_cases(rows: usize, width: usize) -> Vec<OpCase> {
         |t| crate::linear(&t[0], &t[1], None, None),
         |t| composed::linear(&t[0], &t[1], None, None),
     )];
-    // Weights as small as a trained layer's, so that activations are not far out where they are
-    // straight. By a power of two, which is exact.
+    // Weights as small as a trained layer's keep activations near 0, where they are curved. The
+    // factor is a power of two, so the products are exact.
     let scaled = |weight: &Tensor| weight * 0.0625;
     cases.extend([None].into_iter().chain(ACTIVATIONS.map(Some)).map(|form| {
         OpCase::new(
@@ -349,13 +349,13 @@ fn cross_entropy_case(
     )
 }
 
-/// Projections to heads that are rotated.
+/// Returns projections to rotated heads.
 fn linear_rope_cases(batch: usize, heads: usize, length: usize, half: usize) -> Vec<OpCase> {
     let width = heads * 2 * half;
     let shapes = [&[batch, length, 7][..], &[width, 7], &[width]];
     let angles = move |t: &Tensor| -> candle_core::Result<[Tensor; 2]> {
         let angles = numbers(&[length, half], 9);
-        // Numbers that all types have.
+        // Numbers that all types represent exactly.
         let like = |x: Tensor| x.to_dtype(DType::BF16)?.to_dtype(t.dtype())?.to_device(t.device());
         Ok([like(angles.cos()?)?, like(angles.sin()?)?])
     };
@@ -376,14 +376,14 @@ fn linear_rope_cases(batch: usize, heads: usize, length: usize, half: usize) -> 
     vec![case("linear_rope without bias", 2), case("linear_rope", 3)]
 }
 
-/// Rotations of [batch, heads, length, size] in both layouts and conventions.
+/// Returns rotations of [batch, heads, length, size] in both layouts and conventions.
 pub(super) fn rope_cases(batch: usize, heads: usize, length: usize, half: usize) -> Vec<OpCase> {
-    let shape = [batch, heads, length, 2 * half];
-    let other = [batch, length, heads, 2 * half];
-    // One position more than is used.
+    let heads_first_shape = [batch, heads, length, 2 * half];
+    let length_first_shape = [batch, length, heads, 2 * half];
+    // One more position than `t` has.
     let angles = numbers(&[length + 1, half], 9);
     let index = move |t: &Tensor, function: fn(&Tensor) -> candle_core::Result<Tensor>| {
-        // Numbers that all types have.
+        // Numbers that all types represent exactly.
         function(&angles)?.to_dtype(DType::BF16)?.to_dtype(t.dtype())?.to_device(t.device())
     };
     let apply = move |pairs: PairLayout, heads_first: bool, t: &Tensor| -> Result<Tensor> {
@@ -413,7 +413,7 @@ pub(super) fn rope_cases(batch: usize, heads: usize, length: usize, half: usize)
         let reference = reference.clone();
         cases.push(OpCase::new(
             format!("rope {pairs:?}, heads first: {heads_first}"),
-            &[if heads_first { &shape } else { &other }],
+            &[if heads_first { &heads_first_shape } else { &length_first_shape }],
             move |t| apply(pairs, heads_first, &t[0]),
             move |t| reference(pairs, heads_first, &t[0]),
         ));
@@ -457,7 +457,7 @@ pub(super) fn attention_cases(sizes: AttentionSizes) -> Vec<OpCase> {
         .into_iter()
         .enumerate()
         .map(|(number, config)| {
-            let same = config.clone();
+            let composed_config = config.clone();
             OpCase::new(
                 format!("attention {number} {sizes:?}"),
                 &shapes,
@@ -469,7 +469,7 @@ pub(super) fn attention_cases(sizes: AttentionSizes) -> Vec<OpCase> {
                         .transpose()?;
                     crate::attention(&t[0], &t[1], &t[2], &config)
                 },
-                move |t| composed::attention(&t[0], &t[1], &t[2], &same),
+                move |t| composed::attention(&t[0], &t[1], &t[2], &composed_config),
             )
         })
         .collect();
@@ -522,15 +522,16 @@ pub(super) fn values(tensor: &Tensor) -> Vec<f64> {
     tensor.to_dtype(DType::F64).unwrap().flatten_all().unwrap().to_vec1().unwrap()
 }
 
-/// Returns the largest difference over the largest element of the reference; NaN if there is a NaN.
-pub(super) fn error(found: &Tensor, reference: &Tensor) -> f64 {
+/// Returns the largest difference, divided by the largest element of the reference. A NaN anywhere
+/// makes the result NaN.
+pub(super) fn relative_error(found: &Tensor, reference: &Tensor) -> f64 {
     assert_eq!(found.dims(), reference.dims());
     let found = values(found);
     let reference = values(reference);
-    let off = largest(found.iter().zip(&reference).map(|(a, b)| a - b));
+    let difference = largest(found.iter().zip(&reference).map(|(a, b)| a - b));
     let largest = largest(reference.iter().copied());
-    // A gradient of only rounding errors cannot be the reference.
-    if largest < 1e-9 { off } else { off / largest }
+    // If the reference is only rounding errors, the difference is not relative to it.
+    if largest < 1e-9 { difference } else { difference / largest }
 }
 
 /// Returns the largest magnitude. NaN counts as the largest; `f64::max` would ignore it.

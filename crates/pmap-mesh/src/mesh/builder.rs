@@ -67,8 +67,8 @@ impl DeviceMeshBuilder {
     /// Sets how long a replica waits for the others, in a collective or after it has returned,
     /// before the call fails with [`CollectiveError::Deadline`](crate::CollectiveError::Deadline).
     ///
-    /// The default is no limit in one process, since a failing replica ends the call anyway, and
-    /// ten minutes over several processes, of which one may never start.
+    /// By default there is no limit in one process, since a failing replica ends the call anyway,
+    /// and a limit of ten minutes over several processes, since one of them may never start.
     ///
     /// A replica that keeps computing cannot be stopped from outside. In one process the call
     /// returns without it. Until the replica returns, further calls on the mesh fail with

@@ -280,7 +280,7 @@ impl Workers {
         let limit = if deadline_passed { GRACE } else { deadline };
         let start = Instant::now();
         loop {
-            // A deadline that overflows is no deadline.
+            // There is no deadline if it overflows.
             let next_check = self.next_check(submitted.number, start, limit);
             if sync::wait_until(next_check, || countdown.all_ended()) {
                 return Ok(());
@@ -381,7 +381,7 @@ impl Drop for Workers {
 impl SlotWorker {
     /// Starts the thread pool of a slot. Its first job runs as long as the mesh exists, and the
     /// pool lives as long as this job; kernels called in it use the pool's other threads.
-    #[expect(clippy::expect_used, reason = "a pool that was built runs what it is given")]
+    #[expect(clippy::expect_used, reason = "a new pool runs its first job")]
     fn start(index: usize, cores: &CoreAllocation) -> Result<Self, ThreadPoolBuildError> {
         let mut threads = Vec::new();
         let pool = ThreadPoolBuilder::new()
@@ -389,13 +389,13 @@ impl SlotWorker {
             .spawn_handler(|thread| {
                 let name = format!("mesh-{index}.{}", thread.index());
                 let core = cores.core_for(index, thread.index());
-                let start = move || {
-                    // If the system refuses, the thread runs unbound, which is only slower.
+                threads.push(thread::Builder::new().name(name).spawn(move || {
+                    // If the system rejects the core, the thread runs unbound, which is only
+                    // slower.
                     core.map(core_affinity::set_for_current);
                     IN_MESH.set(true);
                     thread.run();
-                };
-                threads.push(thread::Builder::new().name(name).spawn(start)?);
+                })?);
                 Ok(())
             })
             .build()?;

@@ -138,7 +138,7 @@ fn run_replica<I: TensorTree, O: TensorTree>(
 ) -> Result<O> {
     let slot = replica.slot();
     let device = replica.device();
-    let run = || {
+    let outcome = catch(|| {
         let placed = shard.try_map(&mut |input| shard_to_device(input, device))?;
         // Drop the shard inside `catch`, since the drop may panic.
         drop(shard);
@@ -150,8 +150,8 @@ fn run_replica<I: TensorTree, O: TensorTree>(
             result.device().synchronize()?;
             if result.elem_count() == 0 { contiguous_copy(&result) } else { Ok(result) }
         })
-    };
-    let failure = match catch(run) {
+    });
+    let failure = match outcome {
         Ok(Ok(output)) => return Ok(output),
         Ok(Err(cause)) => ReplicaError::Failed { slot, device: device.clone(), cause },
         Err(message) => ReplicaError::Panicked { slot, device: device.clone(), message },

@@ -12,14 +12,17 @@ pub(super) trait ReduceElement: WithDType {
     fn plus(sum: Self::Sum, next: Self::Sum) -> Self::Sum;
     fn larger(sum: Self::Sum, next: Self::Sum) -> Self::Sum;
     fn smaller(sum: Self::Sum, next: Self::Sum) -> Self::Sum;
-    /// Only floats have means; integers are rejected earlier and returned unchanged here.
-    /// Means are for floats; an integer stays as it is, and is refused earlier.
+    /// Divides a float by `count`, for the mean. Integers have no mean and are rejected earlier;
+    /// here they stay unchanged.
     fn divide(sum: Self::Sum, count: usize) -> Self::Sum;
     /// Returns the bits of the number, zero-extended.
     fn bits(self) -> u64;
-    /// Runs `add` on the items as partial sums: in place if the types are equal, otherwise in a
-    /// copy that is rounded at the end.
-    fn as_sums(items: &mut [Self], add: impl FnOnce(&mut [Self::Sum]) -> Result<()>) -> Result<()>;
+    /// Calls `add` with the items as partial sums: in place if the types are equal, otherwise in a
+    /// copy that is rounded back afterwards.
+    fn with_sums(
+        items: &mut [Self],
+        add: impl FnOnce(&mut [Self::Sum]) -> Result<()>,
+    ) -> Result<()>;
 }
 
 macro_rules! float_arithmetic {
@@ -43,14 +46,17 @@ macro_rules! float_arithmetic {
     };
 }
 
-/// Implements the partial sums of a type that is its own sum type.
+/// Implements the partial sums of a type that is also its sum type.
 macro_rules! sum_in_own_type {
     () => {
         type Sum = Self;
         fn widen(self) -> Self {
             self
         }
-        fn as_sums(items: &mut [Self], add: impl FnOnce(&mut [Self]) -> Result<()>) -> Result<()> {
+        fn with_sums(
+            items: &mut [Self],
+            add: impl FnOnce(&mut [Self]) -> Result<()>,
+        ) -> Result<()> {
             add(items)
         }
     };
@@ -72,7 +78,7 @@ macro_rules! half_element {
             fn widen(self) -> f32 {
                 self.to_f32()
             }
-            fn as_sums(
+            fn with_sums(
                 items: &mut [Self],
                 add: impl FnOnce(&mut [f32]) -> Result<()>,
             ) -> Result<()> {

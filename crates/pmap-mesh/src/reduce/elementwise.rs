@@ -1,5 +1,5 @@
-//! Reduction of tensors on their device, in rank order. The results equal [`whole`](super::whole)
-//! on a processor to the bit.
+//! Reduction of tensors on their device, in rank order. To the bit, the results equal
+//! [`tensors`](super::tensors) on a processor.
 
 use candle_core::{DType, Result, Tensor, bail};
 
@@ -13,12 +13,17 @@ pub(crate) fn reduce(summands: &[Tensor], reduction: Reduction) -> Result<Tensor
     if first.elem_count() == 0 {
         return contiguous_copy(first);
     }
-    let sum =
-        rest.iter().try_fold(widen(first)?, |sum, next| combine(&sum, &widen(next)?, reduction))?;
-    let result = if reduction == Reduction::Mean { divide(&sum, summands.len())? } else { sum };
+    let mut result = widen(first)?;
+    for next in rest {
+        result = combine(&result, &widen(next)?, reduction)?;
+    }
+    if reduction == Reduction::Mean {
+        result = divide(&result, summands.len())?;
+    }
     result.to_dtype(first.dtype())
 }
 
+/// Converts halves to single precision.
 fn widen(x: &Tensor) -> Result<Tensor> {
     if matches!(x.dtype(), DType::BF16 | DType::F16) {
         x.to_dtype(DType::F32)
@@ -57,14 +62,14 @@ mod tests {
     use candle_core::Device;
 
     use super::*;
-    use crate::{reduce::whole, spec::join::bits_equal};
+    use crate::{reduce, spec::join::bits_equal};
 
     const ALL: [Reduction; 4] = [Reduction::Sum, Reduction::Mean, Reduction::Max, Reduction::Min];
 
     fn check(summands: &[Tensor]) {
         for reduction in ALL {
             let result = reduce(summands, reduction).unwrap();
-            let expected = whole(summands, reduction).unwrap();
+            let expected = tensors(summands, reduction).unwrap();
             assert!(
                 bits_equal(&result, &expected).unwrap(),
                 "{reduction:?} of {:?}",

@@ -9,27 +9,28 @@ use candle_core::{CpuStorage, Result, Storage, Tensor, WithDType, bail};
 use crate::reduce::{Reduction, element::ReduceElement};
 
 /// The number of items per block: 32 KiB of single-precision sums, which stay in the nearest caches
-/// while the items of all summands are added. Half of it took a tenth longer, because each block
-/// takes the locks of all summands, which move from core to core.
+/// while the items of all summands are added. Blocks of half the size took a tenth longer, because
+/// each block takes the locks of all summands, and these move from core to core.
 pub(super) const BLOCK: usize = 8192;
 
 /// The inputs of a reduction: lists of items of equal length.
 pub(super) trait Summands<T> {
     fn count(&self) -> usize;
 
-    /// Calls `see` with a range of items of one summand.
-    fn lend<R>(&self, index: usize, range: Range<usize>, see: impl FnOnce(&[T]) -> R) -> Result<R>;
+    /// Calls `read` with a range of items of one summand.
+    fn lend<R>(&self, index: usize, range: Range<usize>, read: impl FnOnce(&[T]) -> R)
+    -> Result<R>;
 }
 
 /// The output of a reduction, written from the first sum to the last.
 pub(super) trait SumDestination<T> {
     /// Copies the next items, and returns the copy.
-    fn take(&mut self, items: &[T]) -> &mut [T];
+    fn push_items(&mut self, items: &[T]) -> &mut [T];
 }
 
 /// Appends to a vector, which has capacity for all items.
 impl<T: Copy> SumDestination<T> for Vec<T> {
-    fn take(&mut self, items: &[T]) -> &mut [T] {
+    fn push_items(&mut self, items: &[T]) -> &mut [T] {
         let start = self.len();
         self.extend_from_slice(items);
         &mut self[start..]
@@ -39,7 +40,7 @@ impl<T: Copy> SumDestination<T> for Vec<T> {
 /// Overwrites a slice from its first item on.
 #[cfg(feature = "mpi")]
 impl<T: Copy> SumDestination<T> for &mut [T] {
-    fn take(&mut self, items: &[T]) -> &mut [T] {
+    fn push_items(&mut self, items: &[T]) -> &mut [T] {
         let (places, rest) = mem::take(self).split_at_mut(items.len());
         *self = rest;
         places.copy_from_slice(items);
@@ -49,17 +50,22 @@ impl<T: Copy> SumDestination<T> for &mut [T] {
 
 /// The items of contiguous tensors on the processor.
 ///
-/// It locks one summand at a time: while a thread held one lock and waited for another, a
-/// `Var::set` could wait for the first and deadlock.
+/// It locks one summand at a time: if a thread held one lock and waited for another, a `Var::set`
+/// that waits for the first could deadlock.
 impl<T: WithDType> Summands<T> for [Tensor] {
     fn count(&self) -> usize {
         self.len()
     }
 
-    fn lend<R>(&self, index: usize, range: Range<usize>, see: impl FnOnce(&[T]) -> R) -> Result<R> {
+    fn lend<R>(
+        &self,
+        index: usize,
+        range: Range<usize>,
+        read: impl FnOnce(&[T]) -> R,
+    ) -> Result<R> {
         let (storage, layout) = self[index].storage_and_layout();
         let Storage::Cpu(storage) = &*storage else { bail!("a summand is not on the processor") };
-        Ok(see(typed_items::<T>(storage, layout.start_offset() + range.start, range.len())?))
+        Ok(read(typed_items::<T>(storage, layout.start_offset() + range.start, range.len())?))
     }
 }
 
@@ -70,9 +76,14 @@ impl<T> Summands<T> for [&[T]] {
         self.len()
     }
 
-    fn lend<R>(&self, index: usize, range: Range<usize>, see: impl FnOnce(&[T]) -> R) -> Result<R> {
+    fn lend<R>(
+        &self,
+        index: usize,
+        range: Range<usize>,
+        read: impl FnOnce(&[T]) -> R,
+    ) -> Result<R> {
         match self[index].get(range) {
-            Some(items) => Ok(see(items)),
+            Some(items) => Ok(read(items)),
             None => bail!("summands differ in size"),
         }
     }
@@ -87,8 +98,8 @@ fn typed_items<T: WithDType>(storage: &CpuStorage, start: usize, len: usize) -> 
 
 /// Reduces the items in `range` of all summands, in the order of the summands.
 ///
-/// The first summand is copied to the destination, and the others are added to it there: a copy
-/// elsewhere would write each sum twice.
+/// The first summand is copied to the destination, and the others are added to it in place, so that
+/// no sum is copied again.
 pub(super) fn reduce<T: ReduceElement>(
     summands: &(impl Summands<T> + ?Sized),
     reduction: Reduction,
@@ -98,8 +109,8 @@ pub(super) fn reduce<T: ReduceElement>(
     let combine = block_reduction::<T>(reduction);
     for start in range.clone().step_by(BLOCK) {
         let block = start..range.end.min(start + BLOCK);
-        let block_sums = summands.lend(0, block.clone(), |items| sums.take(items))?;
-        T::as_sums(block_sums, |sums| {
+        let block_sums = summands.lend(0, block.clone(), |items| sums.push_items(items))?;
+        T::with_sums(block_sums, |sums| {
             for index in 1..summands.count() {
                 summands.lend(index, block.clone(), |items| combine(sums, items))?;
             }

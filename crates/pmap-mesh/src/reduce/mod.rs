@@ -62,23 +62,23 @@ pub(crate) fn has_kernel(dtype: DType) -> bool {
 }
 
 /// Reduces contiguous tensors on the processor, in this thread.
-pub(crate) fn whole(summands: &[Tensor], reduction: Reduction) -> Result<Tensor> {
+pub(crate) fn tensors(summands: &[Tensor], reduction: Reduction) -> Result<Tensor> {
     let [first, ..] = summands else { bail!("nothing to reduce") };
-    run(summands, 0..first.elem_count(), first.shape(), reduction)
+    item_range(summands, 0..first.elem_count(), first.shape(), reduction)
 }
 
 /// Reduces a range of items of contiguous tensors on the processor, in this thread.
-pub(crate) fn run(
+pub(crate) fn item_range(
     summands: &[Tensor],
     items: Range<usize>,
     shape: &Shape,
     reduction: Reduction,
 ) -> Result<Tensor> {
     let [first, ..] = summands else { bail!("nothing to reduce") };
-    dispatch!(first.dtype(), run_typed(summands, items, shape, reduction))
+    dispatch!(first.dtype(), item_range_typed(summands, items, shape, reduction))
 }
 
-fn run_typed<T: ReduceElement>(
+fn item_range_typed<T: ReduceElement>(
     summands: &[Tensor],
     items: Range<usize>,
     shape: &Shape,
@@ -91,11 +91,11 @@ fn run_typed<T: ReduceElement>(
 
 /// Returns true if two contiguous tensors on the processor, of one dtype and size, are equal to the
 /// bit.
-pub(crate) fn same(left: &Tensor, right: &Tensor) -> Result<bool> {
-    dispatch!(left.dtype(), same_typed(&[left.clone(), right.clone()]))
+pub(crate) fn equal_to_the_bit(left: &Tensor, right: &Tensor) -> Result<bool> {
+    dispatch!(left.dtype(), equal_typed(&[left.clone(), right.clone()]))
 }
 
-fn same_typed<T: ReduceElement>(pair: &[Tensor; 2]) -> Result<bool> {
+fn equal_typed<T: ReduceElement>(pair: &[Tensor; 2]) -> Result<bool> {
     let len = pair[0].elem_count();
     let mut left: Vec<T> = Vec::with_capacity(BLOCK.min(len));
     for start in (0..len).step_by(BLOCK) {
@@ -127,7 +127,7 @@ fn fingerprint_typed<T: ReduceElement>(x: &Tensor, fingerprint: &mut Fingerprint
     })
 }
 
-/// Returns the bits of up to 8 bytes of items, one after the other.
+/// Concatenates the bits of up to 8 bytes of items.
 fn packed_word<T: ReduceElement>(items: &[T]) -> u64 {
     items.iter().fold(0, |word: u64, item: &T| match size_of::<T>() {
         8 => item.bits(),
@@ -137,17 +137,17 @@ fn packed_word<T: ReduceElement>(items: &[T]) -> u64 {
 
 /// Reduces the raw items of several ranks, of type `dtype`, into `sums`.
 #[cfg(feature = "mpi")]
-pub(crate) fn bytes(
+pub(crate) fn raw_items(
     dtype: DType,
     summands: &[&[u8]],
     reduction: Reduction,
     sums: &mut [u8],
 ) -> Result<()> {
-    dispatch!(dtype, bytes_typed(summands, reduction, sums))
+    dispatch!(dtype, raw_items_typed(summands, reduction, sums))
 }
 
 #[cfg(feature = "mpi")]
-fn bytes_typed<T: ReduceElement + bytemuck::Pod>(
+fn raw_items_typed<T: ReduceElement + bytemuck::Pod>(
     summands: &[&[u8]],
     reduction: Reduction,
     sums: &mut [u8],

@@ -72,8 +72,8 @@ pub(crate) fn concat_output(concatenation: Concatenation) -> Result<SharedOutput
             // This crate does not depend on the crate of the 8-bit type; candle's variant infers
             // it.
             let items = Vec::new();
-            let of_this_type = CpuStorage::F8E4M3(items);
-            let CpuStorage::F8E4M3(items) = of_this_type else { bail!("a storage has one type") };
+            let storage = CpuStorage::F8E4M3(items);
+            let CpuStorage::F8E4M3(items) = storage else { bail!("a storage has one type") };
             concat_typed(items, concatenation)
         }
         other => bail!("tensors of type {} cannot be put together", other.as_str()),
@@ -108,17 +108,18 @@ fn concat_typed<T: WithDType>(_type: Vec<T>, concatenation: Concatenation) -> Re
         let filled = buffer.fill(chunk, |items| match sources.get(chunk) {
             None => Ok(()),
             Some(&(n, start)) => {
-                let items_of_part = place.start - start..place.end - start;
-                parts.lend(n, items_of_part, |part: &[T]| {
-                    items.take(part);
+                let part_items = place.start - start..place.end - start;
+                parts.lend(n, part_items, |part: &[T]| {
+                    items.push_items(part);
                 })
             }
         })?;
-        filled.map(|items| tensor(items, &shape, is_leaf)).transpose()
+        filled.map(|items| result_tensor(items, &shape, is_leaf)).transpose()
     }))
 }
 
-fn tensor<T: WithDType>(items: Vec<T>, shape: &Shape, is_leaf: bool) -> Result<Tensor> {
+/// Makes the tensor of a result.
+fn result_tensor<T: WithDType>(items: Vec<T>, shape: &Shape, is_leaf: bool) -> Result<Tensor> {
     if is_leaf {
         Var::from_vec(items, shape, &Device::Cpu).map(Var::into_inner)
     } else {
@@ -155,7 +156,7 @@ fn chunks(range: Range<usize>, step: usize) -> impl Iterator<Item = Range<usize>
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::reduce::{REDUCIBLE, same, shared_work::SharedWork, whole};
+    use crate::reduce::{REDUCIBLE, equal_to_the_bit, shared_work::SharedWork, tensors};
 
     fn values(n: usize, items: usize, dtype: DType) -> Tensor {
         let values = (0..items).map(|i| ((i * 7919 + n * 104_729) % 251) as f32 * 0.5);
@@ -185,13 +186,13 @@ mod tests {
                 [(0, 0..0), (5, 2..4), (70_001, 1..70_001), (70_001, 69_000..69_000)]
             {
                 let summands: Vec<Tensor> = (0..3).map(|n| values(n, items, dtype)).collect();
-                let whole = whole(&summands, Reduction::Sum).unwrap();
+                let whole = tensors(&summands, Reduction::Sum).unwrap();
                 let len = run.len();
                 let sum = run_alone(
                     reduce_output(summands, run.clone(), len.into(), Reduction::Sum).unwrap(),
                 );
                 let expected = whole.narrow(0, run.start, len).unwrap().force_contiguous().unwrap();
-                assert!(same(&sum, &expected).unwrap(), "{dtype:?} {run:?}");
+                assert!(equal_to_the_bit(&sum, &expected).unwrap(), "{dtype:?} {run:?}");
             }
         }
     }
@@ -208,7 +209,7 @@ mod tests {
             let whole = run_alone(
                 concat_output(Concatenation { dtype, shape, parts, is_leaf: false }).unwrap(),
             );
-            assert!(same(&whole, &expected).unwrap());
+            assert!(equal_to_the_bit(&whole, &expected).unwrap());
             assert!(!whole.is_variable());
         }
     }

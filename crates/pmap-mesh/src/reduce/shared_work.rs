@@ -1,7 +1,7 @@
 //! Shared work: ranks that wait for a result compute its next chunk.
 //!
 //! Each member starts with a separate share of the chunks, which its caches may still hold, and
-//! then helps with the shares of the others. A member that arrives late finds its share done.
+//! then helps with the others' shares. A member that arrives late finds its share done.
 //! Members that wait for several results in different orders never block each other, since every
 //! taken chunk is being computed.
 
@@ -21,8 +21,8 @@ use crate::reduce::parts::balanced;
 const LARGEST_CHUNK_BYTES: usize = 64 << 10;
 /// The smallest chunk: a smaller one would be done before another member could take the next.
 const SMALLEST_CHUNK_BYTES: usize = 8 << 10;
-/// The number of chunks of a small result: one for each of a few members, of which an early one
-/// takes a second.
+/// The number of chunks of a small result: enough that a few members get one each, and an early
+/// member a second one.
 const CHUNKS: usize = 4;
 
 /// Returns the number of items per chunk of a result, given the bytes of an item.
@@ -97,12 +97,12 @@ impl SharedWork {
         }
     }
 
-    /// Computes chunks until none is left, starting with this member's share. Returns true if this
-    /// call finished the work, and must wake the members that wait for it.
+    /// Computes chunks until all are taken, starting with this member's share. Returns true if this
+    /// call finished the work; the caller must then wake the waiting members.
     pub(crate) fn run_chunks(&self, member: usize) -> bool {
         let mut has_finished = false;
-        let (before, from) = self.shares.split_at(member);
-        for share in from.iter().chain(before) {
+        let (earlier, own_and_later) = self.shares.split_at(member);
+        for share in own_and_later.iter().chain(earlier) {
             while let Some(chunk) = share.take().filter(|_| !self.is_finished()) {
                 // If a chunk panics, the other members must not wait for it.
                 let guard = PoisonOnPanic(self);
@@ -121,7 +121,7 @@ impl SharedWork {
             Ok(Some(result)) => {
                 // Only the thread that filled the last chunk gets here.
                 drop(self.results[output].set(result));
-                // Release this result to the thread that finds none missing, and acquire the
+                // Release this result to the thread that lowers `missing` to 0, and acquire the
                 // others' results.
                 self.missing.fetch_sub(1, Ordering::AcqRel) == 1 && self.outcome.set(Ok(())).is_ok()
             }
@@ -140,14 +140,15 @@ impl SharedWork {
     ///
     /// The reason why the work failed.
     pub(crate) fn result(&self, output: usize) -> candle_core::Result<Tensor> {
-        if let Some(Err(why)) = self.outcome.get() {
-            return Err(Error::msg(why));
+        if let Some(Err(reason)) = self.outcome.get() {
+            return Err(Error::msg(reason));
         }
         self.results[output].get().cloned().ok_or_else(|| Error::msg("the result is not finished"))
     }
 }
 
 impl ChunkShare {
+    /// Takes the next chunk, if any is free.
     fn take(&self) -> Option<usize> {
         let chunk = self.next.fetch_add(1, Ordering::Relaxed);
         (chunk < self.end).then_some(chunk)

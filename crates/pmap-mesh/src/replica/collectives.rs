@@ -232,7 +232,7 @@ impl Collectives {
     }
 
     /// Returns the `x` of rank `root`.
-    #[expect(clippy::expect_used, reason = "an engine returns something from whom it is asked")]
+    #[expect(clippy::expect_used, reason = "`receive` returns the tensor of the requested sender")]
     pub(crate) fn broadcast(&self, ctx: &GroupContext, x: &Tensor, root: usize) -> Result<Tensor> {
         let is_sent = ctx.rank == root;
         self.count(ctx, CollectiveKind::Broadcast, if is_sent { n_bytes(x) } else { 0 });

@@ -87,8 +87,8 @@ impl Replica {
     /// Returns the runs of a layout that this replica owns, each summed over the replicas along
     /// `axes`: many gradients in one collective.
     ///
-    /// `list` are this replica's tensors, with the layout's shapes. Each result has one dimension;
-    /// the order is that of [`RunLayout::runs`]. Sums are formed in rank order and equal
+    /// `list` are this replica's tensors, with the layout's shapes. Each result has one dimension,
+    /// in the order of [`RunLayout::runs`]. Sums are formed in rank order and equal
     /// [`psum`](Self::psum) to the bit. No gradient flows through it.
     ///
     /// # Errors

@@ -172,7 +172,7 @@ fn write_into(kept: &Tensor, index: usize, dim: usize, parts: &[Tensor]) -> Resu
     if let ([], [part]) = (kept.dims(), parts)
         && part.rank() == 0
     {
-        // candle writes along a dimension, and a scalar has none.
+        // candle writes along a dimension, and a scalar has no dimension.
         let kept = kept.reshape(1).map_err(Error::gather(index))?;
         let part = part.reshape(1).map_err(Error::gather(index))?;
         return write_into(&kept, index, 0, &[part]);
@@ -218,7 +218,7 @@ fn reduce_parts(parts: &[Tensor], reduction: Reduction) -> candle_core::Result<T
         bail!("cannot add shapes {:?} and {:?}", first.dims(), other.dims());
     }
     let on_host = parts.iter().map(to_host).collect::<candle_core::Result<Vec<_>>>()?;
-    to_device(&reduce::whole(&on_host, reduction)?, first.device())
+    to_device(&reduce::tensors(&on_host, reduction)?, first.device())
 }
 
 /// Returns true if two tensors are equal to the bit, on any devices.
@@ -230,7 +230,7 @@ pub(crate) fn bits_equal(left: &Tensor, right: &Tensor) -> candle_core::Result<b
         return Ok(true);
     }
     if reduce::has_kernel(left.dtype()) {
-        reduce::same(&to_host(left)?, &to_host(right)?)
+        reduce::equal_to_the_bit(&to_host(left)?, &to_host(right)?)
     } else {
         Ok(bytes(left)? == bytes(right)?)
     }

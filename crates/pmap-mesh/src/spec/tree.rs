@@ -118,7 +118,7 @@ where
 }
 
 /// Implements [`TensorTree`](crate::TensorTree) for a struct: the fields in `data` are trees, and
-/// the fields in `meta` are cloned. The words are those of `jax.tree_util.register_dataclass`.
+/// the fields in `meta` are cloned. The names follow `jax.tree_util.register_dataclass`.
 ///
 /// All fields must be named.
 ///

@@ -30,10 +30,15 @@ use crate::{
 #[expect(clippy::expect_used, reason = "says why it cannot fail")]
 pub(crate) fn run(args: &BatchArgs) -> Result<()> {
     args.check()?;
-    let is_lines = args.format == FormatArg::Jsonl;
-    let state = if is_lines { print_each(args) } else { print_all(args) }?;
+    let state = match args.format {
+        FormatArg::Jsonl => print_each(args)?,
+        FormatArg::Text | FormatArg::Json => print_all(args)?,
+    };
     if let Some(path) = &args.save_state {
-        output::json_file(path, &state.expect("clap requires ranks, which have a state"))?;
+        output::json_file(
+            path,
+            &state.expect("--save-state requires ranks, and ranks have a state"),
+        )?;
     }
     Ok(())
 }
@@ -41,16 +46,16 @@ pub(crate) fn run(args: &BatchArgs) -> Result<()> {
 /// Prints each batch as soon as it is complete.
 fn print_each(args: &BatchArgs) -> Result<Option<BatchState>> {
     let mut lines = JsonLines::new(args.is_live());
-    let totals = make(args, &mut |entry| lines.print(&JsonLine::new(entry)))?;
+    let totals = make_batches(args, &mut |entry| lines.print(&JsonLine::new(entry)))?;
     lines.finish()?;
-    print::warn(&totals.left_out);
+    print::warn_left_out(&totals.left_out);
     Ok(totals.state)
 }
 
 /// Prints all batches after the last is complete.
 fn print_all(args: &BatchArgs) -> Result<Option<BatchState>> {
     let mut entries = Vec::new();
-    let mut totals = make(args, &mut |entry| {
+    let mut totals = make_batches(args, &mut |entry| {
         entries.push(entry);
         ControlFlow::Continue(())
     })?;
@@ -62,26 +67,27 @@ fn print_all(args: &BatchArgs) -> Result<Option<BatchState>> {
 /// A callback for each batch. Returns `Break` if no further batch is needed.
 type BatchCallback<'a> = &'a mut dyn FnMut(BatchEntry) -> ControlFlow<()>;
 
-fn make(args: &BatchArgs, each: BatchCallback<'_>) -> Result<BatchTotals> {
+/// Passes each batch to `on_batch`, as soon as the options allow.
+fn make_batches(args: &BatchArgs, on_batch: BatchCallback<'_>) -> Result<BatchTotals> {
     match args.placement()? {
-        Some(placement) => make_for_rank(args, placement, each),
-        None if args.is_stream() => make_from_stream(args, each),
-        None => make_all(args, each),
+        Some(placement) => make_for_rank(args, placement, on_batch),
+        None if args.is_stream() => make_from_stream(args, on_batch),
+        None => make_all(args, on_batch),
     }
 }
 
 /// Makes all batches, reading lengths lazily.
-fn make_from_stream(args: &BatchArgs, each: BatchCallback<'_>) -> Result<BatchTotals> {
+fn make_from_stream(args: &BatchArgs, on_batch: BatchCallback<'_>) -> Result<BatchTotals> {
     let config = args.config(None)?;
     let lengths = (0..).zip(args.lengths());
     let sequences = lengths.map(|(index, length)| Ok(Sequence { index, length: length? }));
     let mut batches = Batches::new(sequences, config)?;
-    pass_selected(args, &mut batches, each)?;
+    pass_selected(args, &mut batches, on_batch)?;
     Ok(BatchTotals { left_out: *batches.report(), share: None, state: None })
 }
 
 /// Makes all batches after loading all lengths.
-fn make_all(args: &BatchArgs, each: BatchCallback<'_>) -> Result<BatchTotals> {
+fn make_all(args: &BatchArgs, on_batch: BatchCallback<'_>) -> Result<BatchTotals> {
     let lengths = args.load_lengths()?;
     let config = args.config(Some(&lengths))?;
     let mut order = args.order(lengths.count(), args.epoch())?;
@@ -89,29 +95,30 @@ fn make_all(args: &BatchArgs, each: BatchCallback<'_>) -> Result<BatchTotals> {
     if let Some(seed) = args.shuffle_seed() {
         batches = batches.shuffled(seed.derive(args.epoch().as_u64()));
     }
-    pass_selected(args, &mut batches, each)?;
+    pass_selected(args, &mut batches, on_batch)?;
     let left_out = *batches.report();
     drop(batches);
     Ok(BatchTotals { left_out, share: None, state: None })
 }
 
-/// Passes the batches selected by `--start` and `--count` to `each`.
+/// Passes the batches selected by `--start` and `--count` to `on_batch`.
 fn pass_selected<I>(
     args: &BatchArgs,
     batches: &mut Batches<I>,
-    each: BatchCallback<'_>,
+    on_batch: BatchCallback<'_>,
 ) -> Result<()>
 where
     I: Iterator<Item = Result<Sequence>>,
 {
     for n_skipped in 0..args.start {
         if batches.next().transpose()?.is_none() {
-            commands::count(args.start, args.count, n_skipped, "batches")?;
+            // All batches are skipped, so this returns an error.
+            commands::n_to_print(args.start, args.count, n_skipped, "batches")?;
         }
     }
     for _ in 0..args.count.unwrap_or(u64::MAX) {
         let Some(batch) = batches.next().transpose()? else { break };
-        if each(BatchEntry { batch, step_real_tokens: None }).is_break() {
+        if on_batch(BatchEntry { batch, step_real_tokens: None }).is_break() {
             break;
         }
     }
@@ -122,25 +129,26 @@ where
 fn make_for_rank(
     args: &BatchArgs,
     placement: Placement,
-    each: BatchCallback<'_>,
+    on_batch: BatchCallback<'_>,
 ) -> Result<BatchTotals> {
     let lengths = args.load_lengths()?;
     let batches = DynamicBatchSampler::new(&lengths, args.config(Some(&lengths))?)?;
     let sampler = DistributedBatchSampler::new(batches, placement, args.distributed())?;
-    let mut steps = steps(args, &sampler, &lengths)?;
+    let mut steps = remaining_steps(args, &sampler, &lengths)?;
     let left_out = steps.report();
     let mut state = steps.state();
-    let n_batches = commands::count(args.start, args.count, steps.len() as u64, "batches")?;
+    let n_batches = commands::n_to_print(args.start, args.count, steps.len() as u64, "batches")?;
     let share = RankShare {
         world_size: placement.world_size().as_u64(),
         rank: placement.rank().as_u64(),
         n_steps: state.n_steps,
     };
+    // The saved state follows the last printed step.
     state.step += args.start + n_batches;
-    let from_start = steps.by_ref().skip(commands::iterator_count(args.start));
-    for step in from_start.take(commands::iterator_count(n_batches)) {
+    let n_skipped = commands::iterator_count(args.start);
+    for step in steps.by_ref().skip(n_skipped).take(commands::iterator_count(n_batches)) {
         let entry = BatchEntry { batch: step.batch, step_real_tokens: Some(step.real_tokens) };
-        if each(entry).is_break() {
+        if on_batch(entry).is_break() {
             break;
         }
     }
@@ -149,8 +157,8 @@ fn make_for_rank(
     Ok(BatchTotals { left_out, share: Some(share), state: Some(state) })
 }
 
-/// Returns the steps of the epoch: the steps after a saved state, or all of them.
-fn steps<'a>(
+/// Returns the steps of the epoch: those after the state in `--resume`, or all.
+fn remaining_steps<'a>(
     args: &BatchArgs,
     sampler: &'a DistributedBatchSampler<&'a SequenceLengthList>,
     lengths: &SequenceLengthList,

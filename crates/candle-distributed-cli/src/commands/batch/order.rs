@@ -38,16 +38,15 @@ impl ReadingOrder {
                 let numbered = (1_u64..).zip(positions);
                 Box::new(numbered.map(|(n, position)| {
                     let index = position?;
-                    let length = lengths.length(index);
-                    let length = length.ok_or_else(|| {
-                        let name = Printable(path.display());
-                        let count = lengths.count();
-                        let message = format!(
-                            "position {n} in {name} is {index}, out of range for {count} sequences"
-                        );
-                        Error::usage(message).hinted(hint::ORDER)
-                    })?;
-                    Ok(Sequence { index, length })
+                    if let Some(length) = lengths.length(index) {
+                        return Ok(Sequence { index, length });
+                    }
+                    let name = Printable(path.display());
+                    let count = lengths.count();
+                    let message = format!(
+                        "position {n} in {name} is {index}, out of range for {count} sequences"
+                    );
+                    Err(Error::usage(message).hinted(hint::ORDER))
                 }))
             }
         }

@@ -77,7 +77,7 @@ pub(super) struct BatchTotals {
 }
 
 /// Warns about left-out sequences, which `--format jsonl` does not include.
-pub(super) fn warn(left_out: &PaddingReport) {
+pub(super) fn warn_left_out(left_out: &PaddingReport) {
     let PaddingReport { skipped, truncated, dropped, .. } = left_out;
     if skipped + truncated + dropped > 0 {
         output::warning(format!(
@@ -94,8 +94,8 @@ pub(super) fn print(args: &BatchArgs, batches: Vec<BatchEntry>, totals: BatchTot
     padding.skipped = totals.left_out.skipped;
     padding.truncated = totals.left_out.truncated;
     padding.dropped = totals.left_out.dropped;
-    let is_pack = args.is_pack();
-    let rows = is_pack.then(|| PackedRows { bins: padding.batches, density: padding.efficiency() });
+    let rows =
+        args.is_pack().then(|| PackedRows { bins: padding.batches, density: padding.efficiency() });
     let report = BatchReport { padding, rows };
     let answer = BatchOutput { format_version: 1, share: totals.share, batches, report };
     match args.format {

@@ -65,7 +65,7 @@ impl Collective {
 
     /// Returns the values of a result if the input of each device is filled with its position. The
     /// result consists of equal parts, each filled with one of these values.
-    fn expected(self, position: usize, size: usize) -> Vec<f32> {
+    fn expected_values(self, position: usize, size: usize) -> Vec<f32> {
         match self {
             Self::Psum | Self::PsumScatter => vec![(size * (size - 1) / 2) as f32],
             Self::AllGather | Self::AllToAll => (0..size).map(|position| position as f32).collect(),
@@ -135,7 +135,7 @@ impl CollectiveTrial {
     /// Returns the median time of the slowest device in seconds.
     pub(super) fn run(&self, mesh: &DeviceMesh) -> error::Result<f64> {
         let trial = self.clone();
-        let times = mesh.pmap(move |ctx, ()| trial.replica(ctx)).call(())?.to_vec2::<i64>()?;
+        let times = mesh.pmap(move |ctx, ()| trial.measure(ctx)).call(())?.to_vec2::<i64>()?;
         let mut slowest = Vec::new();
         for n in 0..usize::from(self.repetitions) {
             // At least a nanosecond, since bandwidths are divided by it and a coarse clock may
@@ -147,11 +147,12 @@ impl CollectiveTrial {
     }
 
     /// Measures the times of this device in nanoseconds, [1, repetitions].
-    fn replica(&self, ctx: &Replica) -> Result<Tensor> {
+    fn measure(&self, ctx: &Replica) -> Result<Tensor> {
         let axes: MeshAxes = self.axes.iter().map(|axis| axis.name.clone()).collect();
         let position = ctx.axis_index(&axes)?;
         let input_len = self.collective.input_len(self.n_elems(), self.group_size());
         let x = Tensor::full(position as f32, input_len, ctx.device())?;
+        // The first call also warms up, and is not timed.
         let mut result = self.collective.call(ctx, &x, &axes)?;
         self.check(&result, position)?;
         let mut times = Vec::new();
@@ -171,13 +172,13 @@ impl CollectiveTrial {
     fn check(&self, result: &Tensor, position: usize) -> Result<()> {
         let size = self.group_size();
         let found = result.to_vec1::<f32>()?;
-        let expected = self.collective.expected(position, size);
+        let expected = self.collective.expected_values(position, size);
         let n_elems = self.collective.output_len(self.n_elems(), size);
         if found.len() != n_elems {
             bail!("{} returns {} numbers, expected {n_elems}", self.collective, found.len());
         }
-        let part = n_elems / expected.len();
-        for (part, expected) in found.chunks(part).zip(expected) {
+        let part_len = n_elems / expected.len();
+        for (part, expected) in found.chunks(part_len).zip(expected) {
             if let Some(wrong) = part.iter().find(|value| value.to_bits() != expected.to_bits()) {
                 bail!("{} returns {wrong}, expected {expected}", self.collective);
             }

@@ -81,18 +81,22 @@ fn parse_bytes(text: &str) -> Result<usize, String> {
 }
 
 pub(crate) fn run(args: &MeshArgs) -> Result<()> {
-    let place = args.devices.place(args.n_slots().unwrap_or(DEFAULT_WORLD_SIZE))?;
+    let place = args.devices.place(args.grid_size().unwrap_or(DEFAULT_WORLD_SIZE))?;
     let n_devices = place.placement.world_size();
-    if let Some(n_slots) = args.n_slots().filter(|&n_slots| n_slots != n_devices.as_u64()) {
+    if let Some(grid_size) = args.grid_size()
+        && grid_size != n_devices.as_u64()
+    {
         return Err(Error::usage(format!(
-            "the axes make a grid of {n_slots} devices, but there are {n_devices} devices"
+            "the axes make a grid of {grid_size} devices, but there are {n_devices} devices"
         )));
     }
     place.share_cores()?;
     let answer =
         args.devices.run_on(place, args.grid(n_devices.as_usize()), |mesh| args.measure(mesh))?;
+    if !place.is_first() {
+        return Ok(());
+    }
     match args.format {
-        _ if !place.is_first() => Ok(()),
         Format::Text => output::text(|out| write!(out, "{answer}")),
         Format::Json => output::json(&answer),
     }
@@ -100,13 +104,14 @@ pub(crate) fn run(args: &MeshArgs) -> Result<()> {
 
 impl MeshArgs {
     /// Returns the number of devices in the grid, or `None` without `--axis`.
-    fn n_slots(&self) -> Option<u64> {
+    fn grid_size(&self) -> Option<u64> {
         if self.axes.is_empty() {
             return None;
         }
-        Some(self.axes.iter().fold(1, |slots: u64, axis| slots.saturating_mul(axis.size as u64)))
+        Some(self.axes.iter().fold(1, |size: u64, axis| size.saturating_mul(axis.size as u64)))
     }
 
+    /// Returns the grid of the axes in `--axis`, or one axis over all devices.
     fn grid(&self, n_devices: usize) -> DeviceMeshBuilder {
         let grid = DeviceMesh::builder();
         if self.axes.is_empty() {
@@ -115,7 +120,7 @@ impl MeshArgs {
         self.axes.iter().fold(grid, |grid, axis| grid.axis(&axis.name, axis.size))
     }
 
-    /// Times every collective along each axis and, if there are several axes, along all together.
+    /// Times every collective along each axis and, if there are several, along all axes together.
     fn measure(&self, mesh: &DeviceMesh) -> Result<MeshOutput> {
         let trials = self.trials(mesh);
         let bar = output::progress(trials.len() as u64, "{bar:30} {pos}/{len}, {msg}");
@@ -129,10 +134,13 @@ impl MeshArgs {
         Ok(MeshOutput::new(mesh, self.repetitions, figures))
     }
 
+    /// Returns a trial for each group of axes, collective and size.
     fn trials(&self, mesh: &DeviceMesh) -> Vec<CollectiveTrial> {
         let axes = Axis::all(mesh);
         let mut groups: Vec<Vec<Axis>> = axes.iter().map(|axis| vec![axis.clone()]).collect();
-        groups.extend((axes.len() > 1).then_some(axes));
+        if axes.len() > 1 {
+            groups.push(axes);
+        }
         let mut trials = Vec::new();
         for group in &groups {
             for collective in COLLECTIVES {

@@ -96,11 +96,10 @@ impl MeshOutput {
 
 impl fmt::Display for MeshOutput {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let variables = self
-            .threads
-            .iter()
-            .map(|(name, value)| format!("{name}={}", value.as_deref().unwrap_or("")));
-        let variables: Vec<_> = variables.collect();
+        let mut variables = Vec::new();
+        for (name, value) in &self.threads {
+            variables.push(format!("{name}={}", value.as_deref().unwrap_or("")));
+        }
         writeln!(f, "{}\ncores: {}, {}\n", self.mesh, self.cores, variables.join(" "))?;
         writeln!(f, "{}\n", table(&self.collectives))?;
         writeln!(

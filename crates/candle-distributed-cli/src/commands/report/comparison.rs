@@ -4,8 +4,8 @@ use maud::{Markup, html};
 
 use super::{
     facts::RunFacts,
-    markup::{self, figure, missing, numbers, section},
-    page::{SummaryFigure, figures, setting_rows},
+    markup::{self, figure, missing_note, number_table, section},
+    page::{SummaryFigure, setting_rows, summary_figures},
 };
 use crate::{error::Result, train::curve};
 
@@ -14,28 +14,30 @@ pub(super) fn page(runs: &[RunFacts]) -> Result<String> {
     let names: Vec<String> = runs.iter().map(|facts| facts.path.display().to_string()).collect();
     let heads: Vec<&str> = [""].into_iter().chain(names.iter().map(String::as_str)).collect();
     let sections = html! {
-        (section("summary", "Summary", &numbers(&heads, &summary(runs))))
+        (section("summary", "Summary", &number_table(&heads, &summary(runs))))
         (section("settings", "Settings that differ", &settings(&heads, runs)))
         (section("training", "Training", &training(&names, runs)?))
-        (written(&names, runs))
+        (samples(&names, runs))
     };
     let lead = format!("{} runs side by side.", runs.len());
     Ok(markup::page(&names.join(", "), &lead, &sections))
 }
 
-/// Returns one row per figure.
+/// Returns one row per figure, with a column per run.
 fn summary(runs: &[RunFacts]) -> Vec<Vec<String>> {
     let done = runs.iter().map(|facts| {
         format!("{} of {}", markup::count(facts.done()), markup::count(facts.settings.steps))
     });
     let mut rows = vec![row("steps", done)];
-    let figures: Vec<Option<[SummaryFigure; 6]>> = runs.iter().map(figures).collect();
-    let Some(known) = figures.iter().flatten().next() else { return rows };
-    for (n, figure) in known.iter().enumerate() {
-        let values = figures.iter().map(|figures| {
-            figures.as_ref().map_or_else(String::new, |figures| figures[n].value.clone())
+    let by_run: Vec<Option<[SummaryFigure; 6]>> = runs.iter().map(summary_figures).collect();
+    // All runs with a completed step have the same figures in the same order.
+    let Some(first) = by_run.iter().flatten().next() else { return rows };
+    for (n, SummaryFigure { name, .. }) in first.iter().enumerate() {
+        let values = by_run.iter().map(|figures| match figures {
+            Some(figures) => figures[n].value.clone(),
+            None => String::new(),
         });
-        rows.push(row(figure.name, values));
+        rows.push(row(name, values));
     }
     rows
 }
@@ -48,23 +50,21 @@ fn row(name: &str, values: impl Iterator<Item = String>) -> Vec<String> {
 fn settings(heads: &[&str], runs: &[RunFacts]) -> Markup {
     let all: Vec<_> = runs.iter().map(setting_rows).collect();
     let mut names: Vec<&str> = Vec::new();
-    for (name, _) in all.iter().flatten() {
-        if !names.contains(name) {
+    for &(name, _) in all.iter().flatten() {
+        // The folder of each run is the head of its column.
+        if name != "folder" && !names.contains(&name) {
             names.push(name);
         }
     }
     let mut rows = Vec::new();
     for name in names {
-        if name == "folder" {
-            continue;
-        }
         let values: Vec<String> =
             all.iter().map(|settings| joined_values(settings, name)).collect();
         if values.iter().any(|value| *value != values[0]) {
             rows.push(row(name, values.into_iter()));
         }
     }
-    if rows.is_empty() { missing("No setting differs.") } else { numbers(heads, &rows) }
+    if rows.is_empty() { missing_note("No setting differs.") } else { number_table(heads, &rows) }
 }
 
 /// Joins all values of a setting, which may have several rows.
@@ -80,10 +80,11 @@ fn training(names: &[String], runs: &[RunFacts]) -> Result<Markup> {
 }
 
 /// Returns a section with the generated texts of the runs, if there are any.
-fn written(names: &[String], runs: &[RunFacts]) -> Markup {
-    let samples = names.iter().zip(runs.iter().map(|facts| &facts.sample));
-    let samples: Vec<_> =
-        samples.filter_map(|(name, sample)| Some((name, sample.as_ref()?))).collect();
+fn samples(names: &[String], runs: &[RunFacts]) -> Markup {
+    let mut samples = Vec::new();
+    for (name, facts) in names.iter().zip(runs) {
+        samples.extend(facts.sample.as_ref().map(|text| (name, text)));
+    }
     if samples.is_empty() {
         return html! {};
     }

@@ -19,14 +19,14 @@ impl Coverage {
     pub(super) fn count(epoch: &FirstEpoch) -> Self {
         let mut counts = vec![0_u64; epoch.lengths.len()];
         for &index in epoch.steps.iter().flatten().flat_map(|batch| &batch.indices) {
-            counts[in_memory(index)] += 1;
+            counts[to_usize(index)] += 1;
         }
-        let how_many =
+        let n_sequences =
             |is: fn(u64) -> bool| counts.iter().filter(|&&count| is(count)).count() as u64;
         Self {
-            never: how_many(|n| n == 0),
-            once: how_many(|n| n == 1),
-            more_often: how_many(|n| n > 1),
+            never: n_sequences(|n| n == 0),
+            once: n_sequences(|n| n == 1),
+            more_often: n_sequences(|n| n > 1),
         }
     }
 }
@@ -42,10 +42,10 @@ pub(super) struct RankShare {
 pub(super) fn shares(epoch: &FirstEpoch, world_size: WorldSize) -> Vec<RankShare> {
     let mut shares = vec![RankShare::default(); world_size.as_usize()];
     for batch in epoch.steps.iter().flatten() {
-        for (share, indices) in shares.iter_mut().zip(rows(batch, world_size)) {
+        for (share, indices) in shares.iter_mut().zip(rank_indices(batch, world_size)) {
             share.sequences += indices.len() as u64;
             share.tokens +=
-                indices.iter().map(|&index| epoch.lengths[in_memory(index)]).sum::<u64>();
+                indices.iter().map(|&index| epoch.lengths[to_usize(index)]).sum::<u64>();
         }
     }
     shares
@@ -53,16 +53,16 @@ pub(super) fn shares(epoch: &FirstEpoch, world_size: WorldSize) -> Vec<RankShare
 
 /// Converts the index of an item in memory to `usize`.
 #[expect(clippy::expect_used, reason = "says why it cannot fail")]
-fn in_memory(index: u64) -> usize {
+fn to_usize(index: u64) -> usize {
     usize::try_from(index).expect("items in memory have indices of type usize")
 }
 
-/// Returns the sequences of a batch that each rank reads, split like the mesh splits them. The last
-/// ranks may get none, and read padding instead.
-fn rows(batch: &Batch, world_size: WorldSize) -> impl Iterator<Item = &[u64]> {
+/// Returns the sequences of a batch that each rank reads, in the mesh's own split. The last ranks
+/// may get no sequences, and read padding instead.
+fn rank_indices(batch: &Batch, world_size: WorldSize) -> impl Iterator<Item = &[u64]> {
     world_size.placements().map(|place| {
         let rows = split::chunk(batch.indices.len() as u64, place);
-        &batch.indices[in_memory(rows.start)..in_memory(rows.end)]
+        &batch.indices[to_usize(rows.start)..to_usize(rows.end)]
     })
 }
 
@@ -114,8 +114,9 @@ mod tests {
     #[test]
     fn batches_are_split_like_the_mesh() {
         let epoch = epoch(5);
-        let parts: Vec<usize> =
-            rows(&epoch.steps[0][0], WorldSize::new(4).unwrap()).map(<[u64]>::len).collect();
+        let parts: Vec<usize> = rank_indices(&epoch.steps[0][0], WorldSize::new(4).unwrap())
+            .map(<[u64]>::len)
+            .collect();
         assert_eq!(parts, [2, 2, 1, 0]);
         assert_eq!(split::chunk(5, Placement::new(2, 4).unwrap()), 4..5);
     }

@@ -46,6 +46,7 @@ pub(super) fn section(id: &str, heading: &str, content: &Markup) -> Markup {
     }
 }
 
+/// Returns a picture with its caption.
 pub(super) fn figure(picture: &str, caption: &str) -> Markup {
     html! {
         figure {
@@ -56,12 +57,12 @@ pub(super) fn figure(picture: &str, caption: &str) -> Markup {
 }
 
 /// Returns a note about missing information.
-pub(super) fn missing(why: &str) -> Markup {
+pub(super) fn missing_note(why: &str) -> Markup {
     html! { p.missing { (why) } }
 }
 
 /// Returns a table of names and values.
-pub(super) fn listed(rows: &[(&str, String)]) -> Markup {
+pub(super) fn fact_table(rows: &[(&str, String)]) -> Markup {
     html! {
         table.facts {
             tbody {
@@ -74,7 +75,7 @@ pub(super) fn listed(rows: &[(&str, String)]) -> Markup {
 }
 
 /// Returns a table of numbers, with names in the first column.
-pub(super) fn numbers(heads: &[&str], rows: &[Vec<String>]) -> Markup {
+pub(super) fn number_table(heads: &[&str], rows: &[Vec<String>]) -> Markup {
     html! {
         div.scroll {
             table {

@@ -19,7 +19,7 @@ use maud::{Markup, html};
 use super::{
     coverage::{self, Coverage},
     facts::RunFacts,
-    markup::{self, count, figure, listed, missing, numbers, section, sentence},
+    markup::{self, count, fact_table, figure, missing_note, number_table, section, sentence},
 };
 use crate::{
     commands::plan::svg,
@@ -38,7 +38,7 @@ pub(super) fn page(facts: &RunFacts) -> Result<String> {
     let sections = html! {
         (summary(facts))
         (settings(facts))
-        @if let Some(text) = &facts.sample { (generated(text)) }
+        @if let Some(text) = &facts.sample { (sample(text)) }
         (training(facts)?)
         (plan(facts)?)
         (batches(facts))
@@ -65,8 +65,8 @@ fn devices(session: &Session) -> String {
 
 /// Returns the summary of the main figures.
 fn summary(facts: &RunFacts) -> Markup {
-    let Some(figures) = figures(facts) else {
-        return section("summary", "Summary", &missing("No step is done yet."));
+    let Some(figures) = summary_figures(facts) else {
+        return section("summary", "Summary", &missing_note("No step is done yet."));
     };
     html! {
         dl.figures id="summary" {
@@ -85,7 +85,7 @@ pub(super) struct SummaryFigure {
 }
 
 /// Returns the figures of a run, or `None` before its first step.
-pub(super) fn figures(facts: &RunFacts) -> Option<[SummaryFigure; 6]> {
+pub(super) fn summary_figures(facts: &RunFacts) -> Option<[SummaryFigure; 6]> {
     let steps = facts.metrics.steps();
     let first = steps.first()?;
     let last_step = steps.last()?;
@@ -109,11 +109,15 @@ pub(super) fn figures(facts: &RunFacts) -> Option<[SummaryFigure; 6]> {
             format!("{} of {} tokens are real", count(real), count(padded)),
         ),
         figure("time", duration(seconds), "in training steps".into()),
-        figure("sequences", count(facts.metrics.sum(|step| step.sequences)), epochs(last_step)),
+        figure(
+            "sequences",
+            count(facts.metrics.sum(|step| step.sequences)),
+            epochs_text(last_step),
+        ),
     ])
 }
 
-fn epochs(last: &StepMetrics) -> String {
+fn epochs_text(last: &StepMetrics) -> String {
     format!("read, {} started", HumanCount(u128::from(last.epoch) + 1).with_noun("epoch"))
 }
 
@@ -127,16 +131,16 @@ fn duration(seconds: f64) -> String {
 }
 
 fn settings(facts: &RunFacts) -> Markup {
-    section("settings", "Settings", &listed(&setting_rows(facts)))
+    section("settings", "Settings", &fact_table(&setting_rows(facts)))
 }
 
 /// Returns one row per setting.
 pub(super) fn setting_rows(facts: &RunFacts) -> Vec<(&'static str, String)> {
     let settings = &facts.settings;
-    let data = settings
-        .data
-        .as_ref()
-        .map_or_else(|| String::from("built-in short stories"), |data| data.display().to_string());
+    let data = match &settings.data {
+        Some(path) => path.display().to_string(),
+        None => String::from("built-in short stories"),
+    };
     let mut rows = vec![
         ("folder", facts.path.display().to_string()),
         ("steps", count(settings.steps)),
@@ -146,14 +150,15 @@ pub(super) fn setting_rows(facts: &RunFacts) -> Vec<(&'static str, String)> {
     ];
     let folder = settings.finetune.folder.as_ref();
     rows.extend(folder.map(|folder| ("started from", folder.display().to_string())));
-    let recipe = settings.recipe.options().into_iter();
-    rows.extend(recipe.filter_map(|(name, value)| Some((name, value?))));
+    for (name, value) in settings.recipe.options() {
+        rows.extend(value.map(|value| (name, value)));
+    }
     rows.extend(settings.sessions.iter().map(|session| ("ran on", session_text(session))));
-    let checkpoints: Vec<String> = facts.checkpoints.iter().map(|&step| count(step)).collect();
-    let checkpoints = if checkpoints.is_empty() {
+    let saved_steps: Vec<String> = facts.checkpoints.iter().map(|&step| count(step)).collect();
+    let checkpoints = if saved_steps.is_empty() {
         String::from("none")
     } else {
-        format!("steps {}", checkpoints.join(", "))
+        format!("steps {}", saved_steps.join(", "))
     };
     rows.push(("checkpoints", checkpoints));
     rows.push(("model", String::from(if facts.is_complete { "saved" } else { "not yet" })));
@@ -161,7 +166,7 @@ pub(super) fn setting_rows(facts: &RunFacts) -> Vec<(&'static str, String)> {
 }
 
 /// Returns the section with the generated text.
-fn generated(text: &str) -> Markup {
+fn sample(text: &str) -> Markup {
     section("sample", "Generated text", &html! { pre.sample { (text) } })
 }
 
@@ -203,39 +208,39 @@ fn sharding_text(sharding: &cost::Sharding) -> String {
 fn training(facts: &RunFacts) -> Result<Markup> {
     let steps = facts.metrics.steps();
     let content = if steps.is_empty() {
-        missing("No step is done yet.")
+        missing_note("No step is done yet.")
     } else {
         let non_finite = steps.iter().find(|step| !step.loss.is_finite()).map(|step| step.step + 1);
-        let means = "The numbers of every step, and their means over the steps around it.";
+        let caption = "The numbers of every step, and their means over the steps around it.";
         let is_resumed = facts.metrics.timed().any(|step| step.is_resumed);
-        let line =
+        let resumed_note =
             if is_resumed { " A vertical line marks where the run was resumed." } else { "" };
         html! {
             (figure(
-                &curve::draw(&facts.metrics, &facts.held_out)?,
-                &format!("{means}{line}{}", best_held_out(facts)),
+                &curve::draw(&facts.metrics, &facts.validations)?,
+                &format!("{caption}{resumed_note}{}", best_validation_text(facts)),
             ))
             @if let Some(step) = non_finite {
-                (missing(&format!("The loss of step {} is infinite or NaN.", count(step))))
+                (missing_note(&format!("The loss of step {} is infinite or NaN.", count(step))))
             }
         }
     };
     Ok(section("training", "Training", &content))
 }
 
-/// Describes the lowest validation loss, if there was a validation.
-fn best_held_out(facts: &RunFacts) -> String {
-    best_validation(&facts.held_out).map_or(String::new(), |best| {
+/// Describes the lowest validation loss; the text is empty without validations.
+fn best_validation_text(facts: &RunFacts) -> String {
+    best_validation(&facts.validations).map_or(String::new(), |best| {
         let ValidationPoint { step, loss, .. } = best;
         format!(" The loss of held-out examples was lowest after step {step}: {loss:.3}.")
     })
 }
 
 fn plan(facts: &RunFacts) -> Result<Markup> {
-    Ok(section("plan", "Sharding plan", &sharded(facts)?))
+    Ok(section("plan", "Sharding plan", &plan_content(facts)?))
 }
 
-fn sharded(facts: &RunFacts) -> Result<Markup> {
+fn plan_content(facts: &RunFacts) -> Result<Markup> {
     let RunPlan { parameters, plan, cost, bytes: needs, .. } = &facts.plan;
     let memory = PeakMemory::new(facts.session(), *needs);
     let heads = ["ranks", "owned", "stored", "gradients", "optimizer", "total", "peak"];
@@ -261,26 +266,26 @@ fn sharded(facts: &RunFacts) -> Result<Markup> {
                  counted."
             }
         }
-        (numbers(&heads, &rank_rows(&cost.ranks)))
+        (number_table(&heads, &rank_rows(&cost.ranks)))
         @if let Some(memory) = memory { p { (sentence(&memory.to_string())) } }
         (figure(
             &svg::draw(plan, cost, None)?,
             "Memory of each rank under this plan at its peak, and between two steps."
         ))
-        (numbers(&["parameter", "shape", "type", "elements"], &parameter_rows))
+        (number_table(&["parameter", "shape", "type", "elements"], &parameter_rows))
         @if let Some(comparison) = &facts.comparison {
-            (measured(comparison))
+            (measurement_tables(comparison))
         }
     })
 }
 
 /// Returns tables of predictions and measurements.
-fn measured(comparison: &Comparison) -> Markup {
+fn measurement_tables(comparison: &Comparison) -> Markup {
     let [memory, traffic] = comparison.notes();
     html! {
-        (numbers(&MEMORY_HEADS, &comparison.memory_rows()))
+        (number_table(&MEMORY_HEADS, &comparison.memory_rows()))
         p.note { (sentence(memory)) }
-        (numbers(&TRAFFIC_HEADS, &comparison.traffic_rows()))
+        (number_table(&TRAFFIC_HEADS, &comparison.traffic_rows()))
         p.note { (sentence(traffic)) }
     }
 }
@@ -316,7 +321,7 @@ fn byte_figures(rank: &RankCost) -> [u128; 6] {
 
 fn batches(facts: &RunFacts) -> Markup {
     let content = match &facts.epoch {
-        Err(reason) => missing(&sentence(reason)),
+        Err(reason) => missing_note(&sentence(reason)),
         Ok(epoch) => html! {
             p { "In the first epoch: " (epoch.report) "." }
             p.note { (sentence(&batching_text(&facts.settings))) }
@@ -345,7 +350,7 @@ fn batching_text(settings: &Spec) -> String {
 
 fn coverage_section(facts: &RunFacts) -> Result<Markup> {
     let content = match &facts.epoch {
-        Err(reason) => missing(&sentence(reason)),
+        Err(reason) => missing_note(&sentence(reason)),
         Ok(epoch) => html! {
             (read_counts(epoch))
             (rank_shares(epoch, WorldSize::new(facts.session().world_size)?))
@@ -371,7 +376,7 @@ fn read_counts(epoch: &FirstEpoch) -> Markup {
     ];
     html! {
         p { "Counted over the batches of the first epoch. " (verdict) }
-        (listed(&rows.map(|(name, number)| (name, count(number)))))
+        (fact_table(&rows.map(|(name, number)| (name, count(number)))))
     }
 }
 
@@ -383,7 +388,7 @@ fn rank_shares(epoch: &FirstEpoch, world_size: WorldSize) -> Markup {
         rows.push(vec![rank.to_string(), count(share.sequences), count(share.tokens)]);
     }
     html! {
-        (numbers(&["rank", "sequences per epoch", "tokens per epoch"], &rows))
+        (number_table(&["rank", "sequences per epoch", "tokens per epoch"], &rows))
         @if shares.len() > MAX_ROWS {
             p.note { "The first " (MAX_ROWS) " of " (shares.len()) " ranks." }
         }

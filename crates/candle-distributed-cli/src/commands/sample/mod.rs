@@ -291,7 +291,7 @@ impl SampleArgs {
 
     /// Returns the number of indices to print, out of `len`.
     fn count(&self, len: u64) -> Result<u64> {
-        commands::count(self.start, self.count, len, "indices")
+        commands::n_to_print(self.start, self.count, len, "indices")
     }
 }
 

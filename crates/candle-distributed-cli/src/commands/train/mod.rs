@@ -9,8 +9,8 @@ use std::path::PathBuf;
 
 use candle_distributed::{
     finetune::{
-        self, Event, Examples, Overlong, PreparedRun, Rows, RunError, RunOptions, Start, Trainer,
-        spec::{Recipe, Spec},
+        self, Event, Examples, Overlong, PreparedRun, RunError, RunOptions, Start, Trainer,
+        spec::Spec,
     },
     mesh::DeviceMesh,
     plan::report::PlanReport,
@@ -27,9 +27,6 @@ use crate::{
     hint, output, strategy,
     train::{agreement, journal::Journal, stop},
 };
-
-/// How many steps are lost at most, unless the user wants fewer or more to be.
-const CHECKPOINT_EVERY: u64 = 50;
 
 /// Train a language model on text, on several devices at once.
 ///
@@ -52,40 +49,14 @@ const CHECKPOINT_EVERY: u64 = 50;
     "candle-distributed plan docs-run --world-size 8"
 ])]
 pub(crate) struct Args {
-    /// Text file, .jsonl file, or folder of such files [default: short stories that the
-    /// program makes, but not with --model]
-    #[arg(long, value_name = "PATH")]
-    data: Option<PathBuf>,
+    #[command(flatten)]
+    run: RunOptions,
     #[command(flatten)]
     devices: DeviceArgs,
-    /// Number of optimizer steps [default: 300, or the number of a resumed run]
-    #[arg(long)]
-    steps: Option<u64>,
-    /// Most tokens in a step of all devices, padding included [default: 4096, or one longest sequence
-    /// per device if that is more]
-    #[arg(long, value_name = "N")]
-    max_tokens: Option<u64>,
-    /// Seed of the parameters and the shuffles [default: 0, or the seed of a resumed run]
-    #[arg(long)]
-    seed: Option<u64>,
-    /// Folder for metrics, checkpoints and the model; without --resume it must not hold a run yet
-    /// [default: the next free runs/NUMBER]
-    #[arg(long, value_name = "DIR")]
-    out: Option<PathBuf>,
-    /// Resume the run in --out from its last checkpoint, on any number of devices; start it if
-    /// there is none
-    #[arg(long, requires = "out")]
-    resume: bool,
-    /// Write a checkpoint every N steps; the newest two are kept
-    #[arg(long, value_name = "N", default_value_t = CHECKPOINT_EVERY)]
-    checkpoint_every: u64,
     /// Most memory that this process may take, such as 4GiB: a run that would take more is refused;
     /// for --device cpu alone [default: the limits that the system sets]
     #[arg(long, value_name = "BYTES", value_parser = bytes::parse)]
     memory_limit: Option<u64>,
-    /// Train on when the loss of a step is infinite or not a number, which otherwise ends the run
-    #[arg(long)]
-    allow_non_finite: bool,
     /// Before the first step, compare the gradients of its batch with differences of the loss, for
     /// each part of the model; a wrong gradient ends the run
     #[arg(long)]
@@ -99,61 +70,6 @@ pub(crate) struct Args {
     writing: WritingArgs,
     #[command(flatten)]
     sharding: ShardingArgs,
-    #[command(flatten)]
-    finetune: FinetuneArgs,
-    #[command(flatten)]
-    recipe: Recipe,
-
-    /// Number of blocks [default: 2, or the number of a resumed run]
-    #[arg(long, value_name = "N", help_heading = "The model")]
-    n_layers: Option<usize>,
-    /// Width of the residual stream [default: 128, or the width of a resumed run]
-    #[arg(long, value_name = "N", help_heading = "The model")]
-    hidden: Option<usize>,
-    /// Number of attention heads, which divide the width [default: 4, or the number of a
-    /// resumed run]
-    #[arg(long, value_name = "N", help_heading = "The model")]
-    n_heads: Option<usize>,
-    /// The longest sequence, in tokens, which are bytes without --model [default: the longest text,
-    /// with packed rows 2048 if that is more and the model has as many positions, or that of the run
-    /// that is resumed]
-    #[arg(long, value_name = "N", help_heading = "The model")]
-    context: Option<usize>,
-}
-
-/// Which model learns, and how its texts become batches.
-#[derive(Clone, Debug, clap::Args)]
-#[command(next_help_heading = "The model and its texts")]
-struct FinetuneArgs {
-    /// Fine-tune the model in this folder of Hugging Face's form (Llama, Qwen 2, Mistral), or of a run
-    /// that has ended, on --data [default: a small new one]
-    #[arg(long, value_name = "FOLDER", conflicts_with_all = ["n_layers", "hidden", "n_heads"])]
-    model: Option<PathBuf>,
-    /// Begin with random weights of this seed, which needs only a config.json [default: the weights
-    /// of --model; without one, --seed]
-    #[arg(long, value_name = "SEED")]
-    init: Option<u64>,
-    /// How sequences lie in the rows of a batch [default: padded]
-    #[arg(long, value_enum)]
-    rows: Option<Rows>,
-    /// Number of sequences in a step of all devices, or of packed rows [default: as many as
-    /// --max-tokens has room for]
-    #[arg(long, value_name = "N", conflicts_with = "max_tokens")]
-    batch_size: Option<u64>,
-    /// Treatment of texts that are longer than --context [default: split; with --model error]
-    #[arg(long, value_enum)]
-    overlong: Option<Overlong>,
-    /// Fraction of the examples to hold out: the loss on them is in validation.jsonl, and the model
-    /// with the least such loss in the folder `best`
-    #[arg(long, value_name = "FRACTION")]
-    validation: Option<f64>,
-    /// Number of steps from one validation to the next [default: 50]
-    #[arg(long, value_name = "N", requires = "validation")]
-    validate_every: Option<u64>,
-    /// Also write the model with its adapters merged; --init implies this, since its random weights
-    /// exist nowhere else
-    #[arg(long, requires = "lora")]
-    merge: bool,
 }
 
 /// Trains a model, or finds that there is nothing to train.
@@ -184,49 +100,13 @@ pub(crate) fn start(args: &Args) -> Result<()> {
 }
 
 impl Args {
-    /// Returns the request to the library.
-    fn options(&self, world_size: WorldSize) -> Result<RunOptions> {
-        let FinetuneArgs {
-            model,
-            init,
-            rows,
-            batch_size,
-            overlong,
-            validation,
-            validate_every,
-            merge,
-        } = self.finetune.clone();
-        Ok(RunOptions {
-            out: self.out.clone(),
-            resume: self.resume,
-            model,
-            n_layers: self.n_layers,
-            hidden: self.hidden,
-            n_heads: self.n_heads,
-            init,
-            data: self.data.clone(),
-            context: self.context,
-            rows,
-            overlong,
-            batch_size,
-            max_tokens: self.max_tokens,
-            steps: self.steps,
-            seed: self.seed,
-            validation,
-            validate_every,
-            merge,
-            recipe: self.recipe.clone(),
-            sharding: self.sharding.asked(world_size)?,
-            checkpoint_every: Some(self.checkpoint_every),
-            allow_non_finite: self.allow_non_finite,
-        })
-    }
-
     /// Reads the run, and checks it before anything changes.
     fn prepare(&self, place: Place) -> Result<Start> {
         self.check_limit()?;
         let world_size = place.placement.world_size();
-        let start = self.options(world_size)?.prepare(world_size).map_err(unreadable)?;
+        let sharding = self.sharding.asked(world_size)?;
+        let options = RunOptions { sharding, ..self.run.clone() };
+        let start = options.prepare(world_size).map_err(unreadable)?;
         if let Start::Train(run) = &start {
             warn_of_overlong(run);
             warn_of_files(run.examples());
@@ -350,8 +230,7 @@ impl Args {
     /// Returns the options to type again when the run is resumed, each with a space before it.
     fn typed(&self) -> String {
         let limit = self.memory_limit.map(|bytes| format!(" --memory-limit {bytes}"));
-        let every = (self.checkpoint_every != CHECKPOINT_EVERY)
-            .then(|| format!(" --checkpoint-every {}", self.checkpoint_every));
+        let every = self.run.checkpoint_every.map(|every| format!(" --checkpoint-every {every}"));
         let parts = [
             Some(self.devices.typed()),
             Some(self.sharding.typed()),
@@ -371,7 +250,7 @@ impl Args {
         };
         let Spec { seed, steps, text, max_tokens, allow_non_finite, finetune, recipe, .. } =
             &run.spec;
-        let out = self.out.as_ref().map_or("a new folder".into(), |out| out.to_string_lossy());
+        let out = self.run.out.as_ref().map_or("a new folder".into(), |out| out.to_string_lossy());
         vec![
             format!("starts after step {}", run.first_step()),
             format!("has --steps {steps}"),
@@ -379,7 +258,7 @@ impl Args {
             format!("has the text {text}"),
             format!("has batches of {max_tokens} tokens"),
             format!("has --out {out}"),
-            format!("has --checkpoint-every {}", self.checkpoint_every),
+            format!("has --checkpoint-every {}", run.checkpoint_every),
             format!("has --check {}", self.check),
             format!("has --allow-non-finite {allow_non_finite}"),
             format!("trains {}", finetune.words()),

@@ -9,7 +9,7 @@ use crate::{
     disk::{AtPath, check_file},
     error::{Error, Result, file_part::FilePart},
     run::{
-        key::{PieceOwner, TensorKey},
+        key::{KindAndParameter, TensorKey},
         shard::FileOrigin,
     },
     safetensors::{
@@ -39,7 +39,7 @@ pub(in crate::run) struct ExpectedFile {
 pub(in crate::run) fn open(
     path: &Path,
     expected: &ExpectedFile,
-) -> Result<Vec<(PieceOwner, TensorPiece)>> {
+) -> Result<Vec<(KindAndParameter, TensorPiece)>> {
     let found = check_file(path).at(path)?.len();
     if found != expected.bytes {
         let expected = expected.bytes;
@@ -61,7 +61,7 @@ pub(in crate::run) fn parse(
     path: &Path,
     file: impl Read,
     expected: &ExpectedFile,
-) -> Result<(SafetensorsHeader, Vec<(PieceOwner, TensorPiece)>)> {
+) -> Result<(SafetensorsHeader, Vec<(KindAndParameter, TensorPiece)>)> {
     let mut file = ChecksumReader::new(file);
     let header = stored::parse(path, &mut file)?;
     let texts = header.metadata().map_err(|cause| Error::header(path, cause))?;
@@ -127,7 +127,7 @@ impl TensorPiece {
         file: &Arc<Path>,
         tensor: &StoredTensor,
         texts: &BTreeMap<String, String>,
-    ) -> Result<(PieceOwner, Self)> {
+    ) -> Result<(KindAndParameter, Self)> {
         let name = tensor.info.name().to_owned();
         let Some((key, len)) = checked_range(tensor) else {
             return Err(Error::Key { path: file.to_path_buf(), key: name });
@@ -136,7 +136,7 @@ impl TensorPiece {
         let n_bytes = len * stored.item_bytes();
         let checksums = texts.get(&name).and_then(|digits| parse_digits(digits, n_bytes));
         let checksums = checksums.ok_or_else(|| no_checksum(file, &name))?;
-        Ok((key.owner(), Self { name, start: key.start, len, stored, checksums }))
+        Ok((key.kind_and_parameter(), Self { name, start: key.start, len, stored, checksums }))
     }
 
     /// Returns the piece's range of the parameter's items.

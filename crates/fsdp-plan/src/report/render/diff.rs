@@ -5,6 +5,7 @@ use core_types::human::Printable;
 use super::text;
 use crate::{plan::PlannedParameter, report::PlanDiff};
 
+/// Returns a line per difference.
 pub(super) fn lines(diff: &PlanDiff<'_>) -> Vec<String> {
     let mut lines = Vec::new();
     for (name, old, new) in &diff.plan {
@@ -22,14 +23,11 @@ pub(super) fn lines(diff: &PlanDiff<'_>) -> Vec<String> {
     lines
 }
 
+/// Describes a changed parameter: its cuts, or all properties if more than the cut has changed.
 fn describe_change(old: &PlannedParameter, new: &PlannedParameter) -> String {
     let name = Printable(new.info().name());
     if old.info() == new.info() {
-        return format!(
-            "~ {name}: {} → {}",
-            text::cut_words(old.cut()),
-            text::cut_words(new.cut())
-        );
+        return format!("~ {name}: {} → {}", text::cut_text(old.cut()), text::cut_text(new.cut()));
     }
     format!("~ {name}: {} → {}", properties(old), properties(new))
 }
@@ -38,6 +36,7 @@ fn describe(parameter: &PlannedParameter) -> String {
     format!("{}: {}", Printable(parameter.info().name()), properties(parameter))
 }
 
+/// Describes shape, dtype, unit and cut of a parameter.
 fn properties(parameter: &PlannedParameter) -> String {
     let info = parameter.info();
     let unit = if info.unit().is_empty() {
@@ -50,6 +49,6 @@ fn properties(parameter: &PlannedParameter) -> String {
         "{:?} {}{unit}{frozen}, {}",
         info.shape(),
         info.dtype(),
-        text::cut_words(parameter.cut())
+        text::cut_text(parameter.cut())
     )
 }

@@ -31,7 +31,7 @@ pub(super) fn parameter(plan: &ShardingPlan, param_idx: usize) -> String {
         format!("layer {}, {}", Printable(info.layer()), describe_gathering(plan, info.unit())),
         format!(
             "{}{}",
-            text::cut_words(parameter.cut()),
+            text::cut_text(parameter.cut()),
             if info.requires_grad() { "" } else { "; not trained" }
         ),
     ];
@@ -48,12 +48,12 @@ fn describe_gathering(plan: &ShardingPlan, unit: &str) -> String {
     } else {
         format!("unit {}", Printable(unit))
     };
-    let stays = if plan.keeps_gathered(unit) {
+    let gathering = if plan.keeps_gathered(unit) {
         "stays gathered from forward to backward pass"
     } else {
         "is gathered twice a step"
     };
-    format!("{unit_name}, which {stays}")
+    format!("{unit_name}, which {gathering}")
 }
 
 /// Returns a line per run of ranks that hold equally many elements.

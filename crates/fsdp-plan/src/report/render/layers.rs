@@ -11,7 +11,7 @@ use crate::{
     plan::{PlannedParameter, ShardingPlan},
 };
 
-/// Limit on the owners of a layer that are named.
+/// Limit on the owners that a line names.
 const MAX_OWNERS: usize = 2;
 
 /// Renders the table with one line per layer; neighbors that differ only in name share a line.
@@ -30,18 +30,18 @@ fn sums(layers: &[LayerRow<'_>], plan: &ShardingPlan) -> Vec<String> {
     [vec![String::from("total")], sums.to_vec()].concat()
 }
 
-/// Returns the line for equal neighbors. It has their sums, so that the columns add up to the
+/// Returns the line for equal neighbors. It shows their sums, so that the columns add up to the
 /// total.
-fn line(alike: &[LayerRow<'_>]) -> Vec<String> {
-    let first = &alike[0];
-    let last = &alike[alike.len() - 1];
+fn line(neighbors: &[LayerRow<'_>]) -> Vec<String> {
+    let first = &neighbors[0];
+    let last = &neighbors[neighbors.len() - 1];
     let mut name = Printable(first.name).to_string();
-    if alike.len() > 1 {
+    if neighbors.len() > 1 {
         name = format!("{name} … {}", Printable(last.name));
     }
     let LayerTotals { n_parameters, numel, bytes, .. } = first.content;
-    let sums = [1, n_parameters, numel, bytes].map(|each| grouped(each * alike.len() as u128));
-    [vec![name], sums.to_vec(), vec![first.content.held_as()]].concat()
+    let sums = [1, n_parameters, numel, bytes].map(|each| grouped(each * neighbors.len() as u128));
+    [vec![name], sums.to_vec(), vec![first.content.cuts_text()]].concat()
 }
 
 /// A layer and its totals.
@@ -84,19 +84,20 @@ impl LayerTotals {
             if parameter.cut() == Cut::Tied { 0 } else { parameter.info().numel().into() };
         self.bytes += u128::from(parameter.unique_bytes());
         self.owners.extend(parameter.cut().owner());
-        let held = CutKind::from(parameter.cut());
-        if !self.cuts.contains(&held) {
-            self.cuts.push(held);
+        let kind = CutKind::from(parameter.cut());
+        if !self.cuts.contains(&kind) {
+            self.cuts.push(kind);
         }
     }
 
-    fn held_as(&self) -> String {
-        let words: Vec<_> = self.cuts.iter().map(|held| self.kind_text(*held)).collect();
-        words.join(", ")
+    /// Lists the kinds of cuts in words.
+    fn cuts_text(&self) -> String {
+        let kinds: Vec<_> = self.cuts.iter().map(|kind| self.kind_text(*kind)).collect();
+        kinds.join(", ")
     }
 
-    fn kind_text(&self, held: CutKind) -> String {
-        match held {
+    fn kind_text(&self, kind: CutKind) -> String {
+        match kind {
             CutKind::Rows => String::from("rows"),
             CutKind::Elements => String::from("elements"),
             CutKind::Granules => String::from("granules"),

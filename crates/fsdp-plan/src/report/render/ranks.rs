@@ -42,10 +42,12 @@ fn line(neighbors: &[RankCost], largest: u128) -> Vec<String> {
     } else {
         format!("{}–{}", first.rank, last.rank)
     };
-    let columns = neighbors.iter().map(bytes);
-    let most = columns.fold([0; 6], |most, bytes| combine_columns(most, bytes, u128::max));
-    let prefix = if neighbors.iter().all(|rank| bytes(rank) == most) { "" } else { "≤ " };
-    let numbers = most.map(|bytes| format!("{prefix}{}", grouped(bytes)));
+    let mut maxima = [0; 6];
+    for rank in neighbors {
+        maxima = combine_columns(maxima, bytes(rank), u128::max);
+    }
+    let prefix = if neighbors.iter().all(|rank| bytes(rank) == maxima) { "" } else { "≤ " };
+    let numbers = maxima.map(|bytes| format!("{prefix}{}", grouped(bytes)));
     [vec![name], numbers.to_vec(), vec![bar(most_bytes(neighbors), largest)]].concat()
 }
 
@@ -55,10 +57,10 @@ fn most_bytes(ranks: &[RankCost]) -> u128 {
 }
 
 fn sums(ranks: &[RankCost]) -> Vec<String> {
-    let sums = ranks
-        .iter()
-        .map(bytes)
-        .fold([0; 6], |sums, bytes| combine_columns(sums, bytes, |sum, bytes| sum + bytes));
+    let mut sums = [0; 6];
+    for rank in ranks {
+        sums = combine_columns(sums, bytes(rank), |sum, bytes| sum + bytes);
+    }
     [vec![String::from("all")], sums.map(grouped).to_vec()].concat()
 }
 
@@ -71,7 +73,7 @@ fn combine_columns(
     std::array::from_fn(|column| combine(left[column], right[column]))
 }
 
-/// Returns the columns of the table.
+/// Returns the numbers of a rank in the order of the columns.
 fn bytes(rank: &RankCost) -> [u128; 6] {
     let RankCost { param_bytes, storage_bytes, grad_bytes, optimizer_bytes, .. } = *rank;
     let [owned, stored, grad, optimizer] =

@@ -28,7 +28,7 @@ pub(super) fn bar(part: u128, largest: u128) -> String {
 }
 
 /// Describes a cut in a few words.
-pub(super) fn cut_words(cut: Cut) -> String {
+pub(super) fn cut_text(cut: Cut) -> String {
     match cut {
         Cut::Dim0 => String::from("along dim 0"),
         Cut::Flat { offset, unit_numel } => flat("flat", offset, unit_numel),

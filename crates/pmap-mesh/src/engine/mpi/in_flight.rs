@@ -28,9 +28,9 @@ use crate::{
     sync::lock,
 };
 
-/// The first tag of data. Each of [`N_TAGS`] collectives in flight in a group has two tags. The
-/// tags below are those of [`MessageKind`], and MPI guarantees 32,767 tags. The number is large
-/// enough, because each collective needs at least two of [`MAX_REQUESTS`] requests.
+/// The first tag of data. Each of [`N_TAGS`] collectives in flight in a group has two tags.
+/// [`MessageKind`] has the tags below, and MPI guarantees 32,767 tags. The number is large enough,
+/// because each collective needs at least two of [`MAX_REQUESTS`] requests.
 const FIRST_TAG: i32 = 16;
 const N_TAGS: u64 = 8192;
 
@@ -53,7 +53,7 @@ enum CollectiveStage {
         tensors: Vec<Tensor>,
         round: Box<dyn MpiRound>,
     },
-    /// Exchange of descriptions, since this rank's header and that of rank `other` do not agree.
+    /// Exchange of descriptions, since the headers of this rank and of rank `other` do not agree.
     Texts {
         messages: OwnedMessages,
         /// The rest of the messages of members that called a different collective: such a member

@@ -71,8 +71,8 @@ struct MpiInner {
     /// the call must not succeed.
     disagreement: Mutex<Option<String>>,
     /// The receive buffer for headers and small data, reused between calls like `parts`; an array
-    /// of words, so that items of any type are aligned. Take this lock before that of `parts`.
-    /// Neither is ever contended, since one collective runs at a time.
+    /// of words, so that items of any type are aligned. Lock this before `parts`. Neither lock is
+    /// ever contended, since one collective runs at a time.
     inbox: Mutex<Vec<u64>>,
     /// The receive buffer for summands of other ranks.
     parts: Mutex<Vec<u64>>,
@@ -203,7 +203,7 @@ fn groups(
     slot: usize,
 ) -> error::Result<BTreeMap<AxisSet, Communicator>> {
     let long = topology.axes_longer_than_one();
-    // Every process must split in the same order: that of the sets' bits.
+    // Every process must split in the same order: the order of the sets' bits.
     let mut groups = BTreeMap::new();
     for set in (1..=long).filter(|set| set & !long == 0) {
         let span = topology.groups(set).position(slot);
@@ -252,7 +252,7 @@ impl Engine for Mpi {
             let received = call.exchange_headers(slice::from_ref(&host), 0, bytes)?;
             if received.headers[ctx.rank].inline {
                 let summands = received.all_inline(bytes, ctx.rank);
-                reduce::bytes(host.dtype(), &summands, reduction, sums.bytes_mut())
+                reduce::raw_items(host.dtype(), &summands, reduction, sums.bytes_mut())
             } else {
                 call.reduce(host.dtype(), bytes, sums.bytes_mut(), reduction)
             }

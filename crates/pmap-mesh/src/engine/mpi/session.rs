@@ -218,7 +218,7 @@ impl fmt::Debug for MpiSession {
     }
 }
 
-/// Initializes MPI, sends the world or the reason why there is none, and finalizes MPI on the same
+/// Initializes MPI, sends the world or the reason of the failure, and finalizes MPI on the same
 /// thread when the session is dropped.
 fn own_mpi(started: &SyncSender<Result<Communicator, String>>, released: &Receiver<()>) {
     match ferrompi::Mpi::init_thread(ThreadLevel::Serialized) {

@@ -39,15 +39,14 @@ impl CommThread {
         start: impl FnOnce(&mut NcclListOp) -> Result<()> + Send + 'static,
     ) -> StartedReceiver {
         let (reply, started) = mpsc::sync_channel(1);
-        let task = move || {
-            let outcome = catch(|| start(&mut list_op).map(|()| list_op))
-                .unwrap_or_else(|panic| Err(candle_core::Error::msg(panic)));
-            // The receiver is gone if the replica has failed.
-            drop(reply.send(outcome));
-        };
         if let Some(tasks) = &self.tasks {
             // If the thread is gone, receiving from `started` fails.
-            drop(tasks.send(Box::new(task)));
+            drop(tasks.send(Box::new(move || {
+                let outcome = catch(|| start(&mut list_op).map(|()| list_op))
+                    .unwrap_or_else(|panic| Err(candle_core::Error::msg(panic)));
+                // The receiver is gone if the replica has failed.
+                drop(reply.send(outcome));
+            })));
         }
         started
     }

@@ -142,7 +142,8 @@ impl NcclLink {
         let (requests, queue) = mpsc::channel::<CommRequest>();
         let stream = device.cuda_stream();
         let computing = Arc::clone(&stream);
-        let own = move || {
+        let builder = thread::Builder::new().name("nccl".into());
+        let spawned = builder.spawn(move || {
             let comm = match catch(|| open_comm(&computing, place, id)).flatten() {
                 Ok(comm) => comm,
                 Err(error) => return drop(started.send(Err(error))),
@@ -152,11 +153,8 @@ impl NcclLink {
             owner.serve(&queue);
             thread::sleep(if place.world_size().as_u64() > 1 { LINGER } else { Duration::ZERO });
             drop(catch(|| drop(owner)));
-        };
-        let owner = thread::Builder::new()
-            .name("nccl".into())
-            .spawn(own)
-            .map_err(|error| error.to_string())?;
+        });
+        let owner = spawned.map_err(|error| error.to_string())?;
         match start.recv_timeout(timeout) {
             Ok(joined) => {
                 joined.map(|()| Self { stream, requests: Some(requests), owner: Some(owner) })

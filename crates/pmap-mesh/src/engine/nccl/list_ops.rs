@@ -96,8 +96,6 @@ impl LayoutGather {
         let dtype_of = |run: &Run| layout.tensors()[run.tensor].1;
         let mut exchanges = ByDtype::new();
         for dtype in distinct_dtypes(layout.tensors().iter().map(|(_, dtype)| *dtype)) {
-            let rank_runs =
-                |rank: usize| by_rank[rank].iter().filter(move |run| dtype_of(run) == dtype);
             let own_runs = by_rank[ctx.rank].iter().zip(own);
             let own: Vec<Tensor> = own_runs
                 .filter(|(run, _)| dtype_of(run) == dtype)
@@ -111,7 +109,10 @@ impl LayoutGather {
                     ctx,
                     source,
                     |_| 0..own_items,
-                    |rank| rank_runs(rank).map(|run| run.items.len()).sum(),
+                    |rank: usize| {
+                        let runs = by_rank[rank].iter().filter(|run| dtype_of(run) == dtype);
+                        runs.map(|run| run.items.len()).sum()
+                    },
                 )?,
             );
         }

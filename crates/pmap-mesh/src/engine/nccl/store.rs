@@ -292,7 +292,7 @@ fn parse_ids(bytes: &[u8]) -> Option<CommIds> {
 }
 
 #[cfg(feature = "mpi")]
-#[expect(clippy::expect_used, reason = "what a process says of itself can be written")]
+#[expect(clippy::expect_used, reason = "the description of a process is valid JSON")]
 fn bootstrap_by_mpi(
     place: Placement,
     peer: std::result::Result<PeerInfo, String>,
@@ -431,7 +431,7 @@ mod tests {
             let own = start(0);
             assert_eq!([own.ids, other.join().unwrap().ids], [IDS, IDS]);
         });
-        assert_eq!(fs::read_dir(&folder).unwrap().count(), 0, "each removes what it has made");
+        assert_eq!(fs::read_dir(&folder).unwrap().count(), 0, "each process removes its files");
     }
 
     #[test]

@@ -9,8 +9,8 @@ use crate::{axes::AxisSet, reduce::shared_work::SharedWork};
 /// One member's contribution to a collective.
 #[derive(Debug, Default)]
 pub(super) struct MemberContribution {
-    /// The tensors. Other members may read them from the moment when all have arrived until this
-    /// member leaves the collective.
+    /// The tensors. Other members may read them after all have arrived, until this member leaves
+    /// the collective.
     pub(super) tensors: Vec<Tensor>,
     /// The indexes of the tensors that this member wants, for
     /// [`WantedTensors::Own`](crate::engine::WantedTensors::Own).
@@ -23,27 +23,32 @@ impl From<Tensor> for MemberContribution {
     }
 }
 
-/// The shared work of a group on lists.
+/// The shared work of one collective of lists.
 #[derive(Debug)]
 pub(super) struct ListWork {
     pub(super) work: SharedWork,
-    /// The output of each reduced run, by its tensor, start and end.
-    pub(super) outputs: BTreeMap<(usize, usize, usize), usize>,
+    /// The index of each reduced run's output.
+    pub(super) outputs: BTreeMap<RunKey, usize>,
 }
+
+/// The tensor, the first item and the end of a run.
+pub(super) type RunKey = (usize, usize, usize);
 
 /// Plans the shared work of a group from its contributions; returns `None` if each member computes
 /// its results alone.
 pub(super) type WorkPlanner<'a> =
     &'a dyn Fn(&[MemberContribution]) -> Option<candle_core::Result<ListWork>>;
 
-/// The key of a collective in a call: the group, and the collective's number there.
+/// The key of a collective in a call: the axes and index of its group, and the collective's number
+/// in the group.
 pub(super) type CollectiveKey = (AxisSet, usize, u64);
 
 /// The shared state of one collective of a group.
 #[derive(Debug)]
 pub(super) struct GroupExchange {
     key: CollectiveKey,
-    complete: OnceLock<CompleteExchange>,
+    /// Set when all members have arrived.
+    published: OnceLock<CompleteExchange>,
 }
 
 #[derive(Debug)]
@@ -56,7 +61,7 @@ struct CompleteExchange {
 
 impl GroupExchange {
     pub(super) fn new(key: CollectiveKey) -> Self {
-        Self { key, complete: OnceLock::new() }
+        Self { key, published: OnceLock::new() }
     }
 
     pub(super) fn key(&self) -> CollectiveKey {
@@ -65,26 +70,28 @@ impl GroupExchange {
 
     /// Returns true if all members have arrived.
     pub(super) fn is_complete(&self) -> bool {
-        self.complete.get().is_some()
+        self.published.get().is_some()
     }
 
-    /// Publishes all contributions to the members, when the last one has arrived.
+    /// Publishes all contributions to the members, and plans the shared work. The last member to
+    /// arrive calls this.
     #[expect(clippy::expect_used, reason = "only the last member completes an exchange")]
     pub(super) fn complete(
         &self,
         contributions: Vec<MemberContribution>,
         plan: Option<WorkPlanner<'_>>,
     ) {
-        let work = plan.and_then(|plan| plan(&contributions));
-        let work = work.map(|work| work.map_err(|error| error.to_string()));
-        self.complete
+        let work = plan
+            .and_then(|plan| plan(&contributions))
+            .map(|planned| planned.map_err(|error| error.to_string()));
+        self.published
             .set(CompleteExchange { contributions, work })
             .expect("an exchange is completed once");
     }
 
     #[expect(clippy::expect_used, reason = "the last rank to arrive completes the exchange")]
     fn get(&self) -> &CompleteExchange {
-        self.complete.get().expect("all members have arrived")
+        self.published.get().expect("all members have arrived")
     }
 
     /// Returns the contributions, by rank.
@@ -92,8 +99,8 @@ impl GroupExchange {
         &self.get().contributions
     }
 
-    /// Returns the only tensor that this rank contributed.
-    pub(super) fn first(&self, rank: usize) -> &Tensor {
+    /// Returns the single tensor that this rank contributed.
+    pub(super) fn only_tensor(&self, rank: usize) -> &Tensor {
         &self.contributions()[rank].tensors[0]
     }
 
@@ -111,12 +118,12 @@ impl GroupExchange {
         match &self.get().work {
             None => Ok(None),
             Some(Ok(work)) => Ok(Some(work)),
-            Some(Err(why)) => Err(candle_core::Error::msg(why)),
+            Some(Err(reason)) => Err(candle_core::Error::msg(reason)),
         }
     }
 }
 
 /// Returns tensor number `index` of each member.
 pub(super) fn tensors_at(contributions: &[MemberContribution], index: usize) -> Vec<Tensor> {
-    contributions.iter().map(|of_rank| of_rank.tensors[index].clone()).collect()
+    contributions.iter().map(|contribution| contribution.tensors[index].clone()).collect()
 }

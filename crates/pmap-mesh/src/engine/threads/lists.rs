@@ -11,7 +11,7 @@ use candle_core::{Device, Result, Shape, Tensor, Var, bail};
 
 use super::{
     SMALL_BYTES,
-    exchange::{GroupExchange, ListWork, MemberContribution, tensors_at},
+    exchange::{GroupExchange, ListWork, MemberContribution, RunKey, tensors_at},
     rendezvous::Rendezvous,
     snapshot,
 };
@@ -105,8 +105,8 @@ impl ListReduction {
     ) -> Result<(Self, MemberContribution)> {
         // Copy small lists, so that no member waits until all have read them.
         let is_small = list.iter().map(n_bytes).sum::<usize>() <= SMALL_BYTES;
-        let contributed = if is_small { snapshot } else { to_host };
-        let tensors = list.iter().map(contributed).collect::<Result<_>>()?;
+        let to_contribution = if is_small { snapshot } else { to_host };
+        let tensors = list.iter().map(to_contribution).collect::<Result<_>>()?;
         let own = match &wanted {
             WantedTensors::Own(own) => own.clone(),
             WantedTensors::Everything | WantedTensors::ByRank(_) => Vec::new(),
@@ -131,7 +131,7 @@ impl ListReduction {
         self.targets(ctx.rank, exchange.contributions())
             .iter()
             .map(|ReduceTarget { run, .. }| {
-                work.result(outputs[&key(run)])?.to_device(&self.devices[run.tensor])
+                work.result(outputs[&output_key(run)])?.to_device(&self.devices[run.tensor])
             })
             .collect()
     }
@@ -145,13 +145,13 @@ impl ListReduction {
             self.targets(ctx.rank, contributions)
         {
             let summands = exchange.tensors_at(tensor);
-            let sum = reduce::run(&summands, items, &shape, self.reduction)?;
+            let sum = reduce::item_range(&summands, items, &shape, self.reduction)?;
             results.push(sum.to_device(&self.devices[tensor])?);
         }
         Ok(results)
     }
 
-    /// Plans the reduction of everything that any member wants, each run once.
+    /// Plans the reduction of all wanted runs, each once.
     fn plan(&self, contributions: &[MemberContribution]) -> Result<ListWork> {
         check_equal_lists(contributions)?;
         let mut outputs = BTreeMap::new();
@@ -159,7 +159,7 @@ impl ListReduction {
         for rank in 0..contributions.len() {
             for ReduceTarget { run, shape } in self.targets(rank, contributions) {
                 let n_outputs = reductions.len();
-                if *outputs.entry(key(&run)).or_insert(n_outputs) == n_outputs {
+                if *outputs.entry(output_key(&run)).or_insert(n_outputs) == n_outputs {
                     let summands = tensors_at(contributions, run.tensor);
                     reductions.push(reduce_output(summands, run.items, shape, self.reduction)?);
                 }
@@ -168,15 +168,16 @@ impl ListReduction {
         Ok(ListWork { work: SharedWork::new(reductions, contributions.len()), outputs })
     }
 
+    /// Returns the runs that a rank wants.
     fn targets(&self, rank: usize, contributions: &[MemberContribution]) -> Vec<ReduceTarget> {
         let MemberContribution { tensors, wanted } = &contributions[rank];
-        let whole = |tensor: usize| {
+        let whole_tensor = |tensor: usize| {
             let shape = tensors[tensor].shape().clone();
             ReduceTarget { run: Run { tensor, items: 0..shape.elem_count() }, shape }
         };
         match &self.wanted {
-            WantedTensors::Everything => (0..tensors.len()).map(whole).collect(),
-            WantedTensors::Own(_) => wanted.iter().copied().map(whole).collect(),
+            WantedTensors::Everything => (0..tensors.len()).map(whole_tensor).collect(),
+            WantedTensors::Own(_) => wanted.iter().copied().map(whole_tensor).collect(),
             WantedTensors::ByRank(runs) => runs[rank]
                 .iter()
                 .map(|run| ReduceTarget { shape: run.items.len().into(), run: run.clone() })
@@ -185,7 +186,7 @@ impl ListReduction {
     }
 }
 
-fn key(run: &Run) -> (usize, usize, usize) {
+fn output_key(run: &Run) -> RunKey {
     (run.tensor, run.items.start, run.items.end)
 }
 
@@ -223,17 +224,17 @@ fn gather_results(
 
 /// Plans the concatenation of a layout's tensors.
 fn plan_gather(layout: &RunLayout, contributions: &[MemberContribution]) -> Result<ListWork> {
-    let tensors = layout.tensors().iter().zip(layout.owners());
-    let assemblies = tensors.map(|((shape, dtype), owners)| {
+    let mut outputs = Vec::new();
+    for ((shape, dtype), owners) in layout.tensors().iter().zip(layout.owners()) {
         let parts = owners.iter().map(|run| contributions[run.rank].tensors[run.index].clone());
-        concat_output(Concatenation {
+        outputs.push(concat_output(Concatenation {
             dtype: *dtype,
             shape: shape.clone(),
             parts: parts.collect(),
             is_leaf: true,
-        })
-    });
-    let work = SharedWork::new(assemblies.collect::<Result<_>>()?, contributions.len());
+        })?);
+    }
+    let work = SharedWork::new(outputs, contributions.len());
     Ok(ListWork { work, outputs: BTreeMap::new() })
 }
 

@@ -30,8 +30,8 @@ use crate::{
     reduce::{self, Reduction},
 };
 
-/// The largest result that every member computes alone: for small ones a second wait would cost
-/// more than the work.
+/// The largest result that every member computes alone: for smaller results, a second wait would
+/// cost more than the work.
 const SMALL_BYTES: usize = 16 << 10;
 
 /// The slots of a mesh as threads of this process.
@@ -111,7 +111,7 @@ struct StartedCollective {
 impl PendingCollective for StartedCollective {
     fn wait(self: Box<Self>) -> Result<Vec<Tensor>> {
         let Self { rendezvous, ctx, exchange, op, arrival } = *self;
-        rendezvous.complete(&ctx, &exchange)?;
+        rendezvous.wait_for_members(&ctx, &exchange)?;
         let results = op.results(&rendezvous, &ctx, &exchange);
         arrival.into_iter().for_each(sleep_until);
         results
@@ -127,7 +127,7 @@ impl Engine for ThreadEngine {
             return Ok(sums.swap_remove(0));
         }
         let exchange = self.rendezvous.contribute_and_wait(ctx, snapshot(x)?.into(), None)?;
-        reduce::whole(&exchange.tensors_at(0), reduction)?.to_device(x.device())
+        reduce::tensors(&exchange.tensors_at(0), reduction)?.to_device(x.device())
     }
 
     fn all_gather(&self, ctx: &GroupContext, x: &Tensor) -> Result<GatheredTensors> {
@@ -160,7 +160,7 @@ impl Engine for ThreadEngine {
         };
         let exchange = self.rendezvous.contribute_and_wait(ctx, contribution, None)?;
         let device = message.x.device();
-        message.from.map(|from| exchange.first(from).to_device(device)).transpose()
+        message.from.map(|from| exchange.only_tensor(from).to_device(device)).transpose()
     }
 
     fn run(&self, ctx: &GroupContext, work: ListRequest) -> Result<Vec<Tensor>> {

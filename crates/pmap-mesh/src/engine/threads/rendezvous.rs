@@ -173,7 +173,7 @@ impl Rendezvous {
     /// # Errors
     ///
     /// The errors of [`contribute_and_wait`](Self::contribute_and_wait).
-    pub(super) fn complete(
+    pub(super) fn wait_for_members(
         &self,
         ctx: &GroupContext,
         exchange: &Arc<GroupExchange>,
@@ -203,7 +203,7 @@ impl Rendezvous {
         if work.run_chunks(ctx.rank) {
             lock(&self.state).wake_others(ctx);
         }
-        // The other members compute their last chunks: usually this spares the lock.
+        // Other members may still compute their last chunks. Usually a short wait avoids the lock.
         if sync::yield_until(|| work.is_finished()) {
             return Ok(());
         }
@@ -257,7 +257,7 @@ impl Rendezvous {
         ready: impl Fn() -> bool,
     ) -> candle_core::Result<()> {
         let slot = ctx.slot();
-        // A deadline that overflows is no deadline.
+        // There is no deadline if it overflows.
         let deadline = self.deadline.and_then(|deadline| Instant::now().checked_add(deadline));
         // Pairs with the store in `record_failure`.
         let in_time = sync::wait_until(deadline, || ready() || self.failed.load(Ordering::Acquire));
@@ -393,10 +393,10 @@ impl RendezvousState {
         if self.replicas[slot].returned {
             return Some(CollectiveError::Ended { slot, call: call() });
         }
-        if let Some(&gone) = ctx.members().iter().find(|&&slot| self.replicas[slot].returned) {
-            return Some(CollectiveError::PeerReturned { slot: gone, waiting: slot, call: call() });
+        if let Some(&peer) = ctx.members().iter().find(|&&slot| self.replicas[slot].returned) {
+            return Some(CollectiveError::PeerReturned { slot: peer, waiting: slot, call: call() });
         }
-        let first = self.open.get(&key)?.first()?;
+        let first = self.open.get(&key)?.first_arrival()?;
         (!first.1.agrees_with(&ctx.call)).then(|| mismatch(first, ctx))
     }
 
@@ -428,7 +428,7 @@ impl RendezvousState {
         replica.returned || waits_for.is_some_and(|wait| self.open.contains_key(&wait.key))
     }
 
-    /// Returns the members that have not reached a collective; empty if all have.
+    /// Returns the members that have not reached a collective.
     fn missing(&self, exchange: &GroupExchange) -> Vec<usize> {
         let open = self.open.get(&exchange.key());
         open.into_iter().flat_map(OpenCollective::absent).collect()
@@ -499,7 +499,7 @@ impl OpenCollective {
     }
 
     /// Returns the arrived member of the lowest rank, and its call.
-    fn first(&self) -> Option<(usize, &Arc<CollectiveCall>)> {
+    fn first_arrival(&self) -> Option<(usize, &Arc<CollectiveCall>)> {
         let mut members = self.slots.iter().zip(&self.arrivals);
         members.find_map(|(slot, arrival)| Some((*slot, &arrival.as_ref()?.call)))
     }
@@ -507,10 +507,11 @@ impl OpenCollective {
     /// Returns the member that waits for the absent member `slot`, and its call.
     fn waiting_for(&self, slot: usize) -> Option<(usize, Arc<CollectiveCall>)> {
         let (waiting, call) =
-            self.first().filter(|_| self.absent().any(|absent| absent == slot))?;
+            self.first_arrival().filter(|_| self.absent().any(|absent| absent == slot))?;
         Some((waiting, Arc::clone(call)))
     }
 
+    /// Returns the slots of the members that have not arrived.
     fn absent(&self) -> impl Iterator<Item = usize> {
         let members = self.slots.iter().zip(&self.arrivals);
         members.filter(|(_, arrival)| arrival.is_none()).map(|(slot, _)| *slot)
@@ -578,7 +579,7 @@ mod tests {
         let exchange = join_as(&rendezvous, 0, false).unwrap();
         join_waiting(&rendezvous, 0).unwrap();
 
-        // A chunk that another member has taken and not computed.
+        // The only chunk yields no result, as if another member had not computed its chunk yet.
         let work = SharedWork::new(vec![SharedOutput::new(1, |_| Ok(None))], 2);
         rendezvous.finish_work(&ctx(0), &exchange, &work).unwrap_err();
         let failure = rendezvous.take_failure();
@@ -596,7 +597,7 @@ mod tests {
         let rendezvous = Rendezvous::new(2, None);
         join_waiting(&rendezvous, 0).unwrap();
         join_waiting(&rendezvous, 1).unwrap();
-        // Slot 0 would arrive next, though slot 1 is here before it has left.
+        // Slot 1 begins the next collective before slot 0 has left this one.
         assert!(!join_waiting(&rendezvous, 1).unwrap().is_complete());
         assert!(rendezvous.take_failure().is_none());
     }
@@ -604,12 +605,12 @@ mod tests {
     #[test]
     fn pending_collectives_match_in_start_order() {
         let rendezvous = Rendezvous::new(2, None);
-        let of_first = [0; 3].map(|slot| join_as(&rendezvous, slot, false).unwrap());
-        let of_second = [1; 2].map(|slot| join_as(&rendezvous, slot, false).unwrap());
-        for (left, right) in of_first.iter().zip(&of_second) {
+        let slot_0 = [0; 3].map(|slot| join_as(&rendezvous, slot, false).unwrap());
+        let slot_1 = [1; 2].map(|slot| join_as(&rendezvous, slot, false).unwrap());
+        for (left, right) in slot_0.iter().zip(&slot_1) {
             assert!(Arc::ptr_eq(left, right) && left.is_complete());
         }
-        assert!(!of_first[2].is_complete());
+        assert!(!slot_0[2].is_complete());
     }
 
     #[test]

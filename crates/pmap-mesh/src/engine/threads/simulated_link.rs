@@ -17,6 +17,7 @@ use crate::{
 #[derive(Debug)]
 pub(super) struct SimulatedLink {
     bytes_per_second: NonZeroU64,
+    /// The end of the last reserved transfer.
     free_at: Mutex<Instant>,
 }
 
@@ -27,14 +28,14 @@ impl SimulatedLink {
 
     /// Reserves the link for a collective, and returns the time at which it arrives.
     pub(super) fn reserve(&self, work: &ListRequest) -> Instant {
-        self.reserve_bytes(bytes(work), Instant::now())
+        self.reserve_bytes(transferred_bytes(work), Instant::now())
     }
 
     fn reserve_bytes(&self, bytes: usize, now: Instant) -> Instant {
         let nanos = bytes as u128 * 1_000_000_000 / u128::from(self.bytes_per_second.get());
-        let takes = Duration::from_nanos(u64::try_from(nanos).unwrap_or(u64::MAX));
+        let duration = Duration::from_nanos(u64::try_from(nanos).unwrap_or(u64::MAX));
         let mut free_at = lock(&self.free_at);
-        *free_at = now.max(*free_at) + takes;
+        *free_at = now.max(*free_at) + duration;
         *free_at
     }
 }
@@ -45,7 +46,7 @@ pub(super) fn sleep_until(arrival: Instant) {
 
 /// Returns the bytes that one member receives of a gather, or sends of a reduction. Its own part is
 /// not subtracted.
-fn bytes(work: &ListRequest) -> usize {
+fn transferred_bytes(work: &ListRequest) -> usize {
     match work {
         ListRequest::Gather { layout, .. } => layout_bytes(layout),
         ListRequest::Reduce { list, .. } => list.iter().map(n_bytes).sum(),
@@ -70,7 +71,7 @@ mod tests {
             link.reserve_bytes(bytes, now).duration_since(start).as_millis()
         };
         assert_eq!(millis(20, 0), 20);
-        assert_eq!(millis(30, 5), 50, "it waits for what came before");
+        assert_eq!(millis(30, 5), 50, "waits for the transfer before");
         assert_eq!(millis(1, 70), 71, "the link was free");
     }
 }

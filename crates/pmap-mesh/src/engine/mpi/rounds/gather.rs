@@ -37,9 +37,11 @@ impl GatherRound {
         let by_rank = Arc::clone(layout.by_rank());
         // Runs beyond the layout's list are not sent.
         let own = own[..by_rank[own_rank].len()].iter().map(to_host).collect::<Result<_>>()?;
-        let tensors = layout.tensors().iter();
-        let tensors =
-            tensors.map(|(shape, dtype)| (shape.clone(), *dtype, device.clone())).collect();
+        let tensors = layout
+            .tensors()
+            .iter()
+            .map(|(shape, dtype)| (shape.clone(), *dtype, device.clone()))
+            .collect();
         Self::new(own, own_rank, by_rank, tensors, true)
     }
 
@@ -62,10 +64,12 @@ impl GatherRound {
         byte_ranges(&self.by_rank[rank], |tensor| self.tensors[tensor].1)
     }
 
+    /// Returns the number of words that a rank sends.
     fn n_words(&self, rank: usize) -> usize {
         n_words(self.runs(rank).map(|run| run.len()))
     }
 
+    /// Copies received words to the results.
     fn write_chunk(&mut self, ReceivedChunk { from, range, words }: &ReceivedChunk<'_>) {
         let runs: Vec<Range<usize>> = self.runs(*from).collect();
         for ByteSpan { index, in_run, in_chunk } in parts(runs.iter().map(Range::len), range) {
@@ -76,6 +80,7 @@ impl GatherRound {
         }
     }
 
+    /// Copies this rank's runs to the results.
     fn write_own(&mut self) -> Result<()> {
         let runs: Vec<Range<usize>> = self.runs(self.own_rank).collect();
         for ((run, x), bytes) in iter::zip(&self.by_rank[self.own_rank], &self.own).zip(runs) {
@@ -113,11 +118,11 @@ impl MpiRound for GatherRound {
     fn finish(mut self: Box<Self>) -> Result<RoundOutcome> {
         self.write_own()?;
         let mut results = Vec::with_capacity(self.results.len());
-        for (whole, (shape, _, device)) in self.results.into_iter().zip(self.tensors) {
+        for (result, (shape, _, device)) in self.results.into_iter().zip(self.tensors) {
             results.push(if self.are_leaves {
-                leaf_to_device(whole.leaf(shape.dims())?, &device)?
+                leaf_to_device(result.leaf(shape.dims())?, &device)?
             } else {
-                whole.tensor(shape.dims())?.to_device(&device)?
+                result.tensor(shape.dims())?.to_device(&device)?
             });
         }
         Ok(RoundOutcome::Results(results))

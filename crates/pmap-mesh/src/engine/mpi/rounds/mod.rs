@@ -120,7 +120,7 @@ mod tests {
     use super::*;
     use crate::reduce::Reduction;
 
-    /// Returns the results of all ranks after an exchange in chunks of `chunk_words` words.
+    /// Runs all rounds in chunks of `chunk_words` words, and returns the results of each rank.
     fn run_rounds(mut rounds: Vec<Box<dyn MpiRound>>, chunk_words: usize) -> Vec<Vec<Tensor>> {
         let n_ranks = rounds.len();
         for rank in 0..n_ranks {
@@ -219,8 +219,8 @@ mod tests {
     #[test]
     fn unsupported_dtype_is_rejected_before_sending() {
         let x = Tensor::zeros(3, DType::F8E4M3, &Device::Cpu).unwrap();
-        let refused = ReduceRound::for_all(&[x], 0, 2, Reduction::Sum).map(drop);
-        let text = refused.unwrap_err().to_string();
+        let round = ReduceRound::for_all(&[x], 0, 2, Reduction::Sum).map(drop);
+        let text = round.unwrap_err().to_string();
         assert!(text.starts_with("tensors of type f8e4m3 cannot be reduced"), "{text}");
     }
 }

@@ -17,7 +17,8 @@ use crate::{
     reduce::{self, Reduction, parts::balanced},
 };
 
-/// A round in which every rank sends to each other rank the runs that the other one reduces.
+/// A round in which every rank sends each other rank its values of the runs that the receiver
+/// reduces.
 pub(in super::super) struct ReduceRound {
     list: Vec<Tensor>,
     devices: Vec<Device>,
@@ -93,14 +94,16 @@ impl ReduceRound {
             let mut summands: Vec<&[u8]> =
                 chunks.iter().map(|chunk| &cast_slice(chunk.words)[in_chunk.clone()]).collect();
             summands.insert(self.own_rank, own);
-            reduce::bytes(x.dtype(), &summands, self.reduction, sum)
+            reduce::raw_items(x.dtype(), &summands, self.reduction, sum)
         })
     }
 
     /// Prepares the second round, which gathers all reductions.
-    fn gathering(self, own: Vec<Tensor>) -> Result<RoundOutcome> {
-        let tensors = self.list.iter().zip(self.devices);
-        let tensors = tensors.map(|(x, device)| (x.shape().clone(), x.dtype(), device)).collect();
+    fn into_gather_round(self, own: Vec<Tensor>) -> Result<RoundOutcome> {
+        let mut tensors = Vec::with_capacity(self.list.len());
+        for (x, device) in self.list.iter().zip(self.devices) {
+            tensors.push((x.shape().clone(), x.dtype(), device));
+        }
         let round = GatherRound::new(own, self.own_rank, self.by_rank, tensors, false)?;
         Ok(RoundOutcome::Round(Box::new(round)))
     }
@@ -126,20 +129,20 @@ impl MpiRound for ReduceRound {
 
     fn consume(&mut self, chunks: &[ReceivedChunk<'_>]) -> Result<()> {
         let runs: Vec<Range<usize>> = self.runs(self.own_rank).collect();
-        // The other ranks have the same number of words for this rank, so their chunks have one
-        // size.
+        // All ranks send this rank the same number of words, so their chunks are of one size.
         let parts = parts(runs.iter().map(Range::len), &chunks[0].range);
         parts.iter().try_for_each(|part| self.reduce(part, runs[part.index].start, chunks))
     }
 
     fn finish(mut self: Box<Self>) -> Result<RoundOutcome> {
-        let runs = Arc::clone(&self.by_rank);
-        let runs = &runs[self.own_rank];
-        let sums = std::mem::take(&mut self.sums).into_iter().zip(runs);
-        let sums: Vec<Tensor> =
-            sums.map(|(sum, run)| sum.tensor(&[run.items.len()])).collect::<Result<_>>()?;
+        let by_rank = Arc::clone(&self.by_rank);
+        let runs = &by_rank[self.own_rank];
+        let mut sums = Vec::with_capacity(runs.len());
+        for (sum, run) in std::mem::take(&mut self.sums).into_iter().zip(runs) {
+            sums.push(sum.tensor(&[run.items.len()])?);
+        }
         if self.for_all {
-            return self.gathering(sums);
+            return self.into_gather_round(sums);
         }
         let devices = runs.iter().map(|run| &self.devices[run.tensor]);
         let results = sums.iter().zip(devices).map(|(sum, device)| sum.to_device(device));

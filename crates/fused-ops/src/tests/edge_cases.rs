@@ -1,4 +1,4 @@
-//! Empty inputs, NaN and infinities, and parts of a whole.
+//! Empty inputs, NaN and infinities, and dropout of parts.
 
 use candle_core::{DType, Device, Tensor, Var};
 
@@ -11,8 +11,8 @@ use crate::{
     ops::cross_entropy::CrossEntropyConfig,
 };
 
-/// Returns an empty variable, and a contiguous view of it that begins past its storage.
-fn behind_storage(shape: &[usize], dtype: DType) -> (Var, Tensor) {
+/// Returns an empty variable, and a contiguous view of it that begins beyond its storage.
+fn empty_view(shape: &[usize], dtype: DType) -> (Var, Tensor) {
     let mut wide = [shape, &[1]].concat();
     let after_empty = 1 + shape.iter().position(|&size| size == 0).unwrap();
     let size = wide[after_empty];
@@ -23,31 +23,38 @@ fn behind_storage(shape: &[usize], dtype: DType) -> (Var, Tensor) {
     (var, view)
 }
 
-/// Operations on no rows, no positions and no sequences.
+/// Returns operations on no rows, no positions and no sequences.
 fn cases_with_empty_inputs() -> Vec<OpCase> {
-    let none = AttentionSizes { batch: 0, queries: 3, keys: 4, key_heads: 1, group: 1, size: 2 };
-    let attending = attention_cases(AttentionSizes { batch: 2, queries: 0, ..none });
+    let no_sequences =
+        AttentionSizes { batch: 0, queries: 3, keys: 4, key_heads: 1, group: 1, size: 2 };
+    let no_queries = AttentionSizes { batch: 2, queries: 0, ..no_sequences };
     let mut cases = row_cases(0, 5);
     cases.retain(|case| case.name != "embedding");
     cases.extend(rope_cases(0, 2, 3, 2).into_iter().chain(rope_cases(1, 2, 0, 2)));
-    cases.extend(attention_cases(none));
-    cases.extend(attending.into_iter().filter(|case| !case.name.contains("packed")));
+    cases.extend(attention_cases(no_sequences));
+    // The packed case has as many queries as keys.
+    let separate = attention_cases(no_queries).into_iter();
+    cases.extend(separate.filter(|case| !case.name.contains("packed")));
     cases
 }
 
 #[test]
 fn empty_inputs_give_zero_gradients() {
-    for (dtype, is_behind) in [(DType::F64, false), (DType::F32, true), (DType::F64, true)] {
+    for (dtype, is_view) in [(DType::F64, false), (DType::F32, true), (DType::F64, true)] {
         for case in cases_with_empty_inputs() {
-            let input = |x: &Tensor| {
-                if x.elem_count() == 0 && is_behind {
-                    return behind_storage(x.dims(), dtype);
-                }
-                let var = Var::from_tensor(&x.to_dtype(dtype).unwrap()).unwrap();
-                (var.clone(), var.as_tensor().clone())
-            };
-            let (vars, seen): (Vec<_>, Vec<_>) = case.inputs(1).iter().map(input).unzip();
-            let outcome = run_on(&case.fused, &seen, &vars);
+            let mut vars = Vec::new();
+            let mut tensors = Vec::new();
+            for x in case.inputs(1) {
+                let (var, tensor) = if x.elem_count() == 0 && is_view {
+                    empty_view(x.dims(), dtype)
+                } else {
+                    let var = Var::from_tensor(&x.to_dtype(dtype).unwrap()).unwrap();
+                    (var.clone(), var.as_tensor().clone())
+                };
+                vars.push(var);
+                tensors.push(tensor);
+            }
+            let outcome = run_on(&case.fused, &tensors, &vars);
             assert!(outcome.y.rank() == 0 || outcome.y.elem_count() == 0, "{}", case.name);
             for (grad, var) in outcome.grads.iter().zip(&vars) {
                 assert_eq!(grad.dims(), var.dims(), "{}", case.name);
@@ -57,38 +64,38 @@ fn empty_inputs_give_zero_gradients() {
     }
 }
 
-/// NaN and the infinities by name, finite numbers to six digits after the point: tails of GELU are
-/// exact to less in the composed form.
-fn kinds(tensor: &Tensor) -> Vec<String> {
-    values(tensor)
-        .into_iter()
-        .map(
-            |x: f64| {
-                if x.is_finite() { ((x * 1e6).round() + 0.0).to_string() } else { x.to_string() }
-            },
-        )
-        .collect()
+/// Formats NaN and the infinities by name, and finite numbers as rounded millionths: in the tails
+/// of GELU, the composed form is not more precise.
+fn texts(tensor: &Tensor) -> Vec<String> {
+    let mut texts = Vec::new();
+    for x in values(tensor) {
+        // Adding 0 turns −0 into 0.
+        let rounded = if x.is_finite() { (x * 1e6).round() + 0.0 } else { x };
+        texts.push(rounded.to_string());
+    }
+    texts
 }
 
 #[test]
 fn nan_propagates_like_composed_form() {
-    for odd in [f64::NAN, f64::INFINITY, f64::NEG_INFINITY] {
+    for special in [f64::NAN, f64::INFINITY, f64::NEG_INFINITY] {
         for case in row_cases(3, 40).into_iter().chain(rope_cases(1, 1, 2, 3)) {
-            // candle's ReLU makes 0 of NaN, ours keeps it, as PyTorch's.
+            // candle's ReLU turns NaN into 0; ours keeps it, like PyTorch's.
             if case.name.contains("Relu") {
                 continue;
             }
             let mut inputs = case.inputs(1);
             let mut elements = values(&inputs[0]);
-            elements[2] = odd;
+            elements[2] = special;
             inputs[0] = Tensor::from_vec(elements, inputs[0].shape(), &Device::Cpu).unwrap();
             let fused = (case.fused)(&inputs).unwrap();
             let composed = (case.composed)(&inputs).unwrap();
-            // One is a limit where the other is undefined: 0 · ∞.
-            let limit =
-                odd.is_infinite() && (case.name.contains("elu") || case.name.contains("ilu"));
-            if !limit {
-                assert_eq!(kinds(&fused), kinds(&composed), "{} of {odd}", case.name);
+            // At infinities, one form of GELU and SiLU returns the limit, and the other computes
+            // 0 · ∞.
+            let has_limit =
+                special.is_infinite() && (case.name.contains("elu") || case.name.contains("ilu"));
+            if !has_limit {
+                assert_eq!(texts(&fused), texts(&composed), "{} of {special}", case.name);
             }
         }
     }
@@ -96,13 +103,13 @@ fn nan_propagates_like_composed_form() {
 
 #[test]
 fn empty_loss_is_zero_with_gradient() {
-    let none = Tensor::full(1_i64, 3, &Device::Cpu).unwrap();
+    let ignored_targets = Tensor::full(1_i64, 3, &Device::Cpu).unwrap();
     let config = CrossEntropyConfig::default().with_ignore_index(1);
     let logits = Var::from_tensor(&numbers(&[3, 5], 1)).unwrap();
-    let fused = crate::cross_entropy(&logits, &none, &config).unwrap();
+    let fused = crate::cross_entropy(&logits, &ignored_targets, &config).unwrap();
     assert_eq!(fused.weight, 0.0);
-    let ignored = vec![RowTarget { class: 0, weight: 0.0 }; 3];
-    let composed = crate::composed::cross_entropy(&logits, &ignored, 0.0, None).unwrap();
+    let weightless = vec![RowTarget { class: 0, weight: 0.0 }; 3];
+    let composed = crate::composed::cross_entropy(&logits, &weightless, 0.0, None).unwrap();
     for sum in [fused.sum, composed] {
         assert_eq!(sum.to_scalar::<f64>().unwrap(), 0.0);
         let grads = sum.backward().unwrap();
@@ -113,7 +120,7 @@ fn empty_loss_is_zero_with_gradient() {
 #[test]
 fn part_drops_like_the_whole() {
     let key = DropoutKey { seed: 5, call: 2, offset: 0 };
-    // Several blocks of the kernel.
+    // The kernel splits this input into several blocks.
     let x = numbers(&[100_000], 1).to_dtype(DType::F32).unwrap();
     let whole = crate::dropout(&x, 0.3, key).unwrap();
     for (start, len) in [(0, 70_000), (1, 99_999), (63, 1), (64, 900), (65, 63), (33_333, 66_667)] {
@@ -123,9 +130,9 @@ fn part_drops_like_the_whole() {
         let dropped = crate::dropout(&part, 0.3, key).unwrap();
         assert!(values(&dropped) == expected, "{start} {len}");
         let composed = crate::composed::dropout(&part, DropSpec::new(0.3, key)).unwrap();
-        let kept = |values: Vec<f64>| values.iter().map(|&y| y != 0.0).collect::<Vec<_>>();
-        assert_eq!(kept(values(&composed)), kept(expected.clone()));
+        let is_kept = |values: Vec<f64>| values.iter().map(|&y| y != 0.0).collect::<Vec<_>>();
+        assert_eq!(is_kept(values(&composed)), is_kept(expected.clone()));
         let grads = dropped.backward().unwrap();
-        assert_eq!(kept(values(grads.get(&part).unwrap())), kept(expected));
+        assert_eq!(is_kept(values(grads.get(&part).unwrap())), is_kept(expected));
     }
 }
