@@ -104,7 +104,7 @@ impl Job<'_> {
             let seconds = start.elapsed().as_secs_f64();
             if let Some(journal) = &mut journal {
                 journal.set_step_traffic(StepTraffic::since(self.mesh, before));
-                let metrics = StepMetrics::of(step, &trained).epoch(epoch);
+                let metrics = StepMetrics::from_step(step, &trained).epoch(epoch);
                 let metrics = counted(metrics.learning_rate(learning_rate), &batches);
                 journal.log(&measured(metrics, seconds), &batches)?;
             }

@@ -48,7 +48,7 @@ pub(crate) fn build<M, O: Optimizer>(
     let map = config.map.clone().unwrap_or_else(VarMap::new);
     let Prepared { inventory, vars, dtype } = mesh.all_ok(prepare(mesh, config, &map, model))?;
     let dtypes = vars.iter().map(|var| var.dtype());
-    settings::check(mesh, &settings::of_model(&inventory, dtypes, config, false))?;
+    settings::check(mesh, &settings::model_settings(&inventory, dtypes, config, false))?;
     let sets = vars::sets(mesh, vars.clone(), config.sharing).map_err(cannot_build);
     let sets = mesh.all_ok(sets)?;
     sync::begin_alike(mesh, &inventory, &sets)?;
@@ -63,7 +63,7 @@ pub(crate) fn build<M, O: Optimizer>(
     let first_set = sets.len() * (mesh.local_slots().start / devices.len());
     let on_slot = |part: OwnedVars| {
         let device = &devices[part.slot];
-        let vars = sets[part.set].of_slot(part.slot, &inventory.roles)?;
+        let vars = sets[part.set].slot_vars(part.slot, &inventory.roles)?;
         let vars: Vec<_> = vars.into_iter().zip(rounded[part.set].clone()).collect();
         let computed: Vec<Var> =
             vars.iter().map(|(var, rounded)| rounded.as_ref().unwrap_or(var).clone()).collect();
@@ -197,9 +197,9 @@ fn slot<O>(
 ) -> CandleResult<Slot<O>> {
     let mut optimizers = Vec::new();
     for (group, name) in inventory.roles.groups.iter().enumerate() {
-        let of_group = inventory.roles.of_group(group);
+        let trained = inventory.roles.trained_in(group);
         let own: Vec<usize> =
-            part.owned.iter().copied().filter(|var| of_group.contains(var)).collect();
+            part.owned.iter().copied().filter(|var| trained.contains(var)).collect();
         let given = own.iter().map(|&var| vars[var].0.clone()).collect();
         let optimizer = optimizer(Group { name: name.clone(), vars: given })?;
         optimizers.push(SlotOptimizer { group, vars: own, optimizer, has_stepped: false });

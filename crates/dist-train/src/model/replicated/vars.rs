@@ -97,7 +97,7 @@ pub(super) fn sets(mesh: &DeviceMesh, vars: Vec<Var>, sharing: Sharing) -> Resul
 impl VarSet {
     /// Returns the variables of one of the set's slots. All slots except the first have their own
     /// buffers, because the slots' forward passes change them at the same time.
-    pub(super) fn of_slot(&self, slot: usize, roles: &Roles) -> Result<Vec<Var>> {
+    pub(super) fn slot_vars(&self, slot: usize, roles: &Roles) -> Result<Vec<Var>> {
         let of_role = |(var, &role): (&Var, &Role)| match role {
             Role::Buffer if slot != self.slots[0] => copied(var, var.device()),
             _ => Ok(var.clone()),

@@ -98,7 +98,7 @@ impl Description<'_> {
         }
         let infos = declared_infos(&declared, &inventory.roles)?;
         let units = self.rules.units(&infos)?;
-        let keeps = sharding.keeps.of_units(&unit_names(&units))?;
+        let keeps = sharding.keeps.unit_keeps(&unit_names(&units))?;
         let with_unit = |info: &ParameterInfo| {
             let unit = self.rules.units_of(info)[0].to_owned();
             info.clone().with_unit(unit)
@@ -131,20 +131,20 @@ impl Description<'_> {
         let Some(Fingerprints { init, weights }) = *values else { return Ok(()) };
         let Self { sharding, .. } = self;
         let dtypes = declared.iter().map(|declared| declared.dtype);
-        let of_model = settings::of_model(inventory, dtypes, self.config, true);
-        settings::check(self.mesh, &of_model)?;
-        let of_sharding = [
-            ("unit", settings::of_debug(self.rules)),
+        let model_settings = settings::model_settings(inventory, dtypes, self.config, true);
+        settings::check(self.mesh, &model_settings)?;
+        let sharding_settings = [
+            ("unit", settings::debug_fingerprint(self.rules)),
             // Compared before the plan, which contains the kept units too.
-            ("keep", settings::of_debug(keeps)),
+            ("keep", settings::debug_fingerprint(keeps)),
             ("prefetch", sharding.n_prefetched as u64),
-            ("accumulation", settings::of_debug(&sharding.reduction)),
+            ("accumulation", settings::debug_fingerprint(&sharding.reduction)),
             ("optimizer_in_backward", sharding.updates_in_backward.into()),
-            ("strategy", settings::of_debug(plan)),
+            ("strategy", settings::debug_fingerprint(plan)),
             ("init", init),
             ("weights", weights),
         ];
-        settings::check(self.mesh, &of_sharding)
+        settings::check(self.mesh, &sharding_settings)
     }
 
     /// Returns the model with the initial values of this process's shards.
@@ -158,7 +158,7 @@ impl Description<'_> {
             initial.items(&declared[position(&inventory, info.name())], run, home)
         })?;
         let unit = |(name, members): (String, Vec<Member>)| {
-            let members = of_roles(members, &inventory, &declared);
+            let members = unit_members(members, &inventory, &declared);
             let unit = Unit { members, keep: keeps[&name] };
             (name, unit)
         };
@@ -217,7 +217,8 @@ pub(super) fn check_replicas_equal(mesh: &DeviceMesh, model: &Model) -> Result<(
         for OwnedPart { param_idx, var, .. } in vars.owned_parts(slot)? {
             let param = position(inventory, plan.parameters()[param_idx].info().name());
             if periods[param].is_some() {
-                found[param].write_u64(settings::of_value(&var).doing("comparing parameters")?);
+                found[param]
+                    .write_u64(settings::value_fingerprint(&var).doing("comparing parameters")?);
             }
         }
         Ok(found.iter().map(Fingerprint::finish).collect())
@@ -304,7 +305,11 @@ fn position(inventory: &Inventory, name: &str) -> usize {
 }
 
 /// Returns the members of a unit; `declared` is in the order of names.
-fn of_roles(members: Vec<Member>, inventory: &Inventory, declared: &[Declared]) -> Vec<UnitMember> {
+fn unit_members(
+    members: Vec<Member>,
+    inventory: &Inventory,
+    declared: &[Declared],
+) -> Vec<UnitMember> {
     let trained = inventory.roles.trained();
     let member = |names: Member| {
         let param = position(inventory, &names.name);
