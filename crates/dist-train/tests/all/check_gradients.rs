@@ -53,7 +53,7 @@ fn loss(_: &Replica, net: &Net, x: Tensor) -> Result<Tensor> {
 }
 
 #[test]
-fn a_right_model_is_right_and_trains_on_as_if_nothing_had_been() {
+fn check_changes_no_right_model() {
     for slots in [1, 3] {
         let [mut checked, mut plain] = [model(slots), model(slots)];
         for _ in 0..2 {
@@ -88,7 +88,7 @@ fn a_right_model_is_right_and_trains_on_as_if_nothing_had_been() {
 }
 
 #[test]
-fn dropout_must_draw_from_the_replica() {
+fn dropout_must_use_replica_numbers() {
     let drawn = |ctx: &Replica, net: &Net, x: Tensor| {
         net.loss(&x, |x| {
             let kept = ctx.rng().bernoulli(0.5, x.shape())?.to_dtype(x.dtype())?;
@@ -102,7 +102,7 @@ fn dropout_must_draw_from_the_replica() {
 }
 
 #[test]
-fn a_loss_that_is_no_number_where_the_model_is_ends_the_check() {
+fn nan_loss_ends_the_check() {
     let broken = |ctx: &Replica, net: &Net, x: Tensor| {
         let scale = if ctx.slot() == 1 { f64::NAN } else { 1.0 };
         net.loss(&x, Ok)? * scale
@@ -119,7 +119,7 @@ fn a_loss_that_is_no_number_where_the_model_is_ends_the_check() {
 }
 
 #[test]
-fn a_gradient_that_ends_beside_a_residual_is_found_on_every_mesh() {
+fn missing_backward_is_found() {
     let cut = |_: &Replica, net: &Net, x: Tensor| net.loss(&x, |x| &x + x.detach().sqr()?);
     for slots in [1, 3] {
         let error = model(slots).check_gradients(batch(10), cut).unwrap_err();
@@ -132,7 +132,7 @@ fn a_gradient_that_ends_beside_a_residual_is_found_on_every_mesh() {
 }
 
 #[test]
-fn tensors_beside_a_loss_are_left_alone() {
+fn attached_tensors_are_ignored() {
     let with_rows = |_: &Replica, net: &Net, x: Tensor| {
         let rows = Tensor::new(x.dim(0)? as f32, x.device())?;
         Ok(Loss::mean(net.loss(&x, Ok)?).with(rows))

@@ -60,7 +60,7 @@ fn centered(ctx: &Replica, w: &Tensor, (x, mask): &(Tensor, Tensor)) -> Result<L
 }
 
 #[test]
-fn statistics_of_the_whole_batch_have_the_gradients_of_one_device() {
+fn batch_statistics_match_one_device() {
     let mut draws = Draws::new(5);
     let (w, x) = (Var::from_tensor(&draws.tensor((3, 2))).unwrap(), draws.tensor((5, 3)));
     let mask = Tensor::ones((5, 1), DType::F64, &Device::Cpu).unwrap();
@@ -86,7 +86,7 @@ fn statistics_of_the_whole_batch_have_the_gradients_of_one_device() {
 }
 
 #[test]
-fn gradients_through_collectives_are_right_in_halves_too() {
+fn bf16_gradients_pass_through_collectives() {
     // What the first three rows lose depends on the parameter through the last two alone, which are
     // of slots with other numbers of rows.
     let x = [[1_f32, 0.], [1., 0.], [1., 0.], [0., 1.], [0., 1.]];
@@ -122,7 +122,7 @@ fn pair() -> (Tensor, Tensor) {
 }
 
 #[test]
-fn what_is_no_loss_is_refused() {
+fn invalid_losses_are_rejected() {
     let mut model = simple();
     let integer = |_: &Replica, _: &Linear, _| Tensor::new(0_u32, &Device::Cpu);
     assert_eq!(
@@ -156,7 +156,7 @@ fn what_is_no_loss_is_refused() {
 }
 
 #[test]
-fn a_shard_without_weight_counts_nowhere() {
+fn weightless_shards_do_not_count() {
     let mut model = simple();
     // Slot 1 weighs nothing, and its loss is no number.
     let of_first = |ctx: &Replica, model: &Linear, (x, y): (Tensor, Tensor)| {
@@ -179,7 +179,7 @@ fn a_shard_without_weight_counts_nowhere() {
 }
 
 #[test]
-fn an_accumulated_batch_without_weight_adds_nothing() {
+fn weightless_batches_add_nothing() {
     let weighing = |weight: f64| {
         move |_: &Replica, model: &Linear, (x, y): (Tensor, Tensor)| {
             let mean = mse(&model.forward(&x)?, &y)?;
@@ -217,7 +217,7 @@ fn an_accumulated_batch_without_weight_adds_nothing() {
 }
 
 #[test]
-fn a_failing_loss_says_what_was_cut_and_what_was_whole() {
+fn loss_errors_show_batch_shapes() {
     let mesh = DeviceMesh::cpu(2).unwrap();
     let loss = |_: &Replica, model: &Linear, (x, y): (Tensor, Tensor)| mse(&model.forward(&x)?, &y);
     let mut model = DataParallel::builder(&mesh, |vb| linear(3, 1, vb))
@@ -242,7 +242,7 @@ fn a_failing_loss_says_what_was_cut_and_what_was_whole() {
 }
 
 #[test]
-fn a_late_replica_is_reported_with_the_line_of_the_call() {
+fn stuck_replica_names_the_call() {
     let mesh = DeviceMesh::builder().axis(DeviceMesh::AXIS, 2).deadline(DEADLINE).cpu().unwrap();
     let (open, gate) = mpsc::channel::<()>();
     let gate = Mutex::new(gate);
@@ -266,7 +266,7 @@ fn a_late_replica_is_reported_with_the_line_of_the_call() {
 }
 
 #[test]
-fn halves_are_summed_in_single_precision() {
+fn bf16_gradients_sum_in_f32() {
     // One gradient of 256 and seven of 1: bf16 would lose the ones.
     let x = Tensor::new(&[256_f32, 1., 1., 1., 1., 1., 1., 1.], &Device::Cpu).unwrap();
     let x = x.reshape((8, 1)).unwrap().to_dtype(DType::BF16).unwrap();
@@ -322,7 +322,7 @@ fn descended(dtype: DType, start: f32, grads: &[f32], lr: f64) -> f32 {
 
 #[test]
 #[expect(clippy::float_cmp, reason = "all of these numbers are exact")]
-fn the_optimizer_gets_the_sums_of_halves_unrounded() {
+fn optimizer_gets_unrounded_sums() {
     // 263 is no bf16, its neighbors 262 and 264 are; 256 − 263 is one.
     assert_eq!(descended(DType::BF16, 256.0, &[256., 1., 1., 1., 1., 1., 1., 1.], 1.0), -7.0);
     // Each gradient is an f16, and their sum of 7 · 2^14 is above all of them.
@@ -330,7 +330,7 @@ fn the_optimizer_gets_the_sums_of_halves_unrounded() {
 }
 
 #[test]
-fn a_parameter_without_a_gradient_is_not_in_the_store() {
+fn absent_gradients_are_not_stored() {
     let mesh = DeviceMesh::cpu(2).unwrap();
     let vars: Vec<Var> = (0..3).map(|_| Var::ones(1, DType::F64, &Device::Cpu).unwrap()).collect();
     let in_loss = vars.clone();

@@ -21,13 +21,13 @@ fn check(cases: u64, dtype: DType, tolerance: f64) {
 }
 
 #[test]
-fn in_double_precision() {
+fn f64_models_match_one_device() {
     check(40, DType::F64, 1e-11);
 }
 
 /// A bf16 has 8 digits, and some tens of operations round to it.
 #[test]
-fn in_halves() {
+fn half_precision_models_match_one_device() {
     check(16, DType::F16, 2e-2);
     check(16, DType::BF16, 1e-1);
 }

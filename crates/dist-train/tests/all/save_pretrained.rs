@@ -72,7 +72,7 @@ fn sizes() -> [PretrainedFiles; 2] {
 }
 
 #[test]
-fn a_model_has_the_same_files_however_it_is_cut() {
+fn every_layout_writes_the_same_files() {
     for size in sizes() {
         let saved = |save: &dyn Fn(&Path) -> dist_train::Result<()>| {
             let folder = tempfile::tempdir().unwrap();
@@ -97,7 +97,7 @@ fn a_model_has_the_same_files_however_it_is_cut() {
 }
 
 #[test]
-fn what_is_saved_is_read_by_any_model() {
+fn saved_weights_load_in_every_layout() {
     for size in sizes() {
         let folder = tempfile::tempdir().unwrap();
         sharded(2, Full::default(), Keep::Inputs).save_pretrained(folder.path(), size).unwrap();
@@ -116,7 +116,7 @@ fn what_is_saved_is_read_by_any_model() {
 }
 
 #[test]
-fn a_folder_without_a_model_is_refused_by_name() {
+fn missing_weights_are_named() {
     let folder = tempfile::tempdir().unwrap();
     let mesh = DeviceMesh::cpu(1).unwrap();
     let refused = DataParallel::builder(&mesh, build).weights(folder.path()).build(adam);
@@ -125,7 +125,7 @@ fn a_folder_without_a_model_is_refused_by_name() {
 }
 
 #[test]
-fn a_part_that_is_missing_or_damaged_is_refused() {
+fn damaged_files_are_rejected() {
     let folder = tempfile::tempdir().unwrap();
     let [_, several] = sizes();
     data_parallel(1).save_pretrained(folder.path(), several).unwrap();

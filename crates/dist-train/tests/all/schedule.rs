@@ -56,7 +56,7 @@ fn expected() -> Vec<u64> {
 }
 
 #[test]
-fn rates_are_those_of_the_schedule_in_either_layout() {
+fn both_layouts_follow_the_schedule() {
     let expected = expected();
     for layout in [0, 1] {
         let mut model = model(layout, schedule());
@@ -69,7 +69,7 @@ fn rates_are_those_of_the_schedule_in_either_layout() {
 }
 
 #[test]
-fn an_accumulated_batch_does_not_advance_it() {
+fn accumulation_does_not_advance_schedules() {
     for layout in [0, 1] {
         let mut found = model(layout, Schedule::constant().warmup(2));
         let mut by_hand = model(layout, Schedule::constant());
@@ -86,7 +86,7 @@ fn an_accumulated_batch_does_not_advance_it() {
 }
 
 #[test]
-fn a_checkpoint_resumes_it() {
+fn checkpoints_resume_schedules() {
     let mesh = DeviceMesh::cpu(2).unwrap();
     let mut first = model(0, schedule());
     for _ in 0..4 {
@@ -108,7 +108,7 @@ fn a_checkpoint_resumes_it() {
 }
 
 #[test]
-fn what_cannot_be_followed_is_refused() {
+fn invalid_schedules_are_rejected() {
     let mesh = DeviceMesh::cpu(2).unwrap();
     let builder = DataParallel::builder(&mesh, build).by_units(UnitRules::new());
     let error =

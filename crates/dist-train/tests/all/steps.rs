@@ -41,7 +41,7 @@ fn weight(model: &Model) -> Vec<f32> {
 }
 
 #[test]
-fn a_loss_that_is_no_number_ends_the_step_before_the_update() {
+fn nan_loss_prevents_the_update() {
     let mut trained = model(3);
     let before = weight(&trained);
     let loss = |ctx: &Replica, model: &Linear, x: Tensor| {
@@ -68,7 +68,7 @@ fn a_loss_that_is_no_number_ends_the_step_before_the_update() {
 }
 
 #[test]
-fn a_gradient_that_is_no_number_is_named() {
+fn nan_gradients_are_named() {
     let mesh = DeviceMesh::cpu(2).unwrap();
     let build = |vb: VarBuilder<'_>| {
         Ok((linear_no_bias(3, 1, vb.pp("a"))?, linear_no_bias(3, 1, vb.pp("b"))?))
@@ -117,13 +117,13 @@ fn failed_step_changes_nothing() {
 }
 
 #[test]
-fn panic_in_a_loss_ends_only_the_step() {
+fn panicking_loss_ends_only_the_step() {
     let error = check_failed(|| panic!("a broken loss"));
     assert!(matches!(error, Error::Mesh(_)), "{error}");
 }
 
 #[test]
-fn models_that_cannot_be_built_are_errors() {
+fn constructor_errors_are_returned() {
     let mesh = DeviceMesh::cpu(2).unwrap();
     let build = |_: VarBuilder<'_>| -> Result<Linear> { candle_core::bail!("no layers") };
     let error =
@@ -156,7 +156,7 @@ fn taken(drawn: &Drawn) -> Vec<Vec<f32>> {
 }
 
 #[test]
-fn random_numbers_differ_by_batch_and_slot_and_are_the_same_when_resumed() {
+fn resumed_runs_draw_the_same_numbers() {
     let drawn = Drawn::default();
     let run = |model: &mut Model, batches: usize| -> Vec<Vec<f32>> {
         let step = |_| {
@@ -200,7 +200,7 @@ fn random_numbers_differ_by_batch_and_slot_and_are_the_same_when_resumed() {
 }
 
 #[test]
-fn accumulated_batches_draw_numbers_of_their_own() {
+fn accumulated_batches_draw_different_numbers() {
     let drawn = Drawn::default();
     let mut trained = model(1);
     trained.accumulate(input(4), drawing(&drawn)).unwrap();
@@ -211,7 +211,7 @@ fn accumulated_batches_draw_numbers_of_their_own() {
 }
 
 #[test]
-fn an_evaluation_counts_rows_once_and_records_nothing() {
+fn evaluation_records_no_graph() {
     for slots in [1, 2, 4] {
         let mut trained = model(slots);
         let x = Tensor::arange(0_f32, 15., &Device::Cpu).unwrap().reshape((5, 3)).unwrap();
@@ -241,7 +241,7 @@ fn an_evaluation_counts_rows_once_and_records_nothing() {
 }
 
 #[test]
-fn aux_of_another_form_than_the_batch_before_is_refused() {
+fn changed_aux_forms_are_rejected() {
     let mut trained = model(2);
     let loss = |_: &Replica, model: &Linear, x: Tensor| model.forward(&x)?.mean_all();
     let with_two = |_: &Replica, model: &Linear, x: Tensor| {
@@ -256,7 +256,7 @@ fn aux_of_another_form_than_the_batch_before_is_refused() {
 }
 
 #[test]
-fn parameters_that_drift_apart_are_found_every_few_steps_and_at_checkpoints() {
+fn diverged_parameters_are_found() {
     let mesh = DeviceMesh::cpu(2).unwrap();
     let copies = Hybrid::default().with_rule("**", Choice::Replicate).unwrap();
     let builder = || {
@@ -285,7 +285,7 @@ fn parameters_that_drift_apart_are_found_every_few_steps_and_at_checkpoints() {
 }
 
 #[test]
-fn options_of_another_layout_are_rejected() {
+fn options_of_other_layouts_are_rejected() {
     let mesh = DeviceMesh::cpu(2).unwrap();
     let builder =
         || DataParallel::builder(&mesh, |vb| linear(3, 1, vb.pp(0))).by_units(UnitRules::new());
@@ -305,7 +305,7 @@ fn options_of_another_layout_are_rejected() {
 }
 
 #[test]
-fn a_model_of_units_trains_like_the_model_itself() {
+fn units_equal_the_whole_model() {
     let mesh = DeviceMesh::cpu(2).unwrap();
     let layers = |vb: VarBuilder<'_>| {
         (0..3).map(|n| linear(3, 3, vb.pp("blocks").pp(n))).collect::<Result<Vec<_>>>()

@@ -71,7 +71,7 @@ fn assert_near(found: &[f64], expected: &[f64]) {
 }
 
 #[test]
-fn on_one_device_it_is_candle_s() {
+fn one_device_equals_candle() {
     let candle_s = run(
         1,
         (7, Uneven::Refuse),
@@ -82,7 +82,7 @@ fn on_one_device_it_is_candle_s() {
 }
 
 #[test]
-fn on_any_number_of_devices_it_is_that_of_one() {
+fn every_mesh_equals_one_device() {
     // Of 5 rows on 4 devices, the last has padding alone.
     for rows in [5, 7] {
         let expected = synchronized(1, rows, Uneven::Refuse);
@@ -96,7 +96,7 @@ fn on_any_number_of_devices_it_is_that_of_one() {
 
 /// Halves hold 200 and 201, and neither their sum nor their mean.
 #[test]
-fn halves_are_normalized_in_single_precision() {
+fn bf16_is_normalized_in_f32() {
     let rows: Vec<f32> = (0..8).map(|row| 200.0 + (row % 2) as f32).collect();
     let x = Tensor::from_vec(rows, (8, 1), &Device::Cpu).unwrap();
     for slots in [1, 2] {
@@ -115,7 +115,7 @@ fn halves_are_normalized_in_single_precision() {
 }
 
 #[test]
-fn what_are_no_rows_of_the_shard_is_refused() {
+fn unfit_inputs_are_rejected() {
     let mesh = DeviceMesh::cpu(2).unwrap();
     let forward = |x: Tensor, rows: usize| {
         let layer =

@@ -20,7 +20,7 @@ fn spoiled(ctx: &Replica, w: &Var, x: &Tensor) -> Result<Tensor> {
 }
 
 #[test]
-fn gradient_that_is_not_finite_is_refused() {
+fn non_finite_gradients_are_rejected() {
     let mesh = DeviceMesh::cpu(4).unwrap();
     let (unused, w) = (ones((1, 1), DType::F32), ones((2, 1), DType::F32));
     let model = w.clone();
@@ -45,7 +45,7 @@ fn gradient_that_is_not_finite_is_refused() {
 
 /// The last slot has no row, and the others use its part of what all of them gather.
 #[test]
-fn others_gradients_of_an_empty_shard_count() {
+fn empty_shards_receive_gradients() {
     let mesh = DeviceMesh::cpu(4).unwrap();
     let w = ones((1, 2), DType::F32);
     let model = w.clone();
@@ -61,7 +61,7 @@ fn others_gradients_of_an_empty_shard_count() {
 
 /// A third is no half: a gradient that took it for one would be off by 0.2 %.
 #[test]
-fn gradients_through_halves_are_not_rounded_by_the_number_of_rows() {
+fn row_weights_are_not_rounded() {
     let mesh = DeviceMesh::cpu(3).unwrap();
     for (params, loss) in [(DType::F32, DType::BF16), (DType::BF16, DType::F32)] {
         let w = ones((2, 1), params);
@@ -80,7 +80,7 @@ fn gradients_through_halves_are_not_rounded_by_the_number_of_rows() {
 
 /// Slots without a gradient add zeros of the type in which the others add theirs.
 #[test]
-fn gradients_of_halves_that_one_slot_has_are_added() {
+fn bf16_gradients_of_one_slot_count() {
     let mesh = DeviceMesh::cpu(3).unwrap();
     let w = ones((2, 1), DType::BF16);
     let model = w.clone();

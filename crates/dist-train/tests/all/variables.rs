@@ -45,7 +45,7 @@ fn all_values<O>(model: &DistributedModel<Units, O>) -> BTreeMap<String, Vec<f32
 }
 
 #[test]
-fn parameters_without_a_gradient_are_named_in_the_first_step() {
+fn missing_gradients_are_named() {
     let mesh = DeviceMesh::cpu(2).unwrap();
     for layout in LAYOUTS {
         let mut model = layout(replicated(&mesh)).build(adam).unwrap();
@@ -65,7 +65,7 @@ fn parameters_without_a_gradient_are_named_in_the_first_step() {
 }
 
 #[test]
-fn unused_parameters_that_are_allowed_are_left_alone() {
+fn allowed_unused_parameters_stay_unchanged() {
     let mesh = DeviceMesh::cpu(2).unwrap();
     for layout in LAYOUTS {
         let builder = layout(replicated(&mesh)).allow_unused(["1.b*"]);
@@ -82,7 +82,7 @@ fn unused_parameters_that_are_allowed_are_left_alone() {
 }
 
 #[test]
-fn a_variable_that_one_slot_uses_in_a_later_step_is_trained_from_then_on() {
+fn later_used_variables_are_trained() {
     let mesh = DeviceMesh::cpu(2).unwrap();
     let build = |vb: VarBuilder<'_>| {
         Ok((linear_no_bias(4, 1, vb.pp("always"))?, linear_no_bias(4, 1, vb.pp("expert"))?))
@@ -112,7 +112,7 @@ fn a_variable_that_one_slot_uses_in_a_later_step_is_trained_from_then_on() {
 }
 
 #[test]
-fn a_resumed_run_is_past_its_first_step() {
+fn resumed_runs_allow_missing_gradients() {
     let mesh = DeviceMesh::cpu(2).unwrap();
     let build = || DataParallel::builder(&mesh, two_layers).build(adam).unwrap();
     let mut model = build();
@@ -135,7 +135,7 @@ fn two_layer_loss(_: &Replica, model: &(Linear, Linear), x: Tensor) -> Result<Te
 }
 
 #[test]
-fn what_is_frozen_stays_and_has_no_state() {
+fn frozen_variables_have_no_state() {
     let mesh = DeviceMesh::cpu(2).unwrap();
     let build = |mesh: &DeviceMesh| {
         DataParallel::builder(mesh, two_layers).freeze(["body"]).build(adam).unwrap()
@@ -166,7 +166,7 @@ fn what_is_frozen_stays_and_has_no_state() {
 }
 
 #[test]
-fn groups_have_their_own_optimizers_and_rates() {
+fn groups_have_separate_rates() {
     let mesh = DeviceMesh::cpu(2).unwrap();
     let mut model = DataParallel::builder(&mesh, two_layers)
         .group("no_decay", ["**.bias"])
@@ -202,7 +202,7 @@ fn groups_have_their_own_optimizers_and_rates() {
 }
 
 #[test]
-fn numbers_that_a_setting_cannot_be_are_refused() {
+fn invalid_numbers_are_rejected() {
     let setting = |outcome: dist_train::Result<()>| match outcome {
         Err(error @ Error::Setting { .. }) => error.to_string(),
         other => panic!("{other:?}"),
@@ -225,7 +225,7 @@ fn numbers_that_a_setting_cannot_be_are_refused() {
 }
 
 #[test]
-fn a_pattern_that_matches_nothing_is_named() {
+fn unmatched_patterns_are_named() {
     let mesh = DeviceMesh::cpu(1).unwrap();
     let builder = || DataParallel::builder(&mesh, two_layers);
     let unmatched =
@@ -266,7 +266,7 @@ fn batched(slots: usize) -> DistributedModel<Batched, AdamW> {
 }
 
 #[test]
-fn running_statistics_are_averaged_over_slots_and_not_decayed() {
+fn running_statistics_are_averaged() {
     for slots in [1, 2, 4] {
         let mut model = batched(slots);
         let mut mean = vec![0_f32; 4];
@@ -297,7 +297,7 @@ fn running_statistics_are_averaged_over_slots_and_not_decayed() {
 }
 
 #[test]
-fn buffers_are_saved_and_a_failed_step_takes_them_back() {
+fn failed_step_restores_buffers() {
     let mut model = batched(2);
     model.step(input(8), Batched::loss).unwrap();
     let before = of(&model, "norm.running_var");
@@ -319,7 +319,7 @@ fn buffers_are_saved_and_a_failed_step_takes_them_back() {
 }
 
 #[test]
-fn a_buffer_that_is_no_number_ends_the_step() {
+fn nan_buffers_end_the_step() {
     // Two rows on two slots: the variance of one row is none.
     let mut model = batched(2);
     let before = of(&model, "norm.running_var");
@@ -339,7 +339,7 @@ fn counting(vb: VarBuilder<'_>) -> Result<(Linear, Tensor)> {
 }
 
 #[test]
-fn counts_become_the_largest_of_all_slots() {
+fn integer_buffers_take_the_maximum() {
     for slots in [1, 3] {
         let mesh = DeviceMesh::cpu(slots).unwrap();
         let builder = DataParallel::builder(&mesh, counting).buffers(["num_batches"]).replicated();
@@ -357,14 +357,14 @@ fn counts_become_the_largest_of_all_slots() {
 }
 
 #[test]
-fn variables_of_the_type_that_is_asked_for() {
+fn variables_have_the_requested_dtype() {
     let mesh = DeviceMesh::cpu(2).unwrap();
     let model = DataParallel::builder(&mesh, two_layers).dtype(DType::F64).build(adam).unwrap();
     assert!(model.parameters().unwrap().values().all(|var| var.dtype() == DType::F64));
 }
 
 #[test]
-fn initial_values_are_a_function_of_seed_and_name() {
+fn seed_and_name_determine_values() {
     let first = |slots, seed: Option<u64>| {
         let mesh = DeviceMesh::cpu(slots).unwrap();
         let builder = DataParallel::builder(&mesh, two_layers);
@@ -425,7 +425,7 @@ fn pretrained_weights_are_matched_by_name() {
 }
 
 #[test]
-fn a_builder_that_fails_adds_no_variable() {
+fn failed_builders_add_no_variables() {
     let mesh = DeviceMesh::cpu(2).unwrap();
     let vars = candle_nn::VarMap::new();
     let builder = || DataParallel::builder(&mesh, two_layers).with_variables(&vars);
@@ -439,7 +439,7 @@ fn a_builder_that_fails_adds_no_variable() {
 }
 
 #[test]
-fn a_variable_under_two_names_is_refused() {
+fn variables_with_two_names_are_rejected() {
     let mesh = DeviceMesh::cpu(2).unwrap();
     let vars = candle_nn::VarMap::new();
     let shared = Var::ones((4, 4), DType::F32, &Device::Cpu).unwrap();

@@ -77,7 +77,7 @@ fn at_most(slots: usize, blocks: usize, optimizers: Optimizers) -> usize {
 }
 
 #[test]
-fn a_step_holds_what_the_plan_says_and_one_unit_s_work() {
+fn step_peaks_match_the_plan() {
     let _alone = alone();
     for slots in [1, 2, 4] {
         let found = at_most(slots, BLOCKS, Optimizers::AtTheEnd);
@@ -99,7 +99,7 @@ fn a_step_holds_what_the_plan_says_and_one_unit_s_work() {
 const BOOKKEEPING_BYTES: usize = 12 << 10;
 
 #[test]
-fn a_model_of_more_blocks_holds_more_of_its_parameters_and_inputs_alone() {
+fn more_blocks_add_parameters_and_inputs() {
     let _alone = alone();
     // Of each parameter itself, two moments, and the gradient if it waits for the end of the step.
     for (optimizers, copies) in [(Optimizers::AtTheEnd, 4), (Optimizers::InBackward, 3)] {
@@ -156,7 +156,7 @@ fn gathered_at_once(slots: usize, keep: Keep, prefetch: usize, dtype: DType) -> 
 }
 
 #[test]
-fn one_unit_is_gathered_at_a_time_unless_it_is_kept() {
+fn keep_and_prefetch_bound_gathered_units() {
     let _alone = alone();
     for slots in [2, 3] {
         assert_eq!(gathered_at_once(slots, Keep::Inputs, 0, DType::F32), 1, "{slots} slots");

@@ -32,7 +32,7 @@ fn peak_of(mut step: impl FnMut()) -> usize {
 }
 
 #[test]
-fn a_step_holds_no_more_than_plain_candle_s_and_the_gradients_of_the_other_slots_and_the_sums() {
+fn step_adds_only_slot_gradients() {
     let _alone = alone();
     let x = Tensor::ones((64, SIZE), DType::F32, &Device::Cpu).unwrap();
     let adam = |vars| AdamW::new(vars, ParamsAdamW::default());
@@ -65,7 +65,7 @@ fn a_step_holds_no_more_than_plain_candle_s_and_the_gradients_of_the_other_slots
 }
 
 #[test]
-fn saving_copies_a_tensor_at_a_time() {
+fn saving_copies_one_tensor() {
     let _alone = alone();
     let mesh = DeviceMesh::cpu(1).unwrap();
     let trained = DataParallel::builder(&mesh, model)
@@ -82,7 +82,7 @@ fn saving_copies_a_tensor_at_a_time() {
 }
 
 #[test]
-fn optimizers_allocate_nothing_of_a_variable_s_size() {
+fn optimizers_allocate_no_full_tensor() {
     let _alone = alone();
     let params = ParamsSgd { momentum: 0.9, ..ParamsSgd::default() };
     for dtype in [DType::F32, DType::BF16] {

@@ -130,7 +130,7 @@ fn measured(slots: usize, options: fn(Builder<'_>) -> Builder<'_>) -> (usize, us
 
 /// As many devices of data parallel hold 1,131 MiB on 2 slots and 2,269 on 4.
 #[test]
-fn a_model_of_29_million_parameters_stays_within_its_limits() {
+fn peaks_match_the_plan() {
     let _alone = alone();
     // On two cores the peak of eight slots varies with the number of slots that are in a unit at the same time: two runs
     // held 639 and 655 MiB, and one of the model type before this one 616. So their limit is the plan's.
@@ -145,7 +145,7 @@ fn a_model_of_29_million_parameters_stays_within_its_limits() {
 
 /// The graphs of all units, of four rows, and the parameters of one.
 #[test]
-fn kept_graphs_hold_the_parameters_of_one_unit() {
+fn kept_graphs_store_one_unit() {
     let _alone = alone();
     let (found, planned) = measured(2, |builder| builder.keep(Keep::Graph));
     println!("2 slots: {found} MiB, {planned} planned");
@@ -155,7 +155,7 @@ fn kept_graphs_hold_the_parameters_of_one_unit() {
 
 /// 12 bytes for each parameter: itself and two moments.
 #[test]
-fn optimizers_inside_the_backward_pass_leave_no_gradients() {
+fn backward_optimizers_free_gradients() {
     let _alone = alone();
     #[expect(clippy::redundant_closure_for_method_calls, reason = "the method has one lifetime")]
     let (found, _) = measured(2, |builder| builder.optimizer_in_backward());

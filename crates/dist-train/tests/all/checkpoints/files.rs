@@ -15,7 +15,7 @@ use pmap_mesh::DeviceMesh;
 use crate::{checkpoints::run::Run, support::saved};
 
 #[test]
-fn training_continues_as_if_it_had_never_stopped() {
+fn resumed_training_has_the_same_bits() {
     for share in [true, false] {
         for slots in [1, 2, 3] {
             let start = || Run::new(DeviceMesh::cpu(slots).unwrap(), share);
@@ -36,7 +36,7 @@ fn training_continues_as_if_it_had_never_stopped() {
 }
 
 #[test]
-fn another_number_of_slots_comes_to_the_same_result() {
+fn other_slot_counts_agree_to_rounding() {
     let mut whole = Run::cpu(2);
     whole.steps(0..8);
     let mut first = Run::cpu(2);
@@ -79,7 +79,7 @@ fn every_tensor_is_written_once() {
 
 /// Replicas have the same parts, which one of them writes.
 #[test]
-fn every_part_is_written_once() {
+fn replicated_shards_are_written_once() {
     let mesh = DeviceMesh::builder().axis("replicas", 2).axis("shards", 2).cpu().unwrap();
     let model = FullyShard::builder(&mesh, |vb| linear(3, 2, vb))
         .unit("all", ["weight", "bias"])
@@ -95,7 +95,7 @@ fn every_part_is_written_once() {
 }
 
 #[test]
-fn checkpoints_with_too_little_are_refused() {
+fn incomplete_checkpoints_are_rejected() {
     let mut run = Run::cpu(1);
     let floats = |len: usize| Tensor::zeros(len, DType::F32, &Device::Cpu).unwrap();
     let mut load = |tensors: &[(&str, &str, Tensor)]| {
@@ -139,7 +139,7 @@ fn checkpoints_with_too_little_are_refused() {
 
 /// Both kinds of models load a parameter without items, of which no slot of the other has anything.
 #[test]
-fn a_parameter_without_items_is_loaded_by_both_kinds() {
+fn empty_parameters_load_in_both_layouts() {
     let mesh = DeviceMesh::cpu(2).unwrap();
     let build = |vb: VarBuilder<'_>| {
         vb.get((0, 3), "empty")?;
@@ -154,7 +154,7 @@ fn a_parameter_without_items_is_loaded_by_both_kinds() {
 }
 
 #[test]
-fn other_models_are_refused() {
+fn checkpoints_of_other_models_are_rejected() {
     let run = Run::cpu(2);
     let checkpoint = saved(&run.mesh, &run.model);
     let mesh = DeviceMesh::cpu(2).unwrap();
@@ -203,7 +203,7 @@ impl StatefulOptimizer for Misnamed {
 }
 
 #[test]
-fn states_that_could_not_be_told_apart_are_refused() {
+fn ambiguous_state_names_are_rejected() {
     let mesh = DeviceMesh::cpu(1).unwrap();
     let state_of = |names| {
         let builder = DataParallel::builder(&mesh, |vb| linear(3, 2, vb));

@@ -25,7 +25,7 @@ fn trained(builder: ModelBuilder<'_, Units>, slots: usize) -> Trained {
 }
 
 #[test]
-fn what_is_summed_last_has_the_bits_of_data_parallel() {
+fn reduce_last_equals_data_parallel() {
     for slots in [1, 3] {
         let mesh = DeviceMesh::cpu(slots).unwrap();
         let expected = trained(data_parallel(&mesh), slots);
@@ -40,7 +40,7 @@ fn what_is_summed_last_has_the_bits_of_data_parallel() {
 }
 
 #[test]
-fn less_is_sent_where_it_is_summed_last() {
+fn reduce_last_sends_less() {
     let mesh = DeviceMesh::cpu(2).unwrap();
     let reductions = |accumulation| {
         let mut model = sharded(&mesh).accumulation(accumulation).build(adam).unwrap();
@@ -58,7 +58,7 @@ fn less_is_sent_where_it_is_summed_last() {
 
 /// A unit that no batch but the first enters, and one that only the last enters.
 #[test]
-fn units_of_some_batches_count_in_the_update() {
+fn units_of_single_batches_are_updated() {
     let mesh = DeviceMesh::cpu(3).unwrap();
     let batches: [&[&str]; 3] = [&["0", "1"], &["0"], &["0", "2"]];
     let mut expected = replicated(&mesh).build(adam).unwrap();
@@ -90,7 +90,7 @@ fn units_of_some_batches_count_in_the_update() {
 
 /// The second slot enters a unit and uses none of its parameters.
 #[test]
-fn unit_without_a_gradient_on_one_slot_is_summed() {
+fn gradients_missing_on_one_slot_are_summed() {
     let mesh = DeviceMesh::cpu(2).unwrap();
     let partly = |ctx: &Replica, model: &Units, x: Tensor| {
         let x = model.unit("0", &x, layer)?;
@@ -121,7 +121,7 @@ fn check_accumulated<L: Into<Loss>>(
 }
 
 #[test]
-fn loaded_model_forgets_accumulated_batches() {
+fn load_discards_accumulated_batches() {
     let mesh = DeviceMesh::cpu(2).unwrap();
     for accumulation in [Accumulation::ReduceEach, Accumulation::ReduceLast] {
         let build = || {
@@ -153,7 +153,7 @@ fn slots_without_weight_add_nothing() {
 }
 
 #[test]
-fn a_step_that_fails_drops_what_was_kept_whole() {
+fn failed_step_discards_accumulated_gradients() {
     let mesh = DeviceMesh::cpu(2).unwrap();
     let build = || {
         let builder = FullyShard::builder(&mesh, layers::<3>);

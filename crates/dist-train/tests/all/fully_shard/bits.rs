@@ -9,7 +9,7 @@ use super::model::{KEEPS, adam, data_parallel, sharded, strategies, train, train
 const STEPS: usize = 4;
 
 #[test]
-fn every_layout_and_option_has_the_bits_of_plain_candle() {
+fn every_layout_equals_plain_candle() {
     for slots in [1, 3, 4] {
         let rows = 2 * slots;
         let mesh = DeviceMesh::cpu(slots).unwrap();

@@ -122,7 +122,7 @@ fn mesh() -> DeviceMesh {
 }
 
 #[test]
-fn every_fault_ends_the_step_at_once_and_the_model_trains_on() {
+fn every_fault_ends_only_the_step() {
     let mesh = mesh();
     let start = Instant::now();
     let mut n_faults = 0;
@@ -194,7 +194,7 @@ impl StatefulOptimizer for Breaking {
 }
 
 #[test]
-fn an_optimizer_that_fails_leaves_a_model_that_has_to_be_loaded() {
+fn failed_optimizer_requires_a_load() {
     let mesh = mesh();
     let cases = [(0, false), (1, true), (2, false), (3, true), (4, false), (5, true)];
     for (run, panics) in cases {

@@ -14,7 +14,7 @@ use crate::support::{assert_same, bits, input, layer, layers, refused, replicate
 
 /// On one line of slots the bits are those of plain candle as well (see `bits`).
 #[test]
-fn groups_of_slots_have_the_bits_of_a_step_whose_optimizers_run_at_its_end() {
+fn replica_groups_have_the_same_bits() {
     let mesh = DeviceMesh::builder().axis("replicas", 2).axis("shards", 2).cpu().unwrap();
     let replicated = || sharded(&mesh).strategy(Hsdp::new(Full::default(), 2));
     let expected = train(replicated().build(adam).unwrap(), 8, 6);
@@ -23,7 +23,7 @@ fn groups_of_slots_have_the_bits_of_a_step_whose_optimizers_run_at_its_end() {
 }
 
 #[test]
-fn the_norm_is_that_of_a_step_whose_optimizers_run_at_its_end() {
+fn gradient_norm_is_unchanged() {
     let mesh = DeviceMesh::cpu(3).unwrap();
     let mut expected = sharded(&mesh).build(adam).unwrap();
     let mut found = sharded(&mesh).optimizer_in_backward().build(adam).unwrap();
@@ -81,7 +81,7 @@ fn every_optimizer_counts_every_step() {
 }
 
 #[test]
-fn what_several_passes_add_to_is_updated_after_the_last() {
+fn shared_parameters_are_updated_last() {
     let mesh = DeviceMesh::cpu(2).unwrap();
     // `0` is in two units, and one of them is entered twice.
     let rules = || UnitRules::new().unit("first", ["0"]).unit("both", ["0", "1"]);
@@ -111,7 +111,7 @@ fn what_several_passes_add_to_is_updated_after_the_last() {
 }
 
 #[test]
-fn clipping_and_accumulating_are_refused() {
+fn clipping_and_accumulation_are_rejected() {
     let mesh = DeviceMesh::cpu(2).unwrap();
     let builder = || FullyShard::builder(&mesh, layers::<3>).optimizer_in_backward();
     let needs = |option| TrainingError::NeedsAllGradients { option };
@@ -142,7 +142,7 @@ fn failing(at: &'static str) -> impl Fn(&Replica, &Units, Tensor) -> Result<Tens
 }
 
 #[test]
-fn after_a_failure_on_the_way_the_model_must_be_loaded() {
+fn partial_update_requires_a_load() {
     let mesh = DeviceMesh::cpu(2).unwrap();
     let mut model =
         FullyShard::builder(&mesh, layers::<3>).optimizer_in_backward().build(adam).unwrap();
@@ -175,7 +175,7 @@ fn after_a_failure_on_the_way_the_model_must_be_loaded() {
 }
 
 #[test]
-fn gradients_that_are_missing_or_not_finite_are_named_before_their_unit_is_updated() {
+fn bad_gradients_prevent_the_update() {
     let mesh = DeviceMesh::cpu(2).unwrap();
     let build =
         || FullyShard::builder(&mesh, layers::<3>).optimizer_in_backward().build(adam).unwrap();
@@ -210,7 +210,7 @@ fn gradients_that_are_missing_or_not_finite_are_named_before_their_unit_is_updat
 }
 
 #[test]
-fn a_parameter_that_may_be_unused_stays_as_it_is() {
+fn unused_parameters_stay_unchanged() {
     let mesh = DeviceMesh::cpu(2).unwrap();
     let builder = FullyShard::builder(&mesh, layers::<3>).allow_unused(["1.bias"]);
     let mut model = builder.optimizer_in_backward().build(adam).unwrap();
@@ -229,7 +229,7 @@ fn a_parameter_that_may_be_unused_stays_as_it_is() {
 }
 
 #[test]
-fn checkpoints_are_those_of_any_other_model() {
+fn checkpoints_load_in_every_layout() {
     let mesh = DeviceMesh::cpu(2).unwrap();
     let mut first = sharded(&mesh).optimizer_in_backward().build(adam).unwrap();
     for step in 0..3 {

@@ -25,7 +25,7 @@ fn tied(_: &Replica, model: &Units, x: Tensor) -> Result<Tensor> {
 }
 
 #[test]
-fn parameters_that_a_unit_returns_are_right_in_other_units() {
+fn returned_parameters_work_in_other_units() {
     for slots in 1..4 {
         let mesh = DeviceMesh::cpu(slots).unwrap();
         let trained = |keep| {
@@ -41,7 +41,7 @@ fn parameters_that_a_unit_returns_are_right_in_other_units() {
 }
 
 #[test]
-fn detached_parameter_cannot_be_read_when_it_is_freed() {
+fn freed_parameters_cannot_be_read() {
     let mesh = DeviceMesh::cpu(2).unwrap();
     let smuggling = |n_before: usize| {
         move |_: &Replica, model: &Units, mut x: Tensor| {
@@ -82,7 +82,7 @@ fn detached_parameter_cannot_be_read_when_it_is_freed() {
 }
 
 #[test]
-fn groups_share_what_is_gathered_among_themselves_alone() {
+fn every_keep_agrees_in_groups() {
     let mesh = DeviceMesh::builder().axis("replicas", 2).axis("shards", 2).cpu().unwrap();
     let trained = |keep| {
         let strategy = Hsdp::new(Full::default(), 2);
@@ -95,7 +95,7 @@ fn groups_share_what_is_gathered_among_themselves_alone() {
 }
 
 #[test]
-fn some_units_keep_their_graphs_and_others_do_not() {
+fn keeps_can_differ_by_unit() {
     let mesh = DeviceMesh::cpu(3).unwrap();
     let expected = train(sharded(&mesh).build(adam).unwrap(), 6, 6);
     let builder = sharded(&mesh).keep_unit("blocks.*", Keep::Graph);

@@ -22,7 +22,7 @@ fn assert_close(found: &BTreeMap<String, Vec<u32>>, expected: &BTreeMap<String, 
 }
 
 #[test]
-fn accumulated_and_clipped_steps_are_those_of_data_parallel_to_rounding() {
+fn clipped_accumulation_agrees_to_rounding() {
     let mesh = DeviceMesh::cpu(3).unwrap();
     let mut expected = data_parallel(&mesh).clip_grad_norm(0.3).build(adam).unwrap();
     let mut norms = Vec::new();
@@ -61,7 +61,7 @@ fn accumulated_and_clipped_steps_are_those_of_data_parallel_to_rounding() {
 const FROZEN: [&str; 4] = ["tokens", "positions", "blocks.0", "blocks.1.up"];
 
 #[test]
-fn frozen_parameters_stay_and_groups_have_rates_of_their_own() {
+fn groups_and_frozen_parameters_agree() {
     let mesh = DeviceMesh::cpu(2).unwrap();
     let builder = data_parallel(&mesh).freeze(FROZEN).group("bias", ["**.bias"]);
     let mut whole_model = builder.build(adam).unwrap();
@@ -98,7 +98,7 @@ fn padded(ctx: &Replica, model: &Units, x: Tensor) -> Result<Loss<Tensor>> {
 }
 
 #[test]
-fn padded_batches_have_the_bits_of_data_parallel() {
+fn padded_batches_equal_data_parallel() {
     let mesh = DeviceMesh::cpu(3).unwrap();
     let x = |rows: usize| {
         let items = Tensor::arange(0_f32, (rows * 3) as f32, &Device::Cpu).unwrap();
@@ -129,7 +129,7 @@ fn padded_batches_have_the_bits_of_data_parallel() {
 }
 
 #[test]
-fn halves_are_summed_in_single_precision() {
+fn bf16_gradients_sum_in_f32() {
     let mesh = DeviceMesh::cpu(2).unwrap();
     let x = Tensor::ones((4, 3), DType::BF16, &Device::Cpu).unwrap();
     let of_units = |_: &Replica, model: &Units, x: Tensor| {
@@ -152,7 +152,7 @@ fn halves_are_summed_in_single_precision() {
 }
 
 #[test]
-fn a_unit_that_is_entered_twice_and_values_that_skip_units_agree_to_rounding() {
+fn repeated_units_agree_to_rounding() {
     let mesh = DeviceMesh::cpu(2).unwrap();
     let shared = |_: &Replica, model: &Units, x: Tensor| {
         let first = model.unit("0", &x, layer)?;
@@ -179,7 +179,7 @@ fn a_unit_that_is_entered_twice_and_values_that_skip_units_agree_to_rounding() {
 }
 
 #[test]
-fn a_parameter_in_two_units_agrees_to_rounding() {
+fn tied_units_agree_to_rounding() {
     let mesh = DeviceMesh::cpu(2).unwrap();
     // The second unit has both layers.
     let rules = || UnitRules::new().unit("first", ["0"]).unit("both", ["0", "1"]);

@@ -47,7 +47,7 @@ fn mixed(_: &Replica, model: &Units, x: Tensor) -> Result<Tensor> {
 type Of = fn(&Replica, &Units, Tensor) -> Result<Tensor>;
 
 #[test]
-fn several_outputs_train_like_the_whole_model() {
+fn several_outputs_agree_to_rounding() {
     let mesh = DeviceMesh::cpu(2).unwrap();
     for (name, loss) in [("pairs", pairs as Of), ("mixed", mixed as Of)] {
         let mut expected = replicated(&mesh).build(adam).unwrap();
@@ -75,7 +75,7 @@ fn several_outputs_train_like_the_whole_model() {
 }
 
 #[test]
-fn gradients_of_several_outputs_are_those_of_differences() {
+fn several_outputs_pass_the_check() {
     let mesh = DeviceMesh::cpu(2).unwrap();
     let mut model = FullyShard::builder(&mesh, layers::<3>).build(adam).unwrap();
     let report = model.check_gradients(input(6), pairs).unwrap();
@@ -83,7 +83,7 @@ fn gradients_of_several_outputs_are_those_of_differences() {
 }
 
 #[test]
-fn an_output_that_is_not_repeated_is_found_whichever_it_is() {
+fn unrepeatable_unused_output_is_rejected() {
     let mesh = DeviceMesh::cpu(2).unwrap();
     let mut model =
         FullyShard::builder(&mesh, layers::<3>).allow_unused(["1", "2"]).build(adam).unwrap();

@@ -69,7 +69,7 @@ fn build(mesh: &DeviceMesh, keep: Keep) -> DistributedModel<Units, AdamW> {
 }
 
 #[test]
-fn parameter_outside_its_unit_is_refused() {
+fn leaked_parameters_are_rejected() {
     let mesh = DeviceMesh::cpu(2).unwrap();
     let (unit, parameter) = ("0".to_owned(), "0.weight".to_owned());
     let expected = TrainingError::ParameterOutsideUnit { unit, parameter };
@@ -92,7 +92,7 @@ fn parameter_outside_its_unit_is_refused() {
 }
 
 #[test]
-fn accumulated_batch_with_a_parameter_outside_its_unit_is_refused() {
+fn accumulation_rejects_leaked_parameters() {
     let mesh = DeviceMesh::cpu(2).unwrap();
     for keep in KEEPS {
         let outcome =
@@ -105,7 +105,7 @@ fn accumulated_batch_with_a_parameter_outside_its_unit_is_refused() {
 
 /// No gradient is lost: it has none in any model.
 #[test]
-fn detached_parameter_may_leave_its_unit() {
+fn detached_parameters_may_leak() {
     let mesh = DeviceMesh::cpu(2).unwrap();
     let detached = leaking(HandedOut::Detached, UsedIn::Loss);
     let mut whole = replicated(&mesh).build(adam).unwrap();
@@ -120,7 +120,7 @@ fn detached_parameter_may_leave_its_unit() {
 
 /// A function that makes its layer once uses the parameters of another pass in the next.
 #[test]
-fn layer_that_is_made_once_is_refused() {
+fn cached_layers_are_rejected() {
     let mesh = DeviceMesh::cpu(2).unwrap();
     let cached = |_: &Replica, model: &Units, x: Tensor| {
         let made: Arc<Mutex<Option<candle_nn::Linear>>> = Arc::default();

@@ -21,7 +21,7 @@ const STEPS: usize = 6;
 
 /// Sums are formed within each group, and then over the groups.
 #[test]
-fn groups_that_repeat_the_parts_agree_to_rounding_and_groups_of_one_to_the_bit() {
+fn replica_groups_agree_to_rounding() {
     let expected = train_plain(4, 8, STEPS);
     let trained = |replicas, shards| {
         let builder = DeviceMesh::builder().axis("replicas", replicas).axis("shards", shards);
@@ -42,7 +42,7 @@ fn groups_that_repeat_the_parts_agree_to_rounding_and_groups_of_one_to_the_bit()
 }
 
 #[test]
-fn parts_that_other_groups_have_otherwise_are_found() {
+fn diverged_groups_are_found() {
     let mesh = DeviceMesh::builder().axis("replicas", 2).axis("shards", 2).cpu().unwrap();
     let build = |last_decays: bool| {
         let made = AtomicUsize::new(0);
@@ -65,7 +65,7 @@ fn parts_that_other_groups_have_otherwise_are_found() {
 }
 
 #[test]
-fn the_norm_counts_once_what_several_slots_have() {
+fn norm_counts_replicated_shards_once() {
     let line = DeviceMesh::cpu(4).unwrap();
     let grid = DeviceMesh::builder().axis("replicas", 2).axis("shards", 2).cpu().unwrap();
     let mut whole = data_parallel(&line).build(adam).unwrap();
@@ -88,7 +88,7 @@ fn numbered(declared: &Declared, items: Range<usize>) -> Result<Tensor> {
 }
 
 #[test]
-fn given_values_are_the_same_in_parts() {
+fn initial_values_equal_the_whole_model() {
     for slots in [1, 3] {
         let mesh = DeviceMesh::cpu(slots).unwrap();
         let whole = data_parallel(&mesh).init_with(numbered).build(adam).unwrap();

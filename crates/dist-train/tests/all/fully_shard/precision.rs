@@ -123,7 +123,7 @@ fn checkpoints_have_single_precision() {
 }
 
 #[test]
-fn gradients_of_halves_are_checked() {
+fn half_precision_gradients_are_checked() {
     let mesh = DeviceMesh::cpu(2).unwrap();
     for layout in LAYOUTS {
         let mut model = mixed(layout(data_parallel(&mesh))).build(adam).unwrap();
@@ -154,7 +154,7 @@ fn rounded_copies_follow_the_callers_variables() {
 
 /// The bytes that are sent are those of the types.
 #[test]
-fn a_step_sends_what_the_schedule_says_in_these_types() {
+fn traffic_matches_the_schedule() {
     let grid = DeviceMesh::builder().axis("replicas", 2).axis("shards", 2).cpu().unwrap();
     let line = DeviceMesh::cpu(3).unwrap();
     let hybrid = || {
@@ -194,7 +194,7 @@ fn a_step_sends_what_the_schedule_says_in_these_types() {
 /// What is trained in half precision comes to the loss of single precision, to the 2 % that are
 /// asked for at the end of 60 steps.
 #[test]
-fn losses_of_halves_follow_those_of_single_precision() {
+fn mixed_losses_follow_single_precision() {
     let mesh = DeviceMesh::cpu(2).unwrap();
     let last = |is_mixed: bool| {
         let builder = sharded(&mesh).init(Seed::new(5));
@@ -214,7 +214,7 @@ fn losses_of_halves_follow_those_of_single_precision() {
 }
 
 #[test]
-fn half_precision_of_a_small_range_needs_a_scaler() {
+fn f16_requires_allow_non_finite() {
     let mesh = DeviceMesh::cpu(2).unwrap();
     let refused = sharded(&mesh).mixed_precision(DType::F16, DType::F32).build(adam).unwrap_err();
     let is_refused = matches!(

@@ -13,7 +13,7 @@ use super::model::{KEEPS, Trained, adam, batch, loss, sharded, train};
 use crate::support::{assert_same, bits, input, layers, through};
 
 #[test]
-fn replicated_parameters_and_groups_of_slots_have_the_same_bits() {
+fn prefetching_preserves_bits_in_groups() {
     let mesh = DeviceMesh::builder().axis("replicas", 2).axis("shards", 2).cpu().unwrap();
     let trained = |prefetch| -> Trained {
         let hybrid = Hybrid::default().with_rule("norm", Choice::Replicate).unwrap();
@@ -27,7 +27,7 @@ fn replicated_parameters_and_groups_of_slots_have_the_same_bits() {
 }
 
 #[test]
-fn nothing_more_is_sent_than_the_schedule_says() {
+fn prefetching_sends_nothing_more() {
     let mesh = DeviceMesh::cpu(3).unwrap();
     for keep in KEEPS {
         for prefetch in [1, 2] {
@@ -81,7 +81,7 @@ fn apart(
 
 /// The error says what is called by whoever goes on where another one ends.
 #[test]
-fn units_are_gathered_ahead_of_their_use() {
+fn prefetched_units_are_gathered_early() {
     let mesh = DeviceMesh::cpu(2).unwrap();
     for (prefetch, called) in [(0, "(1, layout"), (1, "(2, layout"), (2, "(3, layout")] {
         let builder = FullyShard::builder(&mesh, layers::<4>).prefetch(prefetch);
@@ -97,7 +97,7 @@ fn units_are_gathered_ahead_of_their_use() {
 }
 
 #[test]
-fn slots_that_enter_other_units_are_refused_though_their_collectives_are_the_same() {
+fn different_units_are_rejected() {
     const LEFT_OUT: [&str; 3] = ["0", "2", "3"];
     let mesh = DeviceMesh::cpu(2).unwrap();
     let check = |error: Error| {
@@ -127,7 +127,7 @@ fn slots_that_enter_other_units_are_refused_though_their_collectives_are_the_sam
 }
 
 #[test]
-fn a_batch_that_goes_another_way_is_trained_all_the_same() {
+fn changed_orders_preserve_bits() {
     for slots in [1, 3] {
         let mesh = DeviceMesh::cpu(slots).unwrap();
         for keep in KEEPS {
@@ -157,7 +157,7 @@ fn a_batch_that_goes_another_way_is_trained_all_the_same() {
 
 /// What all replicas refuse ends a step while units are under way: those are waited for.
 #[test]
-fn a_step_that_all_refuse_says_why() {
+fn rejected_step_reports_its_cause() {
     let mesh = DeviceMesh::cpu(2).unwrap();
     // A factor of the gradients of two units, whose product is infinite, or of the loss.
     let scaled = |of_gradients: f64, of_loss: f64| {
@@ -192,7 +192,7 @@ fn a_step_that_all_refuse_says_why() {
 }
 
 #[test]
-fn a_parameter_of_two_units_is_updated_when_both_are_summed() {
+fn tied_parameters_are_updated_last() {
     let mesh = DeviceMesh::cpu(2).unwrap();
     let rules = || UnitRules::new().unit("first", ["0"]).unit("rest", ["0", "1", "2", "3"]);
     let tied = |_: &Replica, model: &Units, x: Tensor| {
@@ -220,7 +220,7 @@ fn a_parameter_of_two_units_is_updated_when_both_are_summed() {
 }
 
 #[test]
-fn sums_at_the_end_of_accumulation_have_the_bits_of_data_parallel() {
+fn reduce_last_with_prefetch_preserves_bits() {
     let mesh = DeviceMesh::cpu(3).unwrap();
     let mut whole =
         DataParallel::builder(&mesh, layers::<4>).by_units(UnitRules::new()).build(adam).unwrap();

@@ -21,7 +21,7 @@ fn cannot_build(build: impl Fn(VarBuilder<'_>) -> Result<()>) -> ShardingError {
 }
 
 #[test]
-fn parameters_without_a_unit_and_buffers_are_refused() {
+fn unassigned_parameters_are_rejected() {
     let homeless = cannot_build(|vb| {
         linear(3, 3, vb.pp("blocks.0"))?;
         linear(3, 1, vb.pp("head")).map(drop)
@@ -33,7 +33,7 @@ fn parameters_without_a_unit_and_buffers_are_refused() {
 }
 
 #[test]
-fn a_plan_of_another_model_or_mesh_is_refused() {
+fn unfit_plans_are_rejected() {
     let two = DeviceMesh::cpu(2).unwrap();
     let plan = sharded(&two).build(adam).unwrap().plan().unwrap().clone();
     let with = |mesh: &DeviceMesh| match sharded(mesh).plan(plan.clone()).build(adam) {
@@ -55,7 +55,7 @@ fn a_plan_of_another_model_or_mesh_is_refused() {
 }
 
 #[test]
-fn units_that_do_not_exist_are_named() {
+fn unknown_units_are_named() {
     let mesh = DeviceMesh::cpu(2).unwrap();
     let mut model = FullyShard::builder(&mesh, layers::<2>).build(adam).unwrap();
     let missing = |_: &Replica, model: &Units, x: Tensor| {
@@ -68,7 +68,7 @@ fn units_that_do_not_exist_are_named() {
 }
 
 #[test]
-fn an_error_of_a_unit_that_the_loss_passes_over_ends_nothing() {
+fn ignored_unit_errors_are_harmless() {
     let mesh = DeviceMesh::cpu(2).unwrap();
     let build = || FullyShard::builder(&mesh, layers::<2>).build(adam).unwrap();
     let whole = second(|vb, x| linear(3, 3, vb)?.forward(x));
@@ -107,7 +107,7 @@ fn second(
 }
 
 #[test]
-fn units_that_are_not_entered_are_named_and_may_be_allowed() {
+fn skipped_units_must_be_allowed() {
     let mesh = DeviceMesh::cpu(2).unwrap();
     let unused = second(|vb, x| linear_no_bias(3, 3, vb)?.forward(x));
     let not_entered = |_: &Replica, model: &Units, x: Tensor| {
@@ -137,7 +137,7 @@ fn units_that_are_not_entered_are_named_and_may_be_allowed() {
 
 /// The residual carries a gradient to what comes before, so nothing but the parameters shows it.
 #[test]
-fn an_operation_without_a_backward_is_seen_by_its_parameters() {
+fn missing_backward_names_the_parameters() {
     let mesh = DeviceMesh::cpu(2).unwrap();
     let build = |vb: VarBuilder<'_>| {
         (0..2).try_for_each(|block| {
@@ -166,7 +166,7 @@ fn an_operation_without_a_backward_is_seen_by_its_parameters() {
 }
 
 #[test]
-fn a_unit_that_cannot_be_repeated_is_named() {
+fn unrepeatable_units_are_named() {
     let mesh = DeviceMesh::cpu(2).unwrap();
     let dropping = second(|vb, x| dropout(&linear(3, 3, vb)?.forward(x)?, 0.5));
     let mut model = FullyShard::builder(&mesh, layers::<2>).build(adam).unwrap();
@@ -201,7 +201,7 @@ fn a_unit_that_cannot_be_repeated_is_named() {
 
 /// A run may come from a model that runs units once.
 #[test]
-fn a_unit_that_cannot_be_repeated_is_named_after_loading_too() {
+fn loaded_models_check_repeatability() {
     let mesh = DeviceMesh::cpu(2).unwrap();
     let dropping = second(|vb, x| dropout(&linear(3, 3, vb)?.forward(x)?, 0.5));
     let build = |keep| FullyShard::builder(&mesh, layers::<2>).keep(keep).build(adam).unwrap();
@@ -214,7 +214,7 @@ fn a_unit_that_cannot_be_repeated_is_named_after_loading_too() {
 }
 
 #[test]
-fn what_a_plan_keeps_gathered_stays_so_unless_the_builder_says_otherwise() {
+fn builder_overrides_kept_units() {
     let mesh = DeviceMesh::cpu(2).unwrap();
     let plan = sharded(&mesh).build(adam).unwrap().plan().unwrap().clone();
     let kept = plan.units()[1].to_owned();
@@ -226,7 +226,7 @@ fn what_a_plan_keeps_gathered_stays_so_unless_the_builder_says_otherwise() {
 }
 
 #[test]
-fn a_tensor_that_is_differentiated_must_be_an_input() {
+fn captured_tensors_are_rejected() {
     let mesh = DeviceMesh::cpu(2).unwrap();
     let skipping = |is_captured: bool| {
         move |_: &Replica, model: &Units, x: Tensor| {
@@ -254,7 +254,7 @@ fn a_tensor_that_is_differentiated_must_be_an_input() {
 }
 
 #[test]
-fn only_the_step_differentiates() {
+fn differentiating_losses_are_rejected() {
     let mesh = DeviceMesh::cpu(2).unwrap();
     let mut model = FullyShard::builder(&mesh, layers::<2>).build(adam).unwrap();
     let penalized = |ctx: &Replica, model: &Units, x: Tensor| {
@@ -270,7 +270,7 @@ fn only_the_step_differentiates() {
 
 /// Nothing of them is gathered, and their gradients have the same shapes.
 #[test]
-fn another_order_of_units_that_are_not_cut_is_refused_too() {
+fn replicated_units_need_one_order() {
     let mesh = DeviceMesh::cpu(2).unwrap();
     let replicated = Hybrid::default().with_rule("**", Choice::Replicate).unwrap();
     let builder = FullyShard::builder(&mesh, layers::<2>).strategy(replicated);
@@ -292,7 +292,7 @@ fn another_order_of_units_that_are_not_cut_is_refused_too() {
 }
 
 #[test]
-fn another_order_of_units_names_both_sides() {
+fn order_mismatch_names_both_units() {
     let mesh = DeviceMesh::cpu(3).unwrap();
     let mut model = FullyShard::builder(&mesh, layers::<2>).build(adam).unwrap();
     let in_order = |ctx: &Replica, model: &Units, x: Tensor| {
@@ -318,7 +318,7 @@ fn another_order_of_units_names_both_sides() {
 }
 
 #[test]
-fn gradients_are_checked_and_parameters_stay() {
+fn gradient_check_preserves_parameters() {
     let mesh = DeviceMesh::cpu(2).unwrap();
     let mut model = sharded(&mesh).build(adam).unwrap();
     let before = super::model::parameters(&model);

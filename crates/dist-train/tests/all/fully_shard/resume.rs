@@ -16,7 +16,7 @@ fn stepped(model: &mut DistributedModel<Units, AdamW>, steps: std::ops::Range<us
 }
 
 #[test]
-fn a_checkpoint_is_loaded_under_another_plan_and_by_data_parallel_and_back() {
+fn checkpoints_load_under_every_plan() {
     let (two, three) = (DeviceMesh::cpu(2).unwrap(), DeviceMesh::cpu(3).unwrap());
     let mut first = sharded(&two).build(adam).unwrap();
     stepped(&mut first, 0..3);
@@ -54,7 +54,7 @@ fn a_checkpoint_is_loaded_under_another_plan_and_by_data_parallel_and_back() {
 
 /// A checkpoint knows parameters by name and shape, and nothing of units.
 #[test]
-fn a_checkpoint_is_loaded_into_other_units_and_not_into_other_parameters() {
+fn checkpoints_load_into_other_units() {
     let mesh = DeviceMesh::cpu(2).unwrap();
     let mut model = sharded(&mesh).build(adam).unwrap();
     stepped(&mut model, 0..2);

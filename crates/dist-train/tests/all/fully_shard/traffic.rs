@@ -62,7 +62,7 @@ fn check(step: &[Traffic], schedule: &Schedule<'_>, trained: usize, what: &str) 
 }
 
 #[test]
-fn a_step_sends_what_the_schedule_says_however_parameters_are_cut() {
+fn every_strategy_matches_its_schedule() {
     for slots in 1..5 {
         let mesh = DeviceMesh::cpu(slots).unwrap();
         for (name, strategy) in strategies() {
@@ -109,7 +109,7 @@ fn check_every_keep(mesh: &DeviceMesh, strategy: Box<dyn ShardingStrategy>, name
 }
 
 #[test]
-fn frozen_parameters_are_gathered_and_not_reduced() {
+fn frozen_parameters_are_not_reduced() {
     let mesh = DeviceMesh::cpu(3).unwrap();
     // Their inputs have gradients: the backward pass goes through them.
     let frozen = ["blocks.1", "norm", "out", "blocks.0.up"];
@@ -125,7 +125,7 @@ fn frozen_parameters_are_gathered_and_not_reduced() {
 }
 
 #[test]
-fn frozen_units_before_all_others_are_gathered_once() {
+fn leading_frozen_units_gather_once() {
     let mesh = DeviceMesh::cpu(3).unwrap();
     let builder = sharded(&mesh).freeze(["tokens", "positions", "blocks.0"]);
     let mut model = builder.build(adam).unwrap();
@@ -140,7 +140,7 @@ fn frozen_units_before_all_others_are_gathered_once() {
 
 /// In halves, whose gradients are summed in single precision.
 #[test]
-fn a_parameter_in_two_units_is_sent_for_each() {
+fn tied_parameters_are_sent_twice() {
     let mesh = DeviceMesh::cpu(3).unwrap();
     let rules = UnitRules::new().unit("first", ["0"]).unit("both", ["0", "1"]);
     let builder = FullyShard::builder(&mesh, layers::<2>).by_units(rules).dtype(DType::BF16);

@@ -39,7 +39,7 @@ fn plain_loss(folder: &Path, x: Tensor) -> f64 {
 }
 
 #[test]
-fn files_have_the_adapters_alone_or_the_sums() {
+fn files_contain_adapters_or_sums() {
     let (lora, mesh) = (lora(), DeviceMesh::cpu(2).unwrap());
     let loss = loss_by_units(&lora);
     let mut model = sharded(&mesh, &lora);
@@ -85,7 +85,7 @@ fn files_have_the_adapters_alone_or_the_sums() {
 }
 
 #[test]
-fn halves_are_merged_in_single_precision() {
+fn bf16_weights_merge_in_f32() {
     let mesh = DeviceMesh::cpu(1).unwrap();
     // Of which halves would know no more than 1.
     let lora = Lora::new(["q"], 1, 1.001_953_125).unwrap();
@@ -107,7 +107,7 @@ fn halves_are_merged_in_single_precision() {
 }
 
 #[test]
-fn a_checkpoint_has_adapters_alone_and_resumes_on_the_same_weights() {
+fn checkpoints_contain_only_adapters() {
     let lora = lora();
     let loss = loss_by_units(&lora);
     let mesh = DeviceMesh::cpu(2).unwrap();
@@ -146,7 +146,7 @@ fn projections(vb: VarBuilder<'_>) -> candle_core::Result<()> {
 }
 
 #[test]
-fn adapters_of_peft_are_read_used_and_written_again() {
+fn peft_adapters_round_trip() {
     let golden = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/all/lora/golden");
     let lora = Lora::open(&golden).unwrap();
     assert_eq!(

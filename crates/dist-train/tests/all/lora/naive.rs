@@ -71,7 +71,7 @@ fn copied(values: Values) -> Values {
 }
 
 #[test]
-fn whole_and_sharded_models_train_as_the_formula_says() {
+fn both_layouts_match_the_formula() {
     let lora = lora();
     let loss = loss_by_units(&lora);
     for slots in [1, 2, 4] {
@@ -111,7 +111,7 @@ fn blocks(lora: &Lora, vb: VarBuilder<'_>) -> Result<Vec<Block>> {
 }
 
 #[test]
-fn a_layer_with_an_adapter_trains_as_the_formula_says() {
+fn adapted_layer_matches_the_formula() {
     let lora = lora();
     let mesh = DeviceMesh::cpu(2).unwrap();
     let builder = DataParallel::builder(&mesh, |vb| blocks(&lora, vb));
@@ -129,7 +129,7 @@ fn a_layer_with_an_adapter_trains_as_the_formula_says() {
 }
 
 #[test]
-fn beside_halves_an_adapter_of_single_precision_is_trained() {
+fn bf16_weights_have_f32_adapters() {
     let lora = Lora::new(["up"], 1, 1.0).unwrap();
     let mesh = DeviceMesh::cpu(2).unwrap();
     // The weight alternates in sign, so the layer gives what its adapter does: 64 times 2⁻⁹. A step
@@ -162,7 +162,7 @@ fn beside_halves_an_adapter_of_single_precision_is_trained() {
 }
 
 #[test]
-fn adapters_begin_as_those_of_peft() {
+fn initial_values_match_peft() {
     let model = whole(&DeviceMesh::cpu(1).unwrap(), &Lora::new(["up"], 64, 1.0).unwrap());
     let numbers = |name: &str| -> Vec<f64> {
         model.parameters().unwrap()[name].flatten_all().unwrap().to_vec1().unwrap()
@@ -178,7 +178,7 @@ fn adapters_begin_as_those_of_peft() {
 
 /// 1 and a product just above half of the distance to the next number of 8 digits.
 #[test]
-fn sum_with_an_adapter_is_rounded_once() {
+fn adapted_sum_is_rounded_once() {
     let item = |value: f32, dtype| Tensor::full(value, (1, 1), &Device::Cpu)?.to_dtype(dtype);
     let lora = Lora::new(["up"], 1, 1.0).unwrap();
     let product = 2_f32.powi(-8) + 2_f32.powi(-18);

@@ -24,7 +24,7 @@ fn refused(lora: &Lora) -> String {
 }
 
 #[test]
-fn targets_that_mean_no_matrix_are_refused_by_name() {
+fn unfit_targets_are_named() {
     let lora = |targets: &[&str]| Lora::new(targets.iter().copied(), 2, 3.0).unwrap();
     let text = refused(&lora(&["up", "p", "h.0.down", "mlp"]));
     assert!(text.ends_with("no linear layer of the model is named p, h.0.down, mlp"), "{text}");
@@ -46,7 +46,7 @@ fn targets_that_mean_no_matrix_are_refused_by_name() {
 }
 
 #[test]
-fn numbers_that_make_no_adapter_are_refused() {
+fn invalid_settings_are_rejected() {
     for (rank, alpha) in [(0, 1.0), (1, 0.0), (1, -1.0), (1, f64::NAN), (1, f64::INFINITY)] {
         assert!(matches!(Lora::new(["up"], rank, alpha), Err(Error::Setting { .. })), "{alpha}");
     }
@@ -55,7 +55,7 @@ fn numbers_that_make_no_adapter_are_refused() {
 }
 
 #[test]
-fn adapters_of_another_model_or_kind_are_refused() {
+fn unfit_adapter_files_are_rejected() {
     let folder = tempfile::tempdir().unwrap();
     let lora = lora();
     whole(&DeviceMesh::cpu(1).unwrap(), &lora)
@@ -112,7 +112,7 @@ fn adapters_of_another_model_or_kind_are_refused() {
 }
 
 #[test]
-fn a_model_without_adapters_has_none_to_save() {
+fn missing_adapters_cannot_be_saved() {
     let mesh = DeviceMesh::cpu(1).unwrap();
     let model = DataParallel::builder(&mesh, model).build(sgd).unwrap();
     let folder = tempfile::tempdir().unwrap();
@@ -124,7 +124,7 @@ fn a_model_without_adapters_has_none_to_save() {
 }
 
 #[test]
-fn adapters_of_other_layers_or_another_rank_are_not_saved() {
+fn mismatched_adapters_are_not_saved() {
     let mesh = DeviceMesh::cpu(1).unwrap();
     let model = DataParallel::builder(&mesh, |vb| {
         let lora = lora();
@@ -149,7 +149,7 @@ fn adapters_of_other_layers_or_another_rank_are_not_saved() {
 }
 
 #[test]
-fn sums_that_would_be_rounded_to_halves_are_refused() {
+fn half_precision_sums_are_rejected() {
     let (mesh, lora) = (DeviceMesh::cpu(1).unwrap(), lora());
     for (dtype, name) in [(DType::BF16, "bf16"), (DType::F16, "f16")] {
         let builder = DataParallel::builder(&mesh, lora.adapt(model)).by_units(UnitRules::new());
@@ -159,7 +159,7 @@ fn sums_that_would_be_rounded_to_halves_are_refused() {
 }
 
 #[test]
-fn a_unit_that_does_not_use_its_adapter_is_found_in_the_first_step() {
+fn unused_adapters_fail_the_step() {
     let lora = lora();
     let mut model = whole(&DeviceMesh::cpu(1).unwrap(), &lora);
     let without = |_: &pmap_mesh::Replica, model: &Units, x: candle_core::Tensor| {
