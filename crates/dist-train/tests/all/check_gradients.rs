@@ -1,4 +1,4 @@
-//! Gradients of a model on a mesh, compared with differences of its loss.
+//! Gradients on a mesh, compared with finite differences of the loss.
 
 use candle_core::{DType, Device, Result, Tensor};
 use candle_nn::{
@@ -53,7 +53,7 @@ fn loss(_: &Replica, net: &Net, x: Tensor) -> Result<Tensor> {
 }
 
 #[test]
-fn check_changes_no_right_model() {
+fn right_model_passes_unchanged() {
     for slots in [1, 3] {
         let [mut checked, mut plain] = [model(slots), model(slots)];
         for _ in 0..2 {
@@ -62,14 +62,14 @@ fn check_changes_no_right_model() {
             for (line, check) in table.lines().zip(&report.prefixes) {
                 assert!(line.starts_with(&check.prefix), "{table}");
                 assert!(line.ends_with(&format!("  {}", check.verdict)), "{table}");
-                // One column for all.
+                // All lines share one column.
                 assert_eq!(line.find("expected"), table.find("expected"), "{table}");
             }
             assert_eq!(table.lines().count(), 3);
             let verdicts: Vec<_> =
                 report.prefixes.iter().map(|check| (&check.prefix[..], check.verdict)).collect();
             for (prefix, verdict) in verdicts {
-                // Before the norm a bias changes nothing, and single precision little more.
+                // The norm cancels the bias of `up`, so its derivative may be unclear.
                 assert_ne!(verdict, Verdict::Wrong, "{prefix}\n{report}");
                 assert!(prefix == "up" || verdict == Verdict::Right, "{prefix}\n{report}");
             }
@@ -96,8 +96,8 @@ fn dropout_must_use_replica_numbers() {
         })
     };
     model(2).check_gradients(batch(8), drawn).unwrap();
-    let candle_s = |_: &Replica, net: &Net, x: Tensor| net.loss(&x, |x| dropout(&x, 0.5));
-    let error = model(2).check_gradients(batch(8), candle_s).unwrap_err();
+    let candle_dropout = |_: &Replica, net: &Net, x: Tensor| net.loss(&x, |x| dropout(&x, 0.5));
+    let error = model(2).check_gradients(batch(8), candle_dropout).unwrap_err();
     assert!(matches!(error, Error::Gradient(GradientError::NotRepeatable { .. })), "{error}");
 }
 
@@ -110,7 +110,7 @@ fn nan_loss_ends_the_check() {
     let error = model(2).check_gradients(batch(8), broken).unwrap_err();
     let slot = matches!(error, Error::Training(TrainingError::NonFiniteLoss { slot: 1, .. }));
     assert!(slot, "{error}");
-    // Where that is allowed, it says nothing of the gradients.
+    // If NaN is allowed, the check is inconclusive.
     let mesh = DeviceMesh::cpu(2).unwrap();
     let builder = DataParallel::builder(&mesh, Net::new).allow_non_finite();
     let mut model = builder.build(|group| AdamW::new(group.vars, ParamsAdamW::default())).unwrap();

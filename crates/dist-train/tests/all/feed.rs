@@ -1,4 +1,4 @@
-//! Batches that are made ahead are those that would be made in place, in their order.
+//! A feed collates batches ahead of time and returns them in order.
 
 use std::{
     panic::{AssertUnwindSafe, catch_unwind},
@@ -11,7 +11,7 @@ use std::{
 
 use dist_train::{Error, feed};
 
-/// Some work, of another length for each item.
+/// Hashes an item; the running time varies by item.
 fn work(item: usize) -> usize {
     (0..item * 37 % 500).fold(item, |hash, round| hash.rotate_left(7) ^ hash.wrapping_mul(round))
 }
@@ -34,7 +34,7 @@ fn feed_equals_map() {
 fn early_batches_wait_their_turn() {
     let (finished, first_may) = mpsc::channel();
     let first_may = Mutex::new(first_may);
-    // The first is made only after the second is there.
+    // The first batch waits until the second is ready.
     let make = move |item: usize| {
         match item {
             0 => first_may.lock().unwrap().recv().unwrap(),
@@ -120,8 +120,8 @@ fn received(items: &Receiver<usize>, n: usize) -> Vec<usize> {
 fn last_batch_drops_the_function() {
     for _ in 0..50 {
         let texts = Arc::new([1, 2, 3]);
-        let of_function = Arc::clone(&texts);
-        let fed = feed(0..3).threads(3).collate(move |item| of_function[item]).unwrap();
+        let captured = Arc::clone(&texts);
+        let fed = feed(0..3).threads(3).collate(move |item| captured[item]).unwrap();
         assert_eq!(fed.sum::<i32>(), 6);
         assert!(Arc::try_unwrap(texts).is_ok());
     }

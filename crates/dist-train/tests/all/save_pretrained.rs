@@ -1,5 +1,4 @@
-//! A trained model as pretrained weights: the same files however it was trained, and what is read
-//! of them is what was saved.
+//! Pretrained weights: every layout writes the same files and reads them back.
 
 use std::{
     collections::BTreeMap,
@@ -60,13 +59,13 @@ fn sharded(
     trained(FullyShard::builder(&mesh, build).strategy(strategy).keep(keep))
 }
 
-/// The names and bytes of what is in a folder.
+/// Returns the names and bytes of all files in a folder.
 fn files(folder: &Path) -> BTreeMap<PathBuf, Vec<u8>> {
     let entries = fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().path());
     entries.map(|path| (path.file_name().unwrap().into(), fs::read(&path).unwrap())).collect()
 }
 
-/// One file, and several.
+/// Returns options for one file and for several.
 fn sizes() -> [PretrainedFiles; 2] {
     [PretrainedFiles::default(), PretrainedFiles::default().max_bytes(200)]
 }

@@ -1,4 +1,4 @@
-//! A schedule sets the learning rates that one would set oneself, and is resumed.
+//! Learning-rate schedules, compared with rates set explicitly, and resumed.
 
 use candle_core::{Device, Result, Tensor};
 use candle_nn::{Linear, Module, Optimizer, VarBuilder, linear};
@@ -32,10 +32,10 @@ fn sgd(vars: Vec<candle_core::Var>, lr: f64) -> Result<Sgd> {
     Sgd::new(vars, ParamsSgd { lr, momentum: 0.9, ..ParamsSgd::default() })
 }
 
-type Model = DistributedModel<Units, Sgd>;
+type ScheduledModel = DistributedModel<Units, Sgd>;
 
-/// A model in one of the layouts.
-fn model(layout: usize, schedule: Schedule) -> Model {
+/// Builds a model in one of the layouts.
+fn model(layout: usize, schedule: Schedule) -> ScheduledModel {
     let mesh = DeviceMesh::cpu(2).unwrap();
     let builder = DataParallel::builder(&mesh, build).by_units(UnitRules::new());
     let builder = builder.unit("head", ["head"]).schedule(schedule).group("bias", ["**.bias"]);
@@ -43,7 +43,7 @@ fn model(layout: usize, schedule: Schedule) -> Model {
     LAYOUTS[layout](builder).build(|group| sgd(group.vars, rate(&group.name))).unwrap()
 }
 
-/// The losses of ten steps whose rates are set by hand.
+/// Returns the losses of ten steps with explicitly set rates.
 fn expected() -> Vec<u64> {
     let mut model = model(0, Schedule::constant());
     let step = |step| {
@@ -61,7 +61,7 @@ fn both_layouts_follow_the_schedule() {
     for layout in [0, 1] {
         let mut model = model(layout, schedule());
         for (step, expected) in expected.iter().enumerate() {
-            // Evaluations are no updates.
+            // Evaluations do not advance the schedule.
             model.evaluate(batch(), loss).unwrap();
             assert_eq!(model.step(batch(), loss).unwrap().loss.to_bits(), *expected, "{step}");
         }
@@ -94,7 +94,7 @@ fn checkpoints_resume_schedules() {
     }
     let latest = saved(&mesh, &first);
     let resumed = |layout| {
-        // Whatever the builder said.
+        // The checkpoint overrides the builder's schedule.
         let mut model = model(layout, Schedule::linear(3));
         model.load(&latest).unwrap();
         for expected in &expected()[4..] {

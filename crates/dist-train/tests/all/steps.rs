@@ -1,4 +1,4 @@
-//! What a step refuses, returns, draws and remembers.
+//! Steps: rejected losses, failures, random numbers and evaluations.
 
 use std::sync::{
     Arc, Mutex,
@@ -75,7 +75,7 @@ fn nan_gradients_are_named() {
     };
     let mut model =
         DataParallel::builder(&mesh, build).build(|group| SGD::new(group.vars, 0.01)).unwrap();
-    // The root has no slope at 0.
+    // The root has no finite slope at 0.
     let loss = |ctx: &Replica, (a, b): &(Linear, Linear), x: Tensor| {
         let x = if ctx.slot() == 1 { x.zeros_like()? } else { x };
         a.forward(&x)?.mean_all()? + b.forward(&x)?.abs()?.sqrt()?.mean_all()?
@@ -87,7 +87,7 @@ fn nan_gradients_are_named() {
     );
 }
 
-/// Fails a step by what slot 1 does, and then trains as a model that has not failed.
+/// Fails a step on slot 1, and checks that later steps match a model without the failure.
 #[track_caller]
 fn check_failed(fails: impl Fn() -> Result<()> + Sync) -> Error {
     let (mut expected, mut found) = (model(2), model(2));
@@ -109,11 +109,11 @@ fn check_failed(fails: impl Fn() -> Result<()> + Sync) -> Error {
 #[test]
 fn failed_step_changes_nothing() {
     let error = check_failed(|| candle_core::bail!("no data"));
-    let is_its_own = matches!(
+    let is_original = matches!(
         error,
         Error::Mesh(pmap_mesh::Error::Replica(ReplicaError::Failed { slot: 1, .. }))
     );
-    assert!(is_its_own, "{error}");
+    assert!(is_original, "{error}");
 }
 
 #[test]
@@ -148,7 +148,7 @@ fn drawing(drawn: &Drawn) -> impl Fn(&Replica, &Linear, Tensor) -> Result<Tensor
     }
 }
 
-/// What the slots drew since the last time.
+/// Takes the numbers drawn since the last call, by slot.
 fn taken(drawn: &Drawn) -> Vec<Vec<f32>> {
     let mut drawn = std::mem::take(&mut *drawn.lock().unwrap());
     drawn.sort_by_key(|(slot, _)| *slot);
@@ -171,11 +171,11 @@ fn resumed_runs_draw_the_same_numbers() {
     let mut distinct: Vec<_> = all.iter().map(to_bits).collect();
     distinct.sort();
     distinct.dedup();
-    assert_eq!(distinct.len(), 12, "each batch and slot has numbers of its own");
+    assert_eq!(distinct.len(), 12, "each batch and slot draws different numbers");
 
     let mut again = model(2);
     assert_eq!(run(&mut again, 3), all[..6]);
-    // An evaluation or a failed step in between changes nothing, and draws from another stream.
+    // Evaluations and failed steps draw from other streams and do not change later steps.
     again.evaluate(input(4), drawing(&drawn)).unwrap();
     let evaluated = taken(&drawn);
     again.evaluate(input(4), drawing(&drawn)).unwrap();
@@ -188,13 +188,13 @@ fn resumed_runs_draw_the_same_numbers() {
         .unwrap_err();
 
     again.set_learning_rate(0.123).unwrap();
-    // The seed is that of the checkpoint.
+    // The checkpoint overrides the seed.
     let mut resumed = seeded(2, 77);
     resumed.load(&saved(&DeviceMesh::cpu(2).unwrap(), &again)).unwrap();
     assert_eq!(resumed.steps(), 3);
     assert_eq!(run(&mut resumed, 3), all[6..]);
     assert_ne!(run(&mut seeded(2, 77), 3), all[..6]);
-    // So is the learning rate.
+    // The checkpoint also contains the learning rate.
     assert_eq!(run(&mut again, 3), all[6..]);
     assert_eq!(weight(&resumed), weight(&again));
 }
@@ -231,7 +231,7 @@ fn evaluation_records_no_graph() {
         assert!((found.weight - 5.0).abs() < 1e-12);
         assert!((found.aux.to_scalar::<f32>().unwrap() - 5.0).abs() < 1e-6);
 
-        // It sees what training does.
+        // Evaluation uses the updated parameters.
         let train = |ctx: &Replica, model: &Linear, x: Tensor| {
             model.forward(&x.narrow(0, 0, ctx.valid_len().unwrap())?)?.sqr()?.mean_all()
         };
@@ -251,7 +251,7 @@ fn changed_aux_forms_are_rejected() {
     trained.accumulate(input(4), loss).unwrap();
     let error = trained.step(input(4), with_two).unwrap_err().to_string();
     assert!(error.contains("2 tensors come with the loss, 0 came"), "{error}");
-    // What was accumulated is dropped.
+    // Accumulated gradients are discarded.
     assert!((trained.step(input(4), loss).unwrap().weight - 4.0).abs() < 1e-12);
 }
 
@@ -264,7 +264,7 @@ fn diverged_parameters_are_found() {
         builder.by_units(UnitRules::new()).check_in_sync_every(2)
     };
     for builder in [builder().replicated(), builder().fully_shard().strategy(copies)] {
-        // Decays on the second slot alone.
+        // Only the second slot decays its weights.
         let n_made = AtomicUsize::new(0);
         let mut model = builder
             .build(|group| {
@@ -314,10 +314,10 @@ fn units_equal_the_whole_model() {
     let mut whole = DataParallel::builder(&mesh, layers).build(sgd).unwrap();
     let mut units =
         DataParallel::builder(&mesh, layers).by_units(UnitRules::new()).build(sgd).unwrap();
-    let of_whole = |_: &Replica, model: &Vec<Linear>, x: Tensor| {
+    let whole_loss = |_: &Replica, model: &Vec<Linear>, x: Tensor| {
         model.iter().try_fold(x, |x, layer| layer.forward(&x)?.tanh())?.sqr()?.mean_all()
     };
-    let of_units = |_: &Replica, model: &Units, x: Tensor| {
+    let unit_loss = |_: &Replica, model: &Units, x: Tensor| {
         let block = |x, n| {
             let name = format!("blocks.{n}");
             model.unit(&name, &x, |vb, x| linear(3, 3, vb)?.forward(x)?.tanh())
@@ -325,12 +325,12 @@ fn units_equal_the_whole_model() {
         (0..3).try_fold(x, block)?.sqr()?.mean_all()
     };
     for _ in 0..5 {
-        let expected = whole.step(input(4), of_whole).unwrap();
-        let found = units.step(input(4), of_units).unwrap();
+        let expected = whole.step(input(4), whole_loss).unwrap();
+        let found = units.step(input(4), unit_loss).unwrap();
         assert_eq!(found.loss.to_bits(), expected.loss.to_bits());
     }
-    let evaluated = units.evaluate(input(4), of_units).unwrap().loss;
-    assert_eq!(evaluated.to_bits(), whole.evaluate(input(4), of_whole).unwrap().loss.to_bits());
+    let evaluated = units.evaluate(input(4), unit_loss).unwrap().loss;
+    assert_eq!(evaluated.to_bits(), whole.evaluate(input(4), whole_loss).unwrap().loss.to_bits());
     let missing = |_: &Replica, model: &Units, x: Tensor| {
         model.unit("block", &x, |vb, x| linear(3, 3, vb)?.forward(x)?.mean_all())
     };

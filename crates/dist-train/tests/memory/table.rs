@@ -1,4 +1,4 @@
-//! 29.4 million parameters on slots of one process.
+//! Peak memory of 29.4 million parameters on the slots of one process.
 
 use std::num::NonZeroUsize;
 
@@ -15,7 +15,7 @@ use fsdp_plan::{
 };
 use pmap_mesh::{DeviceMesh, Replica};
 
-use crate::{adam, alone, held};
+use crate::{adam, alone, measure};
 
 const WIDTH: usize = 512;
 const BLOCKS: usize = 8;
@@ -23,7 +23,7 @@ const HEADS: usize = 8;
 const VOCABULARY: usize = 4096;
 const LENGTH: usize = 8;
 
-struct Block {
+struct TransformerBlock {
     attention_norm: RmsNorm,
     qkv: Linear,
     out: Linear,
@@ -32,7 +32,7 @@ struct Block {
     down: Linear,
 }
 
-impl Block {
+impl TransformerBlock {
     fn new(vb: VarBuilder<'_>) -> Result<Self> {
         Ok(Self {
             attention_norm: rms_norm(WIDTH, 1e-5, vb.pp("attention_norm"))?,
@@ -64,12 +64,12 @@ fn tokens(vb: VarBuilder<'_>) -> Result<Embedding> {
     embedding(VOCABULARY, WIDTH, vb.pp("tokens"))
 }
 
-struct Head {
+struct LossHead {
     norm: RmsNorm,
     out: Linear,
 }
 
-impl Head {
+impl LossHead {
     fn new(vb: VarBuilder<'_>) -> Result<Self> {
         let norm = rms_norm(WIDTH, 1e-5, vb.pp("norm"))?;
         Ok(Self { norm, out: linear_no_bias(WIDTH, VOCABULARY, vb.pp("head"))? })
@@ -84,26 +84,27 @@ impl Head {
 
 fn build(vb: VarBuilder<'_>) -> Result<()> {
     tokens(vb.clone())?;
-    (0..BLOCKS).try_for_each(|block| Block::new(vb.pp("blocks").pp(block)).map(drop))?;
-    Head::new(vb).map(drop)
+    (0..BLOCKS).try_for_each(|block| TransformerBlock::new(vb.pp("blocks").pp(block)).map(drop))?;
+    LossHead::new(vb).map(drop)
 }
 
 fn loss(_: &Replica, model: &Units, ids: Tensor) -> Result<Tensor> {
     let inputs = ids.narrow(1, 0, LENGTH)?.contiguous()?;
     let mut x = model.unit("embed", &inputs, |vb, ids| tokens(vb)?.forward(ids))?;
     for block in 0..BLOCKS {
-        x = model.unit(&format!("blocks.{block}"), &x, |vb, x| Block::new(vb)?.forward(x))?;
+        x = model
+            .unit(&format!("blocks.{block}"), &x, |vb, x| TransformerBlock::new(vb)?.forward(x))?;
     }
     let targets = ids.narrow(1, 1, LENGTH)?.contiguous()?;
-    model.unit("head", &(x, targets), |vb, (x, targets)| Head::new(vb)?.loss(x, targets))
+    model.unit("head", &(x, targets), |vb, (x, targets)| LossHead::new(vb)?.loss(x, targets))
 }
 
 const MIB: usize = 1 << 20;
 
-type Builder<'a> = ModelBuilder<'a, Units>;
+type UnitsBuilder<'a> = ModelBuilder<'a, Units>;
 
-/// What steps hold at most and what the plan says, in MiB.
-fn measured(slots: usize, options: fn(Builder<'_>) -> Builder<'_>) -> (usize, usize) {
+/// Returns the measured and the planned peak of a step, in MiB.
+fn measured(slots: usize, options: fn(UnitsBuilder<'_>) -> UnitsBuilder<'_>) -> (usize, usize) {
     let mesh = DeviceMesh::cpu(slots).unwrap();
     let make = || {
         let build: fn(VarBuilder<'_>) -> Result<()> = build;
@@ -125,15 +126,15 @@ fn measured(slots: usize, options: fn(Builder<'_>) -> Builder<'_>) -> (usize, us
     let cost = model.plan().unwrap().cost(&cost).unwrap();
     drop(model);
     let planned = cost.process_peak_bytes(NonZeroUsize::new(slots).unwrap());
-    (held(make, step).peaks[1] / MIB, usize::try_from(planned).unwrap() / MIB)
+    (measure(make, step).peaks[1] / MIB, usize::try_from(planned).unwrap() / MIB)
 }
 
-/// As many devices of data parallel hold 1,131 MiB on 2 slots and 2,269 on 4.
+/// For comparison, data parallel uses 1,131 MiB on 2 slots and 2,269 MiB on 4.
 #[test]
 fn peaks_match_the_plan() {
     let _alone = alone();
-    // On two cores the peak of eight slots varies with the number of slots that are in a unit at the same time: two runs
-    // held 639 and 655 MiB, and one of the model type before this one 616. So their limit is the plan's.
+    // On two cores, the peak of eight slots varies with the number of slots in a unit at the same time (616 to 655 MiB in
+    // three runs), so their limit is the plan's peak.
     for (slots, most) in [(2, 500), (4, 540), (8, 692)] {
         let (found, planned) = measured(slots, |builder| builder);
         println!("{slots} slots: {found} MiB, {planned} planned, at most {most}");
@@ -143,7 +144,7 @@ fn peaks_match_the_plan() {
     }
 }
 
-/// The graphs of all units, of four rows, and the parameters of one.
+/// Memory contains the graphs of all units for four rows, and the parameters of one unit.
 #[test]
 fn kept_graphs_store_one_unit() {
     let _alone = alone();
@@ -153,7 +154,7 @@ fn kept_graphs_store_one_unit() {
     assert!(100 * found <= 105 * planned, "{found} MiB, {planned} planned");
 }
 
-/// 12 bytes for each parameter: itself and two moments.
+/// Each parameter takes 12 bytes: its value and two moments.
 #[test]
 fn backward_optimizers_free_gradients() {
     let _alone = alone();

@@ -1,4 +1,4 @@
-//! Training continues from a checkpoint as if it had never stopped.
+//! Checkpoints: their tensors, bitwise resumption, and rejected files.
 
 use std::{collections::BTreeMap, fs, path::Path};
 
@@ -77,7 +77,7 @@ fn every_tensor_is_written_once() {
     }
 }
 
-/// Replicas have the same parts, which one of them writes.
+/// Several groups store the same shards; only one writes them.
 #[test]
 fn replicated_shards_are_written_once() {
     let mesh = DeviceMesh::builder().axis("replicas", 2).axis("shards", 2).cpu().unwrap();
@@ -111,7 +111,7 @@ fn incomplete_checkpoints_are_rejected() {
         let checkpoint = Checkpoint::open(folder.path().join("step-0000000001")).unwrap();
         run.model.load(&checkpoint).unwrap_err()
     };
-    // The bias is loaded first, by its name.
+    // Parameters load in the order of names, so the bias is first.
     let short = [("model", "weight", floats(6)), ("model", "bias", floats(1))];
     let error = load(&short);
     assert!(
@@ -124,7 +124,7 @@ fn incomplete_checkpoints_are_rejected() {
         matches!(&error, Error::Parameter(ParameterError::Incomplete { kind, item: 0, .. }) if kind == "step"),
         "{error}"
     );
-    // A state that its optimizer cannot have.
+    // An impossible optimizer state.
     let mut impossible = no_state.to_vec();
     let minus_one = Tensor::new(-1_i64, &Device::Cpu).unwrap();
     impossible.extend([("step", "weight", minus_one.clone()), ("step", "bias", minus_one)]);
@@ -134,10 +134,10 @@ fn incomplete_checkpoints_are_rejected() {
         error.to_string().contains("cannot be read or set: -1 steps cannot have been taken"),
         "{error}"
     );
-    assert!(std::error::Error::source(&error).is_none(), "the cause is in the message already");
+    assert!(std::error::Error::source(&error).is_none(), "the message already contains the cause");
 }
 
-/// Both kinds of models load a parameter without items, of which no slot of the other has anything.
+/// No slot stores items of an empty parameter, but both layouts load it.
 #[test]
 fn empty_parameters_load_in_both_layouts() {
     let mesh = DeviceMesh::cpu(2).unwrap();
@@ -169,11 +169,11 @@ fn checkpoints_of_other_models_are_rejected() {
     );
 }
 
-/// An optimizer that names its state as it should not, and does nothing else.
+/// An optimizer with invalid state names and no updates.
 #[derive(Debug)]
-struct Misnamed(&'static [&'static str]);
+struct MisnamedState(&'static [&'static str]);
 
-impl Optimizer for Misnamed {
+impl Optimizer for MisnamedState {
     type Config = &'static [&'static str];
 
     fn new(_: Vec<candle_core::Var>, names: Self::Config) -> candle_core::Result<Self> {
@@ -191,7 +191,7 @@ impl Optimizer for Misnamed {
     fn set_learning_rate(&mut self, _: f64) {}
 }
 
-impl StatefulOptimizer for Misnamed {
+impl StatefulOptimizer for MisnamedState {
     fn state(&self, _: usize) -> candle_core::Result<Vec<(&'static str, Tensor)>> {
         let one = Tensor::new(1_f32, &Device::Cpu)?;
         Ok(self.0.iter().map(|&name| (name, one.clone())).collect())
@@ -205,14 +205,14 @@ impl StatefulOptimizer for Misnamed {
 #[test]
 fn ambiguous_state_names_are_rejected() {
     let mesh = DeviceMesh::cpu(1).unwrap();
-    let state_of = |names| {
+    let state_dict = |names| {
         let builder = DataParallel::builder(&mesh, |vb| linear(3, 2, vb));
-        builder.build(|group| Misnamed::new(group.vars, names)).unwrap().state_dict()
+        builder.build(|group| MisnamedState::new(group.vars, names)).unwrap().state_dict()
     };
-    assert!(state_of(&["mean", "square"]).is_ok());
+    assert!(state_dict(&["mean", "square"]).is_ok());
     for names in [&["mean", "mean"][..], &["model"], &["running/mean"]] {
         let last = names[names.len() - 1];
-        let error = state_of(names).unwrap_err();
+        let error = state_dict(names).unwrap_err();
         assert!(
             matches!(&error, Error::Checkpoint(CheckpointError::Kind { kind, .. }) if kind == last),
             "{error}"

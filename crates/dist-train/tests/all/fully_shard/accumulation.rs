@@ -1,4 +1,4 @@
-//! Gradients of accumulated batches, summed in each or at the end.
+//! Accumulated gradients, reduced in every batch or in the last.
 
 use candle_core::{Result, Tensor};
 use candle_nn::{Module, VarBuilder, linear};
@@ -10,7 +10,7 @@ use super::model::{
 };
 use crate::support::{assert_same, bits, input, layer, layers, replicated, saved, through};
 
-/// Losses and parameters after steps of three batches each; the last has half as many rows.
+/// Trains for steps of three batches each; the last batch has half as many rows.
 fn trained(builder: ModelBuilder<'_, Units>, slots: usize) -> Trained {
     let mut model = builder.build(adam).unwrap();
     let mut losses = Vec::new();
@@ -56,7 +56,7 @@ fn reduce_last_sends_less() {
     assert_eq!(reductions(Accumulation::ReduceLast), (0, 5));
 }
 
-/// A unit that no batch but the first enters, and one that only the last enters.
+/// Only the first batch enters unit 1, and only the last enters unit 2.
 #[test]
 fn units_of_single_batches_are_updated() {
     let mesh = DeviceMesh::cpu(3).unwrap();
@@ -88,7 +88,7 @@ fn units_of_single_batches_are_updated() {
     }
 }
 
-/// The second slot enters a unit and uses none of its parameters.
+/// The second slot enters a unit but does not use its parameters.
 #[test]
 fn gradients_missing_on_one_slot_are_summed() {
     let mesh = DeviceMesh::cpu(2).unwrap();
@@ -104,7 +104,7 @@ fn gradients_missing_on_one_slot_are_summed() {
     check_accumulated(&mesh, partly, &["0", "2"]);
 }
 
-/// Trains on a batch of a loss and one of another, whole and with sums at the end.
+/// Trains on batches of two losses in both layouts, and compares the parameters.
 fn check_accumulated<L: Into<Loss>>(
     mesh: &DeviceMesh,
     loss: impl Fn(&Replica, &Units, Tensor) -> Result<L> + Send + Sync,
@@ -139,7 +139,7 @@ fn load_discards_accumulated_batches() {
     }
 }
 
-/// The second slot has no rows of the batches that are accumulated, and no weight.
+/// The second slot's shards of accumulated batches have no weight.
 #[test]
 fn slots_without_weight_add_nothing() {
     let mesh = DeviceMesh::cpu(2).unwrap();

@@ -1,4 +1,4 @@
-//! Graphs that are kept while the parameters in them are not.
+//! Units that keep their graphs while their parameters are freed.
 
 use std::sync::{Arc, Mutex, PoisonError};
 
@@ -11,7 +11,7 @@ use pmap_mesh::{DeviceMesh, Replica};
 use super::model::{KEEPS, adam, sharded, train};
 use crate::support::{bits, input, layer, layers};
 
-/// The first unit hands its weight, as it is and as a view, to the last: tied layers.
+/// Ties layers: the first unit passes its weight and a view of it to the last.
 fn tied(_: &Replica, model: &Units, x: Tensor) -> Result<Tensor> {
     let (x, weight, row) = model.unit("0", &x, |vb, x| {
         let weight = vb.get((3, 3), "weight")?;
@@ -52,7 +52,7 @@ fn freed_parameters_cannot_be_read() {
                 *into.lock().unwrap_or_else(PoisonError::into_inner) = Some(weight);
                 layer(vb, x)
             })?;
-            // In the second unit all slots have left the first.
+            // Once the second unit is entered, all slots have left the first.
             for unit in 1..=n_before {
                 x = model.unit(&unit.to_string(), &x, layer)?;
             }
@@ -70,7 +70,7 @@ fn freed_parameters_cannot_be_read() {
             || FullyShard::builder(&mesh, layers::<3>).keep(Keep::Graph).build(adam).unwrap();
         let mut model = build();
         let Error::Mesh(error) = model.step(input(12), smuggling(n_before)).unwrap_err() else {
-            panic!("another error")
+            panic!("expected a mesh error")
         };
         assert!(error.to_string().contains("F4"), "{error}");
         assert_eq!(

@@ -1,4 +1,4 @@
-//! What cannot be trained is refused, with a reason.
+//! Rejected models, plans and losses.
 
 use candle_core::{Device, Result, Tensor, Var};
 use candle_nn::{
@@ -84,7 +84,7 @@ fn ignored_unit_errors_are_harmless() {
     assert_eq!(found.steps(), 2);
     let evaluated = expected.evaluate(input(4), &whole).unwrap().loss;
     assert_eq!(found.evaluate(input(4), trying).unwrap().loss.to_bits(), evaluated.to_bits());
-    // What does end a step is told, not what was passed over before.
+    // The reported error is the one that ends the step, not the ignored one.
     let infinite = |ctx: &Replica, model: &Units, x: Tensor| trying(ctx, model, x)? * f64::INFINITY;
     let error = refused(found.step(input(4), infinite));
     assert!(matches!(error, TrainingError::NonFiniteLoss { slot: 0, .. }), "{error}");
@@ -96,7 +96,7 @@ fn ignored_unit_errors_are_harmless() {
     assert!(error.to_string().contains("no such file"), "{error}");
 }
 
-/// Two layers, the second of which is under test.
+/// Returns a loss of two layers; `f` is the second.
 fn second(
     f: impl Fn(VarBuilder<'_>, &Tensor) -> Result<Tensor> + Send + Sync + Clone + 'static,
 ) -> impl Fn(&Replica, &Units, Tensor) -> Result<Tensor> + Send + Sync {
@@ -128,14 +128,15 @@ fn skipped_units_must_be_allowed() {
     model.step(input(4), not_entered).unwrap();
     let after = values(&model);
     assert_ne!(after[0], before[0]);
-    // Not even decayed.
+    // Weight decay skips them too.
     assert_eq!(after[1..], before[1..]);
     model.step(input(4), unused).unwrap();
     assert_ne!(values(&model)[2], before[2]);
     assert_eq!(values(&model)[1], before[1]);
 }
 
-/// The residual carries a gradient to what comes before, so nothing but the parameters shows it.
+/// The residual passes a gradient to earlier units, so only missing parameter gradients show the
+/// fault.
 #[test]
 fn missing_backward_names_the_parameters() {
     let mesh = DeviceMesh::cpu(2).unwrap();
@@ -170,11 +171,11 @@ fn unrepeatable_units_are_named() {
     let mesh = DeviceMesh::cpu(2).unwrap();
     let dropping = second(|vb, x| dropout(&linear(3, 3, vb)?.forward(x)?, 0.5));
     let mut model = FullyShard::builder(&mesh, layers::<2>).build(adam).unwrap();
-    // Two masks of six items are the same once in 64 steps on both slots.
+    // Two masks of six items are equal by chance once in 64 steps, on each slot.
     let outcomes: Vec<_> = (0..8).map(|_| model.step(input(4), &dropping)).collect();
     let expected = TrainingError::NotRepeatable { unit: "1".to_owned() };
     assert!(outcomes.into_iter().any(|outcome| refused(outcome) == expected));
-    // With what it has drawn it is differentiated.
+    // A kept graph contains the mask, so nothing is recomputed.
     for keep in [Keep::Graph, Keep::Gathered] {
         let keeping = FullyShard::builder(&mesh, layers::<2>).keep_unit("1", keep);
         keeping.build(adam).unwrap().step(input(4), &dropping).unwrap();
@@ -199,7 +200,7 @@ fn unrepeatable_units_are_named() {
     assert_eq!(losses(Keep::Inputs), losses(Keep::Gathered));
 }
 
-/// A run may come from a model that runs units once.
+/// The checkpoint may come from a model that does not recompute units.
 #[test]
 fn loaded_models_check_repeatability() {
     let mesh = DeviceMesh::cpu(2).unwrap();
@@ -268,7 +269,7 @@ fn differentiating_losses_are_rejected() {
     model.step(input(4), second(|vb, x| linear(3, 3, vb)?.forward(x))).unwrap();
 }
 
-/// Nothing of them is gathered, and their gradients have the same shapes.
+/// The units need no gathering, and their gradients have equal shapes.
 #[test]
 fn replicated_units_need_one_order() {
     let mesh = DeviceMesh::cpu(2).unwrap();
@@ -328,7 +329,7 @@ fn gradient_check_preserves_parameters() {
     assert_eq!(parts, expected);
     assert_eq!(super::model::parameters(&model), before);
 
-    // A softmax without backward beside a residual.
+    // A softmax without a backward pass, next to a residual.
     let mut model = FullyShard::builder(&mesh, layers::<2>).build(adam).unwrap();
     let fused = second(|vb, x| {
         let y = candle_nn::ops::softmax_last_dim(&x.contiguous()?)?;

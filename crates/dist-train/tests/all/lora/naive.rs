@@ -1,5 +1,5 @@
-//! Training with adapters beside the formula itself: a low-rank term beside each layer's product, a
-//! gradient of candle's, and an update by hand.
+//! Training with adapters, compared with the formula: a low-rank term in each layer, candle's
+//! gradients, and an explicit update.
 
 use std::collections::BTreeMap;
 
@@ -13,13 +13,13 @@ use super::{BLOCKS, RATE, batch, lora, loss, loss_by_units, sgd, sharded, whole}
 
 const STEPS: usize = 20;
 
-type Values = BTreeMap<String, Tensor>;
+type NamedValues = BTreeMap<String, Tensor>;
 
-/// The losses of a run, and the variables after it.
-type Outcome = (Vec<f64>, Values);
+/// The losses of a run and its final variables.
+type Outcome = (Vec<f64>, NamedValues);
 
-/// One device, in candle's own operations.
-fn naive(start: &Values, scale: f64) -> Result<Outcome> {
+/// Trains on one device with candle's operations.
+fn naive(start: &NamedValues, scale: f64) -> Result<Outcome> {
     let is_trained = |name: &String| name.contains("lora_");
     let vars: BTreeMap<&String, Var> = start
         .iter()
@@ -65,8 +65,8 @@ fn check_close((found, values): &Outcome, (expected, expected_values): &Outcome)
     }
 }
 
-/// The values of variables as they are now, which later steps do not change.
-fn copied(values: Values) -> Values {
+/// Copies the values, because later steps change the variables.
+fn copied(values: NamedValues) -> NamedValues {
     values.into_iter().map(|(name, value)| (name, value.copy().unwrap())).collect()
 }
 
@@ -96,16 +96,16 @@ fn both_layouts_match_the_formula() {
     }
 }
 
-struct Block {
+struct AdaptedBlock {
     up: LoraLinear,
     down: Linear,
 }
 
-fn blocks(lora: &Lora, vb: VarBuilder<'_>) -> Result<Vec<Block>> {
+fn blocks(lora: &Lora, vb: VarBuilder<'_>) -> Result<Vec<AdaptedBlock>> {
     let block = |n| {
         let vb = vb.pp(format!("h.{n}.mlp"));
         let down = fused_ops::layers::linear_no_bias(6, 4, vb.pp("down"))?;
-        Ok(Block { up: lora.linear(4, 6, vb.pp("up"))?, down })
+        Ok(AdaptedBlock { up: lora.linear(4, 6, vb.pp("up"))?, down })
     };
     (0..BLOCKS).map(block).collect()
 }
@@ -119,11 +119,12 @@ fn adapted_layer_matches_the_formula() {
     let mut model = builder.build(sgd).unwrap();
     let start = copied(model.parameters().unwrap());
     let expected = naive(&start, 1.5).unwrap();
-    let of_blocks = |_: &Replica, model: &Vec<Block>, x: Tensor| {
-        let pass = |x: Tensor, block: &Block| block.down.forward(&block.up.forward(&x)?.tanh()?);
+    let block_loss = |_: &Replica, model: &Vec<AdaptedBlock>, x: Tensor| {
+        let pass =
+            |x: Tensor, block: &AdaptedBlock| block.down.forward(&block.up.forward(&x)?.tanh()?);
         loss(&model.iter().try_fold(x, pass)?)
     };
-    let step = |step| model.step(batch(step), of_blocks).unwrap().loss;
+    let step = |step| model.step(batch(step), block_loss).unwrap().loss;
     let losses = (0..STEPS).map(step).collect();
     check_close(&(losses, model.parameters().unwrap()), &expected);
 }
@@ -132,8 +133,8 @@ fn adapted_layer_matches_the_formula() {
 fn bf16_weights_have_f32_adapters() {
     let lora = Lora::new(["up"], 1, 1.0).unwrap();
     let mesh = DeviceMesh::cpu(2).unwrap();
-    // The weight alternates in sign, so the layer gives what its adapter does: 64 times 2⁻⁹. A step
-    // changes that by less than a half knows beside 1.
+    // The weight alternates in sign, so the output is the adapter's: 64 times 2⁻⁹. A step changes
+    // `lora_A` by less than the distance of bf16 numbers at 1.
     let value = |declared: &dist_train::Declared, items: std::ops::Range<usize>| {
         let value = |item: usize| match declared.name.as_str() {
             "up.weight" if item % 2 == 1 => -1.0,
@@ -151,12 +152,12 @@ fn bf16_weights_have_f32_adapters() {
         [DType::BF16, DType::F32, DType::F32]
     );
     let x = Tensor::ones((4, 64), DType::BF16, &Device::Cpu).unwrap();
-    let of_layer = |_: &Replica, layer: &LoraLinear, x: Tensor| {
+    let layer_loss = |_: &Replica, layer: &LoraLinear, x: Tensor| {
         let y = layer.forward(&x)?;
         assert_eq!(y.dtype(), DType::BF16);
         y.to_dtype(DType::F32)?.mean_all()
     };
-    assert_eq!(model.step(x, of_layer).unwrap().loss.to_bits(), 0.125_f64.to_bits());
+    assert_eq!(model.step(x, layer_loss).unwrap().loss.to_bits(), 0.125_f64.to_bits());
     let a = model.parameters().unwrap()["up.lora_A.weight"].to_vec2::<f32>().unwrap()[0][0];
     assert!(0.999_9 < a && a < 1.0, "{a}");
 }
@@ -176,7 +177,7 @@ fn initial_values_match_peft() {
     assert!(mean.abs() < 0.1 * bound, "{mean}");
 }
 
-/// 1 and a product just above half of the distance to the next number of 8 digits.
+/// Adds to 1 slightly more than half the distance to the next bf16 number.
 #[test]
 fn adapted_sum_is_rounded_once() {
     let item = |value: f32, dtype| Tensor::full(value, (1, 1), &Device::Cpu)?.to_dtype(dtype);

@@ -1,4 +1,4 @@
-//! Adapters that a model cannot have.
+//! Rejected adapters.
 
 use std::fs;
 
@@ -11,7 +11,7 @@ use pmap_mesh::DeviceMesh;
 
 use super::{lora, model, sgd, whole};
 
-/// The error of building a model with adapters.
+/// Returns the error of building a model with adapters, which both layouts share.
 #[track_caller]
 fn refused(lora: &Lora) -> String {
     let mesh = DeviceMesh::cpu(1).unwrap();
@@ -38,7 +38,7 @@ fn unfit_targets_are_named() {
     let norm = |vb: VarBuilder<'_>| vb.get(4, "norm.weight").map(drop);
     let text = built(lora(&["norm"]), norm).unwrap_err().to_string();
     assert!(text.ends_with("norm has the shape [4], adapters are for matrices"), "{text}");
-    // A name from some dot on to the end, or all of it.
+    // A suffix that begins after a dot, or the full name.
     for target in ["h.0.up", "0.up", "up"] {
         let layer = |vb: VarBuilder<'_>| linear(2, 2, vb.pp("h.0.up")).map(drop);
         built(lora(&[target]), layer).unwrap();
@@ -68,7 +68,7 @@ fn unfit_adapter_files_are_rejected() {
         fs::write(&path, config.replace(from, to)).unwrap();
     };
 
-    // Other ranks, and other layers, than the tensors have.
+    // Ranks and layers that do not match the tensors.
     with("\"r\": 2", "\"r\": 3");
     let text = refused(&Lora::open(folder.path()).unwrap());
     assert!(text.contains("has shape [2, 4], expected [3, 4]"), "{text}");
@@ -89,7 +89,7 @@ fn unfit_adapter_files_are_rejected() {
         with("\"r\": 2", &format!("\"r\": 2, \"init_lora_weights\": {way}"));
         assert_eq!(Lora::open(folder.path()).unwrap().rank(), 2);
     }
-    // It has no effect but in training.
+    // Dropout affects only training.
     with("\"lora_dropout\": 0.0", "\"lora_dropout\": 0.1");
     assert_eq!(Lora::open(folder.path()).unwrap().targets(), lora.targets());
 
