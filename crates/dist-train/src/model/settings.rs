@@ -82,8 +82,8 @@ pub(crate) fn model_settings(
 }
 
 /// Checks that slots with the same items of a parameter have the same bits, given fingerprints of
-/// each local slot's parameters. The items of slot `s` are those of slot `s % period`; a period of
-/// `None` means that no two slots have the same.
+/// each local slot's parameters. Slots `s` and `s % period` have the same items; the period is `None`
+/// if all slots have different items.
 ///
 /// # Errors
 ///
@@ -98,8 +98,9 @@ pub(crate) fn check_values(
     let slots = mesh.gather_number_lists(here)?;
     for (param, &period) in periods.iter().enumerate() {
         let Some(period) = period else { continue };
-        let differs = |&slot: &usize| slots[slot][param] != slots[slot % period][param];
-        if let Some(replica) = (0..slots.len()).find(differs) {
+        let differing =
+            (0..slots.len()).find(|&slot| slots[slot][param] != slots[slot % period][param]);
+        if let Some(replica) = differing {
             return Err(Error::Diverged { name: inventory.name(param).to_owned(), replica });
         }
     }

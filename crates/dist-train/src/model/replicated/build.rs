@@ -130,9 +130,11 @@ fn first_variables(
     let open = declared.iter().zip(&known).map(|(declared, known)| (declared, known.is_none()));
     let weights: Option<&Path> = config.weights_path.as_deref();
     let initial = InitialValues::new(config.initializer.clone(), weights, &config.choices, open)?;
-    let variable = |((declared, known), role): ((&Declared, Option<Var>), &Role)| {
+    let mut vars = Vec::with_capacity(declared.len());
+    for ((declared, known), role) in declared.iter().zip(known).zip(&roles.of) {
         if let Some(var) = known {
-            return Ok(var);
+            vars.push(var);
+            continue;
         }
         // Layers set buffers themselves, so a buffer has one copy, in the dtype the model computes in.
         let dtype = match role {
@@ -140,9 +142,10 @@ fn first_variables(
             Role::Trained(_) | Role::Frozen => declared.dtype,
         };
         let value = initial.tensor(declared, home)?;
-        value.to_dtype(dtype).and_then(|value| Var::from_tensor(&value)).map_err(cannot_build)
-    };
-    declared.iter().zip(known).zip(&roles.of).map(variable).collect()
+        let var = value.to_dtype(dtype).and_then(|value| Var::from_tensor(&value));
+        vars.push(var.map_err(cannot_build)?);
+    }
+    Ok(vars)
 }
 
 /// Rejects a variable with two names, which would get its gradient under only one of them.
@@ -205,7 +208,7 @@ fn slot<O>(
         optimizers.push(SlotOptimizer { group, vars: own, optimizer, has_stepped: false });
     }
     let trained = inventory.roles.trained();
-    let slot_var = |(param, (var, rounded)): (usize, (Var, Option<Var>))| SlotVar {
+    let vars = vars.into_iter().enumerate().map(|(param, (var, rounded))| SlotVar {
         var,
         rounded,
         param,
@@ -214,7 +217,6 @@ fn slot<O>(
         is_primary: is_first_set && part.owned.contains(&param),
         is_saved: part.saved.contains(&param),
         is_loaded: part.loaded.contains(&param),
-    };
-    let vars = vars.into_iter().enumerate().map(slot_var).collect();
-    Ok(Slot::new(vars, optimizers, trained.len()))
+    });
+    Ok(Slot::new(vars.collect(), optimizers, trained.len()))
 }

@@ -39,8 +39,8 @@ pub(super) fn begin_alike(mesh: &DeviceMesh, inventory: &Inventory, sets: &[VarS
 
 /// Iterates over the sets of this process's slots.
 fn slot_sets<'a>(mesh: &DeviceMesh, sets: &'a [VarSet]) -> impl Iterator<Item = &'a VarSet> {
-    let of_slot = |slot| sets.iter().find(move |set| set.slots.contains(&slot));
-    (0..mesh.devices().len()).filter_map(of_slot)
+    (0..mesh.devices().len())
+        .filter_map(|slot| sets.iter().find(move |set| set.slots.contains(&slot)))
 }
 
 /// Checks that the variables of all slots are the same to the bit, given the
