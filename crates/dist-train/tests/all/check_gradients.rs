@@ -35,11 +35,10 @@ impl Net {
 }
 
 fn model(slots: usize) -> DistributedModel<Net, AdamW> {
-    let adam = |group: Group| AdamW::new(group.vars, ParamsAdamW::default());
     DataParallel::builder(&DeviceMesh::cpu(slots).unwrap(), Net::new)
         .init(Seed::new(3))
         .uneven(Uneven::Balanced)
-        .build(adam)
+        .build(|group: Group| AdamW::new(group.vars, ParamsAdamW::default()))
         .unwrap()
 }
 

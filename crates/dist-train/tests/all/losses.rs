@@ -123,9 +123,8 @@ fn pair() -> (Tensor, Tensor) {
 #[test]
 fn invalid_losses_are_rejected() {
     let mut model = simple();
-    let integer = |_: &Replica, _: &Linear, _| Tensor::new(0_u32, &Device::Cpu);
     assert_eq!(
-        refused(model.step(pair(), integer)),
+        refused(model.step(pair(), |_: &Replica, _: &Linear, _| Tensor::new(0_u32, &Device::Cpu))),
         TrainingError::LossShape { slot: 0, shape: vec![], dtype: "u32".to_owned() }
     );
     let rows = |_: &Replica, model: &Linear, (x, _): (Tensor, Tensor)| model.forward(&x);

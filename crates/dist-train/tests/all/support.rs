@@ -49,8 +49,7 @@ pub(crate) fn through(
     units: &'static [&'static str],
 ) -> impl Fn(&Replica, &Units, Tensor) -> Result<Tensor> + Send + Sync {
     move |_, model, x| {
-        let enter = |x, unit: &&str| model.unit(unit, &x, layer);
-        units.iter().try_fold(x, enter)?.sqr()?.mean_all()
+        units.iter().try_fold(x, |x, unit: &&str| model.unit(unit, &x, layer))?.sqr()?.mean_all()
     }
 }
 

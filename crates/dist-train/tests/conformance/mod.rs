@@ -430,8 +430,7 @@ fn train(model: &mut Model, x: &Tensor, steps: usize) -> Vec<Tensor> {
     let loss = |_: &Replica, layers: &Vec<Linear>, x: Tensor| {
         layers.iter().try_fold(x, |x, layer| layer.forward(&x)?.tanh())?.sqr()?.mean_all()
     };
-    let step = |_| number(model.step((x / 10.0).unwrap(), loss).unwrap().loss);
-    (0..steps).map(step).collect()
+    (0..steps).map(|_| number(model.step((x / 10.0).unwrap(), loss).unwrap().loss)).collect()
 }
 
 fn number(number: f64) -> Tensor {

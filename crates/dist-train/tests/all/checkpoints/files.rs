@@ -158,8 +158,7 @@ fn checkpoints_of_other_models_are_rejected() {
     let run = Run::cpu(2);
     let checkpoint = saved(&run.mesh, &run.model);
     let mesh = DeviceMesh::cpu(2).unwrap();
-    let build = |vb: VarBuilder<'_>| linear(3, 2, vb.pp("head"));
-    let mut other = DataParallel::builder(&mesh, build)
+    let mut other = DataParallel::builder(&mesh, |vb: VarBuilder<'_>| linear(3, 2, vb.pp("head")))
         .build(|group| AdamW::new(group.vars, ParamsAdamW::default()))
         .unwrap();
     let refused = other.load(&checkpoint).unwrap_err();

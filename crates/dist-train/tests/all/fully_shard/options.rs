@@ -164,8 +164,7 @@ fn repeated_units_agree_to_rounding() {
         (0..6).map(|_| expected.step(x.clone(), shared).unwrap().loss).collect();
     let trained = |keep| {
         let mut model = FullyShard::builder(&mesh, layers::<2>).keep(keep).build(sgd).unwrap();
-        let step = |_| model.step(x.clone(), shared).unwrap().loss;
-        (0..6).map(step).collect::<Vec<f64>>()
+        (0..6).map(|_| model.step(x.clone(), shared).unwrap().loss).collect::<Vec<f64>>()
     };
     let found = trained(Keep::Inputs);
     assert_eq!(found, trained(Keep::Graph), "to the bit");

@@ -90,8 +90,7 @@ fn both_layouts_match_the_formula() {
             let gather = |name: &String| (name.clone(), model.parameter(name).unwrap());
             start.keys().map(gather).collect()
         };
-        let step = |step| model.step(batch(step), &loss).unwrap().loss;
-        let losses = (0..STEPS).map(step).collect();
+        let losses = (0..STEPS).map(|step| model.step(batch(step), &loss).unwrap().loss).collect();
         check_close(&(losses, gathered(&model)), &expected);
     }
 }
