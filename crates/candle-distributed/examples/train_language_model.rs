@@ -137,7 +137,7 @@ pub(crate) fn train(
             let (batch, tensors, state) = item?;
             let rate = RATE * schedule().factor(model.steps());
             let done = model.step(tensors, loss)?;
-            let metrics = StepMetrics::of(model.steps() - 1, &done).learning_rate(rate);
+            let metrics = StepMetrics::from_step(model.steps() - 1, &done).learning_rate(rate);
             let metrics = metrics.epoch(state.epoch.as_u64());
             let sequences = batch.len() as u64;
             log.write(metrics.batch(sequences, batch.real_tokens, batch.padded_tokens()))?;

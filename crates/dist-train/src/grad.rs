@@ -142,7 +142,7 @@ impl<I: TensorTree> ValueAndGrad<I> {
             move |ctx, shard: I| {
                 let (refusal, mean) = &*outcome;
                 let here = shapes.explain(shard, |shard| loss(ctx, shard))?;
-                let (mut here, ()) = here.of_shard(ctx)?;
+                let (mut here, ()) = here.into_shard(ctx)?;
                 let sums = here.agree(ctx, allow, refusal).and_then(|whole| {
                     let whole = whole.with_weight(refusal)?;
                     mean.get_or_init(|| whole.mean());

@@ -95,7 +95,7 @@ impl<A> Loss<A> {
     }
 
     /// Splits off the attached tensors and converts the loss into a weighted sum.
-    pub(crate) fn of_shard(self, ctx: &Replica) -> candle_core::Result<(ShardLoss, A)> {
+    pub(crate) fn into_shard(self, ctx: &Replica) -> candle_core::Result<(ShardLoss, A)> {
         let Self { value, weight, aux } = self;
         let mut unfit = None;
         let (times, weight) = match weight.0 {
@@ -140,7 +140,7 @@ impl Loss<Vec<Tensor>> {
         allow_non_finite: bool,
         refusal: &Refusal,
     ) -> candle_core::Result<(BatchLoss, Vec<Tensor>)> {
-        let (mut shard, aux) = self.of_shard(ctx)?;
+        let (mut shard, aux) = self.into_shard(ctx)?;
         let batch = shard.agree(ctx, allow_non_finite, refusal)?.with_weight(refusal)?;
         Ok((batch, summed(ctx, aux)?))
     }

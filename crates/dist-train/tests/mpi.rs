@@ -1,11 +1,10 @@
-//! Training with one process per slot gives what one thread per slot gives, to the bit.
+//! Training with one process per slot, compared bitwise with one thread per slot.
 //!
-//! The program starts itself under `mpirun`, once for each case; what runs there is one of several
-//! ranks.
+//! The program starts itself under `mpirun` for each case; each process is one rank.
 
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 #![allow(clippy::cast_possible_truncation, reason = "sizes are small")]
-#![allow(clippy::needless_pass_by_value, reason = "models are built of builders by value")]
+#![allow(clippy::needless_pass_by_value, reason = "constructors take builders by value")]
 
 mod conformance;
 mod random;
@@ -35,9 +34,9 @@ const CASES: [Case; 16] = [
     Case::succeeds("fully-sharded-groups", 4),
 ];
 
-struct Mpi;
+struct MpiEngine;
 
-impl Engine for Mpi {
+impl Engine for MpiEngine {
     fn open(&self, builder: DeviceMeshBuilder) -> DeviceMesh {
         builder.mpi(self.device()).unwrap()
     }
@@ -48,5 +47,5 @@ impl Engine for Mpi {
 }
 
 fn main() -> ExitCode {
-    mpirun::main(&CASES, |case, ranks| conformance::run(&Mpi, case, ranks))
+    mpirun::main(&CASES, |case, ranks| conformance::run(&MpiEngine, case, ranks))
 }

@@ -1,12 +1,11 @@
-//! Training with one process per GPU gives what one thread per slot gives, to the bit.
+//! Training with one process per GPU, compared bitwise with one thread per slot.
 //!
-//! The program starts itself once for each GPU, as a launcher does: it tells each process its rank,
-//! and ends the others when one has failed. With one GPU that is a world of one, in which nothing
-//! is sent.
+//! The program starts itself for each GPU like a launcher: it passes each process its rank, and
+//! stops all processes when one fails. With one GPU, the world has one rank and sends nothing.
 
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 #![allow(clippy::cast_possible_truncation, reason = "sizes are small")]
-#![allow(clippy::needless_pass_by_value, reason = "models are built of builders by value")]
+#![allow(clippy::needless_pass_by_value, reason = "constructors take builders by value")]
 
 mod conformance;
 mod random;
@@ -27,21 +26,21 @@ const CASES: [Case; 6] = [
     Case::succeeds("fully-sharded", 1),
 ];
 
-/// One of the processes of a case.
-struct Nccl {
+/// The engine of one process.
+struct NcclEngine {
     launched: LaunchEnv,
     n_meshes: Cell<usize>,
 }
 
-impl Nccl {
+impl NcclEngine {
     fn local_rank(&self) -> usize {
         self.launched.local_rank().unwrap().as_usize()
     }
 }
 
-impl Engine for Nccl {
+impl Engine for NcclEngine {
     fn open(&self, builder: DeviceMeshBuilder) -> DeviceMesh {
-        // All processes make their meshes in one order.
+        // All processes create their meshes in the same order.
         let nth = self.n_meshes.replace(self.n_meshes.get() + 1);
         let store = NcclStore::File(process_tests::folder().join(format!("id-{nth}")));
         builder.nccl(self.launched.placement(), self.local_rank(), &store).unwrap()
@@ -55,7 +54,7 @@ impl Engine for Nccl {
 fn main() -> ExitCode {
     let devices = Device::new_cuda(0).map_or(0, |_| CudaContext::device_count().unwrap());
     ranks::main(&CASES, usize::try_from(devices).unwrap(), |launched, case, ranks| {
-        let engine = Nccl { launched, n_meshes: Cell::new(0) };
+        let engine = NcclEngine { launched, n_meshes: Cell::new(0) };
         conformance::run(&engine, case, ranks);
     })
 }

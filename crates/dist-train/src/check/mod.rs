@@ -328,13 +328,15 @@ mod tests {
     fn missing_backward_at_a_residual_is_found() {
         let (net, vars, x) = net(DType::F32);
         let scale = Tensor::ones(WIDTH, DType::F32, &Device::Cpu).unwrap();
-        let fused = |x: &Tensor| candle_nn::ops::rms_norm(&x.contiguous()?, &scale, 1e-5);
-        let slow = |x: &Tensor| candle_nn::ops::rms_norm_slow(x, &scale, 1e-5);
-        let outcome = check(&vars, || net.loss(&x, fused));
+        let outcome = check(&vars, || {
+            net.loss(&x, |x| candle_nn::ops::rms_norm(&x.contiguous()?, &scale, 1e-5))
+        });
         let text = outcome.as_ref().unwrap_err().to_string();
         assert!(text.contains("2 of 5 parts") && text.contains("embed ("), "{text}");
         assert_eq!(wrong(outcome), ["blocks.0", "embed"]);
-        assert_eq!(wrong(check(&vars, || net.loss(&x, slow))), [""; 0]);
+        let outcome =
+            check(&vars, || net.loss(&x, |x| candle_nn::ops::rms_norm_slow(x, &scale, 1e-5)));
+        assert_eq!(wrong(outcome), [""; 0]);
     }
 
     /// The identity, with a backward pass that is wrong by a factor.
@@ -368,8 +370,8 @@ mod tests {
     fn small_factors_are_found() {
         for factor in [0.95, 1.05, -1.0] {
             let (net, vars, x) = net(DType::F32);
-            let loss = || net.loss(&x, same)?.apply_op1(ScaledBackward(factor));
-            assert_eq!(wrong(check(&vars, loss)).len(), 5, "{factor}");
+            let report = check(&vars, || net.loss(&x, same)?.apply_op1(ScaledBackward(factor)));
+            assert_eq!(wrong(report).len(), 5, "{factor}");
         }
         // The error must be larger if it passes through only one branch of a residual.
         for factor in [0.5, 1.5, -1.0] {
@@ -386,8 +388,10 @@ mod tests {
             for dtype in [DType::F64, DType::F32] {
                 let at = Var::new(&[0.5, -1.0, 2.0], &Device::Cpu).unwrap();
                 let at = Var::from_tensor(&at.to_dtype(dtype).unwrap()).unwrap();
-                let loss = || at.sin()?.exp()?.sum_all()?.apply_op1(ScaledBackward(factor));
-                let is_right = match check(&[("at".to_owned(), at.clone())], loss) {
+                let report = check(&[("at".to_owned(), at.clone())], || {
+                    at.sin()?.exp()?.sum_all()?.apply_op1(ScaledBackward(factor))
+                });
+                let is_right = match report {
                     Ok(report) => verdicts(&report) == [Verdict::Right],
                     Err(_) => false,
                 };
@@ -438,8 +442,8 @@ mod tests {
         }
         // One item of the root's gradient is undefined; the others are right.
         let var = Var::new(&[0_f64, 4.0], &Device::Cpu).unwrap();
-        let loss = || var.sqr()?.sqrt()?.sum_all();
-        assert_eq!(wrong(check(&[("root".to_owned(), var.clone())], loss)), ["root"]);
+        let report = check(&[("root".to_owned(), var.clone())], || var.sqr()?.sqrt()?.sum_all());
+        assert_eq!(wrong(report), ["root"]);
     }
 
     #[test]
@@ -462,11 +466,11 @@ mod tests {
         let (used, unused, cut) = (var(1.0), var(2.0), var(3.0));
         let named = |name: &str, var: &Var| (name.to_owned(), var.clone());
         let vars = vec![named("used", &used), named("unused", &unused)];
-        let loss = || used.sqr()?.sum_all();
-        assert_eq!(verdicts(&check(&vars, loss).unwrap()), [Verdict::Right; 2]);
+        let report = check(&vars, || used.sqr()?.sum_all()).unwrap();
+        assert_eq!(verdicts(&report), [Verdict::Right; 2]);
         let vars = [vars, vec![named("cut", &cut)]].concat();
-        let loss = || (used.sqr()? + cut.as_detached_tensor().sqr()?)?.sum_all();
-        assert_eq!(wrong(check(&vars, loss)), ["cut"]);
+        let report = check(&vars, || (used.sqr()? + cut.as_detached_tensor().sqr()?)?.sum_all());
+        assert_eq!(wrong(report), ["cut"]);
     }
 
     #[test]

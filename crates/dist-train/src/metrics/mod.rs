@@ -81,7 +81,7 @@ impl StepMetrics {
     /// Creates the metrics of step `step`, counted from 0, with the loss, gradient norm and weight
     /// that the model returned.
     #[expect(clippy::cast_possible_truncation, reason = "metrics store losses in single precision")]
-    pub fn of<A>(step: u64, done: &Step<A>) -> Self {
+    pub fn from_step<A>(step: u64, done: &Step<A>) -> Self {
         let (grad_norm, weight) = (Some(done.grad_norm), Some(done.weight));
         Self { grad_norm, weight, ..Self::new(step, done.loss as f32) }
     }

@@ -79,7 +79,7 @@ impl<M> ModelBuilder<'_, M> {
             let slot = lock(&slots[0]);
             (0..groups.len()).map(|group| slot.learning_rate(group)).collect()
         };
-        let bits = settings::of_numbers(own.iter().map(|rate| rate.to_bits()));
+        let bits = settings::number_fingerprint(own.iter().map(|rate| rate.to_bits()));
         settings::check(mesh, &[("the optimizers' learning rates", bits)])?;
         Ok(DistributedModel {
             mesh: mesh.clone(),

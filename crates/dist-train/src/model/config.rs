@@ -66,9 +66,11 @@ impl ModelConfig {
     pub(crate) fn inventory(&self, declared: &[Declared]) -> Result<Inventory> {
         let names: Vec<&str> = declared.iter().map(|declared| declared.name.as_str()).collect();
         let roles = self.choices.roles(&names)?;
-        let described =
-            |declared: &Declared| (declared.name.clone(), declared.shape.dims().to_vec());
-        Ok(Inventory { parameters: declared.iter().map(described).collect(), roles })
+        let parameters = declared
+            .iter()
+            .map(|declared| (declared.name.clone(), declared.shape.dims().to_vec()))
+            .collect();
+        Ok(Inventory { parameters, roles })
     }
 
     /// Rejects options that do not apply to a sharded model.

@@ -49,7 +49,7 @@ use crate::{
         rules::{Evaluation, Goal, Report, Rules, Step},
     },
     tree,
-    units::{keep::Keep, model::Unit},
+    units::keep::Keep,
 };
 
 /// A model with its optimizers, trained by all devices of a mesh. It is built by
@@ -318,8 +318,8 @@ impl<M, O> DistributedModel<M, O> {
         self.check_whole()?;
         let parameters = &self.inventory.parameters;
         let position = parameters.binary_search_by(|(other, _)| other.as_str().cmp(name));
-        let unknown = |_| ParameterError::Unknown { name: name.to_owned() };
-        self.layout.parameter(&self.inventory, &self.slots, position.map_err(unknown)?)
+        let position = position.map_err(|_| ParameterError::Unknown { name: name.to_owned() })?;
+        self.layout.parameter(&self.inventory, &self.slots, position)
     }
 
     /// Returns all [parameters](Self::parameter) by name, in the form that
@@ -444,8 +444,7 @@ impl<M, O> DistributedModel<M, O> {
     /// ```
     pub fn cost_model(&self) -> Option<CostModel> {
         let model = self.layout.sharded()?;
-        let keeps_graph = |unit: &&Unit| unit.keep == Keep::Graph;
-        let n_graphs = model.units.values().filter(keeps_graph).count();
+        let n_graphs = model.units.values().filter(|unit| unit.keep == Keep::Graph).count();
         let cost = CostModel::default()
             .with_runtime(Runtime::Candle)
             .with_prefetch(model.prefetch as u64)

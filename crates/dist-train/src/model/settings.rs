@@ -44,7 +44,7 @@ const VARIABLES: &str = "variables";
 
 /// Returns the settings of a model. Without this comparison, replicas that train different
 /// variables, for example, would deadlock.
-pub(crate) fn of_model(
+pub(crate) fn model_settings(
     inventory: &Inventory,
     dtypes: impl IntoIterator<Item = DType>,
     config: &ModelConfig,
@@ -53,25 +53,28 @@ pub(crate) fn of_model(
     let Options { in_axes, uneven, max_norm, schedule, allow_non_finite, check_every } =
         &config.options;
     let Inventory { roles, .. } = inventory;
-    let in_role = |role: fn(Role) -> u64| of_numbers(roles.of.iter().map(|&of| role(of)));
+    let in_role = |role: fn(Role) -> u64| number_fingerprint(roles.of.iter().map(|&of| role(of)));
     // A value that is neither the bits of a finite norm nor a realistic number of steps.
     let absent = u64::MAX;
     [
         // Compared first, because models of different layouts would wait for each other's
         // collectives.
         ("fully_shard", is_sharded.into()),
-        (VARIABLES, of_form(inventory, dtypes)),
+        (VARIABLES, declaration_fingerprint(inventory, dtypes)),
         ("freeze", in_role(|role| (role == Role::Frozen).into())),
         ("train_only", roles.leaves_out_frozen.into()),
         ("buffers", in_role(|role| (role == Role::Buffer).into())),
-        ("group", of_groups(inventory)),
-        ("allow_unused", of_numbers(roles.may_be_unused.iter().map(|&unused| unused.into()))),
-        ("mixed_precision", of_debug(&config.precision)),
+        ("group", group_fingerprint(inventory)),
+        (
+            "allow_unused",
+            number_fingerprint(roles.may_be_unused.iter().map(|&unused| unused.into())),
+        ),
+        ("mixed_precision", debug_fingerprint(&config.precision)),
         ("replicated", (config.sharing == Sharing::PerSlot).into()),
-        ("in_axes", of_debug(in_axes)),
-        ("uneven", of_debug(uneven)),
+        ("in_axes", debug_fingerprint(in_axes)),
+        ("uneven", debug_fingerprint(uneven)),
         ("clip_grad_norm", max_norm.map_or(absent, f64::to_bits)),
-        ("schedule", of_debug(schedule)),
+        ("schedule", debug_fingerprint(schedule)),
         ("allow_non_finite", (*allow_non_finite).into()),
         ("check_in_sync_every", check_every.unwrap_or(absent)),
         ("seed", config.rng_seed.as_u64()),
@@ -79,8 +82,8 @@ pub(crate) fn of_model(
 }
 
 /// Checks that slots with the same items of a parameter have the same bits, given fingerprints of
-/// each local slot's parameters. The items of slot `s` are those of slot `s % period`; a period of
-/// `None` means that no two slots have the same.
+/// each local slot's parameters. Slots `s` and `s % period` have the same items; the period is `None`
+/// if all slots have different items.
 ///
 /// # Errors
 ///
@@ -95,8 +98,9 @@ pub(crate) fn check_values(
     let slots = mesh.gather_number_lists(here)?;
     for (param, &period) in periods.iter().enumerate() {
         let Some(period) = period else { continue };
-        let differs = |&slot: &usize| slots[slot][param] != slots[slot % period][param];
-        if let Some(replica) = (0..slots.len()).find(differs) {
+        let differing =
+            (0..slots.len()).find(|&slot| slots[slot][param] != slots[slot % period][param]);
+        if let Some(replica) = differing {
             return Err(Error::Diverged { name: inventory.name(param).to_owned(), replica });
         }
     }
@@ -105,14 +109,14 @@ pub(crate) fn check_values(
 
 /// Returns a fingerprint of a variable's bits; bits make NaN equal to itself and distinguish 0 from
 /// -0.
-pub(crate) fn of_value(var: &Var) -> candle_core::Result<u64> {
+pub(crate) fn value_fingerprint(var: &Var) -> candle_core::Result<u64> {
     let mut bytes = Vec::new();
     var.as_detached_tensor().force_contiguous()?.write_bytes(&mut bytes)?;
     Ok(Fingerprint::new().write_bytes(&bytes).finish())
 }
 
 /// Returns a fingerprint of names, shapes and dtypes.
-fn of_form(inventory: &Inventory, dtypes: impl IntoIterator<Item = DType>) -> u64 {
+fn declaration_fingerprint(inventory: &Inventory, dtypes: impl IntoIterator<Item = DType>) -> u64 {
     let mut form = Fingerprint::new();
     for ((name, shape), dtype) in inventory.parameters.iter().zip(dtypes) {
         form.write_bytes(name.as_bytes()).write_bytes(dtype.as_str().as_bytes());
@@ -123,7 +127,7 @@ fn of_form(inventory: &Inventory, dtypes: impl IntoIterator<Item = DType>) -> u6
 }
 
 /// Returns a fingerprint of the groups and their variables.
-fn of_groups(inventory: &Inventory) -> u64 {
+fn group_fingerprint(inventory: &Inventory) -> u64 {
     let mut groups = Fingerprint::new();
     for group in &inventory.roles.groups {
         groups.write_bytes(group.as_bytes());
@@ -136,12 +140,12 @@ fn of_groups(inventory: &Inventory) -> u64 {
 }
 
 /// Returns a fingerprint of a value's `Debug` form.
-pub(crate) fn of_debug(value: &impl fmt::Debug) -> u64 {
+pub(crate) fn debug_fingerprint(value: &impl fmt::Debug) -> u64 {
     Fingerprint::new().write_bytes(format!("{value:?}").as_bytes()).finish()
 }
 
 /// Returns a fingerprint of numbers in order.
-pub(crate) fn of_numbers(numbers: impl IntoIterator<Item = u64>) -> u64 {
+pub(crate) fn number_fingerprint(numbers: impl IntoIterator<Item = u64>) -> u64 {
     numbers.into_iter().collect::<Fingerprint>().finish()
 }
 
@@ -159,7 +163,7 @@ mod tests {
         let settings = |config: &ModelConfig, is_sharded| {
             let roles = config.choices.roles(&names).unwrap();
             let parameters = names.map(|name| (name.to_owned(), vec![3])).to_vec();
-            of_model(&Inventory { parameters, roles }, [DType::F32; 2], config, is_sharded)
+            model_settings(&Inventory { parameters, roles }, [DType::F32; 2], config, is_sharded)
         };
         let here = settings(config, is_sharded);
         let usual = settings(&ModelConfig::default(), false);

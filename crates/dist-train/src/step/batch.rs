@@ -43,7 +43,7 @@ impl Batch {
         loss: Loss<Vec<Tensor>>,
         before: Option<Totals>,
     ) -> Result<(ShardLoss, Self)> {
-        let (mut shard, aux) = loss.of_shard(ctx)?;
+        let (mut shard, aux) = loss.into_shard(ctx)?;
         let loss = shard.agree(ctx, rules.allow_non_finite, &rules.refusal)?;
         if rules.goal == Goal::Update {
             let all = before.as_ref().map_or(loss, |before| before.loss.plus(loss));
@@ -85,7 +85,7 @@ pub(crate) fn agree_alone(
     rules: &Rules,
     loss: Loss<Vec<Tensor>>,
 ) -> Result<(ShardLoss, BatchLoss, Vec<Tensor>)> {
-    let (mut shard, aux) = loss.of_shard(ctx)?;
+    let (mut shard, aux) = loss.into_shard(ctx)?;
     let loss = shard.agree(ctx, rules.allow_non_finite, &rules.refusal)?;
     Ok((shard, loss.with_weight(&rules.refusal)?, aux))
 }

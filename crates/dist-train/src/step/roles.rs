@@ -134,7 +134,7 @@ impl Roles {
     }
 
     /// Returns the indices of the variables of a group.
-    pub(crate) fn of_group(&self, group: usize) -> Vec<usize> {
+    pub(crate) fn trained_in(&self, group: usize) -> Vec<usize> {
         self.positions(|role| role == Role::Trained(group))
     }
 
@@ -217,7 +217,7 @@ mod tests {
         assert_eq!(roles.of, expected);
         assert_eq!(roles.groups, ["default", "no_decay"]);
         assert_eq!(roles.may_be_unused, [false, false, true, true, false, false]);
-        assert_eq!((roles.trained(), roles.of_group(1)), (vec![2, 3, 4], vec![2, 4]));
+        assert_eq!((roles.trained(), roles.trained_in(1)), (vec![2, 3, 4], vec![2, 4]));
     }
 
     #[test]

@@ -60,7 +60,7 @@ impl KeepRules {
     ///
     /// Returns [`Error::Plan`](crate::Error::Plan) for an invalid pattern, and
     /// [`ShardingError::UnmatchedUnit`] for a pattern that matches no unit.
-    pub(crate) fn of_units(&self, units: &[&str]) -> Result<BTreeMap<String, Keep>> {
+    pub(crate) fn unit_keeps(&self, units: &[&str]) -> Result<BTreeMap<String, Keep>> {
         let default = self.default.unwrap_or_default();
         let mut keeps: BTreeMap<String, Keep> =
             units.iter().map(|&unit| (unit.to_owned(), default)).collect();
@@ -90,11 +90,11 @@ mod tests {
         let mut rules = KeepRules::default();
         rules.add("h.*".to_owned(), Keep::Gathered);
         rules.add("h.1".to_owned(), Keep::Inputs);
-        let keeps = rules.of_units(&["embed", "h.0", "h.1"]).unwrap();
+        let keeps = rules.unit_keeps(&["embed", "h.0", "h.1"]).unwrap();
         let found: Vec<Keep> = keeps.into_values().collect();
         assert_eq!(found, [Keep::Inputs, Keep::Gathered, Keep::Inputs]);
         rules.add("head".to_owned(), Keep::Inputs);
-        let refused = rules.of_units(&["embed", "h.0", "h.1"]);
+        let refused = rules.unit_keeps(&["embed", "h.0", "h.1"]);
         let is_refused = matches!(
             refused,
             Err(Error::Sharding(ShardingError::UnmatchedUnit { option: "keep_unit", pattern }))

@@ -85,7 +85,8 @@ mod tests {
 
     /// Gathers units like a replica, with names as all-gathers, and returns a log.
     fn run(prefetcher: &mut Prefetcher<String>, units: &[&str]) -> Vec<String> {
-        let step = |unit: &&str| {
+        let mut log = Vec::new();
+        for unit in units {
             let PrefetchStep { begun, dropped, next } = prefetcher.enter_unit(unit);
             assert!(begun.is_none_or(|begun| begun == *unit));
             let text = format!("{unit}: -{} +{}", dropped.join(" "), next.join(" "));
@@ -93,9 +94,9 @@ mod tests {
                 prefetcher.begin(unit);
             }
             assert!(prefetcher.under_way.len() <= prefetcher.depth);
-            text
-        };
-        units.iter().map(step).collect()
+            log.push(text);
+        }
+        log
     }
 
     fn order(units: &[&str]) -> Order {

@@ -1,4 +1,4 @@
-//! Gradients of a model on a mesh, compared with differences of its loss.
+//! Gradients on a mesh, compared with finite differences of the loss.
 
 use candle_core::{DType, Device, Result, Tensor};
 use candle_nn::{
@@ -35,11 +35,10 @@ impl Net {
 }
 
 fn model(slots: usize) -> DistributedModel<Net, AdamW> {
-    let adam = |group: Group| AdamW::new(group.vars, ParamsAdamW::default());
     DataParallel::builder(&DeviceMesh::cpu(slots).unwrap(), Net::new)
         .init(Seed::new(3))
         .uneven(Uneven::Balanced)
-        .build(adam)
+        .build(|group: Group| AdamW::new(group.vars, ParamsAdamW::default()))
         .unwrap()
 }
 
@@ -53,7 +52,7 @@ fn loss(_: &Replica, net: &Net, x: Tensor) -> Result<Tensor> {
 }
 
 #[test]
-fn a_right_model_is_right_and_trains_on_as_if_nothing_had_been() {
+fn right_model_passes_unchanged() {
     for slots in [1, 3] {
         let [mut checked, mut plain] = [model(slots), model(slots)];
         for _ in 0..2 {
@@ -62,14 +61,14 @@ fn a_right_model_is_right_and_trains_on_as_if_nothing_had_been() {
             for (line, check) in table.lines().zip(&report.prefixes) {
                 assert!(line.starts_with(&check.prefix), "{table}");
                 assert!(line.ends_with(&format!("  {}", check.verdict)), "{table}");
-                // One column for all.
+                // All lines share one column.
                 assert_eq!(line.find("expected"), table.find("expected"), "{table}");
             }
             assert_eq!(table.lines().count(), 3);
             let verdicts: Vec<_> =
                 report.prefixes.iter().map(|check| (&check.prefix[..], check.verdict)).collect();
             for (prefix, verdict) in verdicts {
-                // Before the norm a bias changes nothing, and single precision little more.
+                // The norm cancels the bias of `up`, so its derivative may be unclear.
                 assert_ne!(verdict, Verdict::Wrong, "{prefix}\n{report}");
                 assert!(prefix == "up" || verdict == Verdict::Right, "{prefix}\n{report}");
             }
@@ -88,7 +87,7 @@ fn a_right_model_is_right_and_trains_on_as_if_nothing_had_been() {
 }
 
 #[test]
-fn dropout_must_draw_from_the_replica() {
+fn dropout_must_use_replica_numbers() {
     let drawn = |ctx: &Replica, net: &Net, x: Tensor| {
         net.loss(&x, |x| {
             let kept = ctx.rng().bernoulli(0.5, x.shape())?.to_dtype(x.dtype())?;
@@ -96,13 +95,13 @@ fn dropout_must_draw_from_the_replica() {
         })
     };
     model(2).check_gradients(batch(8), drawn).unwrap();
-    let candle_s = |_: &Replica, net: &Net, x: Tensor| net.loss(&x, |x| dropout(&x, 0.5));
-    let error = model(2).check_gradients(batch(8), candle_s).unwrap_err();
+    let candle_dropout = |_: &Replica, net: &Net, x: Tensor| net.loss(&x, |x| dropout(&x, 0.5));
+    let error = model(2).check_gradients(batch(8), candle_dropout).unwrap_err();
     assert!(matches!(error, Error::Gradient(GradientError::NotRepeatable { .. })), "{error}");
 }
 
 #[test]
-fn a_loss_that_is_no_number_where_the_model_is_ends_the_check() {
+fn nan_loss_ends_the_check() {
     let broken = |ctx: &Replica, net: &Net, x: Tensor| {
         let scale = if ctx.slot() == 1 { f64::NAN } else { 1.0 };
         net.loss(&x, Ok)? * scale
@@ -110,7 +109,7 @@ fn a_loss_that_is_no_number_where_the_model_is_ends_the_check() {
     let error = model(2).check_gradients(batch(8), broken).unwrap_err();
     let slot = matches!(error, Error::Training(TrainingError::NonFiniteLoss { slot: 1, .. }));
     assert!(slot, "{error}");
-    // Where that is allowed, it says nothing of the gradients.
+    // If NaN is allowed, the check is inconclusive.
     let mesh = DeviceMesh::cpu(2).unwrap();
     let builder = DataParallel::builder(&mesh, Net::new).allow_non_finite();
     let mut model = builder.build(|group| AdamW::new(group.vars, ParamsAdamW::default())).unwrap();
@@ -119,7 +118,7 @@ fn a_loss_that_is_no_number_where_the_model_is_ends_the_check() {
 }
 
 #[test]
-fn a_gradient_that_ends_beside_a_residual_is_found_on_every_mesh() {
+fn missing_backward_is_found() {
     let cut = |_: &Replica, net: &Net, x: Tensor| net.loss(&x, |x| &x + x.detach().sqr()?);
     for slots in [1, 3] {
         let error = model(slots).check_gradients(batch(10), cut).unwrap_err();
@@ -132,7 +131,7 @@ fn a_gradient_that_ends_beside_a_residual_is_found_on_every_mesh() {
 }
 
 #[test]
-fn tensors_beside_a_loss_are_left_alone() {
+fn attached_tensors_are_ignored() {
     let with_rows = |_: &Replica, net: &Net, x: Tensor| {
         let rows = Tensor::new(x.dim(0)? as f32, x.device())?;
         Ok(Loss::mean(net.loss(&x, Ok)?).with(rows))

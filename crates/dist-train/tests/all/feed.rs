@@ -1,4 +1,4 @@
-//! Batches that are made ahead are those that would be made in place, in their order.
+//! A feed collates batches ahead of time and returns them in order.
 
 use std::{
     panic::{AssertUnwindSafe, catch_unwind},
@@ -11,13 +11,13 @@ use std::{
 
 use dist_train::{Error, feed};
 
-/// Some work, of another length for each item.
+/// Hashes an item; the running time varies by item.
 fn work(item: usize) -> usize {
     (0..item * 37 % 500).fold(item, |hash, round| hash.rotate_left(7) ^ hash.wrapping_mul(round))
 }
 
 #[test]
-fn batches_are_those_of_map_whatever_threads_and_depth() {
+fn feed_equals_map() {
     for threads in 0..4 {
         for depth in 1..5 {
             for n in 0..12 {
@@ -31,10 +31,10 @@ fn batches_are_those_of_map_whatever_threads_and_depth() {
 }
 
 #[test]
-fn a_batch_that_is_ready_early_waits_for_those_before_it() {
+fn early_batches_wait_their_turn() {
     let (finished, first_may) = mpsc::channel();
     let first_may = Mutex::new(first_may);
-    // The first is made only after the second is there.
+    // The first batch waits until the second is ready.
     let make = move |item: usize| {
         match item {
             0 => first_may.lock().unwrap().recv().unwrap(),
@@ -47,7 +47,7 @@ fn a_batch_that_is_ready_early_waits_for_those_before_it() {
 }
 
 #[test]
-fn no_more_are_asked_for_than_may_be_ahead() {
+fn depth_limits_requested_batches() {
     for (threads, depth) in [(1, 1), (1, 3), (3, 2), (2, 5)] {
         let asked = AtomicUsize::new(0);
         let batches = (0..20).inspect(|_| _ = asked.fetch_add(1, Ordering::Relaxed));
@@ -63,7 +63,7 @@ fn no_more_are_asked_for_than_may_be_ahead() {
 }
 
 #[test]
-fn by_default_two_for_each_thread_are_ahead() {
+fn default_depth_is_two_per_thread() {
     for threads in 0..4 {
         let asked = AtomicUsize::new(0);
         let batches = (0..20).inspect(|_| _ = asked.fetch_add(1, Ordering::Relaxed));
@@ -74,7 +74,7 @@ fn by_default_two_for_each_thread_are_ahead() {
 }
 
 #[test]
-fn errors_and_panics_come_in_the_place_of_their_batch() {
+fn errors_and_panics_keep_their_order() {
     for threads in 0..3 {
         let make = |item: usize| match item {
             2 => Err("no such text"),
@@ -91,7 +91,7 @@ fn errors_and_panics_come_in_the_place_of_their_batch() {
 }
 
 #[test]
-fn what_is_not_begun_when_the_feed_is_dropped_is_not_made() {
+fn dropped_feed_starts_no_batch() {
     let gate = Arc::new(Barrier::new(3));
     let (sender, begun) = mpsc::channel();
     let at_gate = Arc::clone(&gate);
@@ -117,18 +117,18 @@ fn received(items: &Receiver<usize>, n: usize) -> Vec<usize> {
 }
 
 #[test]
-fn after_the_last_batch_the_function_is_the_callers_alone() {
+fn last_batch_drops_the_function() {
     for _ in 0..50 {
         let texts = Arc::new([1, 2, 3]);
-        let of_function = Arc::clone(&texts);
-        let fed = feed(0..3).threads(3).collate(move |item| of_function[item]).unwrap();
+        let captured = Arc::clone(&texts);
+        let fed = feed(0..3).threads(3).collate(move |item| captured[item]).unwrap();
         assert_eq!(fed.sum::<i32>(), 6);
         assert!(Arc::try_unwrap(texts).is_ok());
     }
 }
 
 #[test]
-fn threads_that_may_make_nothing_ahead_are_refused() {
+fn zero_depth_is_rejected() {
     let error = feed(0..3).depth(0).collate(work).unwrap_err();
     assert!(matches!(error, Error::Setting { .. }), "{error}");
     assert_eq!(

@@ -1,5 +1,4 @@
-//! Losses with weights: whatever rows fall on which slot and into which batch, loss, norm and
-//! update are those of one device.
+//! Weighted losses: loss, norm and update match one device for every distribution of rows.
 
 use std::{
     sync::{Mutex, mpsc},
@@ -16,13 +15,13 @@ use pmap_mesh::{ALL, DeviceMesh, Replica, ReplicaError, Uneven};
 
 use crate::support::refused;
 
-/// After which a call returns without a replica.
+/// The time limit of a call.
 const DEADLINE: Duration = Duration::from_millis(20);
 
-/// Draws that depend on a seed alone.
-struct Draws(Seed, u64);
+/// A sequence of random numbers determined by a seed.
+struct SeededDraws(Seed, u64);
 
-impl Draws {
+impl SeededDraws {
     fn new(seed: u64) -> Self {
         Self(Seed::new(seed), 0)
     }
@@ -48,9 +47,9 @@ fn assert_close(found: f64, expected: f64, what: &str) {
     );
 }
 
-/// Rows minus their mean over the whole batch, which is computed by a collective with a gradient.
-/// Padding is masked and not cut away: of a product of no rows candle records nothing, and then the
-/// other replicas would wait in the backward.
+/// Subtracts the mean over the full batch, computed by a differentiable collective. Padding is
+/// masked, not removed: candle records no operations on empty tensors, so the other replicas would
+/// deadlock in the backward pass.
 fn centered(ctx: &Replica, w: &Tensor, (x, mask): &(Tensor, Tensor)) -> Result<Loss> {
     let rows = mask.sum_all()?;
     let h = x.matmul(w)?.broadcast_mul(mask)?;
@@ -60,8 +59,8 @@ fn centered(ctx: &Replica, w: &Tensor, (x, mask): &(Tensor, Tensor)) -> Result<L
 }
 
 #[test]
-fn statistics_of_the_whole_batch_have_the_gradients_of_one_device() {
-    let mut draws = Draws::new(5);
+fn batch_statistics_match_one_device() {
+    let mut draws = SeededDraws::new(5);
     let (w, x) = (Var::from_tensor(&draws.tensor((3, 2))).unwrap(), draws.tensor((5, 3)));
     let mask = Tensor::ones((5, 1), DType::F64, &Device::Cpu).unwrap();
     let gradient = |slots: usize| {
@@ -69,7 +68,7 @@ fn statistics_of_the_whole_batch_have_the_gradients_of_one_device() {
         let step = value_and_grad(&mesh, vec![w.clone()], move |ctx, batch| {
             centered(ctx, &in_loss, &batch)
         });
-        // Of 5 rows on 4 slots, padded, the last slot has none.
+        // With 5 padded rows on 4 slots, the last slot is empty.
         let (loss, grads) = step.uneven(Uneven::Pad).call((x.clone(), mask.clone())).unwrap();
         let grad = grads.get(&w).unwrap().flatten_all().unwrap();
         (loss, grad.to_vec1::<f64>().unwrap())
@@ -86,13 +85,13 @@ fn statistics_of_the_whole_batch_have_the_gradients_of_one_device() {
 }
 
 #[test]
-fn gradients_through_collectives_are_right_in_halves_too() {
-    // What the first three rows lose depends on the parameter through the last two alone, which are
-    // of slots with other numbers of rows.
+fn bf16_gradients_pass_through_collectives() {
+    // The loss of the first three rows depends on the parameter only through the last two, which
+    // are on slots with other row counts.
     let x = [[1_f32, 0.], [1., 0.], [1., 0.], [0., 1.], [0., 1.]];
     let x = Tensor::new(&x, &Device::Cpu).unwrap().to_dtype(DType::BF16).unwrap();
     let w = Var::ones((1, 1), DType::BF16, &Device::Cpu).unwrap();
-    // The mean of the first column times the sum of the second and the parameter.
+    // The mean of the first column, times the sum of the second column times the parameter.
     let mean = |ctx: &Replica, w: &Tensor, x: &Tensor| {
         let here = x.narrow(1, 1, 1)?.contiguous()?.matmul(w)?.sum_all()?;
         let all = ctx.pvary(&ctx.psum(&here, ALL)?, ALL)?;
@@ -102,7 +101,7 @@ fn gradients_through_collectives_are_right_in_halves_too() {
     for (slots, uneven) in [(2, Uneven::Balanced), (3, Uneven::Balanced), (4, Uneven::Pad)] {
         let in_loss = w.clone();
         let mesh = DeviceMesh::cpu(slots).unwrap();
-        // Padding is zeros, which adds nothing to the sum; the last of 4 slots has padding alone.
+        // Padding consists of zeros, which do not change the sum; the last of 4 slots has only padding.
         let step = value_and_grad(&mesh, vec![w.clone()], move |ctx, x| mean(ctx, &in_loss, &x));
         let (_, grads) = step.uneven(uneven).call(x.clone()).unwrap();
         let found = grads.get(&w).unwrap().to_vec2::<f32>().unwrap()[0][0];
@@ -122,11 +121,10 @@ fn pair() -> (Tensor, Tensor) {
 }
 
 #[test]
-fn what_is_no_loss_is_refused() {
+fn invalid_losses_are_rejected() {
     let mut model = simple();
-    let integer = |_: &Replica, _: &Linear, _| Tensor::new(0_u32, &Device::Cpu);
     assert_eq!(
-        refused(model.step(pair(), integer)),
+        refused(model.step(pair(), |_: &Replica, _: &Linear, _| Tensor::new(0_u32, &Device::Cpu))),
         TrainingError::LossShape { slot: 0, shape: vec![], dtype: "u32".to_owned() }
     );
     let rows = |_: &Replica, model: &Linear, (x, _): (Tensor, Tensor)| model.forward(&x);
@@ -156,10 +154,10 @@ fn what_is_no_loss_is_refused() {
 }
 
 #[test]
-fn a_shard_without_weight_counts_nowhere() {
+fn weightless_shards_do_not_count() {
     let mut model = simple();
-    // Slot 1 weighs nothing, and its loss is no number.
-    let of_first = |ctx: &Replica, model: &Linear, (x, y): (Tensor, Tensor)| {
+    // Slot 1 has no weight, and its loss is NaN.
+    let first_only = |ctx: &Replica, model: &Linear, (x, y): (Tensor, Tensor)| {
         let loss = mse(&model.forward(&x)?, &y)?;
         let slot = ctx.slot() as f64;
         Ok(Loss::sum((loss / (1.0 - slot))?, 2.0 * (1.0 - slot)))
@@ -172,18 +170,18 @@ fn a_shard_without_weight_counts_nowhere() {
             |_, model, (x, y)| mse(&model.forward(&x)?, &y),
         )
         .unwrap();
-    let step = model.step((x, y), of_first).unwrap();
+    let step = model.step((x, y), first_only).unwrap();
     assert!((step.loss * 2.0 - expected.loss).abs() < 1e-4 * expected.loss);
     assert!(step.grad_norm.is_finite());
     assert!((step.weight - 2.0).abs() < 1e-12);
 }
 
 #[test]
-fn an_accumulated_batch_without_weight_adds_nothing() {
+fn weightless_batches_add_nothing() {
     let weighing = |weight: f64| {
         move |_: &Replica, model: &Linear, (x, y): (Tensor, Tensor)| {
             let mean = mse(&model.forward(&x)?, &y)?;
-            // What is no number is no loss where it has no weight.
+            // Without a weight, NaN is allowed.
             Ok(Loss::sum((mean * (weight / weight))?, weight))
         }
     };
@@ -217,7 +215,7 @@ fn an_accumulated_batch_without_weight_adds_nothing() {
 }
 
 #[test]
-fn a_failing_loss_says_what_was_cut_and_what_was_whole() {
+fn loss_errors_show_batch_shapes() {
     let mesh = DeviceMesh::cpu(2).unwrap();
     let loss = |_: &Replica, model: &Linear, (x, y): (Tensor, Tensor)| mse(&model.forward(&x)?, &y);
     let mut model = DataParallel::builder(&mesh, |vb| linear(3, 1, vb))
@@ -231,32 +229,32 @@ fn a_failing_loss_says_what_was_cut_and_what_was_whole() {
         ),
         "{error}"
     );
-    let of_pair = value_and_grad(&mesh, vec![], |_, (x, y): (Tensor, Tensor)| x.matmul(&y));
-    let error = of_pair.call(pair()).unwrap_err().to_string();
+    let product = value_and_grad(&mesh, vec![], |_, (x, y): (Tensor, Tensor)| x.matmul(&y));
+    let error = product.call(pair()).unwrap_err().to_string();
     assert!(
         error.contains("[4, 3] cut to [2, 3], [4, 1] cut to [2, 1]: shape mismatch"),
         "{error}"
     );
-    // By default all tensors are cut.
+    // All tensors are split by default.
     simple().step(pair(), loss).unwrap();
 }
 
 #[test]
-fn a_late_replica_is_reported_with_the_line_of_the_call() {
+fn stuck_replica_names_the_call() {
     let mesh = DeviceMesh::builder().axis(DeviceMesh::AXIS, 2).deadline(DEADLINE).cpu().unwrap();
     let (open, gate) = mpsc::channel::<()>();
     let gate = Mutex::new(gate);
-    let of_ones = value_and_grad(&mesh, vec![], move |ctx, x: Tensor| {
+    let mean = value_and_grad(&mesh, vec![], move |ctx, x: Tensor| {
         if ctx.slot() == 1 {
-            // Until the test lets go of the other end.
+            // Waits until the test drops the sender.
             gate.lock().unwrap().recv().unwrap_err();
         }
         x.mean_all()
     });
     let ones = Tensor::ones(2, DType::F32, &Device::Cpu).unwrap();
     let line = line!() + 1;
-    of_ones.call(ones.clone()).unwrap_err();
-    let error = of_ones.call(ones).unwrap_err();
+    mean.call(ones.clone()).unwrap_err();
+    let error = mean.call(ones).unwrap_err();
     drop(open);
     let Error::Mesh(pmap_mesh::Error::Replica(ReplicaError::Stuck { slot: 1, call })) = error
     else {
@@ -266,8 +264,8 @@ fn a_late_replica_is_reported_with_the_line_of_the_call() {
 }
 
 #[test]
-fn halves_are_summed_in_single_precision() {
-    // One gradient of 256 and seven of 1: bf16 would lose the ones.
+fn bf16_gradients_sum_in_f32() {
+    // One gradient of 256 and seven of 1: a bf16 sum would lose the ones.
     let x = Tensor::new(&[256_f32, 1., 1., 1., 1., 1., 1., 1.], &Device::Cpu).unwrap();
     let x = x.reshape((8, 1)).unwrap().to_dtype(DType::BF16).unwrap();
     let w = Var::ones((1, 1), DType::BF16, &Device::Cpu).unwrap();
@@ -299,8 +297,7 @@ fn halves_are_summed_in_single_precision() {
     assert!((moved - 1.0 / 64.0).abs() < 1e-3, "{moved}");
 }
 
-/// A weight of a type after one step of plain descent from `start`, on a slot for each item, whose
-/// gradients are these items.
+/// Returns a weight after one step of gradient descent from `start`, with one gradient per slot.
 fn descended(dtype: DType, start: f32, grads: &[f32], lr: f64) -> f32 {
     let vars = VarMap::new();
     let start = Tensor::new(&[[start]], &Device::Cpu).unwrap().to_dtype(dtype).unwrap();
@@ -322,25 +319,25 @@ fn descended(dtype: DType, start: f32, grads: &[f32], lr: f64) -> f32 {
 
 #[test]
 #[expect(clippy::float_cmp, reason = "all of these numbers are exact")]
-fn the_optimizer_gets_the_sums_of_halves_unrounded() {
-    // 263 is no bf16, its neighbors 262 and 264 are; 256 − 263 is one.
+fn optimizer_gets_unrounded_sums() {
+    // bf16 represents 262, 264 and 256 − 263, but not 263.
     assert_eq!(descended(DType::BF16, 256.0, &[256., 1., 1., 1., 1., 1., 1., 1.], 1.0), -7.0);
-    // Each gradient is an f16, and their sum of 7 · 2^14 is above all of them.
+    // Each gradient fits f16, but the sum 7 · 2^14 overflows it.
     assert_eq!(descended(DType::F16, 0.0, &[57344., 57344.], 0.5_f64.powi(14)), -7.0);
 }
 
 #[test]
-fn a_parameter_without_a_gradient_is_not_in_the_store() {
+fn absent_gradients_are_not_stored() {
     let mesh = DeviceMesh::cpu(2).unwrap();
     let vars: Vec<Var> = (0..3).map(|_| Var::ones(1, DType::F64, &Device::Cpu).unwrap()).collect();
     let in_loss = vars.clone();
-    // The second is used on slot 1 alone.
+    // Only slot 1 uses the second variable.
     let step = value_and_grad(&mesh, vars.clone(), move |ctx, x: Tensor| {
         let all = x.broadcast_mul(&in_loss[0])?;
         if ctx.slot() == 1 { all.broadcast_mul(&in_loss[1])?.mean_all() } else { all.mean_all() }
     });
     let (loss, grads) = step.call(Tensor::ones(4, DType::F64, &Device::Cpu).unwrap()).unwrap();
     assert_close(loss, 1.0, "loss");
-    let of = |n: usize| grads.get(&vars[n]).map(|grad| grad.to_vec1::<f64>().unwrap());
-    assert_eq!((of(0), of(1), of(2)), (Some(vec![1.0]), Some(vec![0.5]), None));
+    let gradient = |n: usize| grads.get(&vars[n]).map(|grad| grad.to_vec1::<f64>().unwrap());
+    assert_eq!((gradient(0), gradient(1), gradient(2)), (Some(vec![1.0]), Some(vec![0.5]), None));
 }

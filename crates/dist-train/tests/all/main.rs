@@ -1,9 +1,9 @@
-//! What training on meshes of threads must do, case by case.
+//! Tests of training on meshes of threads.
 
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
-#![allow(clippy::needless_pass_by_value, reason = "losses and builders are given by value")]
+#![allow(clippy::needless_pass_by_value, reason = "losses and builders are passed by value")]
 #![allow(clippy::cast_possible_truncation, reason = "sizes are small")]
-#![allow(clippy::print_stdout, reason = "a child tells its parent how far it is")]
+#![allow(clippy::print_stdout, reason = "a child process reports its progress")]
 
 mod check_gradients;
 mod checkpoints;

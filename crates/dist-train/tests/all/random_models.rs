@@ -1,13 +1,12 @@
-//! Random models train on any number of slots as on one device, in double precision and in halves:
-//! unused, frozen and tied variables, batches that are accumulated with unequal weights, clipped,
-//! uneven, padded and empty.
+//! Random models on a mesh match one device, in double and half precision: with unused, frozen and
+//! tied variables, clipping, and accumulated batches that are weighted, uneven, padded or empty.
 
 use candle_core::DType;
 use pmap_mesh::DeviceMesh;
 
 use crate::random::{Case, assert_near};
 
-/// Runs so many cases on one to four slots, that share variables or have their own.
+/// Runs `cases` cases on each of one to four slots.
 fn check(cases: u64, dtype: DType, tolerance: f64) {
     for slots in 1..=4 {
         let mesh = DeviceMesh::builder().axis("rows", slots).pin(false).cpu().unwrap();
@@ -21,13 +20,13 @@ fn check(cases: u64, dtype: DType, tolerance: f64) {
 }
 
 #[test]
-fn in_double_precision() {
+fn f64_models_match_one_device() {
     check(40, DType::F64, 1e-11);
 }
 
-/// A bf16 has 8 digits, and some tens of operations round to it.
+/// bf16 has 8 bits of precision, and dozens of operations round to it.
 #[test]
-fn in_halves() {
+fn half_precision_models_match_one_device() {
     check(16, DType::F16, 2e-2);
     check(16, DType::BF16, 1e-1);
 }

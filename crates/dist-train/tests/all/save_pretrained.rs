@@ -1,5 +1,4 @@
-//! A trained model as pretrained weights: the same files however it was trained, and what is read
-//! of them is what was saved.
+//! Pretrained weights: every layout writes the same files and reads them back.
 
 use std::{
     collections::BTreeMap,
@@ -60,19 +59,19 @@ fn sharded(
     trained(FullyShard::builder(&mesh, build).strategy(strategy).keep(keep))
 }
 
-/// The names and bytes of what is in a folder.
+/// Returns the names and bytes of all files in a folder.
 fn files(folder: &Path) -> BTreeMap<PathBuf, Vec<u8>> {
     let entries = fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().path());
     entries.map(|path| (path.file_name().unwrap().into(), fs::read(&path).unwrap())).collect()
 }
 
-/// One file, and several.
+/// Returns options for one file and for several.
 fn sizes() -> [PretrainedFiles; 2] {
     [PretrainedFiles::default(), PretrainedFiles::default().max_bytes(200)]
 }
 
 #[test]
-fn a_model_has_the_same_files_however_it_is_cut() {
+fn every_layout_writes_the_same_files() {
     for size in sizes() {
         let saved = |save: &dyn Fn(&Path) -> dist_train::Result<()>| {
             let folder = tempfile::tempdir().unwrap();
@@ -97,7 +96,7 @@ fn a_model_has_the_same_files_however_it_is_cut() {
 }
 
 #[test]
-fn what_is_saved_is_read_by_any_model() {
+fn saved_weights_load_in_every_layout() {
     for size in sizes() {
         let folder = tempfile::tempdir().unwrap();
         sharded(2, Full::default(), Keep::Inputs).save_pretrained(folder.path(), size).unwrap();
@@ -116,7 +115,7 @@ fn what_is_saved_is_read_by_any_model() {
 }
 
 #[test]
-fn a_folder_without_a_model_is_refused_by_name() {
+fn missing_weights_are_named() {
     let folder = tempfile::tempdir().unwrap();
     let mesh = DeviceMesh::cpu(1).unwrap();
     let refused = DataParallel::builder(&mesh, build).weights(folder.path()).build(adam);
@@ -125,7 +124,7 @@ fn a_folder_without_a_model_is_refused_by_name() {
 }
 
 #[test]
-fn a_part_that_is_missing_or_damaged_is_refused() {
+fn damaged_files_are_rejected() {
     let folder = tempfile::tempdir().unwrap();
     let [_, several] = sizes();
     data_parallel(1).save_pretrained(folder.path(), several).unwrap();

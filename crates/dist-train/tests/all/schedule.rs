@@ -1,4 +1,4 @@
-//! A schedule sets the learning rates that one would set oneself, and is resumed.
+//! Learning-rate schedules, compared with rates set explicitly, and resumed.
 
 use candle_core::{Device, Result, Tensor};
 use candle_nn::{Linear, Module, Optimizer, VarBuilder, linear};
@@ -32,10 +32,10 @@ fn sgd(vars: Vec<candle_core::Var>, lr: f64) -> Result<Sgd> {
     Sgd::new(vars, ParamsSgd { lr, momentum: 0.9, ..ParamsSgd::default() })
 }
 
-type Model = DistributedModel<Units, Sgd>;
+type ScheduledModel = DistributedModel<Units, Sgd>;
 
-/// A model in one of the layouts.
-fn model(layout: usize, schedule: Schedule) -> Model {
+/// Builds a model in one of the layouts.
+fn model(layout: usize, schedule: Schedule) -> ScheduledModel {
     let mesh = DeviceMesh::cpu(2).unwrap();
     let builder = DataParallel::builder(&mesh, build).by_units(UnitRules::new());
     let builder = builder.unit("head", ["head"]).schedule(schedule).group("bias", ["**.bias"]);
@@ -43,7 +43,7 @@ fn model(layout: usize, schedule: Schedule) -> Model {
     LAYOUTS[layout](builder).build(|group| sgd(group.vars, rate(&group.name))).unwrap()
 }
 
-/// The losses of ten steps whose rates are set by hand.
+/// Returns the losses of ten steps with explicitly set rates.
 fn expected() -> Vec<u64> {
     let mut model = model(0, Schedule::constant());
     let step = |step| {
@@ -56,12 +56,12 @@ fn expected() -> Vec<u64> {
 }
 
 #[test]
-fn rates_are_those_of_the_schedule_in_either_layout() {
+fn both_layouts_follow_the_schedule() {
     let expected = expected();
     for layout in [0, 1] {
         let mut model = model(layout, schedule());
         for (step, expected) in expected.iter().enumerate() {
-            // Evaluations are no updates.
+            // Evaluations do not advance the schedule.
             model.evaluate(batch(), loss).unwrap();
             assert_eq!(model.step(batch(), loss).unwrap().loss.to_bits(), *expected, "{step}");
         }
@@ -69,7 +69,7 @@ fn rates_are_those_of_the_schedule_in_either_layout() {
 }
 
 #[test]
-fn an_accumulated_batch_does_not_advance_it() {
+fn accumulation_does_not_advance_schedules() {
     for layout in [0, 1] {
         let mut found = model(layout, Schedule::constant().warmup(2));
         let mut by_hand = model(layout, Schedule::constant());
@@ -86,7 +86,7 @@ fn an_accumulated_batch_does_not_advance_it() {
 }
 
 #[test]
-fn a_checkpoint_resumes_it() {
+fn checkpoints_resume_schedules() {
     let mesh = DeviceMesh::cpu(2).unwrap();
     let mut first = model(0, schedule());
     for _ in 0..4 {
@@ -94,7 +94,7 @@ fn a_checkpoint_resumes_it() {
     }
     let latest = saved(&mesh, &first);
     let resumed = |layout| {
-        // Whatever the builder said.
+        // The checkpoint overrides the builder's schedule.
         let mut model = model(layout, Schedule::linear(3));
         model.load(&latest).unwrap();
         for expected in &expected()[4..] {
@@ -108,7 +108,7 @@ fn a_checkpoint_resumes_it() {
 }
 
 #[test]
-fn what_cannot_be_followed_is_refused() {
+fn invalid_schedules_are_rejected() {
     let mesh = DeviceMesh::cpu(2).unwrap();
     let builder = DataParallel::builder(&mesh, build).by_units(UnitRules::new());
     let error =

@@ -1,4 +1,4 @@
-//! What a step refuses, returns, draws and remembers.
+//! Steps: rejected losses, failures, random numbers and evaluations.
 
 use std::sync::{
     Arc, Mutex,
@@ -41,7 +41,7 @@ fn weight(model: &Model) -> Vec<f32> {
 }
 
 #[test]
-fn a_loss_that_is_no_number_ends_the_step_before_the_update() {
+fn nan_loss_prevents_the_update() {
     let mut trained = model(3);
     let before = weight(&trained);
     let loss = |ctx: &Replica, model: &Linear, x: Tensor| {
@@ -68,14 +68,14 @@ fn a_loss_that_is_no_number_ends_the_step_before_the_update() {
 }
 
 #[test]
-fn a_gradient_that_is_no_number_is_named() {
+fn nan_gradients_are_named() {
     let mesh = DeviceMesh::cpu(2).unwrap();
     let build = |vb: VarBuilder<'_>| {
         Ok((linear_no_bias(3, 1, vb.pp("a"))?, linear_no_bias(3, 1, vb.pp("b"))?))
     };
     let mut model =
         DataParallel::builder(&mesh, build).build(|group| SGD::new(group.vars, 0.01)).unwrap();
-    // The root has no slope at 0.
+    // The root has no finite slope at 0.
     let loss = |ctx: &Replica, (a, b): &(Linear, Linear), x: Tensor| {
         let x = if ctx.slot() == 1 { x.zeros_like()? } else { x };
         a.forward(&x)?.mean_all()? + b.forward(&x)?.abs()?.sqrt()?.mean_all()?
@@ -87,7 +87,7 @@ fn a_gradient_that_is_no_number_is_named() {
     );
 }
 
-/// Fails a step by what slot 1 does, and then trains as a model that has not failed.
+/// Fails a step on slot 1, and checks that later steps match a model without the failure.
 #[track_caller]
 fn check_failed(fails: impl Fn() -> Result<()> + Sync) -> Error {
     let (mut expected, mut found) = (model(2), model(2));
@@ -109,21 +109,21 @@ fn check_failed(fails: impl Fn() -> Result<()> + Sync) -> Error {
 #[test]
 fn failed_step_changes_nothing() {
     let error = check_failed(|| candle_core::bail!("no data"));
-    let is_its_own = matches!(
+    let is_original = matches!(
         error,
         Error::Mesh(pmap_mesh::Error::Replica(ReplicaError::Failed { slot: 1, .. }))
     );
-    assert!(is_its_own, "{error}");
+    assert!(is_original, "{error}");
 }
 
 #[test]
-fn panic_in_a_loss_ends_only_the_step() {
+fn panicking_loss_ends_only_the_step() {
     let error = check_failed(|| panic!("a broken loss"));
     assert!(matches!(error, Error::Mesh(_)), "{error}");
 }
 
 #[test]
-fn models_that_cannot_be_built_are_errors() {
+fn constructor_errors_are_returned() {
     let mesh = DeviceMesh::cpu(2).unwrap();
     let build = |_: VarBuilder<'_>| -> Result<Linear> { candle_core::bail!("no layers") };
     let error =
@@ -148,7 +148,7 @@ fn drawing(drawn: &Drawn) -> impl Fn(&Replica, &Linear, Tensor) -> Result<Tensor
     }
 }
 
-/// What the slots drew since the last time.
+/// Takes the numbers drawn since the last call, by slot.
 fn taken(drawn: &Drawn) -> Vec<Vec<f32>> {
     let mut drawn = std::mem::take(&mut *drawn.lock().unwrap());
     drawn.sort_by_key(|(slot, _)| *slot);
@@ -156,7 +156,7 @@ fn taken(drawn: &Drawn) -> Vec<Vec<f32>> {
 }
 
 #[test]
-fn random_numbers_differ_by_batch_and_slot_and_are_the_same_when_resumed() {
+fn resumed_runs_draw_the_same_numbers() {
     let drawn = Drawn::default();
     let run = |model: &mut Model, batches: usize| -> Vec<Vec<f32>> {
         let step = |_| {
@@ -171,11 +171,11 @@ fn random_numbers_differ_by_batch_and_slot_and_are_the_same_when_resumed() {
     let mut distinct: Vec<_> = all.iter().map(to_bits).collect();
     distinct.sort();
     distinct.dedup();
-    assert_eq!(distinct.len(), 12, "each batch and slot has numbers of its own");
+    assert_eq!(distinct.len(), 12, "each batch and slot draws different numbers");
 
     let mut again = model(2);
     assert_eq!(run(&mut again, 3), all[..6]);
-    // An evaluation or a failed step in between changes nothing, and draws from another stream.
+    // Evaluations and failed steps draw from other streams and do not change later steps.
     again.evaluate(input(4), drawing(&drawn)).unwrap();
     let evaluated = taken(&drawn);
     again.evaluate(input(4), drawing(&drawn)).unwrap();
@@ -188,19 +188,19 @@ fn random_numbers_differ_by_batch_and_slot_and_are_the_same_when_resumed() {
         .unwrap_err();
 
     again.set_learning_rate(0.123).unwrap();
-    // The seed is that of the checkpoint.
+    // The checkpoint overrides the seed.
     let mut resumed = seeded(2, 77);
     resumed.load(&saved(&DeviceMesh::cpu(2).unwrap(), &again)).unwrap();
     assert_eq!(resumed.steps(), 3);
     assert_eq!(run(&mut resumed, 3), all[6..]);
     assert_ne!(run(&mut seeded(2, 77), 3), all[..6]);
-    // So is the learning rate.
+    // The checkpoint also contains the learning rate.
     assert_eq!(run(&mut again, 3), all[6..]);
     assert_eq!(weight(&resumed), weight(&again));
 }
 
 #[test]
-fn accumulated_batches_draw_numbers_of_their_own() {
+fn accumulated_batches_draw_different_numbers() {
     let drawn = Drawn::default();
     let mut trained = model(1);
     trained.accumulate(input(4), drawing(&drawn)).unwrap();
@@ -211,7 +211,7 @@ fn accumulated_batches_draw_numbers_of_their_own() {
 }
 
 #[test]
-fn an_evaluation_counts_rows_once_and_records_nothing() {
+fn evaluation_records_no_graph() {
     for slots in [1, 2, 4] {
         let mut trained = model(slots);
         let x = Tensor::arange(0_f32, 15., &Device::Cpu).unwrap().reshape((5, 3)).unwrap();
@@ -231,7 +231,7 @@ fn an_evaluation_counts_rows_once_and_records_nothing() {
         assert!((found.weight - 5.0).abs() < 1e-12);
         assert!((found.aux.to_scalar::<f32>().unwrap() - 5.0).abs() < 1e-6);
 
-        // It sees what training does.
+        // Evaluation uses the updated parameters.
         let train = |ctx: &Replica, model: &Linear, x: Tensor| {
             model.forward(&x.narrow(0, 0, ctx.valid_len().unwrap())?)?.sqr()?.mean_all()
         };
@@ -241,7 +241,7 @@ fn an_evaluation_counts_rows_once_and_records_nothing() {
 }
 
 #[test]
-fn aux_of_another_form_than_the_batch_before_is_refused() {
+fn changed_aux_forms_are_rejected() {
     let mut trained = model(2);
     let loss = |_: &Replica, model: &Linear, x: Tensor| model.forward(&x)?.mean_all();
     let with_two = |_: &Replica, model: &Linear, x: Tensor| {
@@ -251,12 +251,12 @@ fn aux_of_another_form_than_the_batch_before_is_refused() {
     trained.accumulate(input(4), loss).unwrap();
     let error = trained.step(input(4), with_two).unwrap_err().to_string();
     assert!(error.contains("2 tensors come with the loss, 0 came"), "{error}");
-    // What was accumulated is dropped.
+    // Accumulated gradients are discarded.
     assert!((trained.step(input(4), loss).unwrap().weight - 4.0).abs() < 1e-12);
 }
 
 #[test]
-fn parameters_that_drift_apart_are_found_every_few_steps_and_at_checkpoints() {
+fn diverged_parameters_are_found() {
     let mesh = DeviceMesh::cpu(2).unwrap();
     let copies = Hybrid::default().with_rule("**", Choice::Replicate).unwrap();
     let builder = || {
@@ -264,7 +264,7 @@ fn parameters_that_drift_apart_are_found_every_few_steps_and_at_checkpoints() {
         builder.by_units(UnitRules::new()).check_in_sync_every(2)
     };
     for builder in [builder().replicated(), builder().fully_shard().strategy(copies)] {
-        // Decays on the second slot alone.
+        // Only the second slot decays its weights.
         let n_made = AtomicUsize::new(0);
         let mut model = builder
             .build(|group| {
@@ -285,7 +285,7 @@ fn parameters_that_drift_apart_are_found_every_few_steps_and_at_checkpoints() {
 }
 
 #[test]
-fn options_of_another_layout_are_rejected() {
+fn options_of_other_layouts_are_rejected() {
     let mesh = DeviceMesh::cpu(2).unwrap();
     let builder =
         || DataParallel::builder(&mesh, |vb| linear(3, 1, vb.pp(0))).by_units(UnitRules::new());
@@ -305,7 +305,7 @@ fn options_of_another_layout_are_rejected() {
 }
 
 #[test]
-fn a_model_of_units_trains_like_the_model_itself() {
+fn units_equal_the_whole_model() {
     let mesh = DeviceMesh::cpu(2).unwrap();
     let layers = |vb: VarBuilder<'_>| {
         (0..3).map(|n| linear(3, 3, vb.pp("blocks").pp(n))).collect::<Result<Vec<_>>>()
@@ -314,10 +314,10 @@ fn a_model_of_units_trains_like_the_model_itself() {
     let mut whole = DataParallel::builder(&mesh, layers).build(sgd).unwrap();
     let mut units =
         DataParallel::builder(&mesh, layers).by_units(UnitRules::new()).build(sgd).unwrap();
-    let of_whole = |_: &Replica, model: &Vec<Linear>, x: Tensor| {
+    let whole_loss = |_: &Replica, model: &Vec<Linear>, x: Tensor| {
         model.iter().try_fold(x, |x, layer| layer.forward(&x)?.tanh())?.sqr()?.mean_all()
     };
-    let of_units = |_: &Replica, model: &Units, x: Tensor| {
+    let unit_loss = |_: &Replica, model: &Units, x: Tensor| {
         let block = |x, n| {
             let name = format!("blocks.{n}");
             model.unit(&name, &x, |vb, x| linear(3, 3, vb)?.forward(x)?.tanh())
@@ -325,12 +325,12 @@ fn a_model_of_units_trains_like_the_model_itself() {
         (0..3).try_fold(x, block)?.sqr()?.mean_all()
     };
     for _ in 0..5 {
-        let expected = whole.step(input(4), of_whole).unwrap();
-        let found = units.step(input(4), of_units).unwrap();
+        let expected = whole.step(input(4), whole_loss).unwrap();
+        let found = units.step(input(4), unit_loss).unwrap();
         assert_eq!(found.loss.to_bits(), expected.loss.to_bits());
     }
-    let evaluated = units.evaluate(input(4), of_units).unwrap().loss;
-    assert_eq!(evaluated.to_bits(), whole.evaluate(input(4), of_whole).unwrap().loss.to_bits());
+    let evaluated = units.evaluate(input(4), unit_loss).unwrap().loss;
+    assert_eq!(evaluated.to_bits(), whole.evaluate(input(4), whole_loss).unwrap().loss.to_bits());
     let missing = |_: &Replica, model: &Units, x: Tensor| {
         model.unit("block", &x, |vb, x| linear(3, 3, vb)?.forward(x)?.mean_all())
     };

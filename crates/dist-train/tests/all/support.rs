@@ -1,4 +1,4 @@
-//! What many tests share: stacks of small layers, batches for them, and what is said of models.
+//! Shared helpers: stacks of small layers, batches, checkpoints and assertions.
 
 use std::{fmt, ops::Deref};
 
@@ -11,56 +11,55 @@ use dist_train::{
 use pmap_mesh::{DeviceMesh, Replica};
 use tempfile::TempDir;
 
-/// Layers of three features, each of which is a unit.
+/// Builds layers of three features; each layer is a unit.
 pub(crate) fn layers<const N: usize>(vb: VarBuilder<'_>) -> Result<Vec<Linear>> {
     (0..N).map(|layer| linear(3, 3, vb.pp(layer))).collect()
 }
 
-/// A replicated model of three such units.
+/// Returns the builder of a replicated model of three units.
 pub(crate) fn replicated(mesh: &DeviceMesh) -> ModelBuilder<'_, Units> {
     DataParallel::builder(mesh, layers::<3>).by_units(UnitRules::new())
 }
 
-/// Both layouts of a model: replicated, and sharded.
+/// Both layouts of a model: replicated and sharded.
 pub(crate) const LAYOUTS: [for<'a> fn(ModelBuilder<'a, Units>) -> ModelBuilder<'a, Units>; 2] =
-    [whole, cut];
+    [replicated_layout, sharded_layout];
 
-fn whole(builder: ModelBuilder<'_, Units>) -> ModelBuilder<'_, Units> {
+fn replicated_layout(builder: ModelBuilder<'_, Units>) -> ModelBuilder<'_, Units> {
     builder
 }
 
-fn cut(builder: ModelBuilder<'_, Units>) -> ModelBuilder<'_, Units> {
+fn sharded_layout(builder: ModelBuilder<'_, Units>) -> ModelBuilder<'_, Units> {
     builder.fully_shard()
 }
 
-/// Rows of three numbers.
+/// Returns rows of three numbers.
 pub(crate) fn input(rows: usize) -> Tensor {
     let items = Tensor::arange(0_f32, (rows * 3) as f32, &Device::Cpu).unwrap();
     items.sin().unwrap().reshape((rows, 3)).unwrap()
 }
 
-/// What a unit does with its layer.
+/// Runs a unit: a linear layer and tanh.
 pub(crate) fn layer(vb: VarBuilder<'_>, x: &Tensor) -> Result<Tensor> {
     linear(3, 3, vb)?.forward(x)?.tanh()
 }
 
-/// A loss of units that are entered in turn.
+/// Returns a loss that enters units in order.
 pub(crate) fn through(
     units: &'static [&'static str],
 ) -> impl Fn(&Replica, &Units, Tensor) -> Result<Tensor> + Send + Sync {
     move |_, model, x| {
-        let enter = |x, unit: &&str| model.unit(unit, &x, layer);
-        units.iter().try_fold(x, enter)?.sqr()?.mean_all()
+        units.iter().try_fold(x, |x, unit: &&str| model.unit(unit, &x, layer))?.sqr()?.mean_all()
     }
 }
 
-/// A checkpoint in a folder of its own.
-pub(crate) struct Saved {
+/// A checkpoint in a temporary folder.
+pub(crate) struct SavedModel {
     checkpoint: Checkpoint,
     _folder: TempDir,
 }
 
-impl Deref for Saved {
+impl Deref for SavedModel {
     type Target = Checkpoint;
 
     fn deref(&self) -> &Checkpoint {
@@ -68,17 +67,18 @@ impl Deref for Saved {
     }
 }
 
-/// Saves a model.
+/// Saves a model to a temporary folder.
 pub(crate) fn saved<M, O: StatefulOptimizer>(
     mesh: &DeviceMesh,
     model: &DistributedModel<M, O>,
-) -> Saved {
+) -> SavedModel {
     let folder = tempfile::tempdir().unwrap();
     let checkpoints = Checkpoints::new(folder.path());
     checkpoints.save(mesh, model.steps(), &model.state_dict().unwrap(), &()).unwrap();
-    Saved { checkpoint: checkpoints.latest().unwrap().unwrap(), _folder: folder }
+    SavedModel { checkpoint: checkpoints.latest().unwrap().unwrap(), _folder: folder }
 }
 
+/// Returns the training error of a rejected call.
 pub(crate) fn refused<T: fmt::Debug>(outcome: dist_train::Result<T>) -> TrainingError {
     match outcome {
         Err(Error::Training(error)) => error,
@@ -91,7 +91,7 @@ pub(crate) fn bits(tensor: &Tensor) -> Vec<u32> {
     items.into_iter().map(f32::to_bits).collect()
 }
 
-/// Asserts that two models have the same parameters, to the bit.
+/// Asserts that two models have bitwise equal parameters.
 #[track_caller]
 pub(crate) fn assert_same<M, N, O, P>(
     found: &DistributedModel<M, O>,

@@ -1,4 +1,4 @@
-//! A batch norm over all replicas is that of one device.
+//! Batch norm over all replicas matches one device.
 
 use candle_core::{DType, Device, Result, Tensor};
 use candle_nn::{
@@ -11,7 +11,7 @@ const FEATURES: usize = 3;
 const LENGTH: usize = 4;
 const STEPS: usize = 4;
 
-/// The losses of some steps and of an evaluation, and the variables.
+/// Returns the losses of some steps and an evaluation, and the final variables.
 fn run<N: Send>(
     slots: usize,
     (rows, uneven): (usize, Uneven),
@@ -19,7 +19,7 @@ fn run<N: Send>(
     forward: impl Fn(&Replica, &N, &Tensor, bool) -> Result<Tensor> + Sync,
 ) -> Vec<f64> {
     let mesh = DeviceMesh::cpu(slots).unwrap();
-    // A layer before the norm, whose gradient comes through the statistics.
+    // The stem's gradient passes through the statistics.
     let layers = |vb: VarBuilder<'_>| {
         let stem = linear(FEATURES, FEATURES, vb.pp("stem"))?;
         Ok((stem, norm(vb.pp("norm"))?, linear(FEATURES, 2, vb.pp("head"))?))
@@ -36,8 +36,8 @@ fn run<N: Send>(
             let x = stem.forward(&x)?.transpose(1, 2)?.contiguous()?;
             // [rows, features, length] to [rows, length, features]
             let normed = forward(ctx, norm, &x, train)?.transpose(1, 2)?.contiguous()?;
-            let of_rows = head.forward(&normed)?.tanh()?.sqr()?.sum((1, 2))?;
-            Ok(Loss::sum((of_rows * &weights)?.sum_all()?, weights.sum_all()?))
+            let row_losses = head.forward(&normed)?.tanh()?.sqr()?.sum((1, 2))?;
+            Ok(Loss::sum((row_losses * &weights)?.sum_all()?, weights.sum_all()?))
         }
     };
     let batch = |step: usize| {
@@ -71,19 +71,19 @@ fn assert_near(found: &[f64], expected: &[f64]) {
 }
 
 #[test]
-fn on_one_device_it_is_candle_s() {
-    let candle_s = run(
+fn one_device_equals_candle() {
+    let expected = run(
         1,
         (7, Uneven::Refuse),
         |vb| batch_norm(FEATURES, BatchNormConfig::default(), vb),
         |_, norm: &BatchNorm, x, train| norm.forward_t(x, train),
     );
-    assert_near(&synchronized(1, 7, Uneven::Refuse), &candle_s);
+    assert_near(&synchronized(1, 7, Uneven::Refuse), &expected);
 }
 
 #[test]
-fn on_any_number_of_devices_it_is_that_of_one() {
-    // Of 5 rows on 4 devices, the last has padding alone.
+fn every_mesh_equals_one_device() {
+    // With 5 padded rows on 4 devices, the last has only padding.
     for rows in [5, 7] {
         let expected = synchronized(1, rows, Uneven::Refuse);
         for slots in 2..=4 {
@@ -94,9 +94,9 @@ fn on_any_number_of_devices_it_is_that_of_one() {
     }
 }
 
-/// Halves hold 200 and 201, and neither their sum nor their mean.
+/// bf16 represents 200 and 201, but neither their sum nor their mean.
 #[test]
-fn halves_are_normalized_in_single_precision() {
+fn bf16_is_normalized_in_f32() {
     let rows: Vec<f32> = (0..8).map(|row| 200.0 + (row % 2) as f32).collect();
     let x = Tensor::from_vec(rows, (8, 1), &Device::Cpu).unwrap();
     for slots in [1, 2] {
@@ -115,7 +115,7 @@ fn halves_are_normalized_in_single_precision() {
 }
 
 #[test]
-fn what_are_no_rows_of_the_shard_is_refused() {
+fn unfit_inputs_are_rejected() {
     let mesh = DeviceMesh::cpu(2).unwrap();
     let forward = |x: Tensor, rows: usize| {
         let layer =
@@ -130,7 +130,7 @@ fn what_are_no_rows_of_the_shard_is_refused() {
         model.step(x, loss).unwrap_err().to_string()
     };
     let ones = |rows: usize, width: usize| Tensor::ones((rows, width), DType::F32, &Device::Cpu);
-    // Rows and positions in one dimension.
+    // Rows and positions share a dimension.
     let error = forward(ones(3, 2 * FEATURES).unwrap(), FEATURES);
     assert!(error.contains("of 4 rows, where the shard has"), "{error}");
     let error = forward(ones(1, FEATURES).unwrap(), FEATURES);

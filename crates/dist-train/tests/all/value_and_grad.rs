@@ -1,4 +1,4 @@
-//! Gradients over a mesh: what is refused, empty shards, and types of half precision.
+//! Gradients over a mesh: rejected losses, empty shards and half precision.
 
 use candle_core::{DType, Device, Result, Tensor, Var};
 use dist_train::{Error, TrainingError, value_and_grad};
@@ -12,15 +12,15 @@ fn items(tensor: &Tensor) -> Vec<f64> {
     tensor.to_dtype(DType::F64).unwrap().flatten_all().unwrap().to_vec1().unwrap()
 }
 
-/// A mean over the rows of a shard times a sum over all replicas: of an empty shard that is no
-/// number, and the sum carries it to the others.
+/// Multiplies the mean over a shard's rows by a sum over all replicas, which spreads the NaN of an
+/// empty shard.
 fn spoiled(ctx: &Replica, w: &Var, x: &Tensor) -> Result<Tensor> {
     let rows = x.narrow(0, 0, ctx.valid_len().unwrap())?.matmul(w)?;
     rows.mean_all()? * ctx.pvary(&ctx.psum(&w.sum_all()?, ALL)?, ALL)?
 }
 
 #[test]
-fn gradient_that_is_not_finite_is_refused() {
+fn non_finite_gradients_are_rejected() {
     let mesh = DeviceMesh::cpu(4).unwrap();
     let (unused, w) = (ones((1, 1), DType::F32), ones((2, 1), DType::F32));
     let model = w.clone();
@@ -43,9 +43,9 @@ fn gradient_that_is_not_finite_is_refused() {
     assert_eq!(items(grads.get(&w).unwrap()), [16.0, 16.0]);
 }
 
-/// The last slot has no row, and the others use its part of what all of them gather.
+/// The last slot has no rows, but the others use its gathered tensor.
 #[test]
-fn others_gradients_of_an_empty_shard_count() {
+fn empty_shards_receive_gradients() {
     let mesh = DeviceMesh::cpu(4).unwrap();
     let w = ones((1, 2), DType::F32);
     let model = w.clone();
@@ -59,17 +59,17 @@ fn others_gradients_of_an_empty_shard_count() {
     assert_eq!(items(grads.get(&w).unwrap()), [4.0, 4.0]);
 }
 
-/// A third is no half: a gradient that took it for one would be off by 0.2 %.
+/// Half precision would round the row weight of a third by 0.2 %.
 #[test]
-fn gradients_through_halves_are_not_rounded_by_the_number_of_rows() {
+fn row_weights_are_not_rounded() {
     let mesh = DeviceMesh::cpu(3).unwrap();
     for (params, loss) in [(DType::F32, DType::BF16), (DType::BF16, DType::F32)] {
         let w = ones((2, 1), params);
         let model = w.clone();
-        let of_shard = move |_: &Replica, x: Tensor| {
+        let shard_loss = move |_: &Replica, x: Tensor| {
             x.to_dtype(params)?.matmul(&model)?.to_dtype(loss)?.mean_all()
         };
-        let step = value_and_grad(&mesh, vec![w.clone()], of_shard);
+        let step = value_and_grad(&mesh, vec![w.clone()], shard_loss);
         let x = Tensor::ones((3, 2), DType::F32, &Device::Cpu).unwrap();
         let (_, grads) = step.call(x).unwrap();
         let gradient = grads.get(&w).unwrap();
@@ -78,9 +78,9 @@ fn gradients_through_halves_are_not_rounded_by_the_number_of_rows() {
     }
 }
 
-/// Slots without a gradient add zeros of the type in which the others add theirs.
+/// Slots without a gradient add zeros of the same dtype as the others.
 #[test]
-fn gradients_of_halves_that_one_slot_has_are_added() {
+fn bf16_gradients_of_one_slot_count() {
     let mesh = DeviceMesh::cpu(3).unwrap();
     let w = ones((2, 1), DType::BF16);
     let model = w.clone();

@@ -1,4 +1,4 @@
-//! What becomes of each variable: trained in its group, left alone, frozen, or a buffer.
+//! Roles of variables: trained, unused, frozen, or buffer.
 
 use std::collections::BTreeMap;
 
@@ -28,11 +28,11 @@ fn values(tensor: &Tensor) -> Vec<f32> {
     tensor.flatten_all().unwrap().to_vec1().unwrap()
 }
 
-fn of<M, O>(model: &DistributedModel<M, O>, name: &str) -> Vec<f32> {
+fn parameter_values<M, O>(model: &DistributedModel<M, O>, name: &str) -> Vec<f32> {
     values(&model.parameters().unwrap()[name])
 }
 
-/// Three layers, of which the second has a bias that is not used.
+/// Runs three layers without the bias of the second.
 fn without_bias(_: &Replica, model: &Units, x: Tensor) -> Result<Tensor> {
     let x = model.unit("0", &x, layer)?;
     let x = model.unit("1", &x, |vb, x| linear_no_bias(3, 3, vb)?.forward(x))?;
@@ -45,7 +45,7 @@ fn all_values<O>(model: &DistributedModel<Units, O>) -> BTreeMap<String, Vec<f32
 }
 
 #[test]
-fn parameters_without_a_gradient_are_named_in_the_first_step() {
+fn missing_gradients_are_named() {
     let mesh = DeviceMesh::cpu(2).unwrap();
     for layout in LAYOUTS {
         let mut model = layout(replicated(&mesh)).build(adam).unwrap();
@@ -57,15 +57,15 @@ fn parameters_without_a_gradient_are_named_in_the_first_step() {
         let missing = vec!["1.bias".to_owned()];
         let expected = TrainingError::NoGradient { missing, trained: 6 };
         assert_eq!(refused::<()>(Err(error)), expected);
-        assert_eq!(all_values(&model), before, "a step that is refused changes nothing");
+        assert_eq!(all_values(&model), before, "a rejected step changes nothing");
         assert_eq!(model.steps(), 0);
-        // Nor does the next one pass, until the model says that it is meant.
+        // The next step is rejected too.
         assert_eq!(refused(model.step(support::input(4), without_bias)), expected);
     }
 }
 
 #[test]
-fn unused_parameters_that_are_allowed_are_left_alone() {
+fn allowed_unused_parameters_stay_unchanged() {
     let mesh = DeviceMesh::cpu(2).unwrap();
     for layout in LAYOUTS {
         let builder = layout(replicated(&mesh)).allow_unused(["1.b*"]);
@@ -75,21 +75,21 @@ fn unused_parameters_that_are_allowed_are_left_alone() {
             model.step(support::input(4), without_bias).unwrap();
         }
         for (name, after) in all_values(&model) {
-            // Not even decayed.
+            // Weight decay skips it too.
             assert_eq!(after == before[&name], name == "1.bias", "{name}");
         }
     }
 }
 
 #[test]
-fn a_variable_that_one_slot_uses_in_a_later_step_is_trained_from_then_on() {
+fn later_used_variables_are_trained() {
     let mesh = DeviceMesh::cpu(2).unwrap();
     let build = |vb: VarBuilder<'_>| {
         Ok((linear_no_bias(4, 1, vb.pp("always"))?, linear_no_bias(4, 1, vb.pp("expert"))?))
     };
     let builder = DataParallel::builder(&mesh, build).allow_unused(["expert"]);
     let mut model = builder.build(|group| SGD::new(group.vars, 0.1)).unwrap();
-    let before = of(&model, "expert.weight");
+    let before = parameter_values(&model, "expert.weight");
     let loss = |uses: bool| {
         move |ctx: &Replica, (always, expert): &(Linear, Linear), x: Tensor| {
             let mut y = always.forward(&x)?;
@@ -100,19 +100,19 @@ fn a_variable_that_one_slot_uses_in_a_later_step_is_trained_from_then_on() {
         }
     };
     model.step(input(4), loss(false)).unwrap();
-    assert_eq!(of(&model, "expert.weight"), before);
+    assert_eq!(parameter_values(&model, "expert.weight"), before);
     model.step(input(4), loss(true)).unwrap();
     let x = input(4).narrow(0, 2, 2).unwrap();
     let expected = (x.sum(0).unwrap() * (0.1 / 4.0)).unwrap();
     for ((before, after), moved) in
-        before.iter().zip(of(&model, "expert.weight")).zip(values(&expected))
+        before.iter().zip(parameter_values(&model, "expert.weight")).zip(values(&expected))
     {
         assert!((before - after - moved).abs() < 1e-6);
     }
 }
 
 #[test]
-fn a_resumed_run_is_past_its_first_step() {
+fn resumed_runs_allow_missing_gradients() {
     let mesh = DeviceMesh::cpu(2).unwrap();
     let build = || DataParallel::builder(&mesh, two_layers).build(adam).unwrap();
     let mut model = build();
@@ -135,18 +135,19 @@ fn two_layer_loss(_: &Replica, model: &(Linear, Linear), x: Tensor) -> Result<Te
 }
 
 #[test]
-fn what_is_frozen_stays_and_has_no_state() {
+fn frozen_variables_have_no_state() {
     let mesh = DeviceMesh::cpu(2).unwrap();
     let build = |mesh: &DeviceMesh| {
         DataParallel::builder(mesh, two_layers).freeze(["body"]).build(adam).unwrap()
     };
     let mut model = build(&mesh);
-    let (body, head) = (of(&model, "body.weight"), of(&model, "head.weight"));
+    let (body, head) =
+        (parameter_values(&model, "body.weight"), parameter_values(&model, "head.weight"));
     for _ in 0..3 {
         model.step(input(4), two_layer_loss).unwrap();
     }
-    assert_eq!(of(&model, "body.weight"), body);
-    assert_ne!(of(&model, "head.weight"), head);
+    assert_eq!(parameter_values(&model, "body.weight"), body);
+    assert_ne!(parameter_values(&model, "head.weight"), head);
 
     let checkpoint = saved(&mesh, &model);
     let mut kinds = Vec::new();
@@ -161,12 +162,12 @@ fn what_is_frozen_stays_and_has_no_state() {
     assert_eq!(kinds, ["model/body.bias@0", "model/body.weight@0"]);
     let mut resumed = build(&DeviceMesh::cpu(3).unwrap());
     resumed.load(&checkpoint).unwrap();
-    assert_eq!(of(&resumed, "body.weight"), body);
-    assert_eq!(of(&resumed, "head.weight"), of(&model, "head.weight"));
+    assert_eq!(parameter_values(&resumed, "body.weight"), body);
+    assert_eq!(parameter_values(&resumed, "head.weight"), parameter_values(&model, "head.weight"));
 }
 
 #[test]
-fn groups_have_their_own_optimizers_and_rates() {
+fn groups_have_separate_rates() {
     let mesh = DeviceMesh::cpu(2).unwrap();
     let mut model = DataParallel::builder(&mesh, two_layers)
         .group("no_decay", ["**.bias"])
@@ -177,16 +178,20 @@ fn groups_have_their_own_optimizers_and_rates() {
         })
         .unwrap();
     let names = ["body.bias", "body.weight", "head.bias", "head.weight"];
-    // Gradients of zeros, so that nothing but the decay moves a variable.
+    // With zero gradients, only weight decay changes variables.
     let no_slope = |_: &Replica, model: &(Linear, Linear), x: Tensor| {
         let y = model.1.forward(&model.0.forward(&x)?)?.mean_all()?;
         &y * y.zeros_like()?
     };
     model.set_group_learning_rate("head", 0.2).unwrap();
-    let before = names.map(|name| of(&model, name));
+    let before = names.map(|name| parameter_values(&model, name));
     model.step(input(4), no_slope).unwrap();
     let kept = |name: &str, before: &[f32]| -> Vec<f32> {
-        of(&model, name).iter().zip(before).map(|(after, before)| after / before).collect()
+        parameter_values(&model, name)
+            .iter()
+            .zip(before)
+            .map(|(after, before)| after / before)
+            .collect()
     };
     for (name, (before, expected)) in names.iter().zip(before.iter().zip([1.0, 0.95, 1.0, 0.9])) {
         for ratio in kept(name, before) {
@@ -196,13 +201,13 @@ fn groups_have_their_own_optimizers_and_rates() {
     let unknown = TrainingError::UnknownGroup { name: "tail".to_owned() };
     assert_eq!(refused(model.set_group_learning_rate("tail", 0.1)), unknown);
     model.set_learning_rate(0.0).unwrap();
-    let before = names.map(|name| of(&model, name));
+    let before = names.map(|name| parameter_values(&model, name));
     model.step(input(4), no_slope).unwrap();
-    assert_eq!(names.map(|name| of(&model, name)), before);
+    assert_eq!(names.map(|name| parameter_values(&model, name)), before);
 }
 
 #[test]
-fn numbers_that_a_setting_cannot_be_are_refused() {
+fn invalid_numbers_are_rejected() {
     let setting = |outcome: dist_train::Result<()>| match outcome {
         Err(error @ Error::Setting { .. }) => error.to_string(),
         other => panic!("{other:?}"),
@@ -220,12 +225,12 @@ fn numbers_that_a_setting_cannot_be_are_refused() {
         assert_eq!(setting(model.set_learning_rate(rate)), expected);
         assert_eq!(setting(model.set_group_learning_rate("default", rate)), expected);
     }
-    // The rate is what it was: a checkpoint can be written and read.
+    // The rate is unchanged, so checkpoints stay valid.
     model.load(&saved(&mesh, &model)).unwrap();
 }
 
 #[test]
-fn a_pattern_that_matches_nothing_is_named() {
+fn unmatched_patterns_are_named() {
     let mesh = DeviceMesh::cpu(1).unwrap();
     let builder = || DataParallel::builder(&mesh, two_layers);
     let unmatched =
@@ -266,7 +271,7 @@ fn batched(slots: usize) -> DistributedModel<Batched, AdamW> {
 }
 
 #[test]
-fn running_statistics_are_averaged_over_slots_and_not_decayed() {
+fn running_statistics_are_averaged() {
     for slots in [1, 2, 4] {
         let mut model = batched(slots);
         let mut mean = vec![0_f32; 4];
@@ -278,11 +283,11 @@ fn running_statistics_are_averaged_over_slots_and_not_decayed() {
             }
         }
         model.check_in_sync().unwrap();
-        for (found, expected) in of(&model, "norm.running_mean").iter().zip(&mean) {
+        for (found, expected) in parameter_values(&model, "norm.running_mean").iter().zip(&mean) {
             assert!((found - expected).abs() < 1e-4, "{slots} slots: {found} for {expected}");
         }
-        // The model that evaluates sees what training has found.
-        let found = of(&model, "norm.running_mean");
+        // Evaluation uses the statistics from training.
+        let found = parameter_values(&model, "norm.running_mean");
         let seen = |_: &Replica, model: &Batched, _: Tensor| model.norm.running_mean().sum_all();
         let seen = model.evaluate(input(8), seen).unwrap().loss;
         assert!((seen - f64::from(found.iter().sum::<f32>())).abs() < 1e-4);
@@ -290,17 +295,17 @@ fn running_statistics_are_averaged_over_slots_and_not_decayed() {
             model.norm.forward_t(&x, false)?.sqr()?.mean_all()
         };
         assert!(model.evaluate(input(8), eval).unwrap().loss.is_finite());
-        // Nor does an evaluation by statistics of the batch change what was found.
+        // Evaluation in training mode does not change them.
         model.evaluate(input(8), Batched::loss).unwrap();
-        assert_eq!(of(&model, "norm.running_mean"), found);
+        assert_eq!(parameter_values(&model, "norm.running_mean"), found);
     }
 }
 
 #[test]
-fn buffers_are_saved_and_a_failed_step_takes_them_back() {
+fn failed_step_restores_buffers() {
     let mut model = batched(2);
     model.step(input(8), Batched::loss).unwrap();
-    let before = of(&model, "norm.running_var");
+    let before = parameter_values(&model, "norm.running_var");
     let fails = |ctx: &Replica, model: &Batched, x: Tensor| {
         let loss = Batched::loss(ctx, model, x)?;
         if ctx.slot() == 1 {
@@ -309,37 +314,37 @@ fn buffers_are_saved_and_a_failed_step_takes_them_back() {
         Ok(loss)
     };
     model.step((input(8) * 3.0).unwrap(), fails).unwrap_err();
-    assert_eq!(of(&model, "norm.running_var"), before);
+    assert_eq!(parameter_values(&model, "norm.running_var"), before);
     model.check_in_sync().unwrap();
 
     let mut resumed = batched(3);
     resumed.load(&saved(&DeviceMesh::cpu(2).unwrap(), &model)).unwrap();
-    assert_eq!(of(&resumed, "norm.running_var"), before);
+    assert_eq!(parameter_values(&resumed, "norm.running_var"), before);
     resumed.check_in_sync().unwrap();
 }
 
 #[test]
-fn a_buffer_that_is_no_number_ends_the_step() {
-    // Two rows on two slots: the variance of one row is none.
+fn nan_buffers_end_the_step() {
+    // With one row per slot, the variance is NaN.
     let mut model = batched(2);
-    let before = of(&model, "norm.running_var");
+    let before = parameter_values(&model, "norm.running_var");
     let error = refused(model.step(input(2), Batched::loss));
     assert_eq!(error, TrainingError::NonFiniteBuffer { name: "norm.running_var".to_owned() });
-    assert_eq!(of(&model, "norm.running_var"), before);
-    // A shard of padding alone has no statistics, and is not asked for them.
+    assert_eq!(parameter_values(&model, "norm.running_var"), before);
+    // A shard of padding does not update statistics.
     let mut model = batched(4);
     model.step(input(6), Batched::loss).unwrap();
     model.check_in_sync().unwrap();
 }
 
-/// A layer and a count of the batches that it has seen.
+/// Builds a layer and a batch counter.
 fn counting(vb: VarBuilder<'_>) -> Result<(Linear, Tensor)> {
     let count = vb.get_with_hints_dtype((), "num_batches", candle_nn::init::ZERO, DType::U32)?;
     Ok((linear(4, 1, vb)?, count))
 }
 
 #[test]
-fn counts_become_the_largest_of_all_slots() {
+fn integer_buffers_take_the_maximum() {
     for slots in [1, 3] {
         let mesh = DeviceMesh::cpu(slots).unwrap();
         let builder = DataParallel::builder(&mesh, counting).buffers(["num_batches"]).replicated();
@@ -357,14 +362,14 @@ fn counts_become_the_largest_of_all_slots() {
 }
 
 #[test]
-fn variables_of_the_type_that_is_asked_for() {
+fn variables_have_the_requested_dtype() {
     let mesh = DeviceMesh::cpu(2).unwrap();
     let model = DataParallel::builder(&mesh, two_layers).dtype(DType::F64).build(adam).unwrap();
     assert!(model.parameters().unwrap().values().all(|var| var.dtype() == DType::F64));
 }
 
 #[test]
-fn initial_values_are_a_function_of_seed_and_name() {
+fn seed_and_name_determine_values() {
     let first = |slots, seed: Option<u64>| {
         let mesh = DeviceMesh::cpu(slots).unwrap();
         let builder = DataParallel::builder(&mesh, two_layers);
@@ -372,7 +377,7 @@ fn initial_values_are_a_function_of_seed_and_name() {
             Some(seed) => builder.init(Seed::new(seed)),
             None => builder,
         };
-        of(&builder.build(adam).unwrap(), "body.weight")
+        parameter_values(&builder.build(adam).unwrap(), "body.weight")
     };
     assert_eq!(first(1, None), first(3, Some(0)));
     assert_ne!(first(1, Some(1)), first(1, Some(0)));
@@ -389,10 +394,10 @@ fn pretrained_weights_are_matched_by_name() {
 
     let again = DataParallel::builder(&mesh, two_layers).weights(&path).build(adam).unwrap();
     for name in ["body.weight", "body.bias", "head.weight", "head.bias"] {
-        assert_eq!(of(&again, name), of(&trained, name));
+        assert_eq!(parameter_values(&again, name), parameter_values(&trained, name));
     }
 
-    // A new head, and the old one left over.
+    // A new head replaces the old one.
     let other =
         |vb: VarBuilder<'_>| Ok((linear(4, 4, vb.pp("body"))?, linear(4, 2, vb.pp("tail"))?));
     let builder = || DataParallel::builder(&mesh, other).weights(&path);
@@ -401,8 +406,8 @@ fn pretrained_weights_are_matched_by_name() {
     let error = builder().allow_missing(["tail"]).build(adam).unwrap_err().to_string();
     assert!(error.contains("(head.bias, head.weight)"), "{error}");
     let model = builder().allow_missing(["tail"]).allow_unexpected(["head"]).build(adam).unwrap();
-    assert_eq!(of(&model, "body.weight"), of(&trained, "body.weight"));
-    assert_eq!(of(&model, "tail.weight").len(), 8);
+    assert_eq!(parameter_values(&model, "body.weight"), parameter_values(&trained, "body.weight"));
+    assert_eq!(parameter_values(&model, "tail.weight").len(), 8);
 
     let vars = candle_nn::VarMap::new();
     DataParallel::builder(&mesh, two_layers).with_variables(&vars).build(adam).unwrap();
@@ -410,7 +415,7 @@ fn pretrained_weights_are_matched_by_name() {
     let expected = TrainingError::TwoValues { name: "body.bias".to_owned() };
     assert_eq!(refused(twice.build(adam)), expected);
 
-    // A head that has a value already need not be in the weights.
+    // Weights may omit a variable that has a value.
     let vars = candle_nn::VarMap::new();
     let tail = Var::ones(2, DType::F32, &Device::Cpu).unwrap();
     vars.data().lock().unwrap().insert("tail.bias".to_owned(), tail);
@@ -418,14 +423,14 @@ fn pretrained_weights_are_matched_by_name() {
     let error = filled().build(adam).unwrap_err().to_string();
     assert!(error.contains("1 of 3 parameters are missing (tail.weight)"), "{error}");
     let model = filled().allow_missing(["tail"]).build(adam).unwrap();
-    assert_eq!(of(&model, "tail.bias"), [1.0, 1.0]);
+    assert_eq!(parameter_values(&model, "tail.bias"), [1.0, 1.0]);
     assert_eq!(vars.all_vars().len(), 4);
     let model = builder().with_variables(&vars).allow_unexpected(["head"]).build(adam);
     assert_eq!(refused(model), TrainingError::TwoValues { name: "body.bias".to_owned() });
 }
 
 #[test]
-fn a_builder_that_fails_adds_no_variable() {
+fn failed_builders_add_no_variables() {
     let mesh = DeviceMesh::cpu(2).unwrap();
     let vars = candle_nn::VarMap::new();
     let builder = || DataParallel::builder(&mesh, two_layers).with_variables(&vars);
@@ -439,7 +444,7 @@ fn a_builder_that_fails_adds_no_variable() {
 }
 
 #[test]
-fn a_variable_under_two_names_is_refused() {
+fn variables_with_two_names_are_rejected() {
     let mesh = DeviceMesh::cpu(2).unwrap();
     let vars = candle_nn::VarMap::new();
     let shared = Var::ones((4, 4), DType::F32, &Device::Cpu).unwrap();

@@ -1,4 +1,4 @@
-//! A sharded model over processes: its bits are those of threads and of data parallel.
+//! Sharded models over processes, compared bitwise with threads and data parallel.
 
 use candle_core::{DType, Device, Result, Tensor};
 use candle_nn::{Module, Optimizer, ParamsAdamW, VarBuilder, embedding, linear, linear_no_bias};
@@ -52,7 +52,7 @@ fn names() -> Vec<String> {
     declared.into_iter().map(|declared| declared.name).collect()
 }
 
-/// The losses of some steps, and the parameters.
+/// Trains for some steps; returns the losses and parameters, and the model.
 fn trained(
     mesh: &DeviceMesh,
     strategy: impl ShardingStrategy + 'static,
@@ -103,7 +103,7 @@ pub(super) fn run(engine: &impl Engine, ranks: usize) {
     weights(&tested);
 }
 
-/// The losses of some steps with units gathered ahead, and the parameters.
+/// Trains with prefetching; returns the losses and parameters.
 fn ahead(mesh: &DeviceMesh, keep: Keep, prefetch: usize) -> Vec<Tensor> {
     let builder = FullyShard::builder(mesh, build).by_units(rules()).keep(keep);
     let mut model = builder.prefetch(prefetch).build(adam).unwrap();
@@ -114,7 +114,7 @@ fn ahead(mesh: &DeviceMesh, keep: Keep, prefetch: usize) -> Vec<Tensor> {
     all
 }
 
-/// Trains in half precision; sharded, with one unit prefetched.
+/// Trains in half precision, replicated, or sharded with one unit prefetched.
 fn mixed(mesh: &DeviceMesh, is_sharded: bool) -> Vec<Tensor> {
     let builder = DataParallel::builder(mesh, build).by_units(rules());
     let builder = builder.mixed_precision(DType::BF16, DType::F32);
@@ -127,7 +127,7 @@ fn mixed(mesh: &DeviceMesh, is_sharded: bool) -> Vec<Tensor> {
     all
 }
 
-/// Optimizers that run inside the backward pass leave the bits of those that run after it.
+/// Checks that optimizers inside the backward pass give the same bits.
 fn in_backward(tested: &DeviceMesh, expected: &[Tensor]) {
     let builder = FullyShard::builder(tested, build).by_units(rules());
     let mut model = builder.optimizer_in_backward().build(adam).unwrap();
@@ -138,7 +138,7 @@ fn in_backward(tested: &DeviceMesh, expected: &[Tensor]) {
     assert_same(&found, expected);
 }
 
-/// What is summed in the step alone has the bits of data parallel.
+/// Checks that `ReduceLast` has the bits of data parallel.
 fn accumulated(tested: &DeviceMesh, threads: &DeviceMesh) {
     let mut whole = DataParallel::builder(threads, build).by_units(rules()).build(adam).unwrap();
     let builder = FullyShard::builder(tested, build).by_units(rules());
@@ -155,7 +155,8 @@ fn accumulated(tested: &DeviceMesh, threads: &DeviceMesh) {
     }
 }
 
-/// Pairs of processes that share the parameters, each pair all of them: they must begin alike.
+/// Trains on pairs of processes that each store all parameters, and rejects different initial
+/// values.
 pub(super) fn groups(engine: &impl Engine, ranks: usize) {
     let axes = [("replicate", ranks / 2), ("shard", 2)];
     let (tested, threads) = (mesh(engine, &axes, None), threads(&axes, &engine.device()));
@@ -166,7 +167,7 @@ pub(super) fn groups(engine: &impl Engine, ranks: usize) {
     }
     traffic(&tested, Box::new(strategy()));
 
-    // One device, with the whole batch.
+    // One device with the full batch.
     let alone = DeviceMesh::cpu(1).unwrap();
     let mut whole = DataParallel::builder(&alone, build).by_units(rules()).build(adam).unwrap();
     for (step, found) in expected.iter().take(5).enumerate() {
@@ -175,7 +176,7 @@ pub(super) fn groups(engine: &impl Engine, ranks: usize) {
         assert!((found / expected - 1.0).abs() < 1e-6, "{found} for {expected}");
     }
 
-    // An item that is not among those that are compared, in the part of the first of each pair.
+    // An item outside the compared sample differs in the shard of each pair's first process.
     let rank = tested.local_slots().start;
     let path = folder().join(format!("weights-groups-{rank}.safetensors"));
     let mut items = vec![0_f32; 1600];
@@ -195,7 +196,7 @@ pub(super) fn groups(engine: &impl Engine, ranks: usize) {
     assert!(is_refused, "{outcome:?}");
 }
 
-/// A step hands over what the plan's schedule says.
+/// Compares the traffic of a step with the plan's schedule.
 fn traffic(mesh: &DeviceMesh, strategy: Box<dyn ShardingStrategy>) {
     let builder = FullyShard::builder(mesh, build).by_units(rules()).strategy(strategy);
     let mut model = builder.build(adam).unwrap();
@@ -205,7 +206,7 @@ fn traffic(mesh: &DeviceMesh, strategy: Box<dyn ShardingStrategy>) {
     let schedule =
         model.plan().unwrap().schedule(&CostModel::default().with_runtime(Runtime::Candle));
     let schedule = schedule.unwrap();
-    // The loss with its weight, which parameters have a gradient, and their squares.
+    // The loss with its weight, the parameters with a gradient, and their squares.
     let scalars = (3, 4 * 8 + 4 + 8 * names().len() as u64);
     let scalars = if mesh.len() == 1 { (0, 0) } else { scalars };
     for (slot, found) in mesh.local_slots().zip(step) {
@@ -222,7 +223,7 @@ fn traffic(mesh: &DeviceMesh, strategy: Box<dyn ShardingStrategy>) {
     }
 }
 
-/// What processes write, threads resume, and the other way round.
+/// Resumes checkpoints of processes on threads, and of threads on processes.
 fn checkpoints(tested: &DeviceMesh, threads: &DeviceMesh) {
     let folder = folder();
     let rank = tested.local_slots().start;
@@ -245,7 +246,7 @@ fn checkpoints(tested: &DeviceMesh, threads: &DeviceMesh) {
     assert_same(&resumed(tested, &of_threads), &expected);
 }
 
-/// What all refuse ends the step in every process, and not the processes.
+/// Checks that a rejected step ends on all processes, which continue.
 fn refusals(tested: &DeviceMesh) {
     let ranks = tested.len();
     let rank = tested.local_slots().start;
@@ -271,7 +272,7 @@ fn refusals(tested: &DeviceMesh) {
     );
     assert!(is_refused, "{error}");
 
-    // The processes cut another way, keep something else, or freeze something else.
+    // Process 1 has a different layout, `Keep`, or frozen parameters.
     let built = |builder: dist_train::ModelBuilder<'_, Units>| builder.build(adam).map(drop);
     let builder = || FullyShard::builder(tested, build).by_units(rules());
     let layout = if rank == 1 { Layout::Flat } else { Layout::Dim0 };
@@ -293,17 +294,17 @@ fn refusals(tested: &DeviceMesh) {
     assert!(matches!(homeless, Err(Error::Sharding(ShardingError::NoUnit { .. }))));
 }
 
-/// Pretrained weights must be the same in all processes.
+/// Checks that all processes must load the same weights.
 fn weights(tested: &DeviceMesh) {
     let (ranks, rank) = (tested.len(), tested.local_slots().start);
     let folder = folder();
     let alone = DeviceMesh::cpu(1).unwrap();
-    // Several hundred items, so that not all are compared.
+    // Large enough that only a sample of the items is compared.
     let build = |vb: VarBuilder<'_>| linear(40, 40, vb.pp("layer"));
     let saved = |name: &str, seed: u64| {
         let path = folder.join(format!("weights-{name}-{rank}.safetensors"));
         let model = DataParallel::builder(&alone, build).init(Seed::new(seed)).build(adam).unwrap();
-        #[expect(clippy::disallowed_types, reason = "what candle writes")]
+        #[expect(clippy::disallowed_types, reason = "candle saves a hash map")]
         let tensors: std::collections::HashMap<_, _> =
             model.parameters().unwrap().into_iter().collect();
         candle_core::safetensors::save(&tensors, &path).unwrap();
@@ -326,7 +327,7 @@ fn weights(tested: &DeviceMesh) {
         assert_eq!(is_refused, ranks > 1, "{outcome:?}");
     }
 
-    // An item that is not among those that are compared differs, in parts that all processes keep.
+    // An item outside the compared sample differs in a replicated parameter.
     let mut tensors = candle_core::safetensors::load(&same, &Device::Cpu).unwrap();
     let mut items: Vec<f32> = tensors["layer.weight"].flatten_all().unwrap().to_vec1().unwrap();
     items[100] += rank as f32;

@@ -1,5 +1,4 @@
-//! What training over any engine of several processes must do: what it does over threads, to the
-//! bit.
+//! Training over an engine of several processes, compared bitwise with threads.
 
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 #![allow(clippy::cast_possible_truncation, reason = "sizes are small")]
@@ -24,7 +23,7 @@ use process_tests::{Engine, assert_same, folder, mesh, threads};
 
 use crate::random::{Case, assert_near};
 
-/// Runs a case, as one of so many processes.
+/// Runs a case on this rank.
 pub(crate) fn run(engine: &impl Engine, case: &str, ranks: usize) {
     match case {
         "training" => training(engine, ranks),
@@ -40,9 +39,9 @@ pub(crate) fn run(engine: &impl Engine, case: &str, ranks: usize) {
     }
 }
 
-/// Gradients and steps.
+/// Compares gradients and steps with threads.
 fn training(engine: &impl Engine, ranks: usize) {
-    // Matrix products of a processor are not those of another device.
+    // Threads use the same device, because devices round matrix products differently.
     let (tested, threads) =
         (mesh(engine, &[], None), threads(&[(DeviceMesh::AXIS, ranks)], &engine.device()));
     let x = Tensor::arange(0_f32, (ranks * 2 * 3) as f32, &Device::Cpu)
@@ -65,7 +64,8 @@ fn training(engine: &impl Engine, ranks: usize) {
 type Constructor = fn(VarBuilder<'_>) -> Result<[Linear; 2]>;
 type SetOption = for<'a> fn(ModelBuilder<'a, [Linear; 2]>) -> ModelBuilder<'a, [Linear; 2]>;
 
-/// Processes whose variables differ begin with those of the first; other models are refused.
+/// Checks that all processes start with the first one's variables, and that other models are
+/// rejected.
 fn beginnings(engine: &impl Engine, ranks: usize) {
     let tested = mesh(engine, &[], None);
     let rank = tested.local_slots().start;
@@ -94,7 +94,7 @@ fn beginnings(engine: &impl Engine, ranks: usize) {
         matches!(other, Err(Error::Training(TrainingError::OtherModel { replica: 1 })));
     assert_eq!(is_refused, ranks > 1);
 
-    // The same variables, with other options in the second process.
+    // The variables are equal, but process 1 sets different options.
     let layers: Constructor =
         |vb| Ok([linear_no_bias(3, 2, vb.pp("a"))?, linear_no_bias(3, 2, vb.pp("b"))?]);
     let options: [(&str, SetOption); 10] = [
@@ -135,7 +135,7 @@ fn beginnings(engine: &impl Engine, ranks: usize) {
     fail_together(&tested);
 }
 
-/// What fails in one process, as it builds a model, ends the building in all of them at once.
+/// Checks that an error in one process ends `build` in all processes.
 fn fail_together(mesh: &DeviceMesh) {
     let (rank, last) = (mesh.local_slots().start, mesh.len() - 1);
     let linear = |vb: VarBuilder<'_>| linear_no_bias(3, 2, vb);
@@ -157,16 +157,16 @@ fn fail_together(mesh: &DeviceMesh) {
         .build(|group| SGD::new(group.vars, 0.1));
     let by_optimizer = DataParallel::builder(mesh, linear).with_variables(&vars).build(optimizer);
     for error in [by_constructor.unwrap_err(), by_optimizer.unwrap_err()] {
-        let is_told = match &error {
+        let is_expected = match &error {
             Error::Model { .. } => rank == last,
             Error::OtherProcess { slot, .. } => rank != last && *slot == last,
             _ => false,
         };
-        assert!(is_told && error.to_string().contains("no such file"), "{error}");
+        assert!(is_expected && error.to_string().contains("no such file"), "{error}");
     }
 }
 
-/// What all refuse ends the step in every process, and not the processes.
+/// Checks that a rejected step ends on all processes, which continue.
 fn refusals(engine: &impl Engine, ranks: usize) {
     let tested = mesh(engine, &[], None);
     let last = ranks - 1;
@@ -180,7 +180,7 @@ fn refusals(engine: &impl Engine, ranks: usize) {
             .build(|group| SGD::new(group.vars, 0.1))
             .unwrap()
     };
-    // Which slots use the second layer, and whether the last one's loss is finite.
+    // A loss with options for the last slot: to use the second layer, and to be finite.
     let loss = |is_used: bool, is_finite: bool| {
         move |ctx: &Replica, layers: &Vec<Linear>, x: Tensor| {
             let mut y = layers[0].forward(&x)?;
@@ -203,7 +203,7 @@ fn refusals(engine: &impl Engine, ranks: usize) {
         matches!(error, Error::Training(TrainingError::NonFiniteLoss { slot, .. }) if slot == last),
         "{error}"
     );
-    // The last slot's loss is no scalar, or its weight.
+    // The last slot's loss, or its weight, is not a scalar.
     let shapeless = |ctx: &Replica, layers: &Vec<Linear>, x: Tensor| {
         let y = layers[0].forward(&x)?.sqr()?;
         if ctx.slot() == last { Ok(y) } else { y.mean_all() }
@@ -227,16 +227,15 @@ fn refusals(engine: &impl Engine, ranks: usize) {
     model.check_in_sync().unwrap();
 }
 
-/// Means over tokens on padded batches, accumulated and clipped, with buffers, frozen and unused
-/// variables and random numbers.
+/// Compares weighted losses of padded batches with threads: accumulated and clipped, with buffers,
+/// frozen and unused variables, and random numbers.
 fn weighted(engine: &impl Engine, ranks: usize) {
     let (tested, threads) =
         (mesh(engine, &[], None), threads(&[(DeviceMesh::AXIS, ranks)], &engine.device()));
     assert_same(&weighted_steps(&tested), &weighted_steps(&threads));
 }
 
-/// Random models over processes train as over threads, to the bit, and as on one device in double
-/// precision.
+/// Compares random models bitwise with threads, and in double precision with one device.
 fn random_models(engine: &impl Engine, ranks: usize) {
     let (tested, threads) =
         (mesh(engine, &[], None), threads(&[(DeviceMesh::AXIS, ranks)], &engine.device()));
@@ -297,7 +296,7 @@ fn weighted_steps(mesh: &DeviceMesh) -> Vec<Tensor> {
     all
 }
 
-/// What processes write, threads read, and the other way round.
+/// Loads checkpoints of processes on threads, and of threads on processes.
 fn checkpoints(engine: &impl Engine, ranks: usize) {
     let (tested, threads) =
         (mesh(engine, &[], None), threads(&[(DeviceMesh::AXIS, ranks)], &engine.device()));
@@ -325,7 +324,7 @@ fn checkpoints(engine: &impl Engine, ranks: usize) {
     assert_eq!(
         std::fs::read_dir(checkpoint.path()).unwrap().count(),
         ranks + 1,
-        "each rank its shard, and the index"
+        "a shard from each rank, and the index"
     );
     let own = folder.join(format!("threads-{}", tested.local_slots().start));
     let own = Checkpoints::new(own);
@@ -336,7 +335,7 @@ fn checkpoints(engine: &impl Engine, ranks: usize) {
     let (expected, _) = trained(&tested, Some(&of_threads));
     assert_same(&trained(&threads, Some(&checkpoint)).0, &expected);
 
-    // Each process comes with the checkpoint of a step of its own.
+    // Each process loads the checkpoint of a different step.
     let step = 10 + tested.local_slots().start as u64;
     own.save(&threads, step, &state, &()).unwrap();
     let (_, mut model) = model(&tested);
@@ -347,7 +346,7 @@ fn checkpoints(engine: &impl Engine, ranks: usize) {
             if here == step && other != step
     );
     assert_eq!(is_refused, ranks > 1);
-    // One of the same step, with another content.
+    // The steps are equal, but the contents differ.
     own.save(&threads, 30, &state, &step).unwrap();
     let loaded = model.load(&own.latest().unwrap().unwrap());
     let is_refused =
@@ -359,23 +358,23 @@ fn checkpoints(engine: &impl Engine, ranks: usize) {
     }
 }
 
-/// What one process cannot save, none saves, and each says why at once.
+/// Checks that a failed save fails in all processes, with the cause.
 fn refused_saves(mesh: &DeviceMesh, checkpoints: &Checkpoints, state: &StateDict) {
     let slot = mesh.local_slots().start;
-    let is_of_first = |error: &Error| match slot {
+    let is_from_first = |error: &Error| match slot {
         0 => matches!(error, Error::Checkpoint(CheckpointError::Locked { .. })),
         _ => matches!(error, Error::OtherProcess { slot: 0, .. }),
     };
     let second =
         Checkpoints::new(folder().join("tested")).lock(mesh).map_err(Error::from).unwrap_err();
-    assert!(is_of_first(&second), "{second}");
+    assert!(is_from_first(&second), "{second}");
     assert!(second.to_string().contains("is being trained by process"), "{second}");
 
     let other_step = checkpoints.save(mesh, 20 + slot as u64, state, &()).unwrap_err();
     let is_refused = matches!(other_step, CheckpointError::StepMismatch { .. });
     assert!(is_refused, "{other_step}");
 
-    // The last process writes somewhere else.
+    // The last process writes to a different folder.
     let is_elsewhere = slot + 1 == mesh.len();
     let name = if is_elsewhere { "elsewhere" } else { "here" };
     let error = Checkpoints::new(folder().join(name)).save(mesh, 1, state, &()).unwrap_err();
@@ -389,7 +388,7 @@ fn refused_saves(mesh: &DeviceMesh, checkpoints: &Checkpoints, state: &StateDict
     assert!(Checkpoints::new(folder().join("here")).latest().unwrap().is_none());
 }
 
-/// What one process finds damaged, all pass over.
+/// Checks that all processes skip a checkpoint that one process finds corrupted.
 fn damage_at_one_rank(mesh: &DeviceMesh, threads: &DeviceMesh, state: &StateDict) {
     let slot = mesh.local_slots().start;
     let folder = folder().join(format!("damaged-{slot}"));
@@ -406,9 +405,9 @@ fn damage_at_one_rank(mesh: &DeviceMesh, threads: &DeviceMesh, state: &StateDict
     }
     let (_, mut model) = model(mesh);
     let error = model.load(&Checkpoint::open(newest).unwrap()).unwrap_err();
-    let is_its_own = matches!(error, Error::Checkpoint(CheckpointError::Checksum { .. }));
-    let is_told = matches!(error, Error::OtherProcess { slot: 1, .. });
-    assert_eq!((is_its_own, is_told), (slot == 1, slot != 1), "{error}");
+    let is_original = matches!(error, Error::Checkpoint(CheckpointError::Checksum { .. }));
+    let is_reported = matches!(error, Error::OtherProcess { slot: 1, .. });
+    assert_eq!((is_original, is_reported), (slot == 1, slot != 1), "{error}");
     assert!(error.to_string().contains("is damaged"), "{error}");
 
     let load = |checkpoint: &Checkpoint| model.load(checkpoint);
@@ -416,7 +415,7 @@ fn damage_at_one_rank(mesh: &DeviceMesh, threads: &DeviceMesh, state: &StateDict
     assert_eq!((loaded.step(), loaded.skipped().len()), (4, 1));
 }
 
-/// The losses of some steps, and the trained variables.
+/// Returns the losses of some steps, and the trained variables.
 fn losses(mesh: &DeviceMesh, x: &Tensor) -> Vec<Tensor> {
     let (vars, mut model) = model(mesh);
     let mut all = train(&mut model, x, 10);
@@ -431,8 +430,7 @@ fn train(model: &mut Model, x: &Tensor, steps: usize) -> Vec<Tensor> {
     let loss = |_: &Replica, layers: &Vec<Linear>, x: Tensor| {
         layers.iter().try_fold(x, |x, layer| layer.forward(&x)?.tanh())?.sqr()?.mean_all()
     };
-    let step = |_| number(model.step((x / 10.0).unwrap(), loss).unwrap().loss);
-    (0..steps).map(step).collect()
+    (0..steps).map(|_| number(model.step((x / 10.0).unwrap(), loss).unwrap().loss)).collect()
 }
 
 fn number(number: f64) -> Tensor {
@@ -447,7 +445,7 @@ fn values(vars: &VarMap) -> Vec<Tensor> {
     named(vars).values().map(|var| var.as_tensor().copy().unwrap()).collect()
 }
 
-/// Two layers that begin as they do everywhere.
+/// Builds two layers with fixed initial values.
 fn model(mesh: &DeviceMesh) -> (VarMap, Model) {
     let vars = VarMap::new();
     let layers = |vb: VarBuilder<'_>| -> Result<Vec<Linear>> {

@@ -1,5 +1,4 @@
-//! A trained model as pretrained weights: processes write what threads write, and learn of what the
-//! writing one cannot.
+//! Pretrained weights: processes write the same files as threads, and report a failed write.
 
 use std::{collections::BTreeMap, fs, path::Path};
 
@@ -12,7 +11,7 @@ use dist_train::{
 use pmap_mesh::{DeviceMesh, Replica};
 use process_tests::{Engine, folder, mesh, threads};
 
-/// Saves after a step, on a mesh of processes and on one of threads.
+/// Saves after a step on processes and on threads, and compares the files.
 pub(super) fn run(engine: &impl Engine, ranks: usize) {
     let tested = mesh(engine, &[], None);
     let rank = tested.local_slots().start;
@@ -29,23 +28,23 @@ pub(super) fn run(engine: &impl Engine, ranks: usize) {
             data_parallel(&threads).save_pretrained(&expected, files).unwrap();
             assert!(saved.iter().all(|saved| contents(saved) == contents(&expected)));
         }
-        // Read by every process, when all is there.
+        // Every process reads the complete files.
         let again = DataParallel::builder(&tested, build).weights(cut).build(adam).unwrap();
         again.check_in_sync().unwrap();
     }
 
-    // A file is where the first process would make a folder.
+    // A file takes the path of the folder.
     let taken = folder().join("taken");
     if rank == 0 {
         fs::write(&taken, "").unwrap();
     }
     let refused = data_parallel(&tested).save_pretrained(taken, PretrainedFiles::default());
-    let is_known = match refused {
+    let is_expected = match refused {
         Err(Error::Checkpoint(CheckpointError::Io { .. })) => rank == 0,
         Err(Error::OtherProcess { slot: 0, .. }) => rank > 0,
         other => panic!("{other:?}"),
     };
-    assert!(is_known);
+    assert!(is_expected);
 }
 
 fn build(vb: VarBuilder<'_>) -> Result<candle_nn::Linear> {

@@ -1,4 +1,4 @@
-//! What it takes to declare a model that no machine here can hold.
+//! Memory to declare a model too large to build.
 
 use candle_core::{DType, Device, Result};
 use candle_nn::{VarBuilder, embedding, linear_no_bias, rms_norm};
@@ -6,7 +6,7 @@ use dist_train::declare;
 
 use crate::{MEMORY, alone};
 
-/// The parameters of a Llama 7B (arXiv 2302.13971), by the names and shapes of Hugging Face's.
+/// Declares the parameters of Llama 7B (arXiv 2302.13971), with Hugging Face's names and shapes.
 fn llama_7b(vb: VarBuilder<'_>) -> Result<()> {
     const HIDDEN: usize = 4096;
     const INTERMEDIATE: usize = 11008;
@@ -29,7 +29,7 @@ fn llama_7b(vb: VarBuilder<'_>) -> Result<()> {
 }
 
 #[test]
-fn a_model_of_6_7_billion_items_is_declared_within_some_hundred_bytes_per_parameter() {
+fn declaring_llama_7b_allocates_little() {
     let _alone = alone();
     let before = MEMORY.current_usage();
     MEMORY.reset_peak_usage();
@@ -38,6 +38,6 @@ fn a_model_of_6_7_billion_items_is_declared_within_some_hundred_bytes_per_parame
     let parameters: usize = declared.iter().map(|parameter| parameter.shape.elem_count()).sum();
     assert_eq!((declared.len(), parameters), (291, 6_738_415_616));
     assert!(peak < declared.len() * 1000, "{peak} bytes for {} parameters", declared.len());
-    // Not only while the constructor runs: what it listed is as small.
+    // The list of parameters is small too.
     assert!(MEMORY.current_usage() - before < 256 << 10);
 }

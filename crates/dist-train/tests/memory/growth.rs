@@ -1,21 +1,21 @@
-//! A model of more blocks holds more of its parameters and of units' inputs, and nothing else.
+//! Memory grows with the number of blocks only by parameters and the inputs of units.
 
 use candle_core::{DType, Device, Result, Tensor};
 use candle_nn::{Linear, Module, VarBuilder, linear_no_bias};
 use dist_train::{AdamW, DistributedModel, FullyShard, Keep, Units};
 use pmap_mesh::{DeviceMesh, Replica};
 
-use crate::{Held, adam, alone, held, planned};
+use crate::{MemoryUse, adam, alone, measure, planned};
 
 const WIDTH: usize = 128;
 const ROWS: usize = 16;
 
-struct Block {
+struct MlpBlock {
     up: Linear,
     down: Linear,
 }
 
-impl Block {
+impl MlpBlock {
     fn new(vb: VarBuilder<'_>) -> Result<Self> {
         let up = linear_no_bias(WIDTH, 4 * WIDTH, vb.pp("up"))?;
         Ok(Self { up, down: linear_no_bias(4 * WIDTH, WIDTH, vb.pp("down"))? })
@@ -27,13 +27,13 @@ impl Block {
 }
 
 fn build(blocks: usize) -> impl Fn(VarBuilder<'_>) -> Result<()> {
-    move |vb| (0..blocks).try_for_each(|block| Block::new(vb.pp(block)).map(drop))
+    move |vb| (0..blocks).try_for_each(|block| MlpBlock::new(vb.pp(block)).map(drop))
 }
 
 fn loss(blocks: usize) -> impl Fn(&Replica, &Units, Tensor) -> Result<Tensor> {
     move |_, model, mut x| {
         for block in 0..blocks {
-            x = model.unit(&block.to_string(), &x, |vb, x| Block::new(vb)?.forward(x))?;
+            x = model.unit(&block.to_string(), &x, |vb, x| MlpBlock::new(vb)?.forward(x))?;
         }
         x.sqr()?.mean_all()
     }
@@ -41,7 +41,7 @@ fn loss(blocks: usize) -> impl Fn(&Replica, &Units, Tensor) -> Result<Tensor> {
 
 const BLOCKS: usize = 6;
 const BLOCK_BYTES: usize = 8 * WIDTH * WIDTH * 4;
-/// What a slot has of a value between two blocks.
+/// The size of a slot's value between two blocks.
 const VALUE_BYTES: usize = ROWS * WIDTH * 4;
 
 fn batch(slots: usize) -> Tensor {
@@ -49,7 +49,7 @@ fn batch(slots: usize) -> Tensor {
 }
 
 #[derive(Clone, Copy, Debug, PartialEq)]
-enum Optimizers {
+enum UpdateTime {
     AtTheEnd,
     InBackward,
 }
@@ -57,67 +57,66 @@ enum Optimizers {
 fn model(
     mesh: &DeviceMesh,
     blocks: usize,
-    optimizers: Optimizers,
+    update_time: UpdateTime,
 ) -> DistributedModel<Units, AdamW> {
     let builder = FullyShard::builder(mesh, build(blocks));
-    match optimizers {
-        Optimizers::AtTheEnd => builder.build(adam).unwrap(),
-        Optimizers::InBackward => builder.optimizer_in_backward().build(adam).unwrap(),
+    match update_time {
+        UpdateTime::AtTheEnd => builder.build(adam).unwrap(),
+        UpdateTime::InBackward => builder.optimizer_in_backward().build(adam).unwrap(),
     }
 }
 
-/// What the leanest of some steps holds: what it must, whatever else comes together.
-fn at_most(slots: usize, blocks: usize, optimizers: Optimizers) -> usize {
+/// Returns the lowest peak of some steps.
+fn at_most(slots: usize, blocks: usize, update_time: UpdateTime) -> usize {
     let mesh = DeviceMesh::cpu(slots).unwrap();
     let x = batch(slots);
     let step = |model: &mut DistributedModel<Units, AdamW>| {
         model.step(x.clone(), loss(blocks)).unwrap();
     };
-    held(|| model(&mesh, blocks, optimizers), step).peaks[0]
+    measure(|| model(&mesh, blocks, update_time), step).peaks[0]
 }
 
 #[test]
-fn a_step_holds_what_the_plan_says_and_one_unit_s_work() {
+fn step_peaks_match_the_plan() {
     let _alone = alone();
     for slots in [1, 2, 4] {
-        let found = at_most(slots, BLOCKS, Optimizers::AtTheEnd);
+        let found = at_most(slots, BLOCKS, UpdateTime::AtTheEnd);
         let mesh = DeviceMesh::cpu(slots).unwrap();
-        let plan = planned(&model(&mesh, BLOCKS, Optimizers::AtTheEnd));
-        // The values between blocks, those within one, and of one of its two weights a gradient of
-        // zeros and one that is added to it.
+        let plan = planned(&model(&mesh, BLOCKS, UpdateTime::AtTheEnd));
+        // The values between blocks and within one block, and two gradients of one of its weights: a
+        // zero gradient and a summand.
         let mut work = slots * (BLOCKS * VALUE_BYTES + 16 * VALUE_BYTES + BLOCK_BYTES);
         if slots == 1 {
-            // A plan of one rank has nothing gathered and nothing to reduce: here it is all the
-            // same.
+            // The plan of one rank has no gathered copies or unreduced gradients, but the step has both.
             work += 2 * BLOCK_BYTES;
         }
         assert!(found <= plan + work, "{slots} slots: {found} bytes, {plan} planned and {work}");
     }
 }
 
-/// What a block adds besides: the nodes of the graph, names, and where its parts lie.
+/// Other memory of a block: graph nodes, names and locations of shards.
 const BOOKKEEPING_BYTES: usize = 12 << 10;
 
 #[test]
-fn a_model_of_more_blocks_holds_more_of_its_parameters_and_inputs_alone() {
+fn more_blocks_add_parameters_and_inputs() {
     let _alone = alone();
-    // Of each parameter itself, two moments, and the gradient if it waits for the end of the step.
-    for (optimizers, copies) in [(Optimizers::AtTheEnd, 4), (Optimizers::InBackward, 3)] {
+    // The parameter, two moments, and the gradient if optimizers run at the end of the step.
+    for (update_time, copies) in [(UpdateTime::AtTheEnd, 4), (UpdateTime::InBackward, 3)] {
         for slots in [1, 3] {
-            let [few, many] = [8, 24].map(|blocks| at_most(slots, blocks, optimizers));
+            let [few, many] = [8, 24].map(|blocks| at_most(slots, blocks, update_time));
             let added = (many - few) / 16;
             let expected = copies * BLOCK_BYTES + slots * VALUE_BYTES;
-            // How many slots hold a block's gradients at the same moment is chance, in either model.
+            // In either model, the number of slots with a block's gradients at the same time varies.
             let by_chance = (slots - 1) * BLOCK_BYTES / 16;
             let most = expected + slots * BOOKKEEPING_BYTES + by_chance;
-            let what = format!("{optimizers:?}, {slots} slots: {added} bytes for a block");
+            let what = format!("{update_time:?}, {slots} slots: {added} bytes for a block");
             assert!(added <= most, "{what}, {expected} expected");
         }
     }
 }
 
-/// A frozen matrix has no gradient and no moments: what a step holds beside its parts is gathered.
-/// (candle computes gradients for both sides of a product, wanted or not, so there is none here.)
+/// The size of a frozen matrix, which has no gradient or moments, so a step only adds gathered
+/// copies. (There is no matrix product, because candle computes gradients for both of its sides.)
 const FROZEN_BYTES: usize = 512 * 512 * 4;
 
 fn frozen(vb: VarBuilder<'_>, x: &Tensor) -> Result<Tensor> {
@@ -125,7 +124,7 @@ fn frozen(vb: VarBuilder<'_>, x: &Tensor) -> Result<Tensor> {
     x.broadcast_mul(&fixed)?.broadcast_add(&vb.get(512, "bias")?.to_dtype(x.dtype())?)
 }
 
-/// How many units are gathered at the same time, at most.
+/// Returns the maximum number of units gathered at the same time.
 fn gathered_at_once(slots: usize, keep: Keep, prefetch: usize, dtype: DType) -> usize {
     let blocks = 6;
     let mesh = DeviceMesh::cpu(slots).unwrap();
@@ -150,19 +149,19 @@ fn gathered_at_once(slots: usize, keep: Keep, prefetch: usize, dtype: DType) -> 
     let step = |model: &mut DistributedModel<Units, AdamW>| {
         model.step(x.clone(), loss).unwrap();
     };
-    let Held { at_rest, peaks: [at_most, ..] } = held(make, step);
-    // All else together is smaller than one matrix.
+    let MemoryUse { at_rest, peaks: [at_most, ..] } = measure(make, step);
+    // All other memory is smaller than one matrix.
     (at_most - at_rest) / FROZEN_BYTES
 }
 
 #[test]
-fn one_unit_is_gathered_at_a_time_unless_it_is_kept() {
+fn keep_and_prefetch_bound_gathered_units() {
     let _alone = alone();
     for slots in [2, 3] {
         assert_eq!(gathered_at_once(slots, Keep::Inputs, 0, DType::F32), 1, "{slots} slots");
         assert_eq!(gathered_at_once(slots, Keep::Graph, 0, DType::F32), 1, "{slots} slots");
         assert_eq!(gathered_at_once(slots, Keep::Gathered, 0, DType::F32), 6, "{slots} slots");
-        // Six halves, and less than one that slots hand in.
+        // Six bf16 units take the memory of three, plus a part of one in flight.
         assert_eq!(gathered_at_once(slots, Keep::Gathered, 0, DType::BF16), 3, "{slots} slots");
         for prefetch in [1, 2] {
             for keep in [Keep::Inputs, Keep::Graph] {

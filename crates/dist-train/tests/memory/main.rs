@@ -1,8 +1,8 @@
-//! What declared models, steps and checkpoints hold at most. A program of its own because its
-//! allocator counts bytes, and one test at a time because it counts those of all threads.
+//! Peak memory of declared models, steps and checkpoints. This is a separate program because its
+//! allocator counts bytes; tests run one at a time because it counts all threads.
 
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
-#![allow(clippy::needless_pass_by_value, reason = "models are built of builders by value")]
+#![allow(clippy::needless_pass_by_value, reason = "constructors take builders by value")]
 
 mod declare;
 mod growth;
@@ -31,17 +31,18 @@ fn adam(group: Group) -> Result<AdamW> {
     AdamW::new(group.vars, ParamsAdamW::default())
 }
 
-/// What a model and its steps hold, in bytes.
-struct Held {
-    /// Between steps.
+/// Memory of a model and its steps, in bytes.
+struct MemoryUse {
+    /// Memory between steps.
     at_rest: usize,
-    /// In some steps at most, the least first: it is chance how many slots hold the most at the same
-    /// moment.
+    /// Peaks of some steps, in ascending order; they vary with the number of slots that peak at the
+    /// same time.
     peaks: [usize; 3],
 }
 
-fn held<M>(make: impl Fn() -> M, step: impl Fn(&mut M)) -> Held {
-    // What threads keep for later matrix products is no model's.
+/// Measures a model and its steps.
+fn measure<M>(make: impl Fn() -> M, step: impl Fn(&mut M)) -> MemoryUse {
+    // A first model fills the buffers that threads keep for matrix products.
     let mut first = make();
     step(&mut first);
     drop(first);
@@ -56,10 +57,10 @@ fn held<M>(make: impl Fn() -> M, step: impl Fn(&mut M)) -> Held {
     };
     let mut peaks = [0, 1, 2].map(peak);
     peaks.sort_unstable();
-    Held { at_rest, peaks }
+    MemoryUse { at_rest, peaks }
 }
 
-/// What the plan says that all ranks hold together, at the worst moment of each.
+/// Returns the sum of all ranks' peaks according to the plan.
 fn planned(model: &DistributedModel<Units, AdamW>) -> usize {
     let cost = model.plan().unwrap().cost(&CostModel::default().with_prefetch(0)).unwrap();
     cost.ranks.iter().map(|rank| usize::try_from(rank.peak_bytes()).unwrap()).sum()

@@ -8,8 +8,8 @@ use pmap_mesh::DeviceMesh;
 use crate::{MEMORY, alone};
 
 const SIZE: usize = 256;
-/// Many, as in models that need several devices: temporaries of one layer are small beside all
-/// parameters.
+/// Many layers, as in models that need several devices, so that temporaries of one layer are small
+/// compared with all parameters.
 const LAYERS: usize = 24;
 
 fn model(vb: VarBuilder<'_>) -> candle_core::Result<Vec<Linear>> {
@@ -20,10 +20,9 @@ fn loss(model: &[Linear], x: &Tensor) -> candle_core::Result<Tensor> {
     model.iter().try_fold(x.clone(), |x, layer| layer.forward(&x)?.relu())?.sqr()?.mean_all()
 }
 
-/// The most that `steps` hold beyond what is there when they begin, in bytes.
+/// Returns the peak of memory that steps add, in bytes.
 fn peak_of(mut step: impl FnMut()) -> usize {
-    // What is made once and kept, such as an optimizer's lazily allocated buffers, is not the
-    // step's.
+    // The first step allocates permanent buffers, such as an optimizer's state.
     step();
     let before = MEMORY.current_usage();
     MEMORY.reset_peak_usage();
@@ -32,7 +31,7 @@ fn peak_of(mut step: impl FnMut()) -> usize {
 }
 
 #[test]
-fn a_step_holds_no_more_than_plain_candle_s_and_the_gradients_of_the_other_slots_and_the_sums() {
+fn step_adds_only_slot_gradients() {
     let _alone = alone();
     let x = Tensor::ones((64, SIZE), DType::F32, &Device::Cpu).unwrap();
     let adam = |vars| AdamW::new(vars, ParamsAdamW::default());
@@ -49,13 +48,12 @@ fn a_step_holds_no_more_than_plain_candle_s_and_the_gradients_of_the_other_slots
             .build(|group| adam(group.vars))
             .unwrap();
         let peak = peak_of(|| {
-            let of = |_: &_, model: &Vec<Linear>, x: Tensor| loss(model, &x);
-            trained.step(x.clone(), of).unwrap();
+            trained.step(x.clone(), |_, model: &Vec<Linear>, x: Tensor| loss(model, &x)).unwrap();
         });
         let more = peak.saturating_sub(plain);
-        // One slot's gradients are the sums, and plain candle has as many.
+        // With one slot, its gradients are the sums, as in plain candle.
         let gradients = if slots == 1 { 0 } else { params * slots };
-        // Temporaries of a layer.
+        // Temporaries of one layer.
         let rest = 4 * SIZE * SIZE * size_of::<f32>();
         assert!(
             more <= gradients + rest,
@@ -65,7 +63,7 @@ fn a_step_holds_no_more_than_plain_candle_s_and_the_gradients_of_the_other_slots
 }
 
 #[test]
-fn saving_copies_a_tensor_at_a_time() {
+fn saving_copies_tensors_one_by_one() {
     let _alone = alone();
     let mesh = DeviceMesh::cpu(1).unwrap();
     let trained = DataParallel::builder(&mesh, model)
@@ -82,14 +80,14 @@ fn saving_copies_a_tensor_at_a_time() {
 }
 
 #[test]
-fn optimizers_allocate_nothing_of_a_variable_s_size() {
+fn optimizers_allocate_no_full_tensor() {
     let _alone = alone();
     let params = ParamsSgd { momentum: 0.9, ..ParamsSgd::default() };
     for dtype in [DType::F32, DType::BF16] {
         let var = Var::ones((1000, 400), dtype, &Device::Cpu).unwrap();
         let gradient = Tensor::ones((400, 1000), dtype, &Device::Cpu).unwrap();
         let mut gradients = GradStore::default();
-        // Transposed, as the gradient of a layer's weight is.
+        // Transposed, like the gradient of a layer's weight.
         gradients.insert(&var, gradient.t().unwrap());
         let mut adam = dist_train::AdamW::new_lr(vec![var.clone()], 0.1).unwrap();
         let mut sgd = Sgd::new(vec![var.clone()], params.clone()).unwrap();

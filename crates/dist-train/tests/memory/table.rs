@@ -1,4 +1,4 @@
-//! 7.3 million parameters on slots of one process.
+//! Peak memory of 7.3 million parameters on the slots of one process.
 
 use std::num::NonZeroUsize;
 
@@ -15,7 +15,7 @@ use fsdp_plan::{
 };
 use pmap_mesh::{DeviceMesh, Replica};
 
-use crate::{adam, alone, held};
+use crate::{adam, alone, measure};
 
 const WIDTH: usize = 256;
 const BLOCKS: usize = 8;
@@ -23,7 +23,7 @@ const HEADS: usize = 8;
 const VOCABULARY: usize = 2048;
 const LENGTH: usize = 8;
 
-struct Block {
+struct TransformerBlock {
     attention_norm: RmsNorm,
     qkv: Linear,
     out: Linear,
@@ -32,7 +32,7 @@ struct Block {
     down: Linear,
 }
 
-impl Block {
+impl TransformerBlock {
     fn new(vb: VarBuilder<'_>) -> Result<Self> {
         Ok(Self {
             attention_norm: rms_norm(WIDTH, 1e-5, vb.pp("attention_norm"))?,
@@ -64,12 +64,12 @@ fn tokens(vb: VarBuilder<'_>) -> Result<Embedding> {
     embedding(VOCABULARY, WIDTH, vb.pp("tokens"))
 }
 
-struct Head {
+struct LossHead {
     norm: RmsNorm,
     out: Linear,
 }
 
-impl Head {
+impl LossHead {
     fn new(vb: VarBuilder<'_>) -> Result<Self> {
         let norm = rms_norm(WIDTH, 1e-5, vb.pp("norm"))?;
         Ok(Self { norm, out: linear_no_bias(WIDTH, VOCABULARY, vb.pp("head"))? })
@@ -84,26 +84,27 @@ impl Head {
 
 fn build(vb: VarBuilder<'_>) -> Result<()> {
     tokens(vb.clone())?;
-    (0..BLOCKS).try_for_each(|block| Block::new(vb.pp("blocks").pp(block)).map(drop))?;
-    Head::new(vb).map(drop)
+    (0..BLOCKS).try_for_each(|block| TransformerBlock::new(vb.pp("blocks").pp(block)).map(drop))?;
+    LossHead::new(vb).map(drop)
 }
 
 fn loss(_: &Replica, model: &Units, ids: Tensor) -> Result<Tensor> {
     let inputs = ids.narrow(1, 0, LENGTH)?.contiguous()?;
     let mut x = model.unit("embed", &inputs, |vb, ids| tokens(vb)?.forward(ids))?;
     for block in 0..BLOCKS {
-        x = model.unit(&format!("blocks.{block}"), &x, |vb, x| Block::new(vb)?.forward(x))?;
+        x = model
+            .unit(&format!("blocks.{block}"), &x, |vb, x| TransformerBlock::new(vb)?.forward(x))?;
     }
     let targets = ids.narrow(1, 1, LENGTH)?.contiguous()?;
-    model.unit("head", &(x, targets), |vb, (x, targets)| Head::new(vb)?.loss(x, targets))
+    model.unit("head", &(x, targets), |vb, (x, targets)| LossHead::new(vb)?.loss(x, targets))
 }
 
 const MIB: usize = 1 << 20;
 
-type Builder<'a> = ModelBuilder<'a, Units>;
+type UnitsBuilder<'a> = ModelBuilder<'a, Units>;
 
-/// What steps hold at most and what the plan says, in MiB.
-fn measured(slots: usize, options: fn(Builder<'_>) -> Builder<'_>) -> (usize, usize) {
+/// Returns the measured and the planned peak of a step, in MiB.
+fn measured(slots: usize, options: fn(UnitsBuilder<'_>) -> UnitsBuilder<'_>) -> (usize, usize) {
     let mesh = DeviceMesh::cpu(slots).unwrap();
     let make = || {
         let build: fn(VarBuilder<'_>) -> Result<()> = build;
@@ -125,14 +126,14 @@ fn measured(slots: usize, options: fn(Builder<'_>) -> Builder<'_>) -> (usize, us
     let cost = model.plan().unwrap().cost(&cost).unwrap();
     drop(model);
     let planned = cost.process_peak_bytes(NonZeroUsize::new(slots).unwrap());
-    (held(make, step).peaks[1] / MIB, usize::try_from(planned).unwrap() / MIB)
+    (measure(make, step).peaks[1] / MIB, usize::try_from(planned).unwrap() / MIB)
 }
 
 #[test]
-fn a_model_of_7_million_parameters_stays_within_its_limits() {
+fn peaks_match_the_plan() {
     let _alone = alone();
-    // On two cores the peak of eight slots varies with the number of slots that are in a unit at the
-    // same time, so their limit is the plan's.
+    // On two cores, the peak of eight slots varies with the number of slots in a unit at the same time, so their limit is
+    // the plan's peak.
     for (slots, most) in [(2, 128), (4, 142), (8, 175)] {
         let (found, planned) = measured(slots, |builder| builder);
         println!("{slots} slots: {found} MiB, {planned} planned, at most {most}");
@@ -142,9 +143,9 @@ fn a_model_of_7_million_parameters_stays_within_its_limits() {
     }
 }
 
-/// The graphs of all units, of four rows, and the parameters of one.
+/// Memory contains the graphs of all units for four rows, and the parameters of one unit.
 #[test]
-fn kept_graphs_hold_the_parameters_of_one_unit() {
+fn kept_graphs_store_one_unit() {
     let _alone = alone();
     let (found, planned) = measured(2, |builder| builder.keep(Keep::Graph));
     println!("2 slots: {found} MiB, {planned} planned");
@@ -152,9 +153,9 @@ fn kept_graphs_hold_the_parameters_of_one_unit() {
     assert!(100 * found <= 105 * planned, "{found} MiB, {planned} planned");
 }
 
-/// 12 bytes for each parameter: itself and two moments.
+/// Each parameter takes 12 bytes: its value and two moments.
 #[test]
-fn optimizers_inside_the_backward_pass_leave_no_gradients() {
+fn backward_optimizers_free_gradients() {
     let _alone = alone();
     #[expect(clippy::redundant_closure_for_method_calls, reason = "the method has one lifetime")]
     let (found, _) = measured(2, |builder| builder.optimizer_in_backward());

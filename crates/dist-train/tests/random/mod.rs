@@ -1,5 +1,4 @@
-//! Random models, batches and options, and what one device makes of them: a reference that knows
-//! nothing of the crate.
+//! Random models, batches and options, with a reference on one device that does not use the crate.
 
 use candle_core::{DType, Device, Result, Tensor, Var, backprop::GradStore};
 use candle_nn::{Linear, Module, Optimizer, VarBuilder, VarMap, linear, linear_no_bias};
@@ -11,10 +10,10 @@ const WIDTH: usize = 4;
 const RATE: f64 = 0.2;
 const MOMENTUM: f64 = 0.5;
 
-/// Numbers drawn one after the other.
-struct Draw(Seed, u64);
+/// A sequence of random numbers.
+struct RandomDraws(Seed, u64);
 
-impl Draw {
+impl RandomDraws {
     fn below(&mut self, n: u64) -> u64 {
         self.1 += 1;
         self.0.derive(self.1).as_u64() % n
@@ -29,45 +28,45 @@ impl Draw {
     }
 }
 
-/// What a case consists of.
-#[expect(clippy::struct_excessive_bools, reason = "each is drawn by itself")]
+/// A random model with its options and batches.
+#[expect(clippy::struct_excessive_bools, reason = "each is drawn independently")]
 pub(crate) struct Case {
     dtype: DType,
-    /// The name of each layer: those of one name are tied.
+    /// The name of each layer; layers with the same name are tied.
     layers: Vec<usize>,
     has_bias: bool,
     has_residual: bool,
     has_unused: bool,
-    /// Whether every slot has variables of its own.
+    /// Whether each slot has separate variables.
     has_own: bool,
     frozen: Option<usize>,
     weighted: bool,
     uneven: Uneven,
     max_norm: Option<f64>,
-    /// The batches of each update, all but the last of which are accumulated.
-    updates: Vec<Vec<Batch>>,
+    /// The batches of each update; all but the last are accumulated.
+    updates: Vec<Vec<WeightedBatch>>,
 }
 
-/// Rows, and how much each weighs.
-struct Batch {
+/// Rows with their weights.
+struct WeightedBatch {
     x: Tensor,
     weights: Tensor,
 }
 
 impl Case {
-    /// A case for so many slots.
+    /// Draws a case for a number of slots.
     pub(crate) fn new(seed: u64, slots: usize, dtype: DType) -> Self {
-        let mut draw = Draw(Seed::new(seed), 0);
+        let mut draw = RandomDraws(Seed::new(seed), 0);
         let depth = 1 + draw.below(4);
         let layers: Vec<usize> = (0..depth).map(|_| draw.below(3) as usize).collect();
         let frozen = layers.iter().copied().find(|_| draw.below(4) == 0);
-        // Something must be trained, and reached by the gradient.
+        // At least one layer must be trained.
         let frozen = frozen.filter(|frozen| layers.iter().any(|layer| layer != frozen));
         let uneven = if draw.coin() { Uneven::Pad } else { Uneven::Balanced };
         let n_updates = 1 + draw.below(3);
         let updates = (0..n_updates).map(|_| {
             let n_batches = 1 + draw.below(3);
-            (0..n_batches).map(|_| Batch::new(&mut draw, slots, uneven, dtype)).collect()
+            (0..n_batches).map(|_| WeightedBatch::new(&mut draw, slots, uneven, dtype)).collect()
         });
         let updates = updates.collect();
         Self {
@@ -96,8 +95,8 @@ impl Case {
         self.layers.iter().map(|&name| layer(name)).collect()
     }
 
-    /// The losses of single rows.
-    fn of_rows(&self, model: &[Linear], x: &Tensor) -> Result<Tensor> {
+    /// Returns the loss of each row.
+    fn row_losses(&self, model: &[Linear], x: &Tensor) -> Result<Tensor> {
         let mut x = x.clone();
         for layer in model {
             let y = layer.forward(&x)?.tanh()?;
@@ -106,16 +105,16 @@ impl Case {
         (x - 0.3)?.sqr()?.sum(1)
     }
 
-    /// The loss of a shard.
+    /// Returns the loss of a shard.
     fn loss(&self, ctx: &Replica, model: &[Linear], x: &Tensor, weights: &Tensor) -> Result<Loss> {
-        let of_rows = self.of_rows(model, x)?;
+        let losses = self.row_losses(model, x)?;
         if self.weighted {
-            return Ok(Loss::sum((of_rows * weights)?.sum_all()?, weights.sum_all()?));
+            return Ok(Loss::sum((losses * weights)?.sum_all()?, weights.sum_all()?));
         }
-        Ok(Loss::mean(of_rows.narrow(0, 0, ctx.valid_len().unwrap())?.mean_all()?))
+        Ok(Loss::mean(losses.narrow(0, 0, ctx.valid_len().unwrap())?.mean_all()?))
     }
 
-    /// Losses and norms of all updates, and the variables after them, on a mesh.
+    /// Trains on a mesh; returns the loss, norm and weight of each update, and the final variables.
     pub(crate) fn on_mesh(&self, mesh: &DeviceMesh) -> Vec<f64> {
         let mut builder = DataParallel::builder(mesh, |vb: VarBuilder<'_>| self.model(vb))
             .dtype(self.dtype)
@@ -136,7 +135,7 @@ impl Case {
         let mut all = Vec::new();
         for batches in &self.updates {
             let (last, accumulated) = batches.split_last().unwrap();
-            for Batch { x, weights } in accumulated {
+            for WeightedBatch { x, weights } in accumulated {
                 model.accumulate((x.clone(), weights.clone()), loss).unwrap();
             }
             let step = model.step((last.x.clone(), last.weights.clone()), loss).unwrap();
@@ -147,7 +146,7 @@ impl Case {
         all
     }
 
-    /// The same in double precision on one device, by candle alone.
+    /// Like `on_mesh`, in double precision on one device with candle alone.
     pub(crate) fn on_one_device(&self) -> Vec<f64> {
         let mesh = DeviceMesh::cpu(1).unwrap();
         let initial = DataParallel::builder(&mesh, |vb: VarBuilder<'_>| self.model(vb))
@@ -170,7 +169,7 @@ impl Case {
         let mut moved: Vec<(&Var, Option<Tensor>)> = trained.map(|var| (var, None)).collect();
         let mut all = Vec::new();
         for batches in &self.updates {
-            let (loss, weight, grads) = self.mean_of(&model, batches).unwrap();
+            let (loss, weight, grads) = self.mean_loss(&model, batches).unwrap();
             let norm = self.descend(&mut moved, &grads).unwrap();
             all.extend([loss, norm, weight]);
         }
@@ -180,19 +179,23 @@ impl Case {
         all
     }
 
-    fn mean_of(&self, model: &[Linear], batches: &[Batch]) -> Result<(f64, f64, GradStore)> {
+    fn mean_loss(
+        &self,
+        model: &[Linear],
+        batches: &[WeightedBatch],
+    ) -> Result<(f64, f64, GradStore)> {
         let (mut sum, mut weight) = (Tensor::zeros((), DType::F64, &Device::Cpu)?, 0.0);
-        for Batch { x, weights } in batches {
+        for WeightedBatch { x, weights } in batches {
             let (x, weights) = (x.to_dtype(DType::F64)?, weights.to_dtype(DType::F64)?);
             let weights = if self.weighted { weights } else { weights.ones_like()? };
-            sum = (sum + (self.of_rows(model, &x)? * &weights)?.sum_all()?)?;
+            sum = (sum + (self.row_losses(model, &x)? * &weights)?.sum_all()?)?;
             weight += weights.sum_all()?.to_scalar::<f64>()?;
         }
         let mean = (sum / weight)?;
         Ok((mean.to_scalar()?, weight, mean.backward()?))
     }
 
-    /// A step of SGD with momentum along clipped gradients; returns their norm before.
+    /// Makes a step of SGD with momentum and clipping; returns the norm before clipping.
     fn descend(&self, vars: &mut [(&Var, Option<Tensor>)], grads: &GradStore) -> Result<f64> {
         let squares = vars.iter().filter_map(|(var, _)| grads.get(var)).flat_map(items);
         let norm = squares.map(|item| item * item).sum::<f64>().sqrt();
@@ -211,13 +214,13 @@ impl Case {
     }
 }
 
-impl Batch {
-    fn new(draw: &mut Draw, slots: usize, uneven: Uneven, dtype: DType) -> Self {
-        // With padding, fewer rows than slots leave some of them empty.
+impl WeightedBatch {
+    fn new(draw: &mut RandomDraws, slots: usize, uneven: Uneven, dtype: DType) -> Self {
+        // With padding, slots may be empty.
         let least = if uneven == Uneven::Pad { 1 } else { slots };
         let rows = least + draw.below(9) as usize;
         let x = Tensor::from_vec(draw.items(rows * WIDTH), (rows, WIDTH), &Device::Cpu).unwrap();
-        // Some rows weigh nothing, but for the first.
+        // Rows except the first may have no weight.
         let weights = (0..rows).map(|row| (draw.below(4) + u64::from(row == 0)) as f64 / 2.0);
         let weights = Tensor::from_iter(weights, &Device::Cpu).unwrap();
         Self { x: x.to_dtype(dtype).unwrap(), weights: weights.to_dtype(dtype).unwrap() }
@@ -228,7 +231,7 @@ fn items(tensor: &Tensor) -> Vec<f64> {
     tensor.flatten_all().unwrap().to_dtype(DType::F64).unwrap().to_vec1().unwrap()
 }
 
-/// Checks that numbers are the same but for some rounding.
+/// Asserts that numbers are equal up to rounding.
 pub(crate) fn assert_near(found: &[f64], expected: &[f64], tolerance: f64, case: &str) {
     assert_eq!(found.len(), expected.len(), "{case}");
     for (found, expected) in found.iter().zip(expected) {

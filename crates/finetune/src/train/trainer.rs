@@ -260,7 +260,7 @@ impl Trainer {
         self.step = Some(StepPosition { epoch, learning_rate, state });
         let before = StepTraffic::so_far(&self.mesh);
         let trained = self.model.step(tensors, learning_rate)?;
-        let metrics = StepMetrics::of(self.done, &trained).epoch(epoch);
+        let metrics = StepMetrics::from_step(self.done, &trained).epoch(epoch);
         let mut metrics = with_tokens(metrics.learning_rate(learning_rate), &batches);
         metrics.seconds = self.started.map_or(0., |started| started.elapsed().as_secs_f64());
         metrics.peak_bytes = peak_bytes();

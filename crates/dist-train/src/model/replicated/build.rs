@@ -48,7 +48,7 @@ pub(crate) fn build<M, O: Optimizer>(
     let map = config.map.clone().unwrap_or_else(VarMap::new);
     let Prepared { inventory, vars, dtype } = mesh.all_ok(prepare(mesh, config, &map, model))?;
     let dtypes = vars.iter().map(|var| var.dtype());
-    settings::check(mesh, &settings::of_model(&inventory, dtypes, config, false))?;
+    settings::check(mesh, &settings::model_settings(&inventory, dtypes, config, false))?;
     let sets = vars::sets(mesh, vars.clone(), config.sharing).map_err(cannot_build);
     let sets = mesh.all_ok(sets)?;
     sync::begin_alike(mesh, &inventory, &sets)?;
@@ -63,7 +63,7 @@ pub(crate) fn build<M, O: Optimizer>(
     let first_set = sets.len() * (mesh.local_slots().start / devices.len());
     let on_slot = |part: OwnedVars| {
         let device = &devices[part.slot];
-        let vars = sets[part.set].of_slot(part.slot, &inventory.roles)?;
+        let vars = sets[part.set].slot_vars(part.slot, &inventory.roles)?;
         let vars: Vec<_> = vars.into_iter().zip(rounded[part.set].clone()).collect();
         let computed: Vec<Var> =
             vars.iter().map(|(var, rounded)| rounded.as_ref().unwrap_or(var).clone()).collect();
@@ -130,9 +130,11 @@ fn first_variables(
     let open = declared.iter().zip(&known).map(|(declared, known)| (declared, known.is_none()));
     let weights: Option<&Path> = config.weights_path.as_deref();
     let initial = InitialValues::new(config.initializer.clone(), weights, &config.choices, open)?;
-    let variable = |((declared, known), role): ((&Declared, Option<Var>), &Role)| {
+    let mut vars = Vec::with_capacity(declared.len());
+    for ((declared, known), role) in declared.iter().zip(known).zip(&roles.of) {
         if let Some(var) = known {
-            return Ok(var);
+            vars.push(var);
+            continue;
         }
         // Layers set buffers themselves, so a buffer has one copy, in the dtype the model computes in.
         let dtype = match role {
@@ -140,9 +142,10 @@ fn first_variables(
             Role::Trained(_) | Role::Frozen => declared.dtype,
         };
         let value = initial.tensor(declared, home)?;
-        value.to_dtype(dtype).and_then(|value| Var::from_tensor(&value)).map_err(cannot_build)
-    };
-    declared.iter().zip(known).zip(&roles.of).map(variable).collect()
+        let var = value.to_dtype(dtype).and_then(|value| Var::from_tensor(&value));
+        vars.push(var.map_err(cannot_build)?);
+    }
+    Ok(vars)
 }
 
 /// Rejects a variable with two names, which would get its gradient under only one of them.
@@ -197,15 +200,15 @@ fn slot<O>(
 ) -> CandleResult<Slot<O>> {
     let mut optimizers = Vec::new();
     for (group, name) in inventory.roles.groups.iter().enumerate() {
-        let of_group = inventory.roles.of_group(group);
+        let trained = inventory.roles.trained_in(group);
         let own: Vec<usize> =
-            part.owned.iter().copied().filter(|var| of_group.contains(var)).collect();
+            part.owned.iter().copied().filter(|var| trained.contains(var)).collect();
         let given = own.iter().map(|&var| vars[var].0.clone()).collect();
         let optimizer = optimizer(Group { name: name.clone(), vars: given })?;
         optimizers.push(SlotOptimizer { group, vars: own, optimizer, has_stepped: false });
     }
     let trained = inventory.roles.trained();
-    let slot_var = |(param, (var, rounded)): (usize, (Var, Option<Var>))| SlotVar {
+    let vars = vars.into_iter().enumerate().map(|(param, (var, rounded))| SlotVar {
         var,
         rounded,
         param,
@@ -214,7 +217,6 @@ fn slot<O>(
         is_primary: is_first_set && part.owned.contains(&param),
         is_saved: part.saved.contains(&param),
         is_loaded: part.loaded.contains(&param),
-    };
-    let vars = vars.into_iter().enumerate().map(slot_var).collect();
-    Ok(Slot::new(vars, optimizers, trained.len()))
+    });
+    Ok(Slot::new(vars.collect(), optimizers, trained.len()))
 }

@@ -51,7 +51,7 @@ impl<M> Replicated<M> {
         };
         let vars: Vec<Vec<Var>> = slots.iter().map(vars).collect();
         let vars: Vec<&[Var]> = vars.iter().map(Vec::as_slice).collect();
-        sync::check(mesh, inventory, sync::of_slots(&vars)?)
+        sync::check(mesh, inventory, sync::slot_fingerprints(&vars)?)
     }
 
     /// Drops accumulated gradients.

@@ -7,7 +7,7 @@ use crate::{
     error::{Doing, Result},
     model::{
         replicated::vars::VarSet,
-        settings::{self, of_value},
+        settings::{self, value_fingerprint},
     },
     step::inventory::Inventory,
 };
@@ -34,23 +34,23 @@ pub(super) fn begin_alike(mesh: &DeviceMesh, inventory: &Inventory, sets: &[VarS
     });
     broadcast.call(())?;
     let vars: Vec<&[Var]> = slot_sets(mesh, sets).map(|set| &set.vars[..]).collect();
-    check(mesh, inventory, of_slots(&vars)?)
+    check(mesh, inventory, slot_fingerprints(&vars)?)
 }
 
 /// Iterates over the sets of this process's slots.
 fn slot_sets<'a>(mesh: &DeviceMesh, sets: &'a [VarSet]) -> impl Iterator<Item = &'a VarSet> {
-    let of_slot = |slot| sets.iter().find(move |set| set.slots.contains(&slot));
-    (0..mesh.devices().len()).filter_map(of_slot)
+    (0..mesh.devices().len())
+        .filter_map(|slot| sets.iter().find(move |set| set.slots.contains(&slot)))
 }
 
 /// Checks that the variables of all slots are the same to the bit, given the
-/// [fingerprints](of_slots) of this process's slots.
+/// [fingerprints](slot_fingerprints) of this process's slots.
 pub(super) fn check(mesh: &DeviceMesh, inventory: &Inventory, here: Vec<Vec<u64>>) -> Result<()> {
     settings::check_values(mesh, inventory, here, &vec![Some(1); inventory.parameters.len()])
 }
 
 /// Returns fingerprints of the bits of each slot's variables; shared variables are read once.
-pub(super) fn of_slots(slots: &[&[Var]]) -> Result<Vec<Vec<u64>>> {
+pub(super) fn slot_fingerprints(slots: &[&[Var]]) -> Result<Vec<Vec<u64>>> {
     let mut known: Vec<Vec<u64>> = Vec::new();
     for vars in slots {
         let mut numbers = Vec::new();
@@ -58,7 +58,7 @@ pub(super) fn of_slots(slots: &[&[Var]]) -> Result<Vec<Vec<u64>>> {
             let shared = slots.iter().zip(&known).find(|(other, _)| other[n].id() == var.id());
             numbers.push(match shared {
                 Some((_, known)) => known[n],
-                None => of_value(var).doing("comparing variables")?,
+                None => value_fingerprint(var).doing("comparing variables")?,
             });
         }
         known.push(numbers);

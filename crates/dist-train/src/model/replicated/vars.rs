@@ -1,7 +1,7 @@
 //! The variables of a model on the devices of a mesh, and their assignment to slots for updates and
 //! checkpoints.
 
-#[expect(clippy::disallowed_types, reason = "what candle keeps variables in")]
+#[expect(clippy::disallowed_types, reason = "candle stores variables in a hash map")]
 use std::collections::HashMap;
 use std::{collections::BTreeMap, sync::MutexGuard};
 
@@ -68,7 +68,7 @@ pub(super) fn add(vars: &VarMap, inventory: &Inventory, all: &[Var]) -> Result<(
     Ok(())
 }
 
-#[expect(clippy::disallowed_types, reason = "what candle keeps variables in")]
+#[expect(clippy::disallowed_types, reason = "candle stores variables in a hash map")]
 fn locked(vars: &VarMap) -> Result<MutexGuard<'_, HashMap<String, Var>>> {
     match vars.data().lock() {
         Ok(vars) => Ok(vars),
@@ -97,26 +97,31 @@ pub(super) fn sets(mesh: &DeviceMesh, vars: Vec<Var>, sharing: Sharing) -> Resul
 impl VarSet {
     /// Returns the variables of one of the set's slots. All slots except the first have their own
     /// buffers, because the slots' forward passes change them at the same time.
-    pub(super) fn of_slot(&self, slot: usize, roles: &Roles) -> Result<Vec<Var>> {
-        let of_role = |(var, &role): (&Var, &Role)| match role {
-            Role::Buffer if slot != self.slots[0] => copied(var, var.device()),
-            _ => Ok(var.clone()),
-        };
-        self.vars.iter().zip(&roles.of).map(of_role).collect()
+    pub(super) fn slot_vars(&self, slot: usize, roles: &Roles) -> Result<Vec<Var>> {
+        let mut vars = Vec::with_capacity(self.vars.len());
+        for (var, &role) in self.vars.iter().zip(&roles.of) {
+            vars.push(match role {
+                Role::Buffer if slot != self.slots[0] => copied(var, var.device())?,
+                _ => var.clone(),
+            });
+        }
+        Ok(vars)
     }
 }
 
 impl VarSet {
     /// Returns copies of the variables in the dtype that the model computes in, if it is another one.
     pub(super) fn rounded(&self, roles: &Roles, precision: Precision) -> Result<Vec<Option<Var>>> {
-        let of_role = |(var, &role): (&Var, &Role)| {
+        let mut rounded = Vec::with_capacity(self.vars.len());
+        for (var, &role) in self.vars.iter().zip(&roles.of) {
             let dtype = precision.computed(var.dtype());
-            if role == Role::Buffer || dtype == var.dtype() {
-                return Ok(None);
-            }
-            Var::from_tensor(&var.as_detached_tensor().to_dtype(dtype)?).map(Some)
-        };
-        self.vars.iter().zip(&roles.of).map(of_role).collect()
+            rounded.push(if role == Role::Buffer || dtype == var.dtype() {
+                None
+            } else {
+                Some(Var::from_tensor(&var.as_detached_tensor().to_dtype(dtype)?)?)
+            });
+        }
+        Ok(rounded)
     }
 }
 
@@ -141,22 +146,22 @@ pub(super) fn builder(
     dtype: DType,
     device: &Device,
 ) -> VarBuilder<'static> {
-    let handed = |(((name, _), var), role): ((&(String, _), &Var), &Role)| {
+    let mut tensors = BTreeMap::new();
+    for (((name, _), var), role) in inventory.parameters.iter().zip(vars).zip(&inventory.roles.of) {
         let tensor = match role {
             // Layers set buffers, and so need the variable itself.
             Role::Buffer => var.as_tensor().clone(),
             Role::Trained(_) if purpose == Use::Training => var.as_tensor().clone(),
             Role::Trained(_) | Role::Frozen => var.as_detached_tensor(),
         };
-        (name.clone(), tensor)
-    };
-    let all = inventory.parameters.iter().zip(vars).zip(&inventory.roles.of);
-    VarBuilder::from_backend(Box::new(Handed(all.map(handed).collect())), dtype, device.clone())
+        tensors.insert(name.clone(), tensor);
+    }
+    VarBuilder::from_backend(Box::new(VariableBackend(tensors)), dtype, device.clone())
 }
 
-struct Handed(BTreeMap<String, Tensor>);
+struct VariableBackend(BTreeMap<String, Tensor>);
 
-impl SimpleBackend for Handed {
+impl SimpleBackend for VariableBackend {
     fn get(&self, shape: Shape, name: &str, _: Init, dtype: DType, dev: &Device) -> Result<Tensor> {
         let tensor = self.get_unchecked(name, dtype, dev)?;
         if tensor.shape() != &shape {
@@ -166,8 +171,8 @@ impl SimpleBackend for Handed {
     }
 
     fn get_unchecked(&self, name: &str, _: DType, _: &Device) -> Result<Tensor> {
-        let missing = || Error::CannotFindTensor { path: name.to_owned() }.bt();
-        self.0.get(name).cloned().ok_or_else(missing)
+        let tensor = self.0.get(name).cloned();
+        tensor.ok_or_else(|| Error::CannotFindTensor { path: name.to_owned() }.bt())
     }
 
     fn contains_tensor(&self, name: &str) -> bool {
@@ -202,8 +207,9 @@ pub(super) fn parts(
                 Role::Frozen | Role::Buffer => place == 0 && inventory.roles.is_saved(*var),
             };
             let saved = saved_here.iter().copied().filter(is_here).collect();
-            let is_read = |var: &usize| is_here(var) || inventory.roles.of[*var] == Role::Buffer;
-            let loaded = (0..sizes.len()).filter(is_read).collect();
+            let loaded = (0..sizes.len())
+                .filter(|var| is_here(var) || inventory.roles.of[*var] == Role::Buffer)
+                .collect();
             parts.push(OwnedVars { slot, set: number, owned, saved, loaded });
         }
     }

@@ -45,8 +45,10 @@ pub(super) struct Worker<M> {
 impl<M> Worker<M> {
     /// Copies the buffers, which the forward pass may change.
     pub(super) fn copy_buffers<O>(&mut self, slot: &Slot<O>, buffers: &[usize]) -> Result<()> {
-        let copy = |&var: &usize| Ok((var, slot.vars[var].var.as_detached_tensor().copy()?));
-        self.buffers_before = buffers.iter().map(copy).collect::<Result<_>>()?;
+        self.buffers_before = buffers
+            .iter()
+            .map(|&var| Ok((var, slot.vars[var].var.as_detached_tensor().copy()?)))
+            .collect::<Result<_>>()?;
         Ok(())
     }
 
@@ -111,10 +113,10 @@ impl<M> Worker<M> {
         wanted: &[usize],
     ) -> Result<Vec<Option<Tensor>>> {
         let sums = sums_of(ctx, &self.trained, grads, somewhere, wanted, self.precision)?;
-        let stored = |(sum, &var): (Option<Tensor>, &usize)| {
-            sum.map(|sum| sum.to_dtype(self.sum_dtypes[var])).transpose()
-        };
-        sums.into_iter().zip(wanted).map(stored).collect()
+        sums.into_iter()
+            .zip(wanted)
+            .map(|(sum, &var)| sum.map(|sum| sum.to_dtype(self.sum_dtypes[var])).transpose())
+            .collect()
     }
 
     /// Returns the loss of the whole batch, the local attached tensors, and the gradients of all

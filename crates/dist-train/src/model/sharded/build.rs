@@ -9,7 +9,7 @@ use std::{
 use candle_core::{DType, Result as CandleResult};
 use candle_nn::{Optimizer, VarBuilder};
 use core_types::{Fingerprint, WorldSize};
-use fsdp_plan::{Cut, ParameterInfo, PlannedParameter, ShardingPlan};
+use fsdp_plan::{Cut, ParameterInfo, ShardingPlan};
 use pmap_mesh::DeviceMesh;
 
 use crate::{
@@ -98,12 +98,11 @@ impl Description<'_> {
         }
         let infos = declared_infos(&declared, &inventory.roles)?;
         let units = self.rules.units(&infos)?;
-        let keeps = sharding.keeps.of_units(&unit_names(&units))?;
-        let with_unit = |info: &ParameterInfo| {
-            let unit = self.rules.units_of(info)[0].to_owned();
-            info.clone().with_unit(unit)
-        };
-        let infos: Vec<ParameterInfo> = infos.iter().map(with_unit).collect();
+        let keeps = sharding.keeps.unit_keeps(&unit_names(&units))?;
+        let infos: Vec<ParameterInfo> = infos
+            .iter()
+            .map(|info| info.clone().with_unit(self.rules.units_of(info)[0].to_owned()))
+            .collect();
         let plan = self.planned(&infos)?;
         let keeps = match &sharding.plan_source {
             PlanSource::Ready(plan) if sharding.keeps.is_silent() => kept_by(plan, keeps),
@@ -131,20 +130,20 @@ impl Description<'_> {
         let Some(Fingerprints { init, weights }) = *values else { return Ok(()) };
         let Self { sharding, .. } = self;
         let dtypes = declared.iter().map(|declared| declared.dtype);
-        let of_model = settings::of_model(inventory, dtypes, self.config, true);
-        settings::check(self.mesh, &of_model)?;
-        let of_sharding = [
-            ("unit", settings::of_debug(self.rules)),
+        let model_settings = settings::model_settings(inventory, dtypes, self.config, true);
+        settings::check(self.mesh, &model_settings)?;
+        let sharding_settings = [
+            ("unit", settings::debug_fingerprint(self.rules)),
             // Compared before the plan, which contains the kept units too.
-            ("keep", settings::of_debug(keeps)),
+            ("keep", settings::debug_fingerprint(keeps)),
             ("prefetch", sharding.n_prefetched as u64),
-            ("accumulation", settings::of_debug(&sharding.reduction)),
+            ("accumulation", settings::debug_fingerprint(&sharding.reduction)),
             ("optimizer_in_backward", sharding.updates_in_backward.into()),
-            ("strategy", settings::of_debug(plan)),
+            ("strategy", settings::debug_fingerprint(plan)),
             ("init", init),
             ("weights", weights),
         ];
-        settings::check(self.mesh, &of_sharding)
+        settings::check(self.mesh, &sharding_settings)
     }
 
     /// Returns the model with the initial values of this process's shards.
@@ -158,7 +157,7 @@ impl Description<'_> {
             initial.items(&declared[position(&inventory, info.name())], run, home)
         })?;
         let unit = |(name, members): (String, Vec<Member>)| {
-            let members = of_roles(members, &inventory, &declared);
+            let members = unit_members(members, &inventory, &declared);
             let unit = Unit { members, keep: keeps[&name] };
             (name, unit)
         };
@@ -198,31 +197,30 @@ pub(super) fn check_replicas_equal(mesh: &DeviceMesh, model: &Model) -> Result<(
     let Model { vars, inventory, .. } = model;
     let plan = vars.plan();
     let group = plan.shard_group().as_usize();
-    let repeats = |planned: &PlannedParameter| {
-        matches!(planned.cut(), Cut::Replicated)
-            .then_some(1)
-            .or((group < mesh.len()).then_some(group))
-    };
     // The distance in slots between equal shards of each parameter, in the order of names; `None`
     // if unique.
     let mut periods = vec![None; inventory.parameters.len()];
     for planned in plan.parameters() {
-        periods[position(inventory, planned.info().name())] = repeats(planned);
+        let is_replicated = matches!(planned.cut(), Cut::Replicated);
+        let group_period = (group < mesh.len()).then_some(group);
+        periods[position(inventory, planned.info().name())] =
+            is_replicated.then_some(1).or(group_period);
     }
     if periods.iter().all(Option::is_none) {
         return Ok(());
     }
-    let of_slot = |slot| -> Result<Vec<u64>> {
+    let slot_fingerprints = |slot| -> Result<Vec<u64>> {
         let mut found = vec![Fingerprint::new(); periods.len()];
         for OwnedPart { param_idx, var, .. } in vars.owned_parts(slot)? {
             let param = position(inventory, plan.parameters()[param_idx].info().name());
             if periods[param].is_some() {
-                found[param].write_u64(settings::of_value(&var).doing("comparing parameters")?);
+                found[param]
+                    .write_u64(settings::value_fingerprint(&var).doing("comparing parameters")?);
             }
         }
         Ok(found.iter().map(Fingerprint::finish).collect())
     };
-    let here = mesh.all_ok(mesh.local_slots().map(of_slot).collect())?;
+    let here = mesh.all_ok(mesh.local_slots().map(slot_fingerprints).collect())?;
     settings::check_values(mesh, inventory, here, &periods)
 }
 
@@ -235,9 +233,11 @@ fn names_of(members: &[Member]) -> impl Iterator<Item = &str> {
 }
 
 /// Returns the data that units keep according to a plan's kept units.
-fn kept_by(plan: &ShardingPlan, keeps: BTreeMap<String, Keep>) -> BTreeMap<String, Keep> {
-    let keep = |unit: &str| if plan.keeps_gathered(unit) { Keep::Gathered } else { Keep::Inputs };
-    keeps.into_keys().map(|unit| (unit.clone(), keep(&unit))).collect()
+fn kept_by(plan: &ShardingPlan, mut keeps: BTreeMap<String, Keep>) -> BTreeMap<String, Keep> {
+    for (unit, keep) in &mut keeps {
+        *keep = if plan.keeps_gathered(unit) { Keep::Gathered } else { Keep::Inputs };
+    }
+    keeps
 }
 
 /// Returns the plan with the units that stay gathered. A unit whose parameters are all counted for
@@ -304,7 +304,11 @@ fn position(inventory: &Inventory, name: &str) -> usize {
 }
 
 /// Returns the members of a unit; `declared` is in the order of names.
-fn of_roles(members: Vec<Member>, inventory: &Inventory, declared: &[Declared]) -> Vec<UnitMember> {
+fn unit_members(
+    members: Vec<Member>,
+    inventory: &Inventory,
+    declared: &[Declared],
+) -> Vec<UnitMember> {
     let trained = inventory.roles.trained();
     let member = |names: Member| {
         let param = position(inventory, &names.name);
@@ -346,8 +350,8 @@ fn build_slot<O>(
     }
     let mut optimizers = Vec::new();
     for (group, params) in updated_together(model) {
-        let is_of = |var: &usize| params.contains(&slot_vars[*var].param);
-        let own: Vec<usize> = (0..slot_vars.len()).filter(is_of).collect();
+        let own: Vec<usize> =
+            (0..slot_vars.len()).filter(|&var| params.contains(&slot_vars[var].param)).collect();
         let vars = own.iter().map(|&var| slot_vars[var].var.clone()).collect();
         let name = inventory.roles.groups[group].clone();
         let optimizer = optimizer(Group { name, vars }).map_err(cannot_build)?;

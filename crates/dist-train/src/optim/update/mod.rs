@@ -224,12 +224,12 @@ mod tests {
 
     /// Returns numbers without a pattern, including zeros of both signs.
     fn numbers(len: usize, salt: f32, dtype: DType) -> Tensor {
-        let number = |item: usize| match item % 11 {
+        let numbers = (0..len).map(|item| match item % 11 {
             3 => 0.0,
             7 => -0.0,
             _ => (item as f32 * 0.731 + salt).sin() * 3.0,
-        };
-        let numbers: Vec<f32> = (0..len).map(number).collect();
+        });
+        let numbers: Vec<f32> = numbers.collect();
         Tensor::from_vec(numbers, len, &Device::Cpu).unwrap().to_dtype(dtype).unwrap()
     }
 

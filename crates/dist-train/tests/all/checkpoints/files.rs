@@ -1,4 +1,4 @@
-//! Training continues from a checkpoint as if it had never stopped.
+//! Checkpoints: their tensors, bitwise resumption, and rejected files.
 
 use std::{collections::BTreeMap, fs, path::Path};
 
@@ -15,7 +15,7 @@ use pmap_mesh::DeviceMesh;
 use crate::{checkpoints::run::Run, support::saved};
 
 #[test]
-fn training_continues_as_if_it_had_never_stopped() {
+fn resumed_training_has_the_same_bits() {
     for share in [true, false] {
         for slots in [1, 2, 3] {
             let start = || Run::new(DeviceMesh::cpu(slots).unwrap(), share);
@@ -36,7 +36,7 @@ fn training_continues_as_if_it_had_never_stopped() {
 }
 
 #[test]
-fn another_number_of_slots_comes_to_the_same_result() {
+fn other_slot_counts_agree_to_rounding() {
     let mut whole = Run::cpu(2);
     whole.steps(0..8);
     let mut first = Run::cpu(2);
@@ -77,9 +77,9 @@ fn every_tensor_is_written_once() {
     }
 }
 
-/// Replicas have the same parts, which one of them writes.
+/// Several groups store the same shards; only one writes them.
 #[test]
-fn every_part_is_written_once() {
+fn replicated_shards_are_written_once() {
     let mesh = DeviceMesh::builder().axis("replicas", 2).axis("shards", 2).cpu().unwrap();
     let model = FullyShard::builder(&mesh, |vb| linear(3, 2, vb))
         .unit("all", ["weight", "bias"])
@@ -95,7 +95,7 @@ fn every_part_is_written_once() {
 }
 
 #[test]
-fn checkpoints_with_too_little_are_refused() {
+fn incomplete_checkpoints_are_rejected() {
     let mut run = Run::cpu(1);
     let floats = |len: usize| Tensor::zeros(len, DType::F32, &Device::Cpu).unwrap();
     let mut load = |tensors: &[(&str, &str, Tensor)]| {
@@ -111,7 +111,7 @@ fn checkpoints_with_too_little_are_refused() {
         let checkpoint = Checkpoint::open(folder.path().join("step-0000000001")).unwrap();
         run.model.load(&checkpoint).unwrap_err()
     };
-    // The bias is loaded first, by its name.
+    // Parameters load in the order of names, so the bias is first.
     let short = [("model", "weight", floats(6)), ("model", "bias", floats(1))];
     let error = load(&short);
     assert!(
@@ -124,7 +124,7 @@ fn checkpoints_with_too_little_are_refused() {
         matches!(&error, Error::Parameter(ParameterError::Incomplete { kind, item: 0, .. }) if kind == "step"),
         "{error}"
     );
-    // A state that its optimizer cannot have.
+    // An impossible optimizer state.
     let mut impossible = no_state.to_vec();
     let minus_one = Tensor::new(-1_i64, &Device::Cpu).unwrap();
     impossible.extend([("step", "weight", minus_one.clone()), ("step", "bias", minus_one)]);
@@ -134,12 +134,12 @@ fn checkpoints_with_too_little_are_refused() {
         error.to_string().contains("cannot be read or set: -1 steps cannot have been taken"),
         "{error}"
     );
-    assert!(std::error::Error::source(&error).is_none(), "the cause is in the message already");
+    assert!(std::error::Error::source(&error).is_none(), "the message already contains the cause");
 }
 
-/// Both kinds of models load a parameter without items, of which no slot of the other has anything.
+/// No slot stores items of an empty parameter, but both layouts load it.
 #[test]
-fn a_parameter_without_items_is_loaded_by_both_kinds() {
+fn empty_parameters_load_in_both_layouts() {
     let mesh = DeviceMesh::cpu(2).unwrap();
     let build = |vb: VarBuilder<'_>| {
         vb.get((0, 3), "empty")?;
@@ -154,12 +154,11 @@ fn a_parameter_without_items_is_loaded_by_both_kinds() {
 }
 
 #[test]
-fn other_models_are_refused() {
+fn checkpoints_of_other_models_are_rejected() {
     let run = Run::cpu(2);
     let checkpoint = saved(&run.mesh, &run.model);
     let mesh = DeviceMesh::cpu(2).unwrap();
-    let build = |vb: VarBuilder<'_>| linear(3, 2, vb.pp("head"));
-    let mut other = DataParallel::builder(&mesh, build)
+    let mut other = DataParallel::builder(&mesh, |vb: VarBuilder<'_>| linear(3, 2, vb.pp("head")))
         .build(|group| AdamW::new(group.vars, ParamsAdamW::default()))
         .unwrap();
     let refused = other.load(&checkpoint).unwrap_err();
@@ -169,11 +168,11 @@ fn other_models_are_refused() {
     );
 }
 
-/// An optimizer that names its state as it should not, and does nothing else.
+/// An optimizer with invalid state names and no updates.
 #[derive(Debug)]
-struct Misnamed(&'static [&'static str]);
+struct MisnamedState(&'static [&'static str]);
 
-impl Optimizer for Misnamed {
+impl Optimizer for MisnamedState {
     type Config = &'static [&'static str];
 
     fn new(_: Vec<candle_core::Var>, names: Self::Config) -> candle_core::Result<Self> {
@@ -191,7 +190,7 @@ impl Optimizer for Misnamed {
     fn set_learning_rate(&mut self, _: f64) {}
 }
 
-impl StatefulOptimizer for Misnamed {
+impl StatefulOptimizer for MisnamedState {
     fn state(&self, _: usize) -> candle_core::Result<Vec<(&'static str, Tensor)>> {
         let one = Tensor::new(1_f32, &Device::Cpu)?;
         Ok(self.0.iter().map(|&name| (name, one.clone())).collect())
@@ -203,16 +202,16 @@ impl StatefulOptimizer for Misnamed {
 }
 
 #[test]
-fn states_that_could_not_be_told_apart_are_refused() {
+fn ambiguous_state_names_are_rejected() {
     let mesh = DeviceMesh::cpu(1).unwrap();
-    let state_of = |names| {
+    let state_dict = |names| {
         let builder = DataParallel::builder(&mesh, |vb| linear(3, 2, vb));
-        builder.build(|group| Misnamed::new(group.vars, names)).unwrap().state_dict()
+        builder.build(|group| MisnamedState::new(group.vars, names)).unwrap().state_dict()
     };
-    assert!(state_of(&["mean", "square"]).is_ok());
+    assert!(state_dict(&["mean", "square"]).is_ok());
     for names in [&["mean", "mean"][..], &["model"], &["running/mean"]] {
         let last = names[names.len() - 1];
-        let error = state_of(names).unwrap_err();
+        let error = state_dict(names).unwrap_err();
         assert!(
             matches!(&error, Error::Checkpoint(CheckpointError::Kind { kind, .. }) if kind == last),
             "{error}"

@@ -1,4 +1,4 @@
-//! Checkpoints of models in training.
+//! Tests of checkpoints.
 
 mod files;
 mod run;

@@ -1,4 +1,4 @@
-//! A small run, which is saved and resumed.
+//! A small training run to save and resume.
 
 use candle_core::{Device, Tensor};
 use candle_nn::{Linear, Module, Optimizer, ParamsAdamW, VarMap, linear, loss::mse};
@@ -50,8 +50,9 @@ impl Run {
                 .unwrap();
             let x = x.reshape((12, 3)).unwrap();
             let y = x.narrow(1, 0, 2).unwrap().sqr().unwrap();
-            let of = |_: &_, model: &Linear, (x, y): (Tensor, Tensor)| mse(&model.forward(&x)?, &y);
-            loss = self.model.step((x, y), of).unwrap().loss;
+            let batch_loss =
+                |_: &_, model: &Linear, (x, y): (Tensor, Tensor)| mse(&model.forward(&x)?, &y);
+            loss = self.model.step((x, y), batch_loss).unwrap().loss;
         }
         loss
     }

@@ -1,4 +1,4 @@
-//! Gradients of accumulated batches, summed in each or at the end.
+//! Accumulated gradients, reduced in every batch or in the last.
 
 use candle_core::{Result, Tensor};
 use candle_nn::{Module, VarBuilder, linear};
@@ -10,7 +10,7 @@ use super::model::{
 };
 use crate::support::{assert_same, bits, input, layer, layers, replicated, saved, through};
 
-/// Losses and parameters after steps of three batches each; the last has half as many rows.
+/// Trains for steps of three batches each; the last batch has half as many rows.
 fn trained(builder: ModelBuilder<'_, Units>, slots: usize) -> Trained {
     let mut model = builder.build(adam).unwrap();
     let mut losses = Vec::new();
@@ -25,7 +25,7 @@ fn trained(builder: ModelBuilder<'_, Units>, slots: usize) -> Trained {
 }
 
 #[test]
-fn what_is_summed_last_has_the_bits_of_data_parallel() {
+fn reduce_last_equals_data_parallel() {
     for slots in [1, 3] {
         let mesh = DeviceMesh::cpu(slots).unwrap();
         let expected = trained(data_parallel(&mesh), slots);
@@ -40,7 +40,7 @@ fn what_is_summed_last_has_the_bits_of_data_parallel() {
 }
 
 #[test]
-fn less_is_sent_where_it_is_summed_last() {
+fn reduce_last_sends_less() {
     let mesh = DeviceMesh::cpu(2).unwrap();
     let reductions = |accumulation| {
         let mut model = sharded(&mesh).accumulation(accumulation).build(adam).unwrap();
@@ -56,9 +56,9 @@ fn less_is_sent_where_it_is_summed_last() {
     assert_eq!(reductions(Accumulation::ReduceLast), (0, 5));
 }
 
-/// A unit that no batch but the first enters, and one that only the last enters.
+/// Only the first batch enters unit 1, and only the last enters unit 2.
 #[test]
-fn units_of_some_batches_count_in_the_update() {
+fn units_of_single_batches_are_updated() {
     let mesh = DeviceMesh::cpu(3).unwrap();
     let batches: [&[&str]; 3] = [&["0", "1"], &["0"], &["0", "2"]];
     let mut expected = replicated(&mesh).build(adam).unwrap();
@@ -88,9 +88,9 @@ fn units_of_some_batches_count_in_the_update() {
     }
 }
 
-/// The second slot enters a unit and uses none of its parameters.
+/// The second slot enters a unit but does not use its parameters.
 #[test]
-fn unit_without_a_gradient_on_one_slot_is_summed() {
+fn gradients_missing_on_one_slot_are_summed() {
     let mesh = DeviceMesh::cpu(2).unwrap();
     let partly = |ctx: &Replica, model: &Units, x: Tensor| {
         let x = model.unit("0", &x, layer)?;
@@ -104,7 +104,7 @@ fn unit_without_a_gradient_on_one_slot_is_summed() {
     check_accumulated(&mesh, partly, &["0", "2"]);
 }
 
-/// Trains on a batch of a loss and one of another, whole and with sums at the end.
+/// Trains on batches of two losses in both layouts, and compares the parameters.
 fn check_accumulated<L: Into<Loss>>(
     mesh: &DeviceMesh,
     loss: impl Fn(&Replica, &Units, Tensor) -> Result<L> + Send + Sync,
@@ -121,7 +121,7 @@ fn check_accumulated<L: Into<Loss>>(
 }
 
 #[test]
-fn loaded_model_forgets_accumulated_batches() {
+fn load_discards_accumulated_batches() {
     let mesh = DeviceMesh::cpu(2).unwrap();
     for accumulation in [Accumulation::ReduceEach, Accumulation::ReduceLast] {
         let build = || {
@@ -139,7 +139,7 @@ fn loaded_model_forgets_accumulated_batches() {
     }
 }
 
-/// The second slot has no rows of the batches that are accumulated, and no weight.
+/// The second slot's shards of accumulated batches have no weight.
 #[test]
 fn slots_without_weight_add_nothing() {
     let mesh = DeviceMesh::cpu(2).unwrap();
@@ -153,7 +153,7 @@ fn slots_without_weight_add_nothing() {
 }
 
 #[test]
-fn a_step_that_fails_drops_what_was_kept_whole() {
+fn failed_step_discards_accumulated_gradients() {
     let mesh = DeviceMesh::cpu(2).unwrap();
     let build = || {
         let builder = FullyShard::builder(&mesh, layers::<3>);

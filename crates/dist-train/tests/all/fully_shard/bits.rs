@@ -1,4 +1,4 @@
-//! Losses and parameters to the bit.
+//! Bitwise equal losses and parameters.
 
 use dist_train::{Keep, ModelBuilder, Units};
 use fsdp_plan::strategy::{Full, LayerWise, Layout, ShardingStrategy};
@@ -9,7 +9,7 @@ use super::model::{KEEPS, adam, data_parallel, sharded, strategies, train, train
 const STEPS: usize = 4;
 
 #[test]
-fn every_layout_and_option_has_the_bits_of_plain_candle() {
+fn every_layout_equals_plain_candle() {
     for slots in [1, 3, 4] {
         let rows = 2 * slots;
         let mesh = DeviceMesh::cpu(slots).unwrap();
@@ -31,7 +31,7 @@ fn every_layout_and_option_has_the_bits_of_plain_candle() {
             }
         }
         let ragged = Full::new(Layout::BlockRagged { block: 4 });
-        let cuts: [Box<dyn ShardingStrategy>; 2] =
+        let strategies: [Box<dyn ShardingStrategy>; 2] =
             [Box::new(LayerWise::default()), Box::new(ragged)];
         for strategy in cuts {
             let builder = sharded(&mesh).strategy(strategy).keep(Keep::Inputs);

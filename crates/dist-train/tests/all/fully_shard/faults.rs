@@ -1,5 +1,5 @@
-//! An error, a panic, an early return or another order in any slot, unit and pass ends the step for
-//! all slots at once, and the model trains on as if the step had not been.
+//! An error, a panic, an early return or a different order in any slot, unit and pass ends the step
+//! on all slots, and leaves the model unchanged.
 
 use std::{
     sync::{
@@ -23,18 +23,18 @@ use crate::support::{bits, input, layers, replicated, saved};
 const SLOTS: usize = 3;
 const UNITS: usize = 3;
 
-/// What goes wrong where.
+/// A fault and its location.
 #[derive(Clone, Copy, Debug)]
-struct Fault {
+struct InjectedFault {
     slot: usize,
     unit: usize,
-    /// Which run of the unit's function: the first is that of the forward pass.
+    /// The run of the unit's function: 0 is the forward pass.
     run: usize,
-    kind: Kind,
+    kind: FaultKind,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq)]
-enum Kind {
+enum FaultKind {
     Error,
     Panic,
     /// The loss returns before it enters the unit.
@@ -43,23 +43,25 @@ enum Kind {
     Order,
 }
 
-fn loss(fault: Option<Fault>) -> impl Fn(&Replica, &Units, Tensor) -> Result<Tensor> + Send + Sync {
+fn loss(
+    fault: Option<InjectedFault>,
+) -> impl Fn(&Replica, &Units, Tensor) -> Result<Tensor> + Send + Sync {
     move |ctx, model, mut x| {
         for unit in 0..UNITS {
             let fault = fault.filter(|fault| fault.unit == unit && fault.slot == ctx.slot());
             let kind = fault.map(|fault| fault.kind);
-            if kind == Some(Kind::Return) {
+            if kind == Some(FaultKind::Return) {
                 return x.sqr()?.mean_all();
             }
-            let entered = if kind == Some(Kind::Order) { (unit + 1) % UNITS } else { unit };
+            let entered = if kind == Some(FaultKind::Order) { (unit + 1) % UNITS } else { unit };
             let runs = Arc::new(AtomicUsize::new(0));
             x = model.unit(&entered.to_string(), &x, move |vb, x| {
                 let run = runs.fetch_add(1, Ordering::Relaxed);
                 match fault {
-                    Some(Fault { kind: Kind::Panic, run: at, .. }) if at == run => {
+                    Some(InjectedFault { kind: FaultKind::Panic, run: at, .. }) if at == run => {
                         panic!("run {run} breaks")
                     }
-                    Some(Fault { kind: Kind::Error, run: at, .. }) if at == run => {
+                    Some(InjectedFault { kind: FaultKind::Error, run: at, .. }) if at == run => {
                         bail!("run {run} fails")
                     }
                     _ => linear(3, 3, vb)?.forward(x)?.tanh(),
@@ -70,8 +72,14 @@ fn loss(fault: Option<Fault>) -> impl Fn(&Replica, &Units, Tensor) -> Result<Ten
     }
 }
 
-/// What is left after two good steps, with a bad one between them if there is a fault.
-fn trained(mesh: &DeviceMesh, keep: Keep, prefetch: usize, fault: Option<Fault>) -> Vec<Vec<u32>> {
+/// Trains for two steps, with a failing step between them if there is a fault, and returns the
+/// weights.
+fn trained(
+    mesh: &DeviceMesh,
+    keep: Keep,
+    prefetch: usize,
+    fault: Option<InjectedFault>,
+) -> Vec<Vec<u32>> {
     let builder = FullyShard::builder(mesh, layers::<3>).keep(keep).prefetch(prefetch);
     let mut model = builder.build(adam).unwrap();
     model.step(input(6), loss(None)).unwrap();
@@ -88,24 +96,24 @@ fn weights<O: Optimizer>(model: &DistributedModel<Units, O>) -> Vec<Vec<u32>> {
     (0..UNITS).map(|unit| bits(&model.parameter(&format!("{unit}.weight")).unwrap())).collect()
 }
 
-/// The error says where it was.
-fn check(error: &str, fault: Fault, is_ahead: bool) {
-    let Fault { slot, unit, run, kind } = fault;
+/// Checks that the error names the fault's location.
+fn check(error: &str, fault: InjectedFault, is_ahead: bool) {
+    let InjectedFault { slot, unit, run, kind } = fault;
     let pass = if run == 0 { "forward" } else { "backward" };
     let place = format!("unit {unit}, {pass} pass");
     let parts = match kind {
-        Kind::Error => vec![place, format!("run {run} fails")],
-        Kind::Panic => vec![place, format!("run {run} breaks")],
-        // Which unit the others begin then depends on what they have gathered ahead.
-        Kind::Return | Kind::Order if is_ahead => Vec::new(),
-        // What the others enter, beside what this one does instead.
-        Kind::Return => vec![format!("({unit}, layout"), "all_gather".to_owned()],
-        Kind::Order => {
+        FaultKind::Error => vec![place, format!("run {run} fails")],
+        FaultKind::Panic => vec![place, format!("run {run} breaks")],
+        // The unit that the other slots enter depends on their prefetched units.
+        FaultKind::Return | FaultKind::Order if is_ahead => Vec::new(),
+        // The mismatch names both calls.
+        FaultKind::Return => vec![format!("({unit}, layout"), "all_gather".to_owned()],
+        FaultKind::Order => {
             vec![format!("({unit}, layout"), format!("({}, layout", (unit + 1) % UNITS)]
         }
     };
-    if is_ahead && matches!(kind, Kind::Return | Kind::Order) {
-        // What slots begin there, a unit or the end of the loss, or all that both have entered.
+    if is_ahead && matches!(kind, FaultKind::Return | FaultKind::Order) {
+        // The error names the next unit, or all units that both slots entered.
         let says = ["(0, layout", "(1, layout", "(2, layout", "enters the units"];
         assert!(says.iter().any(|says| error.contains(says)), "{fault:?}: {error}");
     }
@@ -115,14 +123,14 @@ fn check(error: &str, fault: Fault, is_ahead: bool) {
     }
 }
 
-/// A slot that waited for ever would end the test program.
+/// Builds a mesh with a deadline, so that a deadlock fails the test.
 fn mesh() -> DeviceMesh {
     let builder = DeviceMesh::builder().axis(DeviceMesh::AXIS, SLOTS);
     builder.deadline(Duration::from_mins(1)).cpu().unwrap()
 }
 
 #[test]
-fn every_fault_ends_the_step_at_once_and_the_model_trains_on() {
+fn every_fault_ends_only_the_step() {
     let mesh = mesh();
     let start = Instant::now();
     let mut n_faults = 0;
@@ -138,8 +146,10 @@ fn every_fault_ends_the_step_at_once_and_the_model_trains_on() {
         for slot in 0..SLOTS {
             for unit in 0..UNITS {
                 for run in 0..runs {
-                    for kind in [Kind::Error, Kind::Panic, Kind::Return, Kind::Order] {
-                        let fault = Fault { slot, unit, run, kind };
+                    for kind in
+                        [FaultKind::Error, FaultKind::Panic, FaultKind::Return, FaultKind::Order]
+                    {
+                        let fault = InjectedFault { slot, unit, run, kind };
                         let found = trained(&mesh, keep, prefetch, Some(fault));
                         assert_eq!(found, expected, "{keep:?}, {prefetch}, {fault:?}");
                         n_faults += 1;
@@ -148,22 +158,22 @@ fn every_fault_ends_the_step_at_once_and_the_model_trains_on() {
             }
         }
     }
-    // Together, since a single one may have to wait for the processor.
+    // A single fault may wait for the processor, so the limit covers all faults together.
     assert!(start.elapsed() < n_faults * Duration::from_secs(1), "{:?}", start.elapsed());
 }
 
-/// Breaks in the step that it is told to.
-struct Breaking {
+/// An optimizer that fails in the next step on request.
+struct FailingOptimizer {
     inner: AdamW,
     breaks: Arc<AtomicBool>,
     panics: bool,
 }
 
-impl Optimizer for Breaking {
+impl Optimizer for FailingOptimizer {
     type Config = ();
 
     fn new(_: Vec<Var>, (): ()) -> Result<Self> {
-        bail!("it is made of another optimizer")
+        bail!("use the literal, which wraps another optimizer")
     }
 
     fn step(&mut self, grads: &GradStore) -> Result<()> {
@@ -183,7 +193,7 @@ impl Optimizer for Breaking {
     }
 }
 
-impl StatefulOptimizer for Breaking {
+impl StatefulOptimizer for FailingOptimizer {
     fn state(&self, var: usize) -> Result<Vec<(&'static str, Tensor)>> {
         self.inner.state(var)
     }
@@ -194,13 +204,13 @@ impl StatefulOptimizer for Breaking {
 }
 
 #[test]
-fn an_optimizer_that_fails_leaves_a_model_that_has_to_be_loaded() {
+fn failed_optimizer_requires_a_load() {
     let mesh = mesh();
     let cases = [(0, false), (1, true), (2, false), (3, true), (4, false), (5, true)];
     for (run, panics) in cases {
         let breaks = Arc::new(AtomicBool::new(false));
         let breaking = |group: Group| {
-            Ok(Breaking { inner: adam(group)?, breaks: Arc::clone(&breaks), panics })
+            Ok(FailingOptimizer { inner: adam(group)?, breaks: Arc::clone(&breaks), panics })
         };
         let builder = match run / 2 {
             0 => replicated(&mesh),
@@ -211,7 +221,7 @@ fn an_optimizer_that_fails_leaves_a_model_that_has_to_be_loaded() {
         model.step(input(6), loss(None)).unwrap();
         let checkpoint = saved(&mesh, &model);
         let before = weights(&model);
-        // The one slot that comes first.
+        // Only the first slot to step fails.
         breaks.store(true, Ordering::Relaxed);
         let error = model.step(input(6), loss(None)).unwrap_err().to_string();
         assert!(error.contains("the optimizer"), "{error}");

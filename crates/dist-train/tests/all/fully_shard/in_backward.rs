@@ -1,4 +1,4 @@
-//! Optimizers that run inside the backward pass: the same bits, and what holds when a step fails.
+//! Optimizers inside the backward pass: bitwise equality and failed steps.
 
 use candle_core::{Result, Tensor, bail};
 use candle_nn::{Module, Optimizer, ParamsAdamW, VarBuilder, linear};
@@ -12,18 +12,18 @@ use pmap_mesh::{DeviceMesh, Replica};
 use super::model::{KEEPS, adam, batch, data_parallel, loss, parameters, sharded, train};
 use crate::support::{assert_same, bits, input, layer, layers, refused, replicated, saved};
 
-/// On one line of slots the bits are those of plain candle as well (see `bits`).
+/// Covers replica groups; `bits` covers meshes of one axis.
 #[test]
-fn groups_of_slots_have_the_bits_of_a_step_whose_optimizers_run_at_its_end() {
+fn replica_groups_have_the_same_bits() {
     let mesh = DeviceMesh::builder().axis("replicas", 2).axis("shards", 2).cpu().unwrap();
     let replicated = || sharded(&mesh).strategy(Hsdp::new(Full::default(), 2));
     let expected = train(replicated().build(adam).unwrap(), 8, 6);
     let model = replicated().optimizer_in_backward().build(adam).unwrap();
-    assert!(train(model, 8, 6) == expected, "of replicas");
+    assert!(train(model, 8, 6) == expected, "in replica groups");
 }
 
 #[test]
-fn the_norm_is_that_of_a_step_whose_optimizers_run_at_its_end() {
+fn gradient_norm_is_unchanged() {
     let mesh = DeviceMesh::cpu(3).unwrap();
     let mut expected = sharded(&mesh).build(adam).unwrap();
     let mut found = sharded(&mesh).optimizer_in_backward().build(adam).unwrap();
@@ -36,7 +36,7 @@ fn the_norm_is_that_of_a_step_whose_optimizers_run_at_its_end() {
     }
 }
 
-/// candle's own, which counts the steps of all its variables together.
+/// Creates candle's optimizer, which counts steps once for all its variables.
 fn candles_adam(group: Group) -> Result<candle_nn::AdamW> {
     let params = ParamsAdamW { lr: 0.01, ..ParamsAdamW::default() };
     candle_nn::AdamW::new(group.vars, params)
@@ -47,7 +47,7 @@ fn values<O: Optimizer>(model: &DistributedModel<Units, O>) -> Vec<Vec<f32>> {
     (0..3).map(|layer| value(format!("{layer}.weight")).unwrap()).collect()
 }
 
-/// The layers one after the other, with the second left out if `step` is odd.
+/// Returns a loss that runs the layers in order, and skips the second if `step` is odd.
 fn alternating(step: usize) -> impl Fn(&Replica, &Units, Tensor) -> Result<Tensor> + Send + Sync {
     move |_, model, x| {
         let units = if step.is_multiple_of(2) { &["0", "1", "2"][..] } else { &["0", "2"] };
@@ -81,9 +81,9 @@ fn every_optimizer_counts_every_step() {
 }
 
 #[test]
-fn what_several_passes_add_to_is_updated_after_the_last() {
+fn shared_parameters_are_updated_last() {
     let mesh = DeviceMesh::cpu(2).unwrap();
-    // `0` is in two units, and one of them is entered twice.
+    // Two units have parameter `0`, and one of them is entered twice.
     let rules = || UnitRules::new().unit("first", ["0"]).unit("both", ["0", "1"]);
     let shared = |_: &Replica, model: &Units, x: Tensor| {
         let first = |vb: VarBuilder<'_>, x: &Tensor| linear(3, 3, vb.pp("0"))?.forward(x)?.tanh();
@@ -93,7 +93,7 @@ fn what_several_passes_add_to_is_updated_after_the_last() {
         };
         let x = model.unit("both", &x, both)?;
         let x = model.unit("2", &x, |vb, x| linear(3, 3, vb)?.forward(x))?;
-        // What comes of this pass is not used, so it leaves nothing.
+        // This result is not used, so it adds no gradients.
         model.unit("2", &x, |vb, x| linear(3, 3, vb)?.forward(x))?;
         model.unit("first", &x, first)?.sqr()?.mean_all()
     };
@@ -111,7 +111,7 @@ fn what_several_passes_add_to_is_updated_after_the_last() {
 }
 
 #[test]
-fn clipping_and_accumulating_are_refused() {
+fn clipping_and_accumulation_are_rejected() {
     let mesh = DeviceMesh::cpu(2).unwrap();
     let builder = || FullyShard::builder(&mesh, layers::<3>).optimizer_in_backward();
     let needs = |option| TrainingError::NeedsAllGradients { option };
@@ -123,7 +123,7 @@ fn clipping_and_accumulating_are_refused() {
     model.step(input(6), alternating(0)).unwrap();
 }
 
-/// Fails in the backward pass of a unit, on the second slot.
+/// Returns a loss that fails in the backward pass of a unit, on the second slot.
 fn failing(at: &'static str) -> impl Fn(&Replica, &Units, Tensor) -> Result<Tensor> + Send + Sync {
     move |ctx, model, mut x| {
         let fails_here = ctx.slot() == 1;
@@ -142,7 +142,7 @@ fn failing(at: &'static str) -> impl Fn(&Replica, &Units, Tensor) -> Result<Tens
 }
 
 #[test]
-fn after_a_failure_on_the_way_the_model_must_be_loaded() {
+fn partial_update_requires_a_load() {
     let mesh = DeviceMesh::cpu(2).unwrap();
     let mut model =
         FullyShard::builder(&mesh, layers::<3>).optimizer_in_backward().build(adam).unwrap();
@@ -150,7 +150,7 @@ fn after_a_failure_on_the_way_the_model_must_be_loaded() {
     let checkpoint = saved(&mesh, &model);
     let before = values(&model);
 
-    // The last unit is the first of the backward pass: nothing is updated yet.
+    // The backward pass begins with the last unit, before any update.
     let error = model.step(input(6), failing("2")).unwrap_err().to_string();
     assert!(error.contains("unit 2, backward pass"), "{error}");
     assert_eq!(values(&model), before);
@@ -175,23 +175,23 @@ fn after_a_failure_on_the_way_the_model_must_be_loaded() {
 }
 
 #[test]
-fn gradients_that_are_missing_or_not_finite_are_named_before_their_unit_is_updated() {
+fn bad_gradients_prevent_the_update() {
     let mesh = DeviceMesh::cpu(2).unwrap();
     let build =
         || FullyShard::builder(&mesh, layers::<3>).optimizer_in_backward().build(adam).unwrap();
-    let of_second = |f: fn(VarBuilder<'_>, &Tensor) -> Result<Tensor>| {
+    let second_unit = |f: fn(VarBuilder<'_>, &Tensor) -> Result<Tensor>| {
         move |_: &Replica, model: &Units, x: Tensor| {
             let x = model.unit("1", &model.unit("0", &x, layer)?, f)?;
             model.unit("2", &x, layer)?.sqr()?.mean_all()
         }
     };
-    let without_bias = of_second(|vb, x| candle_nn::linear_no_bias(3, 3, vb)?.forward(x));
+    let without_bias = second_unit(|vb, x| candle_nn::linear_no_bias(3, 3, vb)?.forward(x));
     let missing = vec!["1.bias".to_owned()];
     let expected = TrainingError::NoGradient { missing, trained: 6 };
     assert_eq!(refused(build().step(input(6), without_bias)), expected);
 
-    // The root of 0 is 0 and has no slope.
-    let infinite = of_second(|vb, x| {
+    // The root of 0 has no finite slope.
+    let infinite = second_unit(|vb, x| {
         let y = linear(3, 3, vb)?.forward(x)?;
         &y + (&y - &y)?.sqrt()?
     });
@@ -199,7 +199,7 @@ fn gradients_that_are_missing_or_not_finite_are_named_before_their_unit_is_updat
     let TrainingError::NonFiniteNorm { variable, .. } = &error else { panic!("{error}") };
     assert_eq!(variable.as_deref(), Some("1.bias"));
 
-    // What is not entered is known before anything is updated.
+    // A skipped unit is reported before any update.
     let mut model = build();
     let expected = TrainingError::NotEntered {
         unit: "1".to_owned(),
@@ -210,7 +210,7 @@ fn gradients_that_are_missing_or_not_finite_are_named_before_their_unit_is_updat
 }
 
 #[test]
-fn a_parameter_that_may_be_unused_stays_as_it_is() {
+fn unused_parameters_stay_unchanged() {
     let mesh = DeviceMesh::cpu(2).unwrap();
     let builder = FullyShard::builder(&mesh, layers::<3>).allow_unused(["1.bias"]);
     let mut model = builder.optimizer_in_backward().build(adam).unwrap();
@@ -222,14 +222,14 @@ fn a_parameter_that_may_be_unused_stays_as_it_is() {
         model.unit("2", &x, layer)?.sqr()?.mean_all()
     };
     model.step(input(6), without_bias).unwrap();
-    // Not even decayed.
+    // Weight decay skips it too.
     assert_eq!(bias(&model), before);
     model.step(input(6), alternating(0)).unwrap();
     assert_ne!(bias(&model), before);
 }
 
 #[test]
-fn checkpoints_are_those_of_any_other_model() {
+fn checkpoints_load_in_every_layout() {
     let mesh = DeviceMesh::cpu(2).unwrap();
     let mut first = sharded(&mesh).optimizer_in_backward().build(adam).unwrap();
     for step in 0..3 {

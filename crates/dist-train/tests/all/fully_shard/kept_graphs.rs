@@ -1,4 +1,4 @@
-//! Graphs that are kept while the parameters in them are not.
+//! Units that keep their graphs while their parameters are freed.
 
 use std::sync::{Arc, Mutex, PoisonError};
 
@@ -11,7 +11,7 @@ use pmap_mesh::{DeviceMesh, Replica};
 use super::model::{KEEPS, adam, sharded, train};
 use crate::support::{bits, input, layer, layers};
 
-/// The first unit hands its weight, as it is and as a view, to the last: tied layers.
+/// Ties layers: the first unit passes its weight and a view of it to the last.
 fn tied(_: &Replica, model: &Units, x: Tensor) -> Result<Tensor> {
     let (x, weight, row) = model.unit("0", &x, |vb, x| {
         let weight = vb.get((3, 3), "weight")?;
@@ -25,7 +25,7 @@ fn tied(_: &Replica, model: &Units, x: Tensor) -> Result<Tensor> {
 }
 
 #[test]
-fn parameters_that_a_unit_returns_are_right_in_other_units() {
+fn returned_parameters_work_in_other_units() {
     for slots in 1..4 {
         let mesh = DeviceMesh::cpu(slots).unwrap();
         let trained = |keep| {
@@ -41,7 +41,7 @@ fn parameters_that_a_unit_returns_are_right_in_other_units() {
 }
 
 #[test]
-fn detached_parameter_cannot_be_read_when_it_is_freed() {
+fn freed_parameters_cannot_be_read() {
     let mesh = DeviceMesh::cpu(2).unwrap();
     let smuggling = |n_before: usize| {
         move |_: &Replica, model: &Units, mut x: Tensor| {
@@ -52,7 +52,7 @@ fn detached_parameter_cannot_be_read_when_it_is_freed() {
                 *into.lock().unwrap_or_else(PoisonError::into_inner) = Some(weight);
                 layer(vb, x)
             })?;
-            // In the second unit all slots have left the first.
+            // Once the second unit is entered, all slots have left the first.
             for unit in 1..=n_before {
                 x = model.unit(&unit.to_string(), &x, layer)?;
             }
@@ -70,7 +70,7 @@ fn detached_parameter_cannot_be_read_when_it_is_freed() {
             || FullyShard::builder(&mesh, layers::<3>).keep(Keep::Graph).build(adam).unwrap();
         let mut model = build();
         let Error::Mesh(error) = model.step(input(12), smuggling(n_before)).unwrap_err() else {
-            panic!("another error")
+            panic!("expected a mesh error")
         };
         assert!(error.to_string().contains("F4"), "{error}");
         assert_eq!(
@@ -82,7 +82,7 @@ fn detached_parameter_cannot_be_read_when_it_is_freed() {
 }
 
 #[test]
-fn groups_share_what_is_gathered_among_themselves_alone() {
+fn every_keep_agrees_in_groups() {
     let mesh = DeviceMesh::builder().axis("replicas", 2).axis("shards", 2).cpu().unwrap();
     let trained = |keep| {
         let strategy = Hsdp::new(Full::default(), 2);
@@ -95,7 +95,7 @@ fn groups_share_what_is_gathered_among_themselves_alone() {
 }
 
 #[test]
-fn some_units_keep_their_graphs_and_others_do_not() {
+fn keeps_can_differ_by_unit() {
     let mesh = DeviceMesh::cpu(3).unwrap();
     let expected = train(sharded(&mesh).build(adam).unwrap(), 6, 6);
     let builder = sharded(&mesh).keep_unit("blocks.*", Keep::Graph);

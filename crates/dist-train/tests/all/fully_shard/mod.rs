@@ -1,4 +1,4 @@
-//! A sharded model: the bits of data parallel and plain candle, what it refuses, how it fails.
+//! Sharded models: bitwise equality with data parallel and plain candle, rejected input, failures.
 
 mod accumulation;
 mod bits;

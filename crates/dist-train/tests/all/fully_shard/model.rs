@@ -1,4 +1,4 @@
-//! A small model by units, trained in three ways.
+//! A small model of units, trained replicated, sharded and by candle alone.
 
 use std::collections::BTreeMap;
 
@@ -16,7 +16,7 @@ use pmap_mesh::{DeviceMesh, Replica};
 
 use crate::support::bits;
 
-/// Everything that units may keep.
+/// All values of `Keep`.
 pub(crate) const KEEPS: [Keep; 3] = [Keep::Inputs, Keep::Graph, Keep::Gathered];
 
 pub(crate) const N_BLOCKS: usize = 3;
@@ -24,13 +24,13 @@ const WIDTH: usize = 6;
 const VOCABULARY: usize = 11;
 const LENGTH: usize = 5;
 
-/// Tokens and their places, unequal to the widths of other layers.
-struct Embed {
+/// Token and position embeddings.
+struct EmbeddingPair {
     tokens: Embedding,
     positions: Embedding,
 }
 
-impl Embed {
+impl EmbeddingPair {
     fn new(vb: VarBuilder<'_>) -> Result<Self> {
         let tokens = embedding(VOCABULARY, WIDTH, vb.pp("tokens"))?;
         Ok(Self { tokens, positions: embedding(LENGTH, WIDTH, vb.pp("positions"))? })
@@ -41,15 +41,15 @@ impl Embed {
     }
 }
 
-/// Mixes places and widths, both beside a residual.
-struct Block {
+/// Mixes positions and features, each with a residual connection.
+struct MixerBlock {
     norm: RmsNorm,
     mix: Linear,
     up: Linear,
     down: Linear,
 }
 
-impl Block {
+impl MixerBlock {
     fn new(vb: VarBuilder<'_>) -> Result<Self> {
         Ok(Self {
             norm: rms_norm(WIDTH, 1e-5, vb.pp("norm"))?,
@@ -66,12 +66,12 @@ impl Block {
     }
 }
 
-struct Head {
+struct LossHead {
     norm: RmsNorm,
     out: Linear,
 }
 
-impl Head {
+impl LossHead {
     fn new(vb: VarBuilder<'_>) -> Result<Self> {
         let norm = rms_norm(WIDTH, 1e-5, vb.pp("norm"))?;
         Ok(Self { norm, out: linear_no_bias(WIDTH, VOCABULARY, vb.pp("out"))? })
@@ -84,13 +84,13 @@ impl Head {
     }
 }
 
-/// The constructor of the whole model.
+/// Builds all layers of the model.
 pub(crate) fn build(vb: VarBuilder<'_>) -> Result<()> {
-    Embed::new(vb.clone())?;
+    EmbeddingPair::new(vb.clone())?;
     for block in 0..N_BLOCKS {
-        Block::new(vb.pp(format!("blocks.{block}")))?;
+        MixerBlock::new(vb.pp(format!("blocks.{block}")))?;
     }
-    Head::new(vb)?;
+    LossHead::new(vb)?;
     Ok(())
 }
 
@@ -98,22 +98,23 @@ pub(crate) fn rules() -> UnitRules {
     UnitRules::new().unit("embed", ["tokens", "positions"]).unit("head", ["norm", "out"])
 }
 
-/// The loss of rows of tokens.
+/// Computes the loss of rows of tokens on a replica.
 pub(crate) fn loss(_: &Replica, model: &Units, ids: Tensor) -> Result<Tensor> {
-    of_units(model, &ids)
+    token_loss(model, &ids)
 }
 
-pub(crate) fn of_units(model: &Units, ids: &Tensor) -> Result<Tensor> {
+/// Computes the mean next-token loss.
+pub(crate) fn token_loss(model: &Units, ids: &Tensor) -> Result<Tensor> {
     let tokens = ids.narrow(1, 0, LENGTH)?.contiguous()?;
-    let mut x = model.unit("embed", &tokens, |vb, ids| Embed::new(vb)?.forward(ids))?;
+    let mut x = model.unit("embed", &tokens, |vb, ids| EmbeddingPair::new(vb)?.forward(ids))?;
     for block in 0..N_BLOCKS {
-        x = model.unit(&format!("blocks.{block}"), &x, |vb, x| Block::new(vb)?.forward(x))?;
+        x = model.unit(&format!("blocks.{block}"), &x, |vb, x| MixerBlock::new(vb)?.forward(x))?;
     }
     let targets = ids.narrow(1, 1, LENGTH)?.contiguous()?;
-    model.unit("head", &(x, targets), |vb, (x, targets)| Head::new(vb)?.loss(x, targets))
+    model.unit("head", &(x, targets), |vb, (x, targets)| LossHead::new(vb)?.loss(x, targets))
 }
 
-/// Rows of tokens, other ones in each step.
+/// Returns rows of tokens that vary by step.
 pub(crate) fn batch(rows: usize, step: usize) -> Tensor {
     let token = |n: usize| u32::try_from((n * n + 7 * step + n / 3) % VOCABULARY).unwrap();
     let ids: Vec<u32> = (0..rows * (LENGTH + 1)).map(token).collect();
@@ -121,10 +122,10 @@ pub(crate) fn batch(rows: usize, step: usize) -> Tensor {
 }
 
 pub(crate) fn adam(group: Group) -> Result<AdamW> {
-    adam_of(group.vars)
+    adam_for(group.vars)
 }
 
-fn adam_of(vars: Vec<Var>) -> Result<AdamW> {
+fn adam_for(vars: Vec<Var>) -> Result<AdamW> {
     let params = ParamsAdamW { lr: 0.01, weight_decay: 0.1, ..ParamsAdamW::default() };
     AdamW::new(vars, params)
 }
@@ -137,7 +138,7 @@ pub(crate) fn data_parallel(mesh: &DeviceMesh) -> ModelBuilder<'_, Units> {
     DataParallel::builder(mesh, build).by_units(rules()).init(Seed::new(3))
 }
 
-/// Every way to cut parameters, by names that say what fails.
+/// Returns every sharding strategy with a name for messages.
 pub(crate) fn strategies() -> Vec<(&'static str, Box<dyn ShardingStrategy>)> {
     let hybrid = Hybrid::default()
         .with_rule("norm", Choice::Replicate)
@@ -158,14 +159,14 @@ pub(crate) fn strategies() -> Vec<(&'static str, Box<dyn ShardingStrategy>)> {
     ]
 }
 
-/// What training leaves: the losses of all steps, and the parameters, to the bit.
+/// The bits of all losses and of the parameters after training.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) struct Trained {
     pub(crate) losses: Vec<u64>,
     pub(crate) parameters: BTreeMap<String, Vec<u32>>,
 }
 
-/// The names of the model's parameters.
+/// Returns the names of the model's parameters.
 pub(crate) fn names() -> Vec<String> {
     let declared = dist_train::declare(build, DType::F32, &Device::Cpu).unwrap();
     declared.into_iter().map(|declared| declared.name).collect()
@@ -182,7 +183,7 @@ pub(crate) fn parameters(model: &DistributedModel<Units, AdamW>) -> BTreeMap<Str
     parameters
 }
 
-/// Some steps of a model.
+/// Trains a model for some steps.
 pub(crate) fn train(
     mut model: DistributedModel<Units, AdamW>,
     rows: usize,
@@ -193,13 +194,13 @@ pub(crate) fn train(
     Trained { losses, parameters: parameters(&model) }
 }
 
-/// Some steps of plain candle: of each batch, `parts` micro-batches one after the other.
+/// Trains with candle alone, on `parts` micro-batches of each batch.
 pub(crate) fn train_plain(parts: usize, rows: usize, steps: usize) -> Trained {
     let vars = initial_variables();
     let vb = VarBuilder::from_varmap(&vars, DType::F32, &Device::Cpu);
     let model = Units::by(rules(), build)(vb).unwrap();
     let named: BTreeMap<_, _> = vars.data().lock().unwrap().clone().into_iter().collect();
-    let mut optimizer = adam_of(named.values().cloned().collect()).unwrap();
+    let mut optimizer = adam_for(named.values().cloned().collect()).unwrap();
     let mut losses = Vec::new();
     for step in 0..steps {
         let ids = batch(rows, step);
@@ -208,7 +209,7 @@ pub(crate) fn train_plain(parts: usize, rows: usize, steps: usize) -> Trained {
         let mut total = 0.0;
         for part in 0..parts {
             let ids = ids.narrow(0, part * per_part, per_part).unwrap();
-            let mean = of_units(&model, &ids).unwrap();
+            let mean = token_loss(&model, &ids).unwrap();
             total += f64::from(mean.to_scalar::<f32>().unwrap()) * per_part as f64;
             let share = (mean * (per_part as f64 / rows as f64)).unwrap();
             let grads = share.backward().unwrap();
@@ -228,7 +229,7 @@ pub(crate) fn train_plain(parts: usize, rows: usize, steps: usize) -> Trained {
     Trained { losses, parameters: parameters.collect() }
 }
 
-/// The variables with which every model begins.
+/// Returns the initial variables of every model.
 fn initial_variables() -> VarMap {
     let vars = VarMap::new();
     let mesh = DeviceMesh::cpu(1).unwrap();

@@ -1,4 +1,4 @@
-//! What a step does with its options, beside data parallel with the same.
+//! Options of a step, compared with data parallel.
 
 use std::collections::BTreeMap;
 
@@ -10,7 +10,7 @@ use pmap_mesh::{DeviceMesh, Replica, Uneven};
 use super::model::{KEEPS, adam, batch, data_parallel, loss, names, parameters, sharded, train};
 use crate::support::{assert_same, bits, layer, layers};
 
-/// Asserts that numbers are the same but for some roundings.
+/// Asserts that parameters are equal up to rounding.
 fn assert_close(found: &BTreeMap<String, Vec<u32>>, expected: &BTreeMap<String, Vec<u32>>) {
     for (name, expected) in expected {
         for (found, expected) in found[name].iter().zip(expected) {
@@ -22,7 +22,7 @@ fn assert_close(found: &BTreeMap<String, Vec<u32>>, expected: &BTreeMap<String, 
 }
 
 #[test]
-fn accumulated_and_clipped_steps_are_those_of_data_parallel_to_rounding() {
+fn clipped_accumulation_agrees_to_rounding() {
     let mesh = DeviceMesh::cpu(3).unwrap();
     let mut expected = data_parallel(&mesh).clip_grad_norm(0.3).build(adam).unwrap();
     let mut norms = Vec::new();
@@ -30,11 +30,11 @@ fn accumulated_and_clipped_steps_are_those_of_data_parallel_to_rounding() {
     for step in 0..5 {
         losses.push(expected.accumulate(batch(6, step), loss).unwrap().loss);
         let step = expected.step(batch(3, 100 + step), loss).unwrap();
-        assert!(step.grad_norm > 0.3, "it is clipped");
+        assert!(step.grad_norm > 0.3, "gradients are clipped");
         losses.push(step.loss);
         norms.push(step.grad_norm);
     }
-    let mut of_keeps = Vec::new();
+    let mut runs = Vec::new();
     for keep in KEEPS {
         let mut model = sharded(&mesh).keep(keep).clip_grad_norm(0.3).build(adam).unwrap();
         let mut found = Vec::new();
@@ -49,19 +49,16 @@ fn accumulated_and_clipped_steps_are_those_of_data_parallel_to_rounding() {
             assert!((found / expected - 1.0).abs() < 1e-5, "{found} for {expected}");
         }
         assert_close(&parameters(&model), &parameters(&expected));
-        of_keeps.push((found, parameters(&model)));
+        runs.push((found, parameters(&model)));
     }
-    assert!(
-        of_keeps.iter().all(|of_keep| *of_keep == of_keeps[0]),
-        "to the bit between what is kept"
-    );
+    assert!(runs.iter().all(|run| *run == runs[0]), "every keep has the same bits");
 }
 
-/// All of two units and some of another.
+/// Two full units, and a layer of another.
 const FROZEN: [&str; 4] = ["tokens", "positions", "blocks.0", "blocks.1.up"];
 
 #[test]
-fn frozen_parameters_stay_and_groups_have_rates_of_their_own() {
+fn groups_and_frozen_parameters_agree() {
     let mesh = DeviceMesh::cpu(2).unwrap();
     let builder = data_parallel(&mesh).freeze(FROZEN).group("bias", ["**.bias"]);
     let mut whole_model = builder.build(adam).unwrap();
@@ -85,20 +82,20 @@ fn sgd(group: Group) -> Result<Sgd> {
     Sgd::new(group.vars, ParamsSgd { lr: 0.1, momentum: 0.9, ..ParamsSgd::default() })
 }
 
-/// The sum over the rows that are not padding.
+/// Sums the loss over rows that are not padding.
 fn padded(ctx: &Replica, model: &Units, x: Tensor) -> Result<Loss<Tensor>> {
     let rows = ctx.valid_len().unwrap_or(x.dim(0)?);
     let y = model.unit("1", &model.unit("0", &x, layer)?, layer)?;
     let mask: Vec<f32> = (0..x.dim(0)?).map(|row| if row < rows { 1.0 } else { 0.0 }).collect();
     let mask = Tensor::from_vec(mask, (x.dim(0)?, 1), x.device())?;
     let sum = y.sqr()?.broadcast_mul(&mask)?.sum_all()?;
-    // No number where there are no rows, as a mean over them would be.
+    // NaN without rows, like a mean.
     let factor = if rows == 0 { f64::NAN } else { 1.0 };
     Ok(Loss::sum((&sum * factor)?, rows).with(sum))
 }
 
 #[test]
-fn padded_batches_have_the_bits_of_data_parallel() {
+fn padded_batches_equal_data_parallel() {
     let mesh = DeviceMesh::cpu(3).unwrap();
     let x = |rows: usize| {
         let items = Tensor::arange(0_f32, (rows * 3) as f32, &Device::Cpu).unwrap();
@@ -113,7 +110,7 @@ fn padded_batches_have_the_bits_of_data_parallel() {
         .build(sgd)
         .unwrap();
     let mut model = FullyShard::builder(&mesh, layers::<2>).uneven(Uneven::Pad).build(sgd).unwrap();
-    // The last slot has one row of padding, then nothing else.
+    // The last slot has a padding row with 5 rows, and only padding with 4 or fewer.
     for rows in [6, 5, 4, 2, 6] {
         let expected = text(expected.step(x(rows), padded).unwrap());
         let found = text(model.step(x(rows), padded).unwrap());
@@ -129,10 +126,10 @@ fn padded_batches_have_the_bits_of_data_parallel() {
 }
 
 #[test]
-fn halves_are_summed_in_single_precision() {
+fn bf16_gradients_sum_in_f32() {
     let mesh = DeviceMesh::cpu(2).unwrap();
     let x = Tensor::ones((4, 3), DType::BF16, &Device::Cpu).unwrap();
-    let of_units = |_: &Replica, model: &Units, x: Tensor| {
+    let unit_loss = |_: &Replica, model: &Units, x: Tensor| {
         model.unit("1", &model.unit("0", &x, layer)?, layer)?.sqr()?.mean_all()
     };
     let mut expected = DataParallel::builder(&mesh, layers::<2>)
@@ -142,8 +139,8 @@ fn halves_are_summed_in_single_precision() {
         .unwrap();
     let mut model = FullyShard::builder(&mesh, layers::<2>).dtype(DType::BF16).build(sgd).unwrap();
     for _ in 0..5 {
-        let expected = expected.step(x.clone(), of_units).unwrap().loss;
-        assert_eq!(model.step(x.clone(), of_units).unwrap().loss.to_bits(), expected.to_bits());
+        let expected = expected.step(x.clone(), unit_loss).unwrap().loss;
+        assert_eq!(model.step(x.clone(), unit_loss).unwrap().loss.to_bits(), expected.to_bits());
     }
     for (name, value) in expected.parameters().unwrap() {
         let single = |tensor: Tensor| bits(&tensor.to_dtype(DType::F32).unwrap());
@@ -152,7 +149,7 @@ fn halves_are_summed_in_single_precision() {
 }
 
 #[test]
-fn a_unit_that_is_entered_twice_and_values_that_skip_units_agree_to_rounding() {
+fn repeated_units_agree_to_rounding() {
     let mesh = DeviceMesh::cpu(2).unwrap();
     let shared = |_: &Replica, model: &Units, x: Tensor| {
         let first = model.unit("0", &x, layer)?;
@@ -165,23 +162,22 @@ fn a_unit_that_is_entered_twice_and_values_that_skip_units_agree_to_rounding() {
         DataParallel::builder(&mesh, layers::<2>).by_units(UnitRules::new()).build(sgd).unwrap();
     let expected: Vec<f64> =
         (0..6).map(|_| expected.step(x.clone(), shared).unwrap().loss).collect();
-    let of_keep = |keep| {
+    let trained = |keep| {
         let mut model = FullyShard::builder(&mesh, layers::<2>).keep(keep).build(sgd).unwrap();
-        let step = |_| model.step(x.clone(), shared).unwrap().loss;
-        (0..6).map(step).collect::<Vec<f64>>()
+        (0..6).map(|_| model.step(x.clone(), shared).unwrap().loss).collect::<Vec<f64>>()
     };
-    let found = of_keep(Keep::Inputs);
-    assert_eq!(found, of_keep(Keep::Graph), "to the bit");
-    assert_eq!(found, of_keep(Keep::Gathered), "to the bit");
+    let found = trained(Keep::Inputs);
+    assert_eq!(found, trained(Keep::Graph), "to the bit");
+    assert_eq!(found, trained(Keep::Gathered), "to the bit");
     for (found, expected) in found.iter().zip(&expected) {
         assert!((found / expected - 1.0).abs() < 1e-6, "{found} for {expected}");
     }
 }
 
 #[test]
-fn a_parameter_in_two_units_agrees_to_rounding() {
+fn tied_units_agree_to_rounding() {
     let mesh = DeviceMesh::cpu(2).unwrap();
-    // The second unit has both layers.
+    // The second unit contains both layers.
     let rules = || UnitRules::new().unit("first", ["0"]).unit("both", ["0", "1"]);
     let tied = |_: &Replica, model: &Units, x: Tensor| {
         let x = model.unit("first", &x, |vb, x| linear(3, 3, vb.pp("0"))?.forward(x)?.tanh())?;
@@ -196,15 +192,15 @@ fn a_parameter_in_two_units_agrees_to_rounding() {
     let mut expected =
         DataParallel::builder(&mesh, layers::<2>).by_units(rules()).build(sgd).unwrap();
     let expected: Vec<f64> = (0..6).map(|_| expected.step(x.clone(), tied).unwrap().loss).collect();
-    let of_keep = |keep| {
+    let trained = |keep| {
         let builder = FullyShard::builder(&mesh, layers::<2>).by_units(rules()).keep(keep);
         let mut model = builder.build(sgd).unwrap();
         assert_eq!(model.units().collect::<Vec<_>>(), ["both", "first"]);
         (0..6).map(|_| model.step(x.clone(), tied).unwrap().loss).collect::<Vec<f64>>()
     };
-    let found = of_keep(Keep::Inputs);
-    assert_eq!(found, of_keep(Keep::Graph), "to the bit");
-    assert_eq!(found, of_keep(Keep::Gathered), "to the bit");
+    let found = trained(Keep::Inputs);
+    assert_eq!(found, trained(Keep::Graph), "to the bit");
+    assert_eq!(found, trained(Keep::Gathered), "to the bit");
     for (found, expected) in found.iter().zip(&expected) {
         assert!((found / expected - 1.0).abs() < 1e-6, "{found} for {expected}");
     }

@@ -1,4 +1,4 @@
-//! Units of several inputs and outputs.
+//! Units with several inputs and outputs.
 
 use std::collections::BTreeMap;
 
@@ -12,7 +12,7 @@ use crate::support::{bits, input, layers, replicated};
 
 const UNITS: usize = 3;
 
-/// Value and residual go from unit to unit beside each other.
+/// Passes a value and a residual from unit to unit.
 fn pairs(_: &Replica, model: &Units, x: Tensor) -> Result<Tensor> {
     let block = |vb: VarBuilder<'_>, (x, residual): &(Tensor, Tensor)| {
         let residual = (residual + x)?;
@@ -25,7 +25,7 @@ fn pairs(_: &Replica, model: &Units, x: Tensor) -> Result<Tensor> {
     (pair.0 + pair.1)?.sqr()?.mean_all()
 }
 
-/// Floats, integers and a constant in a map, of which some are used: the last unit picks columns.
+/// Passes floats, integers and a constant in a map; the last unit gathers columns.
 fn mixed(_: &Replica, model: &Units, x: Tensor) -> Result<Tensor> {
     let block = |vb: VarBuilder<'_>, x: &Tensor| {
         let y = linear(3, 3, vb)?.forward(x)?;
@@ -44,17 +44,17 @@ fn mixed(_: &Replica, model: &Units, x: Tensor) -> Result<Tensor> {
     picked.sqr()?.mean_all()
 }
 
-type Of = fn(&Replica, &Units, Tensor) -> Result<Tensor>;
+type LossFn = fn(&Replica, &Units, Tensor) -> Result<Tensor>;
 
 #[test]
-fn several_outputs_train_like_the_whole_model() {
+fn several_outputs_agree_to_rounding() {
     let mesh = DeviceMesh::cpu(2).unwrap();
-    for (name, loss) in [("pairs", pairs as Of), ("mixed", mixed as Of)] {
+    for (name, loss) in [("pairs", pairs as LossFn), ("mixed", mixed as LossFn)] {
         let mut expected = replicated(&mesh).build(adam).unwrap();
         let expected: Vec<f64> =
             (0..8).map(|_| expected.step(input(6), loss).unwrap().loss).collect();
         assert!(expected[7] < expected[0], "{name} learns");
-        let of_keep = |keep, is_in_backward: bool| {
+        let trained = |keep, is_in_backward: bool| {
             let builder = FullyShard::builder(&mesh, layers::<3>).keep(keep);
             let builder = if is_in_backward { builder.optimizer_in_backward() } else { builder };
             let mut model = builder.build(adam).unwrap();
@@ -64,10 +64,10 @@ fn several_outputs_train_like_the_whole_model() {
             assert!(evaluated < losses[0]);
             (losses, bits(&model.parameter("0.weight").unwrap()))
         };
-        let found = of_keep(Keep::Inputs, false);
-        assert_eq!(found, of_keep(Keep::Graph, false), "{name}, to the bit");
-        assert_eq!(found, of_keep(Keep::Gathered, false), "{name}, to the bit");
-        assert_eq!(found, of_keep(Keep::Inputs, true), "{name}, to the bit");
+        let found = trained(Keep::Inputs, false);
+        assert_eq!(found, trained(Keep::Graph, false), "{name}, to the bit");
+        assert_eq!(found, trained(Keep::Gathered, false), "{name}, to the bit");
+        assert_eq!(found, trained(Keep::Inputs, true), "{name}, to the bit");
         for (found, expected) in found.0.iter().zip(&expected) {
             assert!((found / expected - 1.0).abs() < 1e-6, "{name}: {found} for {expected}");
         }
@@ -75,7 +75,7 @@ fn several_outputs_train_like_the_whole_model() {
 }
 
 #[test]
-fn gradients_of_several_outputs_are_those_of_differences() {
+fn several_outputs_pass_the_check() {
     let mesh = DeviceMesh::cpu(2).unwrap();
     let mut model = FullyShard::builder(&mesh, layers::<3>).build(adam).unwrap();
     let report = model.check_gradients(input(6), pairs).unwrap();
@@ -83,7 +83,7 @@ fn gradients_of_several_outputs_are_those_of_differences() {
 }
 
 #[test]
-fn an_output_that_is_not_repeated_is_found_whichever_it_is() {
+fn unrepeatable_unused_output_is_rejected() {
     let mesh = DeviceMesh::cpu(2).unwrap();
     let mut model =
         FullyShard::builder(&mesh, layers::<3>).allow_unused(["1", "2"]).build(adam).unwrap();

@@ -1,4 +1,4 @@
-//! Parameters that a loss uses outside the functions of their units.
+//! Parameters used outside their units.
 
 use std::sync::{Arc, Mutex};
 
@@ -10,24 +10,24 @@ use pmap_mesh::{DeviceMesh, Replica};
 use super::model::{KEEPS, adam};
 use crate::support::{input, layer, layers, replicated};
 
-/// What the function of unit `0` hands out by a lock.
+/// The tensor that unit `0` leaks through a lock.
 #[derive(Clone, Copy, Debug)]
 enum HandedOut {
     Weight,
     Transposed,
-    /// A value that was computed with it.
+    /// A result computed with the weight.
     Product,
-    /// A constant, which gets no gradient anywhere.
+    /// A constant without a gradient.
     Detached,
 }
 
-/// Where the loss uses it.
+/// The place where the loss uses the leaked tensor.
 #[derive(Clone, Copy, Debug)]
 enum UsedIn {
     Loss,
-    /// As an input of the last unit.
+    /// An input of the last unit.
     Input,
-    /// In the function of the last unit, which captures it.
+    /// A capture of the last unit's function.
     Capture,
     Nothing,
 }
@@ -69,7 +69,7 @@ fn build(mesh: &DeviceMesh, keep: Keep) -> DistributedModel<Units, AdamW> {
 }
 
 #[test]
-fn parameter_outside_its_unit_is_refused() {
+fn leaked_parameters_are_rejected() {
     let mesh = DeviceMesh::cpu(2).unwrap();
     let (unit, parameter) = ("0".to_owned(), "0.weight".to_owned());
     let expected = TrainingError::ParameterOutsideUnit { unit, parameter };
@@ -81,7 +81,7 @@ fn parameter_outside_its_unit_is_refused() {
                 let outcome = model.step(input(6), leaking(handed_out, used_in));
                 let Err(Error::Training(found)) = outcome else { panic!("{case}: {outcome:?}") };
                 assert_eq!(found, expected, "{case}");
-                // Nothing was trained, and the model trains on.
+                // The model is unchanged and can be trained.
                 let right = leaking(handed_out, UsedIn::Nothing);
                 let trained = model.step(input(6), &right).unwrap().loss;
                 let afresh = build(&mesh, keep).step(input(6), &right).unwrap().loss;
@@ -92,7 +92,7 @@ fn parameter_outside_its_unit_is_refused() {
 }
 
 #[test]
-fn accumulated_batch_with_a_parameter_outside_its_unit_is_refused() {
+fn accumulation_rejects_leaked_parameters() {
     let mesh = DeviceMesh::cpu(2).unwrap();
     for keep in KEEPS {
         let outcome =
@@ -103,14 +103,14 @@ fn accumulated_batch_with_a_parameter_outside_its_unit_is_refused() {
     }
 }
 
-/// No gradient is lost: it has none in any model.
+/// A detached parameter has no gradient in any layout, so none is lost.
 #[test]
-fn detached_parameter_may_leave_its_unit() {
+fn detached_parameters_may_leak() {
     let mesh = DeviceMesh::cpu(2).unwrap();
     let detached = leaking(HandedOut::Detached, UsedIn::Loss);
     let mut whole = replicated(&mesh).build(adam).unwrap();
     let expected = [0, 1, 2].map(|_| whole.step(input(6), &detached).unwrap().loss.to_bits());
-    // One that keeps its graph has freed the memory.
+    // `Keep::Graph` frees the memory, so the tensor cannot be read there.
     for keep in [Keep::Inputs, Keep::Gathered] {
         let mut model = build(&mesh, keep);
         let found = [0, 1, 2].map(|_| model.step(input(6), &detached).unwrap().loss.to_bits());
@@ -118,9 +118,9 @@ fn detached_parameter_may_leave_its_unit() {
     }
 }
 
-/// A function that makes its layer once uses the parameters of another pass in the next.
+/// A cached layer uses the parameters of an earlier pass.
 #[test]
-fn layer_that_is_made_once_is_refused() {
+fn cached_layers_are_rejected() {
     let mesh = DeviceMesh::cpu(2).unwrap();
     let cached = |_: &Replica, model: &Units, x: Tensor| {
         let made: Arc<Mutex<Option<candle_nn::Linear>>> = Arc::default();

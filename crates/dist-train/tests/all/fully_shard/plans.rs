@@ -1,4 +1,4 @@
-//! Every way to cut parameters has the same bits.
+//! Sharding strategies and replica groups.
 
 use std::{
     ops::Range,
@@ -19,9 +19,9 @@ use crate::support::bits;
 
 const STEPS: usize = 6;
 
-/// Sums are formed within each group, and then over the groups.
+/// Gradients are summed within each group, then over the groups.
 #[test]
-fn groups_that_repeat_the_parts_agree_to_rounding_and_groups_of_one_to_the_bit() {
+fn replica_groups_agree_to_rounding() {
     let expected = train_plain(4, 8, STEPS);
     let trained = |replicas, shards| {
         let builder = DeviceMesh::builder().axis("replicas", replicas).axis("shards", shards);
@@ -34,7 +34,7 @@ fn groups_that_repeat_the_parts_agree_to_rounding_and_groups_of_one_to_the_bit()
     assert_eq!(trained(4, 1), expected);
     assert_eq!(trained(1, 4), expected);
     let pairs = trained(2, 2);
-    assert_eq!(pairs, trained(2, 2), "to the bit between runs");
+    assert_eq!(pairs, trained(2, 2), "runs have the same bits");
     for (found, expected) in pairs.losses.iter().zip(&expected.losses) {
         let (found, expected) = (f64::from_bits(*found), f64::from_bits(*expected));
         assert!((found / expected - 1.0).abs() < 1e-6, "{found} for {expected}");
@@ -42,7 +42,7 @@ fn groups_that_repeat_the_parts_agree_to_rounding_and_groups_of_one_to_the_bit()
 }
 
 #[test]
-fn parts_that_other_groups_have_otherwise_are_found() {
+fn diverged_groups_are_found() {
     let mesh = DeviceMesh::builder().axis("replicas", 2).axis("shards", 2).cpu().unwrap();
     let build = |last_decays: bool| {
         let made = AtomicUsize::new(0);
@@ -65,14 +65,14 @@ fn parts_that_other_groups_have_otherwise_are_found() {
 }
 
 #[test]
-fn the_norm_counts_once_what_several_slots_have() {
+fn norm_counts_replicated_shards_once() {
     let line = DeviceMesh::cpu(4).unwrap();
     let grid = DeviceMesh::builder().axis("replicas", 2).axis("shards", 2).cpu().unwrap();
     let mut whole = data_parallel(&line).build(adam).unwrap();
     let expected = whole.step(batch(4, 0), loss).unwrap().grad_norm;
     let repeated: Box<dyn ShardingStrategy> = Box::new(Hsdp::new(Full::default(), 2));
     let on_line = strategies().into_iter().map(|(name, strategy)| (&line, name, strategy, 1e-9));
-    // Groups sum in another order.
+    // Groups sum in a different order.
     for (mesh, name, strategy, off) in on_line.chain([(&grid, "replicas", repeated, 1e-6)]) {
         let mut model = sharded(mesh).strategy(strategy).build(adam).unwrap();
         let found = model.step(batch(4, 0), loss).unwrap().grad_norm;
@@ -80,7 +80,7 @@ fn the_norm_counts_once_what_several_slots_have() {
     }
 }
 
-/// Numbers that differ from item to item and from parameter to parameter.
+/// Returns numbers that vary by item and parameter.
 fn numbered(declared: &Declared, items: Range<usize>) -> Result<Tensor> {
     let first = declared.name.len() as f32;
     let values: Vec<f32> = items.map(|item| (first + item as f32).sin()).collect();
@@ -88,7 +88,7 @@ fn numbered(declared: &Declared, items: Range<usize>) -> Result<Tensor> {
 }
 
 #[test]
-fn given_values_are_the_same_in_parts() {
+fn initial_values_equal_the_whole_model() {
     for slots in [1, 3] {
         let mesh = DeviceMesh::cpu(slots).unwrap();
         let whole = data_parallel(&mesh).init_with(numbered).build(adam).unwrap();

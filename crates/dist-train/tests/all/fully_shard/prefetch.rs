@@ -1,4 +1,4 @@
-//! Units that are gathered ahead of their use.
+//! Units gathered before their use.
 
 use candle_core::{Result, Tensor, bail};
 use candle_nn::{Module, VarBuilder, linear};
@@ -13,7 +13,7 @@ use super::model::{KEEPS, Trained, adam, batch, loss, sharded, train};
 use crate::support::{assert_same, bits, input, layers, through};
 
 #[test]
-fn replicated_parameters_and_groups_of_slots_have_the_same_bits() {
+fn prefetching_preserves_bits_in_groups() {
     let mesh = DeviceMesh::builder().axis("replicas", 2).axis("shards", 2).cpu().unwrap();
     let trained = |prefetch| -> Trained {
         let hybrid = Hybrid::default().with_rule("norm", Choice::Replicate).unwrap();
@@ -27,7 +27,7 @@ fn replicated_parameters_and_groups_of_slots_have_the_same_bits() {
 }
 
 #[test]
-fn nothing_more_is_sent_than_the_schedule_says() {
+fn prefetching_sends_nothing_more() {
     let mesh = DeviceMesh::cpu(3).unwrap();
     for keep in KEEPS {
         for prefetch in [1, 2] {
@@ -41,7 +41,7 @@ fn nothing_more_is_sent_than_the_schedule_says() {
                     let rank = Placement::new(slot as u64, 3).unwrap().rank();
                     let handed = schedule.handed_over(rank).unwrap();
                     let found = after - before;
-                    // The units, the loss, which parameters are used, and their squares.
+                    // The units, the loss, the used parameters, their norm.
                     assert_eq!(found.all_gather.calls, handed.all_gather.count + 4, "{keep:?}");
                     assert_eq!(found.reduce_scatter.calls, handed.reduce_scatter.count);
                     assert_eq!(found.reduce_scatter.bytes, handed.reduce_scatter.bytes);
@@ -51,7 +51,7 @@ fn nothing_more_is_sent_than_the_schedule_says() {
     }
 }
 
-/// Longer, shorter, in another order, and with a unit twice.
+/// Orders of units: longer, shorter, swapped, and with a repeated unit.
 const ROUTES: [&[&str]; 6] = [
     &["0", "1", "2", "3"],
     &["0", "2", "1", "3"],
@@ -64,12 +64,12 @@ const ROUTES: [&[&str]; 6] = [
 fn failing(ctx: &Replica, model: &Units, x: Tensor) -> Result<Tensor> {
     let loss = through(ROUTES[2])(ctx, model, x)?;
     if ctx.slot() == 0 {
-        bail!("it fails")
+        bail!("the loss fails")
     }
     Ok(loss)
 }
 
-/// What the first slot enters in another order than the others.
+/// Returns a loss with different units on the first slot.
 fn apart(
     first: &'static [&'static str],
     others: &'static [&'static str],
@@ -79,9 +79,9 @@ fn apart(
     }
 }
 
-/// The error says what is called by whoever goes on where another one ends.
+/// The error names the call of the slot that continues after the other ends.
 #[test]
-fn units_are_gathered_ahead_of_their_use() {
+fn prefetched_units_are_gathered_early() {
     let mesh = DeviceMesh::cpu(2).unwrap();
     for (prefetch, called) in [(0, "(1, layout"), (1, "(2, layout"), (2, "(3, layout")] {
         let builder = FullyShard::builder(&mesh, layers::<4>).prefetch(prefetch);
@@ -97,7 +97,7 @@ fn units_are_gathered_ahead_of_their_use() {
 }
 
 #[test]
-fn slots_that_enter_other_units_are_refused_though_their_collectives_are_the_same() {
+fn different_units_are_rejected() {
     const LEFT_OUT: [&str; 3] = ["0", "2", "3"];
     let mesh = DeviceMesh::cpu(2).unwrap();
     let check = |error: Error| {
@@ -109,7 +109,7 @@ fn slots_that_enter_other_units_are_refused_though_their_collectives_are_the_sam
         assert_eq!(*right_units, ROUTES[0]);
         assert!(error.to_string().contains("replica 0 enters the units 0, 2, 3"), "{error}");
     };
-    // What stays gathered has no collectives in the backward pass, in which they would differ.
+    // `Keep::Gathered` has no backward gathers, so the collectives are equal.
     let build = || {
         let builder = FullyShard::builder(&mesh, layers::<4>).prefetch(1).keep(Keep::Gathered);
         let mut model = builder.freeze(["1.*"]).build(adam).unwrap();
@@ -120,14 +120,14 @@ fn slots_that_enter_other_units_are_refused_though_their_collectives_are_the_sam
     let mut model = build();
     check(model.evaluate(input(12), apart(&LEFT_OUT, ROUTES[0])).unwrap_err());
     check(model.step(input(12), apart(&LEFT_OUT, ROUTES[0])).unwrap_err());
-    // Nothing has changed, and it trains on.
+    // The model is unchanged and can be trained.
     let [found, expected] = [model, build()]
         .map(|mut model| model.step(input(12), through(ROUTES[0])).unwrap().loss.to_bits());
     assert_eq!(found, expected);
 }
 
 #[test]
-fn a_batch_that_goes_another_way_is_trained_all_the_same() {
+fn changed_orders_preserve_bits() {
     for slots in [1, 3] {
         let mesh = DeviceMesh::cpu(slots).unwrap();
         for keep in KEEPS {
@@ -140,7 +140,7 @@ fn a_batch_that_goes_another_way_is_trained_all_the_same() {
                     let evaluated = model.evaluate(input(12), through(route)).unwrap();
                     losses.push(evaluated.loss.to_bits());
                 }
-                // After a step that fails when it has begun to gather, too.
+                // Also after a step that fails during prefetching.
                 for route in ROUTES {
                     model.step(input(12), failing).unwrap_err();
                     losses.push(model.step(input(12), through(route)).unwrap().loss.to_bits());
@@ -155,22 +155,22 @@ fn a_batch_that_goes_another_way_is_trained_all_the_same() {
     }
 }
 
-/// What all replicas refuse ends a step while units are under way: those are waited for.
+/// A step that all replicas reject waits for units in flight.
 #[test]
-fn a_step_that_all_refuse_says_why() {
+fn rejected_step_reports_its_cause() {
     let mesh = DeviceMesh::cpu(2).unwrap();
-    // A factor of the gradients of two units, whose product is infinite, or of the loss.
-    let scaled = |of_gradients: f64, of_loss: f64| {
+    // Factors for the gradients of two units, with an infinite product, or for the loss.
+    let scaled = |gradient_factor: f64, loss_factor: f64| {
         move |_: &Replica, model: &Units, mut x: Tensor| {
             for unit in ROUTES[0] {
-                let factor = if ["1", "2"].contains(unit) { of_gradients } else { 1.0 };
+                let factor = if ["1", "2"].contains(unit) { gradient_factor } else { 1.0 };
                 x = model.unit(unit, &x, move |vb, x| {
                     let y = linear(3, 3, vb)?.forward(x)?.tanh()?;
                     let zero = (&y - y.detach())?;
                     y.detach() + (zero * factor)?
                 })?;
             }
-            x.sqr()?.mean_all()? * of_loss
+            x.sqr()?.mean_all()? * loss_factor
         }
     };
     for is_late in [false, true] {
@@ -181,18 +181,18 @@ fn a_step_that_all_refuse_says_why() {
             model.step(input(12), scaled(1.0, 1.0)).unwrap();
             let failing = if is_late { scaled(1e38, 1.0) } else { scaled(1.0, f64::INFINITY) };
             let error = model.step(input(12), failing).unwrap_err();
-            let is_said = match &error {
+            let is_expected = match &error {
                 Error::Training(TrainingError::NonFiniteLoss { .. }) => !is_late,
                 Error::Training(TrainingError::NonFiniteNorm { .. }) => is_late,
                 _ => false,
             };
-            assert!(is_said, "{error}");
+            assert!(is_expected, "{error}");
         }
     }
 }
 
 #[test]
-fn a_parameter_of_two_units_is_updated_when_both_are_summed() {
+fn tied_parameters_are_updated_last() {
     let mesh = DeviceMesh::cpu(2).unwrap();
     let rules = || UnitRules::new().unit("first", ["0"]).unit("rest", ["0", "1", "2", "3"]);
     let tied = |_: &Replica, model: &Units, x: Tensor| {
@@ -220,7 +220,7 @@ fn a_parameter_of_two_units_is_updated_when_both_are_summed() {
 }
 
 #[test]
-fn sums_at_the_end_of_accumulation_have_the_bits_of_data_parallel() {
+fn reduce_last_with_prefetch_preserves_bits() {
     let mesh = DeviceMesh::cpu(3).unwrap();
     let mut whole =
         DataParallel::builder(&mesh, layers::<4>).by_units(UnitRules::new()).build(adam).unwrap();

@@ -1,4 +1,4 @@
-//! What cannot be trained is refused, with a reason.
+//! Rejected models, plans and losses.
 
 use candle_core::{Device, Result, Tensor, Var};
 use candle_nn::{
@@ -21,7 +21,7 @@ fn cannot_build(build: impl Fn(VarBuilder<'_>) -> Result<()>) -> ShardingError {
 }
 
 #[test]
-fn parameters_without_a_unit_and_buffers_are_refused() {
+fn unassigned_parameters_are_rejected() {
     let homeless = cannot_build(|vb| {
         linear(3, 3, vb.pp("blocks.0"))?;
         linear(3, 1, vb.pp("head")).map(drop)
@@ -33,7 +33,7 @@ fn parameters_without_a_unit_and_buffers_are_refused() {
 }
 
 #[test]
-fn a_plan_of_another_model_or_mesh_is_refused() {
+fn unfit_plans_are_rejected() {
     let two = DeviceMesh::cpu(2).unwrap();
     let plan = sharded(&two).build(adam).unwrap().plan().unwrap().clone();
     let with = |mesh: &DeviceMesh| match sharded(mesh).plan(plan.clone()).build(adam) {
@@ -55,7 +55,7 @@ fn a_plan_of_another_model_or_mesh_is_refused() {
 }
 
 #[test]
-fn units_that_do_not_exist_are_named() {
+fn unknown_units_are_named() {
     let mesh = DeviceMesh::cpu(2).unwrap();
     let mut model = FullyShard::builder(&mesh, layers::<2>).build(adam).unwrap();
     let missing = |_: &Replica, model: &Units, x: Tensor| {
@@ -68,7 +68,7 @@ fn units_that_do_not_exist_are_named() {
 }
 
 #[test]
-fn an_error_of_a_unit_that_the_loss_passes_over_ends_nothing() {
+fn ignored_unit_errors_are_harmless() {
     let mesh = DeviceMesh::cpu(2).unwrap();
     let build = || FullyShard::builder(&mesh, layers::<2>).build(adam).unwrap();
     let whole = second(|vb, x| linear(3, 3, vb)?.forward(x));
@@ -84,7 +84,7 @@ fn an_error_of_a_unit_that_the_loss_passes_over_ends_nothing() {
     assert_eq!(found.steps(), 2);
     let evaluated = expected.evaluate(input(4), &whole).unwrap().loss;
     assert_eq!(found.evaluate(input(4), trying).unwrap().loss.to_bits(), evaluated.to_bits());
-    // What does end a step is told, not what was passed over before.
+    // The reported error is the one that ends the step, not the ignored one.
     let infinite = |ctx: &Replica, model: &Units, x: Tensor| trying(ctx, model, x)? * f64::INFINITY;
     let error = refused(found.step(input(4), infinite));
     assert!(matches!(error, TrainingError::NonFiniteLoss { slot: 0, .. }), "{error}");
@@ -96,7 +96,7 @@ fn an_error_of_a_unit_that_the_loss_passes_over_ends_nothing() {
     assert!(error.to_string().contains("no such file"), "{error}");
 }
 
-/// Two layers, the second of which is under test.
+/// Returns a loss of two layers; `f` is the second.
 fn second(
     f: impl Fn(VarBuilder<'_>, &Tensor) -> Result<Tensor> + Send + Sync + Clone + 'static,
 ) -> impl Fn(&Replica, &Units, Tensor) -> Result<Tensor> + Send + Sync {
@@ -107,7 +107,7 @@ fn second(
 }
 
 #[test]
-fn units_that_are_not_entered_are_named_and_may_be_allowed() {
+fn skipped_units_must_be_allowed() {
     let mesh = DeviceMesh::cpu(2).unwrap();
     let unused = second(|vb, x| linear_no_bias(3, 3, vb)?.forward(x));
     let not_entered = |_: &Replica, model: &Units, x: Tensor| {
@@ -128,16 +128,17 @@ fn units_that_are_not_entered_are_named_and_may_be_allowed() {
     model.step(input(4), not_entered).unwrap();
     let after = values(&model);
     assert_ne!(after[0], before[0]);
-    // Not even decayed.
+    // Weight decay skips them too.
     assert_eq!(after[1..], before[1..]);
     model.step(input(4), unused).unwrap();
     assert_ne!(values(&model)[2], before[2]);
     assert_eq!(values(&model)[1], before[1]);
 }
 
-/// The residual carries a gradient to what comes before, so nothing but the parameters shows it.
+/// The residual passes a gradient to earlier units, so only missing parameter gradients show the
+/// fault.
 #[test]
-fn an_operation_without_a_backward_is_seen_by_its_parameters() {
+fn missing_backward_names_the_parameters() {
     let mesh = DeviceMesh::cpu(2).unwrap();
     let build = |vb: VarBuilder<'_>| {
         (0..2).try_for_each(|block| {
@@ -166,15 +167,15 @@ fn an_operation_without_a_backward_is_seen_by_its_parameters() {
 }
 
 #[test]
-fn a_unit_that_cannot_be_repeated_is_named() {
+fn unrepeatable_units_are_named() {
     let mesh = DeviceMesh::cpu(2).unwrap();
     let dropping = second(|vb, x| dropout(&linear(3, 3, vb)?.forward(x)?, 0.5));
     let mut model = FullyShard::builder(&mesh, layers::<2>).build(adam).unwrap();
-    // Two masks of six items are the same once in 64 steps on both slots.
+    // Two masks of six items are equal by chance once in 64 steps, on each slot.
     let outcomes: Vec<_> = (0..8).map(|_| model.step(input(4), &dropping)).collect();
     let expected = TrainingError::NotRepeatable { unit: "1".to_owned() };
     assert!(outcomes.into_iter().any(|outcome| refused(outcome) == expected));
-    // With what it has drawn it is differentiated.
+    // A kept graph contains the mask, so nothing is recomputed.
     for keep in [Keep::Graph, Keep::Gathered] {
         let keeping = FullyShard::builder(&mesh, layers::<2>).keep_unit("1", keep);
         keeping.build(adam).unwrap().step(input(4), &dropping).unwrap();
@@ -199,9 +200,9 @@ fn a_unit_that_cannot_be_repeated_is_named() {
     assert_eq!(losses(Keep::Inputs), losses(Keep::Gathered));
 }
 
-/// A run may come from a model that runs units once.
+/// The checkpoint may come from a model that does not recompute units.
 #[test]
-fn a_unit_that_cannot_be_repeated_is_named_after_loading_too() {
+fn loaded_models_check_repeatability() {
     let mesh = DeviceMesh::cpu(2).unwrap();
     let dropping = second(|vb, x| dropout(&linear(3, 3, vb)?.forward(x)?, 0.5));
     let build = |keep| FullyShard::builder(&mesh, layers::<2>).keep(keep).build(adam).unwrap();
@@ -214,7 +215,7 @@ fn a_unit_that_cannot_be_repeated_is_named_after_loading_too() {
 }
 
 #[test]
-fn what_a_plan_keeps_gathered_stays_so_unless_the_builder_says_otherwise() {
+fn builder_overrides_kept_units() {
     let mesh = DeviceMesh::cpu(2).unwrap();
     let plan = sharded(&mesh).build(adam).unwrap().plan().unwrap().clone();
     let kept = plan.units()[1].to_owned();
@@ -226,7 +227,7 @@ fn what_a_plan_keeps_gathered_stays_so_unless_the_builder_says_otherwise() {
 }
 
 #[test]
-fn a_tensor_that_is_differentiated_must_be_an_input() {
+fn captured_tensors_are_rejected() {
     let mesh = DeviceMesh::cpu(2).unwrap();
     let skipping = |is_captured: bool| {
         move |_: &Replica, model: &Units, x: Tensor| {
@@ -254,7 +255,7 @@ fn a_tensor_that_is_differentiated_must_be_an_input() {
 }
 
 #[test]
-fn only_the_step_differentiates() {
+fn differentiating_losses_are_rejected() {
     let mesh = DeviceMesh::cpu(2).unwrap();
     let mut model = FullyShard::builder(&mesh, layers::<2>).build(adam).unwrap();
     let penalized = |ctx: &Replica, model: &Units, x: Tensor| {
@@ -268,9 +269,9 @@ fn only_the_step_differentiates() {
     model.step(input(4), second(|vb, x| linear(3, 3, vb)?.forward(x))).unwrap();
 }
 
-/// Nothing of them is gathered, and their gradients have the same shapes.
+/// The units need no gathering, and their gradients have equal shapes.
 #[test]
-fn another_order_of_units_that_are_not_cut_is_refused_too() {
+fn replicated_units_need_one_order() {
     let mesh = DeviceMesh::cpu(2).unwrap();
     let replicated = Hybrid::default().with_rule("**", Choice::Replicate).unwrap();
     let builder = FullyShard::builder(&mesh, layers::<2>).strategy(replicated);
@@ -292,7 +293,7 @@ fn another_order_of_units_that_are_not_cut_is_refused_too() {
 }
 
 #[test]
-fn another_order_of_units_names_both_sides() {
+fn order_mismatch_names_both_units() {
     let mesh = DeviceMesh::cpu(3).unwrap();
     let mut model = FullyShard::builder(&mesh, layers::<2>).build(adam).unwrap();
     let in_order = |ctx: &Replica, model: &Units, x: Tensor| {
@@ -318,7 +319,7 @@ fn another_order_of_units_names_both_sides() {
 }
 
 #[test]
-fn gradients_are_checked_and_parameters_stay() {
+fn gradient_check_preserves_parameters() {
     let mesh = DeviceMesh::cpu(2).unwrap();
     let mut model = sharded(&mesh).build(adam).unwrap();
     let before = super::model::parameters(&model);
@@ -328,7 +329,7 @@ fn gradients_are_checked_and_parameters_stay() {
     assert_eq!(parts, expected);
     assert_eq!(super::model::parameters(&model), before);
 
-    // A softmax without backward beside a residual.
+    // A softmax without a backward pass, next to a residual.
     let mut model = FullyShard::builder(&mesh, layers::<2>).build(adam).unwrap();
     let fused = second(|vb, x| {
         let y = candle_nn::ops::softmax_last_dim(&x.contiguous()?)?;

@@ -1,4 +1,4 @@
-//! Checkpoints between numbers of slots, plans and kinds of models.
+//! Checkpoints across slot counts, plans and layouts.
 
 use candle_nn::{VarBuilder, linear};
 use dist_train::{AdamW, DistributedModel, Error, FullyShard, ParameterError, UnitRules, Units};
@@ -8,7 +8,7 @@ use pmap_mesh::DeviceMesh;
 use super::model::{N_BLOCKS, adam, batch, build, data_parallel, loss, parameters, sharded};
 use crate::support::saved;
 
-/// Six rows: for two slots and for three.
+/// A row count that two and three slots divide.
 const ROWS: usize = 6;
 
 fn stepped(model: &mut DistributedModel<Units, AdamW>, steps: std::ops::Range<usize>) -> Vec<u64> {
@@ -16,7 +16,7 @@ fn stepped(model: &mut DistributedModel<Units, AdamW>, steps: std::ops::Range<us
 }
 
 #[test]
-fn a_checkpoint_is_loaded_under_another_plan_and_by_data_parallel_and_back() {
+fn checkpoints_load_under_every_plan() {
     let (two, three) = (DeviceMesh::cpu(2).unwrap(), DeviceMesh::cpu(3).unwrap());
     let mut first = sharded(&two).build(adam).unwrap();
     stepped(&mut first, 0..3);
@@ -24,7 +24,7 @@ fn a_checkpoint_is_loaded_under_another_plan_and_by_data_parallel_and_back() {
     let checkpoint = saved(&two, &first);
     let expected = stepped(&mut first, 3..6);
 
-    // On as many slots, to the bit as if nothing had been; here under another plan.
+    // The same number of slots resumes bitwise, even under another plan.
     let blocks = || Full::new(Layout::BlockRagged { block: 4 });
     let mut again = sharded(&two).strategy(blocks()).build(adam).unwrap();
     again.load(&checkpoint).unwrap();
@@ -33,7 +33,7 @@ fn a_checkpoint_is_loaded_under_another_plan_and_by_data_parallel_and_back() {
     assert_eq!(stepped(&mut again, 3..6), expected);
     assert_eq!(parameters(&again), parameters(&first));
 
-    // By way of three slots, and of data parallel: what is loaded is what was written.
+    // Through three slots and data parallel, values are unchanged.
     let mut on_three = sharded(&three).strategy(blocks()).build(adam).unwrap();
     on_three.load(&checkpoint).unwrap();
     assert_eq!(parameters(&on_three), written);
@@ -52,9 +52,9 @@ fn a_checkpoint_is_loaded_under_another_plan_and_by_data_parallel_and_back() {
     assert_eq!((3..6).map(step).collect::<Vec<_>>(), expected);
 }
 
-/// A checkpoint knows parameters by name and shape, and nothing of units.
+/// Checkpoints store names and shapes of parameters, but no units.
 #[test]
-fn a_checkpoint_is_loaded_into_other_units_and_not_into_other_parameters() {
+fn checkpoints_load_into_other_units() {
     let mesh = DeviceMesh::cpu(2).unwrap();
     let mut model = sharded(&mesh).build(adam).unwrap();
     stepped(&mut model, 0..2);

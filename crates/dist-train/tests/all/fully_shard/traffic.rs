@@ -1,4 +1,4 @@
-//! A step sends what its plan's schedule says, counted by the engine below.
+//! The traffic of a step, as counted by the engine, matches the plan's schedule.
 
 use std::iter;
 
@@ -31,14 +31,14 @@ fn rank(slot: usize, slots: usize) -> Rank {
     Placement::new(slot as u64, slots as u64).unwrap().rank()
 }
 
-/// What the slots tell each other beside parameters and gradients in a step: the loss with its
-/// weight, which parameters have a gradient, and their squares.
+/// Returns the scalar traffic of a step: the loss with its weight, the parameters with a gradient,
+/// and their squares.
 fn scalars(slots: usize, trained: usize) -> Tally {
     let bytes = 4 * 8 + 4 + 8 * trained as u64;
     if slots == 1 { Tally::default() } else { Tally { calls: 3, bytes } }
 }
 
-/// What a slot is expected to hand over in a step.
+/// Returns the expected traffic of a slot in a step.
 fn expected(handed: HandedOver, scalars: Tally) -> Traffic {
     let tally = |calls: Calls| Tally { calls: calls.count, bytes: calls.bytes };
     let gathered = tally(handed.all_gather);
@@ -62,7 +62,7 @@ fn check(step: &[Traffic], schedule: &Schedule<'_>, trained: usize, what: &str) 
 }
 
 #[test]
-fn a_step_sends_what_the_schedule_says_however_parameters_are_cut() {
+fn every_strategy_matches_its_schedule() {
     for slots in 1..5 {
         let mesh = DeviceMesh::cpu(slots).unwrap();
         for (name, strategy) in strategies() {
@@ -79,7 +79,7 @@ fn a_step_sends_what_the_schedule_says_however_parameters_are_cut() {
     }
 }
 
-/// A step where no unit stays gathered, and one where two of five do.
+/// Compares the traffic of a step and an evaluation with the schedule for each `Keep` of two units.
 fn check_every_keep(mesh: &DeviceMesh, strategy: Box<dyn ShardingStrategy>, name: &str) {
     let infos = sharded(mesh).build(adam).unwrap().plan().unwrap().parameters().to_vec();
     let infos: Vec<_> = infos.iter().map(|parameter| parameter.info().clone()).collect();
@@ -101,7 +101,7 @@ fn check_every_keep(mesh: &DeviceMesh, strategy: Box<dyn ShardingStrategy>, name
         for slot in difference(mesh.traffic(), before) {
             let gathers = schedule.units.iter().filter_map(|unit| unit.all_gather.as_ref());
             let gathered = gathers.filter(|gather| gather.is_sent()).count() as u64;
-            // Every unit once, and the loss with its weight.
+            // All units once, and the loss with its weight.
             assert_eq!(slot.all_gather.calls, gathered + u64::from(mesh.len() > 1), "{name}");
             assert_eq!((slot.reduce_scatter, slot.all_reduce), Default::default(), "{name}");
         }
@@ -109,9 +109,9 @@ fn check_every_keep(mesh: &DeviceMesh, strategy: Box<dyn ShardingStrategy>, name
 }
 
 #[test]
-fn frozen_parameters_are_gathered_and_not_reduced() {
+fn frozen_parameters_are_not_reduced() {
     let mesh = DeviceMesh::cpu(3).unwrap();
-    // Their inputs have gradients: the backward pass goes through them.
+    // Their inputs have gradients, so the backward pass includes them.
     let frozen = ["blocks.1", "norm", "out", "blocks.0.up"];
     let mut model = sharded(&mesh).freeze(frozen).build(adam).unwrap();
     let before = mesh.traffic();
@@ -121,11 +121,11 @@ fn frozen_parameters_are_gathered_and_not_reduced() {
         model.plan().unwrap().parameters().iter().filter(|planned| planned.info().requires_grad());
     let schedule = model.plan().unwrap().schedule(&candle()).unwrap();
     check(&step, &schedule, trained.count(), "frozen");
-    assert_eq!(step[0].reduce_scatter.calls, 3, "of five units, two of which are frozen");
+    assert_eq!(step[0].reduce_scatter.calls, 3, "five units, two of them frozen");
 }
 
 #[test]
-fn frozen_units_before_all_others_are_gathered_once() {
+fn leading_frozen_units_gather_once() {
     let mesh = DeviceMesh::cpu(3).unwrap();
     let builder = sharded(&mesh).freeze(["tokens", "positions", "blocks.0"]);
     let mut model = builder.build(adam).unwrap();
@@ -134,13 +134,13 @@ fn frozen_units_before_all_others_are_gathered_once() {
     let found = difference(mesh.traffic(), before)[0].all_gather.calls;
     let schedule = model.plan().unwrap().schedule(&candle()).unwrap();
     let planned = schedule.handed_over(rank(0, 3)).unwrap().all_gather.count;
-    // A plan does not know which units come first.
+    // A plan does not contain the order of units.
     assert_eq!(found, planned - 2 + scalars(3, 0).calls);
 }
 
-/// In halves, whose gradients are summed in single precision.
+/// Parameters have bf16, and their gradients are summed in f32.
 #[test]
-fn a_parameter_in_two_units_is_sent_for_each() {
+fn tied_parameters_are_sent_twice() {
     let mesh = DeviceMesh::cpu(3).unwrap();
     let rules = UnitRules::new().unit("first", ["0"]).unit("both", ["0", "1"]);
     let builder = FullyShard::builder(&mesh, layers::<2>).by_units(rules).dtype(DType::BF16);

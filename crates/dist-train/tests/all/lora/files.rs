@@ -1,4 +1,4 @@
-//! Adapters in files of their own, merged into the model, and in checkpoints.
+//! Adapters in separate files, merged into weights, and in checkpoints.
 
 use std::{collections::BTreeMap, fs, path::Path};
 
@@ -27,7 +27,7 @@ fn numbers(x: &Tensor) -> Vec<f64> {
     x.to_dtype(DType::F64).unwrap().flatten_all().unwrap().to_vec1().unwrap()
 }
 
-/// The loss of a model without adapters.
+/// Evaluates the saved weights without adapters.
 fn plain_loss(folder: &Path, x: Tensor) -> f64 {
     let mesh = DeviceMesh::cpu(1).unwrap();
     let builder = DataParallel::builder(&mesh, model).by_units(UnitRules::new());
@@ -39,7 +39,7 @@ fn plain_loss(folder: &Path, x: Tensor) -> f64 {
 }
 
 #[test]
-fn files_have_the_adapters_alone_or_the_sums() {
+fn files_contain_adapters_or_sums() {
     let (lora, mesh) = (lora(), DeviceMesh::cpu(2).unwrap());
     let loss = loss_by_units(&lora);
     let mut model = sharded(&mesh, &lora);
@@ -54,7 +54,7 @@ fn files_have_the_adapters_alone_or_the_sums() {
     let all = tensors(&base.join("model.safetensors"));
     model.save_pretrained(&base, lora.adapters()).unwrap();
     let expected = ["adapter_config.json", "adapter_model.safetensors", "model.safetensors"];
-    assert_eq!(names(&base), expected, "what is there already stays");
+    assert_eq!(names(&base), expected, "existing files stay");
     let adapters = tensors(&base.join("adapter_model.safetensors"));
     assert_eq!(
         adapters.keys().collect::<Vec<_>>(),
@@ -73,7 +73,7 @@ fn files_have_the_adapters_alone_or_the_sums() {
     let plain = plain_loss(&merged, batch(7));
     assert!((plain - trained).abs() < 1e-12, "{plain} and {trained}");
 
-    // A model with the weights and the adapters that were saved.
+    // A model loaded from the saved weights and adapters.
     let again = Lora::open(&base).unwrap();
     assert_eq!((again.targets(), again.rank(), again.alpha()), (lora.targets(), 2, 3.0));
     let builder = FullyShard::builder(&mesh, again.adapt(super::model)).dtype(DType::F64);
@@ -85,12 +85,12 @@ fn files_have_the_adapters_alone_or_the_sums() {
 }
 
 #[test]
-fn halves_are_merged_in_single_precision() {
+fn bf16_weights_merge_in_f32() {
     let mesh = DeviceMesh::cpu(1).unwrap();
-    // Of which halves would know no more than 1.
+    // bf16 would round this alpha to 1.
     let lora = Lora::new(["q"], 1, 1.001_953_125).unwrap();
     let value = |declared: &dist_train::Declared, items: std::ops::Range<usize>| {
-        // What is added to 1 is a little more than half of the distance to the next number of bf16.
+        // The sum adds slightly more than half the distance from 1 to the next bf16 number.
         let value = if declared.name == "q.weight" { 1.0 } else { 0.0625 };
         Tensor::full(value, items.len(), &Device::Cpu)?.to_dtype(declared.dtype)
     };
@@ -101,13 +101,13 @@ fn halves_are_merged_in_single_precision() {
     model.save_pretrained(folder.path(), lora.merged()).unwrap();
     let merged = tensors(&folder.path().join("model.safetensors"));
     assert_eq!(merged.keys().collect::<Vec<_>>(), ["q.weight"]);
-    // In halves the sum is 1.00390625, which lies in the middle and is rounded to 1.
+    // In bf16 the sum would be 1.00390625, a tie that rounds to 1.
     assert_eq!(numbers(&merged["q.weight"]), [1.007_812_5; 4]);
     assert_eq!(merged["q.weight"].dtype(), DType::BF16);
 }
 
 #[test]
-fn a_checkpoint_has_adapters_alone_and_resumes_on_the_same_weights() {
+fn checkpoints_contain_only_adapters() {
     let lora = lora();
     let loss = loss_by_units(&lora);
     let mesh = DeviceMesh::cpu(2).unwrap();
@@ -134,7 +134,7 @@ fn a_checkpoint_has_adapters_alone_and_resumes_on_the_same_weights() {
     assert_eq!(saved(&mesh, &again).parameters().count(), 4);
 }
 
-/// The projections of the model that PEFT's golden adapters are for.
+/// Builds the projections that PEFT's golden adapters target.
 fn projections(vb: VarBuilder<'_>) -> candle_core::Result<()> {
     for n in 0..2 {
         let attention = vb.pp(format!("model.layers.{n}.self_attn"));
@@ -146,7 +146,7 @@ fn projections(vb: VarBuilder<'_>) -> candle_core::Result<()> {
 }
 
 #[test]
-fn adapters_of_peft_are_read_used_and_written_again() {
+fn peft_adapters_round_trip() {
     let golden = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/all/lora/golden");
     let lora = Lora::open(&golden).unwrap();
     assert_eq!(
@@ -180,7 +180,7 @@ fn adapters_of_peft_are_read_used_and_written_again() {
     }
     assert_eq!(found_config["lora_alpha"].as_f64(), expected_config["lora_alpha"].as_f64());
 
-    // What a layer computes with them.
+    // The output of an adapted layer.
     let base = tensors(&base.join("model.safetensors"));
     let matrix = |name: &str| {
         expected_tensors[&format!("base_model.model.model.layers.1.self_attn.v_proj.{name}.weight")]

@@ -1,4 +1,4 @@
-//! Adapters of low rank: what they compute, what is trained, and what is in their files.
+//! Low-rank adapters: results, training and files.
 
 mod files;
 mod naive;
@@ -14,7 +14,7 @@ use pmap_mesh::{DeviceMesh, Replica};
 pub(crate) const BLOCKS: usize = 2;
 pub(crate) const RATE: f64 = 0.05;
 
-/// Adapters of one layer of each block: the other, and the biases, have none.
+/// Returns adapters for one of two layers in each block.
 pub(crate) fn lora() -> Lora {
     Lora::new(["up"], 2, 3.0).unwrap()
 }
@@ -27,7 +27,7 @@ pub(crate) fn layers(vb: VarBuilder<'_>) -> Result<(Linear, Linear)> {
     Ok((linear(4, 6, vb.pp("mlp.up"))?, linear_no_bias(6, 4, vb.pp("mlp.down"))?))
 }
 
-/// Ordinary code of a model, which knows of no adapters.
+/// Runs a block; the code has no reference to adapters.
 pub(crate) fn block(vb: VarBuilder<'_>, x: &Tensor) -> Result<Tensor> {
     let (up, down) = layers(vb)?;
     down.forward(&up.forward(x)?.tanh()?)
@@ -57,13 +57,13 @@ pub(crate) fn batch(step: usize) -> Tensor {
     shifted.sin().unwrap().reshape((8, 4)).unwrap()
 }
 
-/// A sharded model with adapters that are trained alone, in double precision.
+/// Builds a sharded f64 model that trains only adapters.
 pub(crate) fn sharded(mesh: &DeviceMesh, lora: &Lora) -> DistributedModel<Units, Sgd> {
     let builder = FullyShard::builder(mesh, lora.adapt(model));
     builder.dtype(DType::F64).train_only(Lora::PATTERNS).build(sgd).unwrap()
 }
 
-/// The same, with whole variables on every device.
+/// Builds a replicated f64 model that trains only adapters.
 pub(crate) fn whole(mesh: &DeviceMesh, lora: &Lora) -> DistributedModel<Units, Sgd> {
     let builder = DataParallel::builder(mesh, lora.adapt(model)).by_units(UnitRules::new());
     builder.dtype(DType::F64).train_only(Lora::PATTERNS).build(sgd).unwrap()

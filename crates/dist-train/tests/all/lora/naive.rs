@@ -1,5 +1,5 @@
-//! Training with adapters beside the formula itself: a low-rank term beside each layer's product, a
-//! gradient of candle's, and an update by hand.
+//! Training with adapters, compared with the formula: a low-rank term in each layer, candle's
+//! gradients, and an explicit update.
 
 use std::collections::BTreeMap;
 
@@ -13,13 +13,13 @@ use super::{BLOCKS, RATE, batch, lora, loss, loss_by_units, sgd, sharded, whole}
 
 const STEPS: usize = 20;
 
-type Values = BTreeMap<String, Tensor>;
+type NamedValues = BTreeMap<String, Tensor>;
 
-/// The losses of a run, and the variables after it.
-type Outcome = (Vec<f64>, Values);
+/// The losses of a run and its final variables.
+type Outcome = (Vec<f64>, NamedValues);
 
-/// One device, in candle's own operations.
-fn naive(start: &Values, scale: f64) -> Result<Outcome> {
+/// Trains on one device with candle's operations.
+fn naive(start: &NamedValues, scale: f64) -> Result<Outcome> {
     let is_trained = |name: &String| name.contains("lora_");
     let vars: BTreeMap<&String, Var> = start
         .iter()
@@ -65,13 +65,13 @@ fn check_close((found, values): &Outcome, (expected, expected_values): &Outcome)
     }
 }
 
-/// The values of variables as they are now, which later steps do not change.
-fn copied(values: Values) -> Values {
+/// Copies the values, because later steps change the variables.
+fn copied(values: NamedValues) -> NamedValues {
     values.into_iter().map(|(name, value)| (name, value.copy().unwrap())).collect()
 }
 
 #[test]
-fn whole_and_sharded_models_train_as_the_formula_says() {
+fn both_layouts_match_the_formula() {
     let lora = lora();
     let loss = loss_by_units(&lora);
     for slots in [1, 2, 4] {
@@ -90,28 +90,27 @@ fn whole_and_sharded_models_train_as_the_formula_says() {
             let gather = |name: &String| (name.clone(), model.parameter(name).unwrap());
             start.keys().map(gather).collect()
         };
-        let step = |step| model.step(batch(step), &loss).unwrap().loss;
-        let losses = (0..STEPS).map(step).collect();
+        let losses = (0..STEPS).map(|step| model.step(batch(step), &loss).unwrap().loss).collect();
         check_close(&(losses, gathered(&model)), &expected);
     }
 }
 
-struct Block {
+struct AdaptedBlock {
     up: LoraLinear,
     down: Linear,
 }
 
-fn blocks(lora: &Lora, vb: VarBuilder<'_>) -> Result<Vec<Block>> {
+fn blocks(lora: &Lora, vb: VarBuilder<'_>) -> Result<Vec<AdaptedBlock>> {
     let block = |n| {
         let vb = vb.pp(format!("h.{n}.mlp"));
         let down = fused_ops::layers::linear_no_bias(6, 4, vb.pp("down"))?;
-        Ok(Block { up: lora.linear(4, 6, vb.pp("up"))?, down })
+        Ok(AdaptedBlock { up: lora.linear(4, 6, vb.pp("up"))?, down })
     };
     (0..BLOCKS).map(block).collect()
 }
 
 #[test]
-fn a_layer_with_an_adapter_trains_as_the_formula_says() {
+fn adapted_layer_matches_the_formula() {
     let lora = lora();
     let mesh = DeviceMesh::cpu(2).unwrap();
     let builder = DataParallel::builder(&mesh, |vb| blocks(&lora, vb));
@@ -119,21 +118,22 @@ fn a_layer_with_an_adapter_trains_as_the_formula_says() {
     let mut model = builder.build(sgd).unwrap();
     let start = copied(model.parameters().unwrap());
     let expected = naive(&start, 1.5).unwrap();
-    let of_blocks = |_: &Replica, model: &Vec<Block>, x: Tensor| {
-        let pass = |x: Tensor, block: &Block| block.down.forward(&block.up.forward(&x)?.tanh()?);
+    let block_loss = |_: &Replica, model: &Vec<AdaptedBlock>, x: Tensor| {
+        let pass =
+            |x: Tensor, block: &AdaptedBlock| block.down.forward(&block.up.forward(&x)?.tanh()?);
         loss(&model.iter().try_fold(x, pass)?)
     };
-    let step = |step| model.step(batch(step), of_blocks).unwrap().loss;
+    let step = |step| model.step(batch(step), block_loss).unwrap().loss;
     let losses = (0..STEPS).map(step).collect();
     check_close(&(losses, model.parameters().unwrap()), &expected);
 }
 
 #[test]
-fn beside_halves_an_adapter_of_single_precision_is_trained() {
+fn bf16_weights_have_f32_adapters() {
     let lora = Lora::new(["up"], 1, 1.0).unwrap();
     let mesh = DeviceMesh::cpu(2).unwrap();
-    // The weight alternates in sign, so the layer gives what its adapter does: 64 times 2⁻⁹. A step
-    // changes that by less than a half knows beside 1.
+    // The weight alternates in sign, so the output is the adapter's: 64 times 2⁻⁹. A step changes
+    // `lora_A` by less than the distance of bf16 numbers at 1.
     let value = |declared: &dist_train::Declared, items: std::ops::Range<usize>| {
         let value = |item: usize| match declared.name.as_str() {
             "up.weight" if item % 2 == 1 => -1.0,
@@ -151,18 +151,18 @@ fn beside_halves_an_adapter_of_single_precision_is_trained() {
         [DType::BF16, DType::F32, DType::F32]
     );
     let x = Tensor::ones((4, 64), DType::BF16, &Device::Cpu).unwrap();
-    let of_layer = |_: &Replica, layer: &LoraLinear, x: Tensor| {
+    let layer_loss = |_: &Replica, layer: &LoraLinear, x: Tensor| {
         let y = layer.forward(&x)?;
         assert_eq!(y.dtype(), DType::BF16);
         y.to_dtype(DType::F32)?.mean_all()
     };
-    assert_eq!(model.step(x, of_layer).unwrap().loss.to_bits(), 0.125_f64.to_bits());
+    assert_eq!(model.step(x, layer_loss).unwrap().loss.to_bits(), 0.125_f64.to_bits());
     let a = model.parameters().unwrap()["up.lora_A.weight"].to_vec2::<f32>().unwrap()[0][0];
     assert!(0.999_9 < a && a < 1.0, "{a}");
 }
 
 #[test]
-fn adapters_begin_as_those_of_peft() {
+fn initial_values_match_peft() {
     let model = whole(&DeviceMesh::cpu(1).unwrap(), &Lora::new(["up"], 64, 1.0).unwrap());
     let numbers = |name: &str| -> Vec<f64> {
         model.parameters().unwrap()[name].flatten_all().unwrap().to_vec1().unwrap()
@@ -176,9 +176,9 @@ fn adapters_begin_as_those_of_peft() {
     assert!(mean.abs() < 0.1 * bound, "{mean}");
 }
 
-/// 1 and a product just above half of the distance to the next number of 8 digits.
+/// Adds to 1 slightly more than half the distance to the next bf16 number.
 #[test]
-fn sum_with_an_adapter_is_rounded_once() {
+fn adapted_sum_is_rounded_once() {
     let item = |value: f32, dtype| Tensor::full(value, (1, 1), &Device::Cpu)?.to_dtype(dtype);
     let lora = Lora::new(["up"], 1, 1.0).unwrap();
     let product = 2_f32.powi(-8) + 2_f32.powi(-18);

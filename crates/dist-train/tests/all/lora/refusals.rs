@@ -1,4 +1,4 @@
-//! Adapters that a model cannot have.
+//! Rejected adapters.
 
 use std::fs;
 
@@ -11,7 +11,7 @@ use pmap_mesh::DeviceMesh;
 
 use super::{lora, model, sgd, whole};
 
-/// The error of building a model with adapters.
+/// Returns the error of building a model with adapters, which both layouts share.
 #[track_caller]
 fn refused(lora: &Lora) -> String {
     let mesh = DeviceMesh::cpu(1).unwrap();
@@ -24,7 +24,7 @@ fn refused(lora: &Lora) -> String {
 }
 
 #[test]
-fn targets_that_mean_no_matrix_are_refused_by_name() {
+fn unfit_targets_are_named() {
     let lora = |targets: &[&str]| Lora::new(targets.iter().copied(), 2, 3.0).unwrap();
     let text = refused(&lora(&["up", "p", "h.0.down", "mlp"]));
     assert!(text.ends_with("no linear layer of the model is named p, h.0.down, mlp"), "{text}");
@@ -38,7 +38,7 @@ fn targets_that_mean_no_matrix_are_refused_by_name() {
     let norm = |vb: VarBuilder<'_>| vb.get(4, "norm.weight").map(drop);
     let text = built(lora(&["norm"]), norm).unwrap_err().to_string();
     assert!(text.ends_with("norm has the shape [4], adapters are for matrices"), "{text}");
-    // A name from some dot on to the end, or all of it.
+    // A suffix that begins after a dot, or the full name.
     for target in ["h.0.up", "0.up", "up"] {
         let layer = |vb: VarBuilder<'_>| linear(2, 2, vb.pp("h.0.up")).map(drop);
         built(lora(&[target]), layer).unwrap();
@@ -46,7 +46,7 @@ fn targets_that_mean_no_matrix_are_refused_by_name() {
 }
 
 #[test]
-fn numbers_that_make_no_adapter_are_refused() {
+fn invalid_settings_are_rejected() {
     for (rank, alpha) in [(0, 1.0), (1, 0.0), (1, -1.0), (1, f64::NAN), (1, f64::INFINITY)] {
         assert!(matches!(Lora::new(["up"], rank, alpha), Err(Error::Setting { .. })), "{alpha}");
     }
@@ -55,7 +55,7 @@ fn numbers_that_make_no_adapter_are_refused() {
 }
 
 #[test]
-fn adapters_of_another_model_or_kind_are_refused() {
+fn unfit_adapter_files_are_rejected() {
     let folder = tempfile::tempdir().unwrap();
     let lora = lora();
     whole(&DeviceMesh::cpu(1).unwrap(), &lora)
@@ -68,7 +68,7 @@ fn adapters_of_another_model_or_kind_are_refused() {
         fs::write(&path, config.replace(from, to)).unwrap();
     };
 
-    // Other ranks, and other layers, than the tensors have.
+    // Ranks and layers that do not match the tensors.
     with("\"r\": 2", "\"r\": 3");
     let text = refused(&Lora::open(folder.path()).unwrap());
     assert!(text.contains("has shape [2, 4], expected [3, 4]"), "{text}");
@@ -89,7 +89,7 @@ fn adapters_of_another_model_or_kind_are_refused() {
         with("\"r\": 2", &format!("\"r\": 2, \"init_lora_weights\": {way}"));
         assert_eq!(Lora::open(folder.path()).unwrap().rank(), 2);
     }
-    // It has no effect but in training.
+    // Dropout affects only training.
     with("\"lora_dropout\": 0.0", "\"lora_dropout\": 0.1");
     assert_eq!(Lora::open(folder.path()).unwrap().targets(), lora.targets());
 
@@ -112,7 +112,7 @@ fn adapters_of_another_model_or_kind_are_refused() {
 }
 
 #[test]
-fn a_model_without_adapters_has_none_to_save() {
+fn missing_adapters_cannot_be_saved() {
     let mesh = DeviceMesh::cpu(1).unwrap();
     let model = DataParallel::builder(&mesh, model).build(sgd).unwrap();
     let folder = tempfile::tempdir().unwrap();
@@ -124,7 +124,7 @@ fn a_model_without_adapters_has_none_to_save() {
 }
 
 #[test]
-fn adapters_of_other_layers_or_another_rank_are_not_saved() {
+fn mismatched_adapters_are_not_saved() {
     let mesh = DeviceMesh::cpu(1).unwrap();
     let model = DataParallel::builder(&mesh, |vb| {
         let lora = lora();
@@ -149,7 +149,7 @@ fn adapters_of_other_layers_or_another_rank_are_not_saved() {
 }
 
 #[test]
-fn sums_that_would_be_rounded_to_halves_are_refused() {
+fn half_precision_sums_are_rejected() {
     let (mesh, lora) = (DeviceMesh::cpu(1).unwrap(), lora());
     for (dtype, name) in [(DType::BF16, "bf16"), (DType::F16, "f16")] {
         let builder = DataParallel::builder(&mesh, lora.adapt(model)).by_units(UnitRules::new());
@@ -159,7 +159,7 @@ fn sums_that_would_be_rounded_to_halves_are_refused() {
 }
 
 #[test]
-fn a_unit_that_does_not_use_its_adapter_is_found_in_the_first_step() {
+fn unused_adapters_fail_the_step() {
     let lora = lora();
     let mut model = whole(&DeviceMesh::cpu(1).unwrap(), &lora);
     let without = |_: &pmap_mesh::Replica, model: &Units, x: candle_core::Tensor| {
