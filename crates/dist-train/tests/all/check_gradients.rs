@@ -7,8 +7,7 @@ use candle_nn::{
 };
 use core_types::Seed;
 use dist_train::{
-    AdamW, DataParallel, DistributedModel, Error, GradientError, Group, Loss, TrainingError,
-    Verdict,
+    AdamW, DataParallel, DistributedModel, Error, GradientError, Loss, TrainingError, Verdict,
 };
 use pmap_mesh::{DeviceMesh, Replica, Uneven};
 
@@ -38,7 +37,7 @@ fn model(slots: usize) -> DistributedModel<Net, AdamW> {
     DataParallel::builder(&DeviceMesh::cpu(slots).unwrap(), Net::new)
         .init(Seed::new(3))
         .uneven(Uneven::Balanced)
-        .build(|group: Group| AdamW::new(group.vars, ParamsAdamW::default()))
+        .build(|group| AdamW::new(group.vars, ParamsAdamW::default()))
         .unwrap()
 }
 

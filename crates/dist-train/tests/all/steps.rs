@@ -167,8 +167,10 @@ fn resumed_runs_draw_the_same_numbers() {
     };
     let mut first = model(2);
     let all = run(&mut first, 6);
-    let to_bits = |noise: &Vec<f32>| noise.iter().map(|x| x.to_bits()).collect::<Vec<u32>>();
-    let mut distinct: Vec<_> = all.iter().map(to_bits).collect();
+    let mut distinct = Vec::new();
+    for noise in &all {
+        distinct.push(noise.iter().map(|x| x.to_bits()).collect::<Vec<u32>>());
+    }
     distinct.sort();
     distinct.dedup();
     assert_eq!(distinct.len(), 12, "each batch and slot draws different numbers");

@@ -75,8 +75,8 @@ pub(super) fn run(engine: &impl Engine, ranks: usize) {
     let (tested, threads) =
         (mesh(engine, &[], None), threads(&[(DeviceMesh::AXIS, ranks)], &engine.device()));
     let mut whole = DataParallel::builder(&threads, build).by_units(rules()).build(adam).unwrap();
-    let step = |step| number(whole.step(batch(&threads, step), loss).unwrap().loss);
-    let mut expected: Vec<Tensor> = (0..5).map(step).collect();
+    let mut expected: Vec<Tensor> =
+        (0..5).map(|step| number(whole.step(batch(&threads, step), loss).unwrap().loss)).collect();
     expected.push(number(whole.evaluate(batch(&threads, 9), loss).unwrap().loss));
     expected.extend(whole.parameters().unwrap().into_values());
     for keep in [Keep::Inputs, Keep::Graph, Keep::Gathered] {
@@ -107,8 +107,8 @@ pub(super) fn run(engine: &impl Engine, ranks: usize) {
 fn ahead(mesh: &DeviceMesh, keep: Keep, prefetch: usize) -> Vec<Tensor> {
     let builder = FullyShard::builder(mesh, build).by_units(rules()).keep(keep);
     let mut model = builder.prefetch(prefetch).build(adam).unwrap();
-    let step = |step| number(model.step(batch(mesh, step), loss).unwrap().loss);
-    let mut all: Vec<Tensor> = (0..5).map(step).collect();
+    let mut all: Vec<Tensor> =
+        (0..5).map(|step| number(model.step(batch(mesh, step), loss).unwrap().loss)).collect();
     all.push(number(model.evaluate(batch(mesh, 9), loss).unwrap().loss));
     all.extend(names().iter().map(|name| model.parameter(name).unwrap()));
     all
@@ -121,8 +121,8 @@ fn mixed(mesh: &DeviceMesh, is_sharded: bool) -> Vec<Tensor> {
     let builder =
         if is_sharded { builder.fully_shard().keep(Keep::Graph).prefetch(1) } else { builder };
     let mut model = builder.build(adam).unwrap();
-    let step = |step| number(model.step(batch(mesh, step), loss).unwrap().loss);
-    let mut all: Vec<Tensor> = (0..5).map(step).collect();
+    let mut all: Vec<Tensor> =
+        (0..5).map(|step| number(model.step(batch(mesh, step), loss).unwrap().loss)).collect();
     all.extend(names().iter().map(|name| model.parameter(name).unwrap()));
     all
 }
@@ -131,8 +131,8 @@ fn mixed(mesh: &DeviceMesh, is_sharded: bool) -> Vec<Tensor> {
 fn in_backward(tested: &DeviceMesh, expected: &[Tensor]) {
     let builder = FullyShard::builder(tested, build).by_units(rules());
     let mut model = builder.optimizer_in_backward().build(adam).unwrap();
-    let step = |step| number(model.step(batch(tested, step), loss).unwrap().loss);
-    let mut found: Vec<Tensor> = (0..5).map(step).collect();
+    let mut found: Vec<Tensor> =
+        (0..5).map(|step| number(model.step(batch(tested, step), loss).unwrap().loss)).collect();
     found.push(number(model.evaluate(batch(tested, 9), loss).unwrap().loss));
     found.extend(names().iter().map(|name| model.parameter(name).unwrap()));
     assert_same(&found, expected);

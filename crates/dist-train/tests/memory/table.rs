@@ -112,8 +112,8 @@ fn measured(slots: usize, options: fn(UnitsBuilder<'_>) -> UnitsBuilder<'_>) -> 
         options(FullyShard::builder(&mesh, build).by_units(rules)).build(adam).unwrap()
     };
     let rows = slots.max(4);
-    let token = |n: usize| u32::try_from(n * 37 % VOCABULARY).unwrap();
-    let ids: Vec<u32> = (0..rows * (LENGTH + 1)).map(token).collect();
+    let ids: Vec<u32> =
+        (0..rows * (LENGTH + 1)).map(|n| u32::try_from(n * 37 % VOCABULARY).unwrap()).collect();
     let ids = Tensor::from_vec(ids, (rows, LENGTH + 1), &Device::Cpu).unwrap();
     let step = |model: &mut DistributedModel<Units, AdamW>| {
         model.step(ids.clone(), loss).unwrap();

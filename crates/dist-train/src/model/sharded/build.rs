@@ -243,8 +243,8 @@ fn kept_by(plan: &ShardingPlan, mut keeps: BTreeMap<String, Keep>) -> BTreeMap<S
 /// Returns the plan with the units that stay gathered. A unit whose parameters are all counted for
 /// other units does not exist in the plan, and is skipped.
 fn with_kept_units(plan: &ShardingPlan, keeps: &BTreeMap<String, Keep>) -> Result<ShardingPlan> {
-    let is_kept = |unit: &&str| keeps.get(*unit) == Some(&Keep::Gathered);
-    let kept: Vec<&str> = plan.units().into_iter().filter(is_kept).collect();
+    let kept: Vec<&str> =
+        plan.units().into_iter().filter(|unit| keeps.get(*unit) == Some(&Keep::Gathered)).collect();
     Ok(plan.clone().with_kept_units(kept)?)
 }
 

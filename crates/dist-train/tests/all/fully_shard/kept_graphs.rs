@@ -30,8 +30,8 @@ fn returned_parameters_work_in_other_units() {
         let mesh = DeviceMesh::cpu(slots).unwrap();
         let trained = |keep| {
             let mut model = FullyShard::builder(&mesh, layers::<3>).keep(keep).build(adam).unwrap();
-            let step = |_| model.step(input(12), tied).unwrap().loss.to_bits();
-            let losses: Vec<u64> = (0..5).map(step).collect();
+            let losses: Vec<u64> =
+                (0..5).map(|_| model.step(input(12), tied).unwrap().loss.to_bits()).collect();
             (losses, bits(&model.parameter("0.weight").unwrap()))
         };
         let [expected, graph, gathered] = KEEPS.map(trained);

@@ -116,8 +116,9 @@ pub(crate) fn token_loss(model: &Units, ids: &Tensor) -> Result<Tensor> {
 
 /// Returns rows of tokens that vary by step.
 pub(crate) fn batch(rows: usize, step: usize) -> Tensor {
-    let token = |n: usize| u32::try_from((n * n + 7 * step + n / 3) % VOCABULARY).unwrap();
-    let ids: Vec<u32> = (0..rows * (LENGTH + 1)).map(token).collect();
+    let ids: Vec<u32> = (0..rows * (LENGTH + 1))
+        .map(|n| u32::try_from((n * n + 7 * step + n / 3) % VOCABULARY).unwrap())
+        .collect();
     Tensor::from_vec(ids, (rows, LENGTH + 1), &Device::Cpu).unwrap()
 }
 
@@ -189,8 +190,9 @@ pub(crate) fn train(
     rows: usize,
     steps: usize,
 ) -> Trained {
-    let step = |step| model.step(batch(rows, step), loss).unwrap().loss.to_bits();
-    let losses = (0..steps).map(step).collect();
+    let losses = (0..steps)
+        .map(|step| model.step(batch(rows, step), loss).unwrap().loss.to_bits())
+        .collect();
     Trained { losses, parameters: parameters(&model) }
 }
 

@@ -87,8 +87,7 @@ fn both_layouts_match_the_formula() {
 
         let mut model = sharded(&mesh, &lora);
         let gathered = |model: &dist_train::DistributedModel<dist_train::Units, _>| {
-            let gather = |name: &String| (name.clone(), model.parameter(name).unwrap());
-            start.keys().map(gather).collect()
+            start.keys().map(|name| (name.clone(), model.parameter(name).unwrap())).collect()
         };
         let losses = (0..STEPS).map(|step| model.step(batch(step), &loss).unwrap().loss).collect();
         check_close(&(losses, gathered(&model)), &expected);
@@ -123,8 +122,7 @@ fn adapted_layer_matches_the_formula() {
             |x: Tensor, block: &AdaptedBlock| block.down.forward(&block.up.forward(&x)?.tanh()?);
         loss(&model.iter().try_fold(x, pass)?)
     };
-    let step = |step| model.step(batch(step), block_loss).unwrap().loss;
-    let losses = (0..STEPS).map(step).collect();
+    let losses = (0..STEPS).map(|step| model.step(batch(step), block_loss).unwrap().loss).collect();
     check_close(&(losses, model.parameters().unwrap()), &expected);
 }
 
@@ -145,9 +143,9 @@ fn bf16_weights_have_f32_adapters() {
     let builder = DataParallel::builder(&mesh, |vb| lora.linear_no_bias(64, 2, vb.pp("up")));
     let builder = builder.dtype(DType::BF16).init_with(value).train_only(Lora::PATTERNS);
     let mut model = builder.build(|group| candle_nn::SGD::new(group.vars, 0.05)).unwrap();
-    let types = |name: &str| model.parameters().unwrap()[name].dtype();
     assert_eq!(
-        ["up.weight", "up.lora_A.weight", "up.lora_B.weight"].map(types),
+        ["up.weight", "up.lora_A.weight", "up.lora_B.weight"]
+            .map(|name| model.parameters().unwrap()[name].dtype()),
         [DType::BF16, DType::F32, DType::F32]
     );
     let x = Tensor::ones((4, 64), DType::BF16, &Device::Cpu).unwrap();
