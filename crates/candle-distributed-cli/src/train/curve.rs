@@ -124,13 +124,13 @@ const QUANTITIES: [Quantity; 4] = [
         name: "learning rate",
         from_zero: true,
         is_of_held_out: false,
-        of: |step| Some(step.metrics.learning_rate).filter(|rate| *rate > 0.0).map(Ratio::of_one),
+        of: |step| Some(step.metrics.learning_rate).filter(|rate| *rate > 0.0).map(Ratio::single),
     },
     Quantity {
         name: "gradient norm",
         from_zero: true,
         is_of_held_out: false,
-        of: |step| step.metrics.grad_norm.map(Ratio::of_one),
+        of: |step| step.metrics.grad_norm.map(Ratio::single),
     },
     Quantity {
         name: "tokens/s",

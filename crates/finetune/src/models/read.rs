@@ -272,7 +272,7 @@ fn scaling(rope: &RopeFields) -> Result<RopeScaling, ModelError> {
             factor: factor()?,
             low_freq_factor: required("rope_scaling.low_freq_factor", rope.low_freq_factor)?,
             high_freq_factor: required("rope_scaling.high_freq_factor", rope.high_freq_factor)?,
-            original_max_position_embeddings: given(
+            original_max_position_embeddings: required(
                 "rope_scaling.original_max_position_embeddings",
                 rope.original_max_position_embeddings,
             )?,

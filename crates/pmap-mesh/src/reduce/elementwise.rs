@@ -62,7 +62,7 @@ mod tests {
     use candle_core::Device;
 
     use super::*;
-    use crate::{reduce, spec::join::bits_equal};
+    use crate::{reduce::tensors, spec::join::bits_equal};
 
     const ALL: [Reduction; 4] = [Reduction::Sum, Reduction::Mean, Reduction::Max, Reduction::Min];
 

@@ -15,7 +15,7 @@ use candle_distributed::{
     mesh::DeviceMesh,
     plan::report::PlanReport,
     train::{self, CheckpointError},
-    types::{WorldSize, human::HumanCount},
+    types::human::HumanCount,
 };
 
 use self::{parts::ShardingArgs, writing::WritingArgs};

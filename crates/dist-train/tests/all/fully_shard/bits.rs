@@ -31,7 +31,7 @@ fn every_layout_equals_plain_candle() {
             }
         }
         let ragged = Full::new(Layout::BlockRagged { block: 4 });
-        let strategies: [Box<dyn ShardingStrategy>; 2] =
+        let cuts: [Box<dyn ShardingStrategy>; 2] =
             [Box::new(LayerWise::default()), Box::new(ragged)];
         for strategy in cuts {
             let builder = sharded(&mesh).strategy(strategy).keep(Keep::Inputs);
