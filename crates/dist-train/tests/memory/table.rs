@@ -134,7 +134,7 @@ fn measured(slots: usize, options: fn(UnitsBuilder<'_>) -> UnitsBuilder<'_>) -> 
 fn peaks_match_the_plan() {
     let _alone = alone();
     // On two cores, the peak of eight slots varies with the number of slots in a unit at the same
-    // time (616 to 655 MiB in three runs), so their limit is the plan's peak.
+    // time (639 and 655 MiB in two runs), so their limit is the plan's peak.
     for (slots, most) in [(2, 500), (4, 540), (8, 692)] {
         let (found, planned) = measured(slots, |builder| builder);
         println!("{slots} slots: {found} MiB, {planned} planned, at most {most}");
