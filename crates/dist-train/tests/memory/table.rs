@@ -132,8 +132,8 @@ fn measured(slots: usize, options: fn(UnitsBuilder<'_>) -> UnitsBuilder<'_>) -> 
 #[test]
 fn peaks_match_the_plan() {
     let _alone = alone();
-    // On two cores, the peak of eight slots varies with the number of slots in a unit at the same time, so their limit is
-    // the plan's peak.
+    // On two cores, the peak of eight slots varies with the number of slots in a unit at the same
+    // time, so their limit is the plan's peak.
     for (slots, most) in [(2, 128), (4, 142), (8, 175)] {
         let (found, planned) = measured(slots, |builder| builder);
         println!("{slots} slots: {found} MiB, {planned} planned, at most {most}");

@@ -17,7 +17,6 @@ use crate::{
 /// may change.
 #[derive(Clone, Debug, Default)]
 #[cfg_attr(feature = "clap", derive(clap::Args))]
-#[expect(clippy::struct_excessive_bools, reason = "each is a separate switch")]
 pub struct RunOptions {
     /// Folder for metrics, checkpoints and the model; unless resumed, it must not hold a run yet
     /// [default: the next free runs/NUMBER]
@@ -190,12 +189,12 @@ impl RunOptions {
             ("merge", self.merge.then(String::new), inputs.merge.then(String::new)),
             ("model", text(model.map(|path| path.display())), None),
         ] {
-            check_same(name, asked, started)?;
+            check_same(name, asked.as_ref(), started)?;
         }
         for ((name, asked), (_, started)) in
             self.recipe.options().into_iter().zip(known.recipe.options())
         {
-            check_same(name, asked, started)?;
+            check_same(name, asked.as_ref(), started)?;
         }
         Ok(())
     }
@@ -206,8 +205,8 @@ fn text(value: Option<impl ToString>) -> Option<String> {
 }
 
 /// Checks that an option is not given another value than the run started with.
-fn check_same(name: &'static str, asked: Option<String>, started: Option<String>) -> Result<()> {
-    if asked.is_none() || asked == started {
+fn check_same(name: &'static str, asked: Option<&String>, started: Option<String>) -> Result<()> {
+    if asked.is_none() || asked == started.as_ref() {
         return Ok(());
     }
     Err(SpecError::ResumeMismatch { name, started }.into())

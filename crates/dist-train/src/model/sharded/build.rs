@@ -310,17 +310,18 @@ fn unit_members(
     declared: &[Declared],
 ) -> Vec<UnitMember> {
     let trained = inventory.roles.trained();
-    let member = |names: Member| {
+    let mut unit_members = Vec::with_capacity(members.len());
+    for names in members {
         let param = position(inventory, &names.name);
-        UnitMember {
+        unit_members.push(UnitMember {
             names,
             trained: trained.binary_search(&param).ok(),
             may_be_unused: inventory.roles.may_be_unused[param],
             shape: declared[param].shape.dims().to_vec(),
             dtype: widened_dtype(declared[param].dtype),
-        }
-    };
-    members.into_iter().map(member).collect()
+        });
+    }
+    unit_members
 }
 
 /// Returns the stored state of a slot.
@@ -390,10 +391,13 @@ mod tests {
     #[test]
     fn a_unit_with_over_half_of_the_parameters_is_found() {
         let found = |sizes: [u64; 3]| {
-            let info = |(n, &size): (usize, &u64)| {
-                ParameterInfo::new(format!("{n}.w"), [size], ElemType::F32).unwrap()
-            };
-            let infos: Vec<_> = sizes.iter().enumerate().map(info).collect();
+            let infos: Vec<_> = sizes
+                .iter()
+                .enumerate()
+                .map(|(n, &size)| {
+                    ParameterInfo::new(format!("{n}.w"), [size], ElemType::F32).unwrap()
+                })
+                .collect();
             let plan = Full::default().plan(&infos, WorldSize::new(2).unwrap()).unwrap();
             over_half(&plan).map(str::to_owned)
         };

@@ -122,14 +122,17 @@ impl<'a, O> ShardedPass<'a, O> {
         let sums: Vec<SlotSums> =
             self.sums.iter().map(|sums| mem::take(&mut *lock(sums))).collect();
         let used = self.used.get().cloned().expect("a batch that was differentiated has left it");
-        let whole = |(param, used): (usize, bool)| {
+        let mut gradients = Vec::with_capacity(used.len());
+        for (param, used) in inventory.roles.trained().into_iter().zip(used) {
             if !used {
-                return Ok(None);
+                gradients.push(None);
+                continue;
             }
             // If a parameter is used, every slot has sums for all its shards.
-            vars.gather_with(inventory.name(param), |slot, part| sums[slot][part].clone()).map(Some)
-        };
-        inventory.roles.trained().into_iter().zip(used).map(whole).collect()
+            let name = inventory.name(param);
+            gradients.push(Some(vars.gather_with(name, |slot, part| sums[slot][part].clone())?));
+        }
+        Ok(gradients)
     }
 }
 
