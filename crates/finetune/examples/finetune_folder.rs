@@ -1,10 +1,12 @@
 //! Fine-tunes a model: `finetune_folder MODEL DATA OUT`. A run that was killed resumes where it was.
-//!
-//! It trains, validates, keeps the best model, and writes the weights that
-//! `candle-distributed train --model MODEL --data DATA --out OUT --resume` writes with the same
-//! options.
+//! Its weights are those of `candle-distributed train` with the same options.
 
-use std::{error::Error, path::PathBuf};
+#![allow(clippy::print_stdout, reason = "an example prints its progress")]
+
+use std::{
+    error::Error,
+    path::{Path, PathBuf},
+};
 
 use core_types::WorldSize;
 use finetune::{
@@ -19,18 +21,14 @@ fn main() -> Result<(), Box<dyn Error>> {
     let (Some(model), Some(data), Some(out)) = (args.next(), args.next(), args.next()) else {
         return Err("usage: finetune_folder MODEL DATA OUT".into());
     };
-    finetune_folder(model, data, out)
+    finetune_folder(&model, &data, &out)
 }
 
-pub(crate) fn finetune_folder(
-    model: PathBuf,
-    data: PathBuf,
-    out: PathBuf,
-) -> Result<(), Box<dyn Error>> {
+pub(crate) fn finetune_folder(model: &Path, data: &Path, out: &Path) -> Result<(), Box<dyn Error>> {
     let options = RunOptions {
-        model: Some(model),
-        data: Some(data),
-        out: Some(out.clone()),
+        model: Some(model.into()),
+        data: Some(data.into()),
+        out: Some(out.into()),
         resume: true, // or starts a new run
         steps: Some(40),
         batch_size: Some(2),
@@ -45,7 +43,7 @@ pub(crate) fn finetune_folder(
         for event in Trainer::new(&mesh, *run)? {
             match event? {
                 Event::Step { metrics, .. } => {
-                    println!("step {}: loss {:.3}", metrics.step + 1, metrics.loss)
+                    println!("step {}: loss {:.3}", metrics.step + 1, metrics.loss);
                 }
                 Event::Validated { point, is_best: true } => {
                     println!("loss {:.3} on held-out examples: the best so far", point.loss);
@@ -54,7 +52,7 @@ pub(crate) fn finetune_folder(
             }
         }
     }
-    let generator = open_generator(&out, None)?;
+    let generator = open_generator(out, None)?;
     let options = Generation::default().with_max_tokens(16);
     println!("{}", generator.generate(Prompt::Text("1"), &options)?.text);
     Ok(())

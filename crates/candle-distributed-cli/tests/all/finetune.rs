@@ -53,12 +53,7 @@ fn the_library_writes_the_same_weights() {
     let lines: Vec<String> = (0..20).map(|n| format!("\"{n} and {}\"\n", n + 1)).collect();
     fs::write(&data, lines.concat()).unwrap();
     let model = golden("llama");
-    finetune_folder::finetune_folder(
-        model.clone().into(),
-        data.clone().into(),
-        library.clone().into(),
-    )
-    .unwrap();
+    finetune_folder::finetune_folder(model.as_ref(), data.as_ref(), library.as_ref()).unwrap();
     let options = "--steps 40 --batch-size 2 --validation 0.2 --validate-every 10 --lr 0.001 \
                    --strategy full --no-sample";
     let named = ["train", "--model", &model, "--data", &data, "--out", &program];

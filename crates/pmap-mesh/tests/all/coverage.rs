@@ -83,7 +83,7 @@ impl Coverage {
                 }
                 ProgramStep::Start(AsyncCall { kind, .. }) => self.note_async_call("Start", kind),
                 ProgramStep::Wait { calls, .. } => {
-                    self.note(format!("Wait {}", calls.len().min(3)))
+                    self.note(format!("Wait {}", calls.len().min(3)));
                 }
                 _ => {}
             }
@@ -134,7 +134,7 @@ impl Coverage {
         for link in &chain.links {
             match link {
                 ChainLink::Collective { op, .. } | ChainLink::Extreme { op, .. } => {
-                    self.note_op(op)
+                    self.note_op(op);
                 }
                 ChainLink::Product { .. } => self.note("Product"),
                 _ => {}

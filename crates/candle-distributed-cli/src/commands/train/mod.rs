@@ -32,7 +32,6 @@ use crate::{
 ///
 /// Without --model it is a small model of bytes.
 #[derive(Debug, clap::Args)]
-#[expect(clippy::struct_excessive_bools, reason = "each is a separate switch")]
 #[command(after_help = examples![
     "# About a minute on short stories; the run is saved in the next free folder under runs"
     "candle-distributed train"
@@ -164,7 +163,7 @@ impl Args {
             }
         }
         let mut stopped = None;
-        while let Some(event) = trainer.next() {
+        for event in trainer.by_ref() {
             let event = match event {
                 Ok(event) => event,
                 Err(error) => {
