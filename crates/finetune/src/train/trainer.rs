@@ -538,7 +538,7 @@ mod tests {
     fn other_options_are_rejected_on_resume() {
         let home = tempfile::tempdir().unwrap();
         let first = options(home.path());
-        drop(trainer(&first));
+        assert!(matches!(trainer(&first).next(), Some(Ok(Event::Step { .. }))));
         let resumed = RunOptions { resume: true, ..first };
         let other = RunOptions { steps: Some(6), ..resumed.clone() };
         let error = other.prepare(WorldSize::ONE).unwrap_err();
