@@ -45,7 +45,7 @@ const UNSUPPORTED_EXTENSIONS: [&str; 5] = ["bin", "pt", "pth", "gguf", "h5"];
 /// std::fs::write(path.join("config.json"), config)?;
 /// let folder = Folder::open(path)?;
 /// assert_eq!(folder.llama().config().num_hidden_layers, 2);
-/// assert_eq!(folder.tokenizer().begin("ab")?, [97, 98]);
+/// assert_eq!(folder.tokenizer().decode(&[97, 98], false)?, "ab");
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
 #[derive(Debug)]
