@@ -95,7 +95,7 @@ impl Folder {
         Ok(Self { path, config, llama, tokenizer })
     }
 
-    /// Returns the path of the folder. It is empty for [`from_config`](Self::from_config).
+    /// Returns the path of the folder. It is empty for the built-in model.
     pub fn path(&self) -> &Path {
         &self.path
     }

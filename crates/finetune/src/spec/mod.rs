@@ -222,7 +222,7 @@ impl Spec {
     ///
     /// # Errors
     ///
-    /// [`RunError::TextMismatch`] if the texts have changed, and the errors of [`Examples::read`].
+    /// [`RunError::TextMismatch`] if the texts have changed, and the errors of reading them.
     pub fn first_epoch(&self) -> Result<FirstEpoch> {
         let folder = self.finetune.open_folder()?;
         let (text, examples, _) =
