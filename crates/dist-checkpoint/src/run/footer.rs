@@ -1,4 +1,4 @@
-//! The footer of an index: the checksum of the preceding text, as the last member of the object.
+//! The footer of a JSON file: the checksum of the preceding text, as the last member of the object.
 
 use std::path::Path;
 
@@ -10,8 +10,8 @@ use crate::{
 const BEGIN: &[u8] = b",\n  \"checksum\": \"";
 const END: &[u8] = b"\"\n}";
 
-/// Adds a checksum to the text of an object.
-pub(super) fn add(mut text: Vec<u8>) -> Vec<u8> {
+/// Adds a checksum to the text of an object that is printed over several lines.
+pub fn add(mut text: Vec<u8>) -> Vec<u8> {
     debug_assert!(text.ends_with(b"\n}"), "an object that is printed over several lines");
     text.truncate(text.len() - 2);
     let checksum = Checksum::compute(&text);
@@ -23,7 +23,7 @@ pub(super) fn add(mut text: Vec<u8>) -> Vec<u8> {
 /// # Errors
 ///
 /// [`Error::NoChecksum`], [`Error::Checksum`].
-pub(super) fn check(path: &Path, text: &[u8]) -> Result<()> {
+pub fn check(path: &Path, text: &[u8]) -> Result<()> {
     let Some((checked, expected)) = split(text) else {
         let path = path.to_owned();
         return Err(Error::NoChecksum { path, part: FilePart::Index });

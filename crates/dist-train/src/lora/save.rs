@@ -1,6 +1,6 @@
 //! Writing a model's parameters, its adapters, or both merged, as pretrained weights.
 
-use std::path::Path;
+use std::{collections::BTreeMap, path::Path};
 
 use candle_core::{DType, Tensor};
 use dist_checkpoint::{
@@ -35,6 +35,8 @@ pub struct PretrainedFiles {
     allows_non_finite: bool,
     /// The dtype of all parameters in the files; `None` for each parameter's own dtype.
     dtype: Option<DType>,
+    /// The contents of other files, by name.
+    files_beside: BTreeMap<String, Vec<u8>>,
 }
 
 /// The parameters to write.
@@ -57,7 +59,8 @@ impl Default for PretrainedFiles {
 
 impl PretrainedFiles {
     pub(crate) fn new(content: SavedContent) -> Self {
-        Self { content, max_bytes: 5_000_000_000, allows_non_finite: false, dtype: None }
+        let files_beside = BTreeMap::new();
+        Self { content, max_bytes: 5_000_000_000, allows_non_finite: false, dtype: None, files_beside }
     }
 
     /// Sets the maximum bytes of parameters per file, 5 GB by default; a larger parameter gets its
@@ -75,6 +78,14 @@ impl PretrainedFiles {
     #[must_use]
     pub fn dtype(self, dtype: DType) -> Self {
         Self { dtype: Some(dtype), ..self }
+    }
+
+    /// Also writes a file beside the weights, such as `config.json` or `tokenizer.json`, with its
+    /// checksum in the metadata of the weights.
+    #[must_use]
+    pub fn with_file(mut self, name: impl Into<String>, content: impl Into<Vec<u8>>) -> Self {
+        self.files_beside.insert(name.into(), content.into());
+        self
     }
 
     /// Also writes infinite and NaN parameters, which are rejected by default.
@@ -102,8 +113,11 @@ pub(crate) fn save(
     parameters: &[ParameterInfo],
     whole: impl Fn(&str) -> Result<Tensor>,
 ) -> Result<()> {
-    let PretrainedFiles { content, max_bytes, allows_non_finite, dtype } = files;
-    let target = ModelFolder::new(mesh, folder);
+    let PretrainedFiles { content, max_bytes, allows_non_finite, dtype, mut files_beside } = files;
+    if let SavedContent::Adapters(config) = &content {
+        files_beside.insert(CONFIG.to_owned(), config.json().into_bytes());
+    }
+    let target = ModelFolder::new(mesh, folder).with_files(&files_beside);
     let target = if allows_non_finite { target.allow_non_finite() } else { target };
     let typed = |tensor: Result<Tensor>| match dtype {
         Some(dtype) => tensor?.to_dtype(dtype).doing("converting a parameter"),
@@ -129,7 +143,7 @@ pub(crate) fn save(
             }
             // All names start with the prefix, which was added above.
             let parameter = |name: &str| typed(whole(&name[FILE_PREFIX.len()..]));
-            target.write_with_text(FILE, infos, parameter, (CONFIG, &config.json()))
+            target.write_one(FILE, infos, parameter)
         }
     }
 }

@@ -58,6 +58,12 @@ pub enum FolderError {
     /// The weights cannot be read, or have other names than the model.
     #[error(transparent)]
     Weights(#[from] Box<dist_checkpoint::Error>),
+    /// A file in the folder of a run has changed since the run wrote it with the weights.
+    #[error("{} has changed since the run wrote it, or is missing", Printable(path.display()))]
+    ChangedFile {
+        /// The file.
+        path: PathBuf,
+    },
     /// A tensor of the weights has another shape or type than the model's.
     #[error("{}: {cause}", Printable(path.display()))]
     TensorMismatch {

@@ -24,10 +24,7 @@ pub enum RunError {
         supported: u32,
     },
     /// The description has changed since it was written.
-    #[error(
-        "{} is damaged: seed, steps, text, max_tokens, finetune, recipe or sessions have changed",
-        Printable(path.display())
-    )]
+    #[error("{} is damaged: it has changed since the run wrote it", Printable(path.display()))]
     Damaged {
         /// The file.
         path: PathBuf,

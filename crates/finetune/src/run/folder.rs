@@ -272,7 +272,11 @@ impl RunFolder {
         // If two programs start at once, only one of them creates this file.
         spec.write_new(path)?;
         let metrics = path.join(METRICS);
-        let file = File::create_new(&metrics).map_err(|cause| Error::write(&metrics, cause))?;
+        let file = File::options()
+            .append(true)
+            .create_new(true)
+            .open(&metrics)
+            .map_err(|cause| Error::write(&metrics, cause))?;
         Ok(Self { path: path.into(), spec: spec.clone(), metrics: file })
     }
 
@@ -287,7 +291,10 @@ impl RunFolder {
     /// [`Error::Io`] or [`Error::Write`] if a file cannot be read or written.
     pub(crate) fn resume(path: &Path, spec: &Spec, step: u64) -> Result<Self> {
         fs::create_dir_all(path).map_err(|cause| Error::write(path, cause))?;
+        restore_folders(path, spec)?;
         remove_partial(path);
+        // The description comes first: no other file is of a run without one.
+        spec.write(path)?;
         let metrics = path.join(METRICS);
         // A run may be killed before its first step, and `--resume` may start one.
         let recorded = files::read_if_there(&metrics)?.unwrap_or_default();
@@ -325,7 +332,6 @@ impl RunFolder {
             .append(true)
             .open(&metrics)
             .map_err(|cause| Error::write(&metrics, cause))?;
-        spec.write(path)?;
         Ok(Self { path: path.into(), spec: spec.clone(), metrics: file })
     }
 
@@ -440,6 +446,14 @@ impl RunFolder {
         self.spec.model_fingerprint = Some(fingerprint);
         self.spec.write(&self.path)
     }
+}
+
+/// Ends replacements of folders that a kill has interrupted.
+fn restore_folders(path: &Path, spec: &Spec) -> Result<()> {
+    for folder in [product_of(path, spec), adapter_in(path), best_in(path)] {
+        atomic::restore_replaced(&folder).map_err(|cause| Error::write(folder, cause))?;
+    }
+    Ok(())
 }
 
 /// Removes partial files and models of a killed run. Errors are ignored, since leftovers do no
