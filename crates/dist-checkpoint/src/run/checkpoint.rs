@@ -5,7 +5,7 @@ use std::{
     path::{Path, PathBuf},
 };
 
-use candle_core::{Device, Tensor};
+use candle_core::{DType, Device, Tensor};
 use pmap_mesh::DeviceMesh;
 use serde::de::DeserializeOwned;
 
@@ -13,7 +13,7 @@ use crate::{
     error::{Doing, Error, Result, parameter::ParameterError, skipped::SkippedCheckpoint},
     run::{
         index::{INDEX, Index, json_error},
-        key::{KindAndParameter, TensorKey},
+        key::{ParameterAndKind, TensorKey},
         names,
         shard::{self, read::TensorPiece},
     },
@@ -27,8 +27,8 @@ pub struct Checkpoint {
     index: Index,
     /// The checksum of the index, which covers everything in the checkpoint.
     checksum: Checksum,
-    /// The pieces of each kind and parameter, sorted by first item.
-    pieces: BTreeMap<KindAndParameter, Vec<TensorPiece>>,
+    /// The pieces of each parameter and kind, sorted by first item.
+    pieces: BTreeMap<ParameterAndKind, Vec<TensorPiece>>,
     values: AllowedValues,
     skipped: Vec<SkippedCheckpoint>,
 }
@@ -45,11 +45,11 @@ impl Checkpoint {
         let path = path.into();
         let (index, checksum) = Index::read(&path.join(INDEX))?;
         names::check_step(&path, index.step)?;
-        let mut pieces: BTreeMap<KindAndParameter, Vec<TensorPiece>> = BTreeMap::new();
+        let mut pieces: BTreeMap<ParameterAndKind, Vec<TensorPiece>> = BTreeMap::new();
         for listed in &index.files {
             let path = path.join(&listed.name);
-            for (kind_and_parameter, piece) in shard::read::open(&path, &index.expected(listed))? {
-                pieces.entry(kind_and_parameter).or_default().push(piece);
+            for (parameter_and_kind, piece) in shard::read::open(&path, &index.expected(listed))? {
+                pieces.entry(parameter_and_kind).or_default().push(piece);
             }
         }
         for pieces in pieces.values_mut() {
@@ -131,6 +131,22 @@ impl Checkpoint {
     /// Returns the names of the model's parameters.
     pub fn parameters(&self) -> impl Iterator<Item = &str> {
         self.index.parameters.keys().map(String::as_str)
+    }
+
+    /// Returns the kinds of tensors of a parameter, sorted.
+    pub fn kinds<'a>(&'a self, parameter: &'a str) -> impl Iterator<Item = &'a str> {
+        let first = (parameter.to_owned(), String::new());
+        let keys = self.pieces.range(first..).map(|(key, _)| key);
+        keys.take_while(move |(other, _)| other == parameter).map(|(_, kind)| kind.as_str())
+    }
+
+    /// Returns the dtype of the tensors of a kind and parameter.
+    ///
+    /// # Errors
+    ///
+    /// [`ParameterError::Incomplete`] if there are none.
+    pub fn dtype(&self, key: TensorKey<'_>) -> Result<DType> {
+        Ok(self.pieces(key)?[0].dtype())
     }
 
     /// Checks that the model has exactly these parameters, with these shapes, and that all
@@ -253,9 +269,9 @@ impl Checkpoint {
         first.read(first.items(), self.values)?.reshape(()).doing(LOADING)
     }
 
-    /// Returns the pieces of the kind and parameter of a key; at least one.
+    /// Returns the pieces of the parameter and kind of a key; at least one.
     fn pieces(&self, key: TensorKey<'_>) -> Result<&[TensorPiece]> {
-        self.pieces.get(&key.kind_and_parameter()).map(Vec::as_slice).ok_or_else(|| incomplete(key))
+        self.pieces.get(&key.parameter_and_kind()).map(Vec::as_slice).ok_or_else(|| incomplete(key))
     }
 }
 

@@ -4,13 +4,13 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use candle_core::{Result as CandleResult, Tensor, Var, backprop::GradStore};
 use candle_nn::Optimizer;
-use dist_checkpoint::{Checkpoint, StateDict, TensorKey};
+use dist_checkpoint::{Checkpoint, ParameterError, StateDict, TensorKey};
 
 use crate::{
     device::moved,
     error::{Doing, Result},
     grad::scaled,
-    optim::{StatefulOptimizer, add_state, clip, load_state},
+    optim::{StatefulOptimizer, add_state, check_state, clip, load_state},
     step::{
         batch::Totals,
         inventory::Inventory,
@@ -256,6 +256,31 @@ impl<O: StatefulOptimizer> Slot<O> {
             // With master weights a checkpoint does not depend on the dtype of the variable.
             let value = master.unwrap_or_else(|| var.var.as_detached_tensor());
             state.add(local_slot, key, value)?;
+        }
+        Ok(())
+    }
+
+    /// Checks, before anything changes, that this slot can load a checkpoint: integers stay
+    /// integers, and the optimizers have all state of their variables.
+    ///
+    /// # Errors
+    ///
+    /// Returns [`ParameterError::Conversion`], and the errors of [`check_state`].
+    pub(super) fn check(&self, inventory: &Inventory, checkpoint: &Checkpoint) -> Result<()> {
+        for var in self.vars.iter().filter(|var| var.is_loaded && var.var.elem_count() > 0) {
+            let (key, expected) = (var.key(inventory), var.var.dtype());
+            let found = checkpoint.dtype(key)?;
+            if found != expected && !(found.is_float() && expected.is_float()) {
+                let name = key.parameter.to_owned();
+                let (found, expected) = (found.as_str(), expected.as_str());
+                return Err(ParameterError::Conversion { name, found, expected }.into());
+            }
+        }
+        for of_vars in &self.optimizers {
+            for (position, &var) in of_vars.vars.iter().enumerate() {
+                let key = self.vars[var].key(inventory);
+                check_state(checkpoint, key, &of_vars.optimizer, position)?;
+            }
         }
         Ok(())
     }

@@ -48,11 +48,13 @@ impl<M, O: StatefulOptimizer> DistributedModel<M, O> {
     ///   the model or lacks some of their items;
     /// - [`Error::Checkpoint`](crate::Error::Checkpoint) if a file is damaged or cannot be read, or
     ///   if another process loads another checkpoint;
-    /// - [`Error::Optimizer`](crate::Error::Optimizer) if an optimizer rejects its state;
+    /// - [`Error::Optimizer`](crate::Error::Optimizer) if an optimizer rejects its state, or lacks
+    ///   a state that the checkpoint has, as after a change of optimizer;
     /// - [`Error::Tensor`](crate::Error::Tensor) if candle fails;
     /// - [`Error::OtherProcess`](crate::Error::OtherProcess) if another process fails.
     ///
-    /// After an error some parameters may be changed, and the model rejects everything except
+    /// Names, shapes, dtypes and kinds of state are compared before anything changes. After a later
+    /// error some parameters may be changed, and the model rejects everything except
     /// another `load` ([`TrainingError::HalfUpdated`](crate::TrainingError::HalfUpdated)).
     #[doc(alias = "load_state_dict")]
     pub fn load(&mut self, checkpoint: &Checkpoint) -> Result<()> {
@@ -62,6 +64,8 @@ impl<M, O: StatefulOptimizer> DistributedModel<M, O> {
             Some(state) => self.rates.resumed(state)?,
             None => self.rates.clone(),
         };
+        let fits = self.slots.iter().try_for_each(|slot| lock(slot).check(&self.inventory, checkpoint));
+        self.mesh.all_ok(fits)?;
         self.mesh.all_ok(self.load_slots(checkpoint))?;
         self.slots.iter().for_each(|slot| lock(slot).is_half_updated = false);
         self.rates = rates;

@@ -201,6 +201,14 @@ mod tests {
         [(); 2].map(|()| Var::from_tensor(&values).unwrap())
     }
 
+    #[test]
+    fn a_variable_given_twice_is_rejected() {
+        let [first, second] = twins(&[3], DType::F32);
+        let vars = vec![first.clone(), second, first];
+        let error = AdamW::new_lr(vars, 0.1).unwrap_err().to_string();
+        assert!(error.contains("variable 0 again as variable 2"), "{error}");
+    }
+
     fn loss(var: &Var) -> Tensor {
         var.powf(3.0).unwrap().sum_all().unwrap()
     }

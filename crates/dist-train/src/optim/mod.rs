@@ -83,6 +83,28 @@ pub(crate) fn load_state(
     Ok(())
 }
 
+/// Checks that an optimizer uses all state that a checkpoint has for its variable `var`: another
+/// optimizer may have written the checkpoint.
+///
+/// # Errors
+///
+/// Returns [`Error::Optimizer`] for a state that the optimizer does not have.
+pub(crate) fn check_state(
+    checkpoint: &Checkpoint,
+    model: TensorKey<'_>,
+    optimizer: &impl StatefulOptimizer,
+    var: usize,
+) -> error::Result<()> {
+    let own = optimizer.state(var).map_err(|cause| failed(model, cause))?;
+    for kind in checkpoint.kinds(model.parameter) {
+        if kind != TensorKey::MODEL && own.iter().all(|(name, _)| *name != kind) {
+            let message = format!("the checkpoint has its state {kind}, which the optimizer lacks");
+            return Err(failed(model, candle_core::Error::Msg(message)));
+        }
+    }
+    Ok(())
+}
+
 /// Wraps an error of an optimizer for its variable `model`.
 fn failed(model: TensorKey<'_>, cause: candle_core::Error) -> Error {
     Error::Optimizer { parameter: model.parameter.to_owned(), cause }

@@ -25,7 +25,17 @@ pub(super) struct VariableState {
 
 impl VariableStates {
     /// Creates states of zeros, with tensors of these names.
+    ///
+    /// # Errors
+    ///
+    /// Rejects a variable that occurs twice, since each step would update it twice.
     pub(super) fn new(vars: Vec<Var>, names: &[&'static str]) -> Result<Self> {
+        for (position, var) in vars.iter().enumerate() {
+            let first = vars.iter().position(|other| other.id() == var.id());
+            if let Some(first) = first.filter(|&first| first < position) {
+                bail!("the optimizer has variable {first} again as variable {position}")
+            }
+        }
         Ok(Self(vars.into_iter().map(|var| VariableState::new(var, names)).collect::<Result<_>>()?))
     }
 

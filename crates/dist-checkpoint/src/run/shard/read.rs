@@ -2,14 +2,14 @@
 
 use std::{collections::BTreeMap, fs::File, io::Read, ops::Range, path::Path, sync::Arc};
 
-use candle_core::Tensor;
+use candle_core::{DType, Tensor};
 use fsdp_plan::support::{SafetensorsHeader, StoredTensor};
 
 use crate::{
     disk::{AtPath, check_file},
     error::{Error, Result, file_part::FilePart},
     run::{
-        key::{KindAndParameter, TensorKey},
+        key::{ParameterAndKind, TensorKey},
         shard::FileOrigin,
     },
     safetensors::{
@@ -38,7 +38,7 @@ pub(in crate::run) struct ExpectedFile {
 pub(in crate::run) fn open(
     path: &Path,
     expected: &ExpectedFile,
-) -> Result<Vec<(KindAndParameter, TensorPiece)>> {
+) -> Result<Vec<(ParameterAndKind, TensorPiece)>> {
     let found = check_file(path).at(path)?.len();
     if found != expected.bytes {
         let expected = expected.bytes;
@@ -60,7 +60,7 @@ pub(in crate::run) fn parse(
     path: &Path,
     file: impl Read,
     expected: &ExpectedFile,
-) -> Result<(SafetensorsHeader, Vec<(KindAndParameter, TensorPiece)>)> {
+) -> Result<(SafetensorsHeader, Vec<(ParameterAndKind, TensorPiece)>)> {
     let (header, bytes) = stored::parse(path, file)?;
     let texts = header.metadata().map_err(|cause| Error::header(path, cause))?;
     check_origin(path, texts, &expected.origin)?;
@@ -104,14 +104,19 @@ impl TensorPiece {
         file: &Arc<Path>,
         tensor: &StoredTensor,
         texts: &BTreeMap<String, String>,
-    ) -> Result<(KindAndParameter, Self)> {
+    ) -> Result<(ParameterAndKind, Self)> {
         let Some((key, len)) = checked_range(tensor) else {
             let key = tensor.info.name().to_owned();
             return Err(Error::Key { path: file.to_path_buf(), key });
         };
         let stored = StoredItems::new(file, tensor, texts)?;
         stored.require_checksums()?;
-        Ok((key.kind_and_parameter(), Self { start: key.start, len, stored }))
+        Ok((key.parameter_and_kind(), Self { start: key.start, len, stored }))
+    }
+
+    /// Returns the type of the items.
+    pub(in crate::run) fn dtype(&self) -> DType {
+        self.stored.dtype()
     }
 
     /// Returns the piece's range of the parameter's items.
