@@ -10,7 +10,10 @@ use std::{
     fmt,
     io::{self, Write},
     ops::Range,
+    panic::resume_unwind,
     path::PathBuf,
+    sync::OnceLock,
+    thread,
 };
 
 use minijinja::{
@@ -31,8 +34,15 @@ const ASSISTANT: &str = "assistant";
 /// loops. Memory is not limited: a template is a program that must be trusted.
 const FUEL: u64 = 50_000_000;
 
-/// The length limit of a conversation's text.
-const MAX_TEXT_BYTES: usize = 1 << 26;
+/// The length limit of a template. The longest one that is known has 13 KB.
+const MAX_SOURCE_BYTES: usize = 1 << 16;
+
+/// The length limit of a conversation's text. It also limits the depth of values that are written.
+const MAX_TEXT_BYTES: usize = 1 << 20;
+
+/// The stack of the thread that compiles and renders. Nested expressions of a source of
+/// [`MAX_SOURCE_BYTES`] would overflow a stack of the usual size, which ends the process.
+const STACK_BYTES: usize = 256 << 20;
 
 /// The maximum indentation of JSON.
 const MAX_INDENT: usize = 64;
@@ -61,7 +71,10 @@ impl Message {
 
 /// The template of a tokenizer.
 pub(crate) struct ChatTemplate {
-    environment: Environment<'static>,
+    source: String,
+    /// The compiled template, or the reason why it is not valid Jinja. Many models are never asked
+    /// for a conversation.
+    compiled: OnceLock<Result<Environment<'static>, String>>,
     /// Special tokens, by their names in the template.
     special: BTreeMap<&'static str, String>,
     /// File of the template.
@@ -92,40 +105,67 @@ impl ChatTemplate {
     /// Name of the only template in the environment.
     const NAME: &'static str = "chat";
 
-    /// Compiles the template of the file `path`.
+    /// Returns the template of the file `path`, which is compiled when it is first rendered.
     ///
     /// # Errors
     ///
-    /// [`TokenizerError::Template`] if it is not valid Jinja.
+    /// [`TokenizerError::Template`] if it is longer than 64 KiB.
     pub(crate) fn new(
         path: PathBuf,
         source: String,
         special: BTreeMap<&'static str, String>,
     ) -> Result<Self> {
-        let mut environment = environment();
-        let compiled = environment.add_template_owned(Self::NAME, source);
-        if let Err(fault) = compiled {
-            return Err(TokenizerError::Template { path, reason: reason(&fault) }.into());
+        if source.len() > MAX_SOURCE_BYTES {
+            let reason = format!("it is longer than {MAX_SOURCE_BYTES} bytes");
+            return Err(TokenizerError::Template { path, reason }.into());
         }
-        Ok(Self { environment, special, path })
+        Ok(Self { source, compiled: OnceLock::new(), special, path })
     }
 
     /// Returns the text of a conversation; with `add_generation_prompt`, up to the assistant's answer.
     ///
     /// # Errors
     ///
-    /// [`TokenizerError::Rendering`] if the template fails, does not end, or writes too much.
+    /// [`TokenizerError::Template`] if the template is not valid Jinja, [`TokenizerError::Rendering`]
+    /// if it fails, does not end, or writes too much.
     pub(crate) fn render(
         &self,
         messages: &[Message],
         add_generation_prompt: bool,
     ) -> Result<String> {
+        self.on_large_stack(|| self.render_here(messages, add_generation_prompt))
+    }
+
+    /// Runs a function on a thread with a large stack.
+    fn on_large_stack<T: Send>(&self, run: impl FnOnce() -> Result<T> + Send) -> Result<T> {
+        thread::scope(|scope| {
+            let thread = thread::Builder::new().stack_size(STACK_BYTES).spawn_scoped(scope, run);
+            let thread = thread.map_err(|cause| Error::io(&self.path, cause))?;
+            thread.join().unwrap_or_else(|panic| resume_unwind(panic))
+        })
+    }
+
+    fn environment(&self) -> Result<&Environment<'static>, TokenizerError> {
+        let compiled = self.compiled.get_or_init(|| {
+            let mut environment = environment();
+            match environment.add_template_owned(Self::NAME, self.source.clone()) {
+                Ok(()) => Ok(environment),
+                Err(fault) => Err(reason(&fault)),
+            }
+        });
+        compiled.as_ref().map_err(|reason| TokenizerError::Template {
+            path: self.path.clone(),
+            reason: reason.clone(),
+        })
+    }
+
+    fn render_here(&self, messages: &[Message], add_generation_prompt: bool) -> Result<String> {
         let failed =
             |fault| TokenizerError::Rendering { path: self.path.clone(), reason: reason(&fault) };
         let special = &self.special;
         let context =
             Context { messages, add_generation_prompt, tools: None, documents: None, special };
-        let template = self.environment.get_template(Self::NAME).map_err(failed)?;
+        let template = self.environment()?.get_template(Self::NAME).map_err(failed)?;
         let mut text = Bounded(Vec::new());
         template.render_captured_to(Value::from(Serde(&context)), &mut text).map_err(failed)?;
         String::from_utf8(text.0).map_err(|fault| {
@@ -137,15 +177,19 @@ impl ChatTemplate {
     ///
     /// # Errors
     ///
-    /// [`TokenizerError::Rendering`], or [`TokenizerError::Rewrites`] if a message changes the text of
-    /// earlier messages.
+    /// The errors of [`render`](Self::render), or [`TokenizerError::Rewrites`] if a message changes
+    /// the text of earlier messages.
     pub(crate) fn conversation(&self, messages: &[Message]) -> Result<Rendered> {
-        let text = self.render(messages, false)?;
+        self.on_large_stack(|| self.conversation_here(messages))
+    }
+
+    fn conversation_here(&self, messages: &[Message]) -> Result<Rendered> {
+        let text = self.render_here(messages, false)?;
         let mut answers = Vec::new();
         for (turn, message) in messages.iter().enumerate() {
             if message.is_answer() {
-                let start = self.render(&messages[..turn], true)?;
-                let end = self.render(&messages[..=turn], false)?;
+                let start = self.render_here(&messages[..turn], true)?;
+                let end = self.render_here(&messages[..=turn], false)?;
                 if !(end.starts_with(&start) && text.starts_with(&end)) {
                     let path = self.path.clone();
                     return Err(TokenizerError::Rewrites { path, message: turn + 1 }.into());
@@ -314,12 +358,16 @@ mod tests {
 
     #[test]
     fn failing_or_endless_templates_are_rejected() {
-        let broken = ChatTemplate::new("a/template".into(), "{% if %}".into(), BTreeMap::new());
-        let fault = broken.unwrap_err().to_string();
+        let long = ChatTemplate::new("a/template".into(), " ".repeat(65_537), BTreeMap::new());
+        let fault = long.unwrap_err().to_string();
         assert!(fault.starts_with("a/template: the chat template fails"), "{fault}");
         let turns = messages(&[("user", "1")]);
         for (source, words) in [
+            ("{% if %}", "syntax error"),
             ("{{ raise_exception('no such role') }}", "no such role"),
+            // Values that contain themselves would be written without end.
+            ("{% set ns = namespace(s=1) %}{% set ns.s = ns %}{{ ns }}", ""),
+            ("{% set ns = namespace(s=1) %}{% set ns.s = [ns] %}{{ ns }}", ""),
             ("{{ messages[3].content }}", "undefined"),
             ("{{ strftime_now('%Y') }}", "strftime_now"),
             ("{{ 'x' * 1000000000000 }}", ""),
@@ -331,13 +379,21 @@ mod tests {
             ("{{ messages | tojson(indent=1000000000000) }}", "indent is 1000000000000, must be"),
             (
                 "{% for a in range(999) %}{{ 'x' * 100000 }}{% endfor %}",
-                "it is longer than 67108864 bytes",
+                "it is longer than 1048576 bytes",
             ),
             ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "recursion"),
         ] {
             let fault = template(source).render(&turns, false).unwrap_err().to_string();
             assert!(fault.starts_with("template: the chat template fails"), "{fault}");
             assert!(fault.contains(words), "{source}: {fault}");
+        }
+        // Deeper nests than a stack of the usual size can hold.
+        for source in [
+            format!("{{{{ {}1 }}}}", "-".repeat(30_000)),
+            format!("{{{{ 1{} }}}}", "+1".repeat(20_000)),
+            format!("{{{{ messages{} }}}}", ".a".repeat(30_000)),
+        ] {
+            drop(template(&source).render(&turns, false));
         }
         let widest = template("{{ messages | tojson(indent=64) }}").render(&turns, false).unwrap();
         assert!(widest.contains(&format!("\n{}\"role\"", " ".repeat(128))), "{widest}");
