@@ -40,6 +40,14 @@ pub(crate) fn text(write: impl FnOnce(&mut dyn Write) -> io::Result<()>) -> Resu
     printed(written)
 }
 
+/// Writes the text of a model. In a terminal its control characters are escaped: they could move
+/// the cursor, change colors or send keys.
+pub(crate) fn model_text(text: &str) -> Result<()> {
+    let is_terminal = io::stdout().is_terminal();
+    let escaped = is_terminal.then(|| printable(text));
+    self::text(|out| writeln!(out, "{}", escaped.as_deref().unwrap_or(text)))
+}
+
 /// Writes a result as one JSON object.
 pub(crate) fn json(value: &impl Serialize) -> Result<()> {
     text(|out| {

@@ -91,7 +91,7 @@ pub(crate) fn run(args: &GenerateArgs) -> Result<()> {
         write_logits(file, &generator.logits(&generated)?)?;
     }
     match args.format {
-        Format::Text => output::text(|out| writeln!(out, "{}", generated.text)),
+        Format::Text => output::model_text(&generated.text),
         Format::Json => output::json(&GenerateOutput { format_version: 1, generated }),
     }
 }

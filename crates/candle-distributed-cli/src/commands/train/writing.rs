@@ -72,7 +72,7 @@ impl WritingArgs {
     /// for the report. A failure is only a warning, since the run is complete.
     pub(super) fn write(&self, path: &Path, prompt: &str, settings: &Spec) -> Result<()> {
         match self.generate(path, prompt, settings) {
-            Ok(text) => output::text(|out| writeln!(out, "the model writes:\n{text}")),
+            Ok(text) => output::model_text(&format!("the model writes:\n{text}")),
             Err(error) => {
                 output::warning(format_args!("cannot generate a sample: {}", error.chain()));
                 Ok(())
