@@ -154,7 +154,10 @@ pub(super) fn json_error(path: &Path, cause: serde_json::Error) -> Error {
 
 fn read_text(path: &Path) -> io::Result<Vec<u8>> {
     let mut text = Vec::new();
-    check_file(path)?;
+    if check_file(path)?.len() > MAX_BYTES {
+        let fault = format!("it is longer than {MAX_BYTES} bytes");
+        return Err(io::Error::new(io::ErrorKind::FileTooLarge, fault));
+    }
     File::open(path)?.take(MAX_BYTES).read_to_end(&mut text)?;
     Ok(text)
 }
