@@ -568,6 +568,46 @@ mod tests {
     }
 
     #[test]
+    fn a_stop_interrupts_a_validation() {
+        for (steps, after) in [
+            (2, &["validated", "step", "step", "validated", "step", "validated", "finished"][..]),
+            (5, &["validated", "finished"]),
+        ] {
+            let homes = [tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap()];
+            let [whole, stopped] = homes.each_ref().map(|home| RunOptions {
+                validation: Some(0.5),
+                validate_every: Some(2),
+                ..options(home.path())
+            });
+            events(trainer(&whole));
+            let stop = Arc::new(AtomicBool::new(false));
+            let mut trained = trainer(&stopped).stop_on(Arc::clone(&stop));
+            let n_before = events_before(&mut trained, steps);
+            assert_eq!(trained.done, steps, "{n_before} events");
+            stop.store(true, Ordering::Relaxed);
+            assert!(matches!(trained.next(), Some(Ok(Event::Stopped { step })) if step == steps));
+            drop(trained);
+            assert_eq!(events(trainer(&RunOptions { resume: true, ..stopped })), after);
+            for file in ["model/model.safetensors", "best/model.safetensors", "validation.jsonl"] {
+                let [expected, found] = homes
+                    .each_ref()
+                    .map(|home| fs::read(home.path().join("run").join(file)).unwrap());
+                assert!(found == expected, "{file}, stopped after step {steps}");
+            }
+        }
+    }
+
+    /// Trains up to step `steps`, and returns the number of events.
+    fn events_before(trainer: &mut Trainer, steps: u64) -> usize {
+        let mut n_events = 0;
+        while trainer.done < steps {
+            trainer.next().unwrap().unwrap();
+            n_events += 1;
+        }
+        n_events
+    }
+
+    #[test]
     fn other_options_are_rejected_on_resume() {
         let home = tempfile::tempdir().unwrap();
         let first = options(home.path());
