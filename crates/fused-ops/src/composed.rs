@@ -242,20 +242,11 @@ pub(crate) fn attention_packed(
     attention(&query, &key, &value, config)?.flatten_from(2)
 }
 
-pub(crate) fn cross_entropy(
-    logits: &Tensor,
-    targets: &[RowTarget],
-    smoothing: f64,
-    class_weights: Option<&[f64]>,
-) -> Result<Tensor> {
-    widened([logits], |[logits]| summed_cross_entropy(logits, targets, smoothing, class_weights))
-}
-
 #[expect(
     clippy::cast_possible_truncation,
     reason = "candle's indices are u32, and no device holds a tensor of more rows"
 )]
-fn summed_cross_entropy(
+pub(crate) fn cross_entropy(
     logits: &Tensor,
     targets: &[RowTarget],
     smoothing: f64,

@@ -179,7 +179,7 @@ impl Llama {
         let x = self.hidden(model, tokens)?;
         let llama = self.clone();
         let sum = self.enter(model, HEAD_UNIT, &x, move |vb, x| {
-            let logits = llama.head_of(&vb, x)?.to_dtype(DType::F32)?;
+            let logits = llama.head_of(&vb, x)?;
             let config = CrossEntropyConfig::default().with_ignore_index(IGNORED);
             Ok(cross_entropy(&logits, &targets, &config)?.sum)
         })?;
