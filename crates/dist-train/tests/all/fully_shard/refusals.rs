@@ -170,7 +170,7 @@ fn missing_backward_names_the_parameters() {
     }
 }
 
-/// Masks the second unit by numbers of a key, which the replica draws.
+/// Masks the second unit with random numbers of a seed that the replica draws.
 fn masked(ctx: &Replica, model: &Units, x: Tensor) -> Result<Tensor> {
     let drawn = ctx.rng().uniform(())?.to_scalar::<f32>()?;
     let seed = Seed::new(drawn.to_bits().into());
