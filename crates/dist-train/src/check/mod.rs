@@ -376,8 +376,10 @@ mod tests {
         // The error must be larger if it passes through only one branch of a residual.
         for factor in [0.5, 1.5, -1.0] {
             let (net, vars, x) = net(DType::F32);
-            let loss = || net.loss(&x, |x| x.contiguous()?.apply_op1(ScaledBackward(factor)));
-            assert_eq!(wrong(check(&vars, loss)), ["blocks.0", "embed"], "{factor}");
+            let outcome = check(&vars, || {
+                net.loss(&x, |x| x.contiguous()?.apply_op1(ScaledBackward(factor)))
+            });
+            assert_eq!(wrong(outcome), ["blocks.0", "embed"], "{factor}");
         }
     }
 
@@ -425,20 +427,22 @@ mod tests {
     #[test]
     fn straight_through_gradients_are_not_wrong() {
         let at = Var::new(&[0.31, -0.72, 1.13, 0.44], &Device::Cpu).unwrap();
-        let loss = || {
+        let outcome = check(&[("at".to_owned(), at.clone())], || {
             let rounded = ((at.as_tensor() * 500.0)?.round()? / 500.0)?;
             let straight = (at.as_tensor() + (rounded - at.as_tensor())?.detach())?;
             straight.sqr()?.sum_all()
-        };
-        assert_eq!(wrong(check(&[("at".to_owned(), at.clone())], loss)), [""; 0]);
+        });
+        assert_eq!(wrong(outcome), [""; 0]);
     }
 
     #[test]
     fn non_finite_gradients_are_wrong() {
         for factor in [f64::NAN, f64::INFINITY, f64::NEG_INFINITY] {
             let (net, vars, x) = net(DType::F32);
-            let loss = || net.loss(&x, |x| x.contiguous()?.apply_op1(ScaledBackward(factor)));
-            assert_eq!(wrong(check(&vars, loss)), ["blocks.0", "embed"], "{factor}");
+            let outcome = check(&vars, || {
+                net.loss(&x, |x| x.contiguous()?.apply_op1(ScaledBackward(factor)))
+            });
+            assert_eq!(wrong(outcome), ["blocks.0", "embed"], "{factor}");
         }
         // One item of the root's gradient is undefined; the others are right.
         let var = Var::new(&[0_f64, 4.0], &Device::Cpu).unwrap();
@@ -451,12 +455,12 @@ mod tests {
         let at = Var::new(&[1_f64], &Device::Cpu).unwrap();
         // The slope rises by a half at 1.02 and falls again at 1.06, so that differences over the
         // two largest steps agree but are off by a tenth.
-        let loss = || {
+        let report = check(&[("at".to_owned(), at.clone())], || {
             let bend = ((at.as_tensor() - 1.02)?.relu()? * 0.5)?;
             let back = ((at.as_tensor() - 1.06)?.relu()? * (0.5 * 0.24 / 0.26))?;
             ((at.as_tensor() + bend)? - back)?.sum_all()
-        };
-        let report = check(&[("at".to_owned(), at.clone())], loss).unwrap();
+        });
+        let report = report.unwrap();
         assert_eq!(verdicts(&report), [Verdict::Right], "{report}");
     }
 
