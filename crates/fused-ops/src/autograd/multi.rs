@@ -145,7 +145,8 @@ impl<B: MultiBackward<OUTPUTS>, const OUTPUTS: usize> SharedGradients<B, OUTPUTS
         self.backward.backward(outputs, grads)
     }
 
-    /// Takes the gradients from the next input node, which the backward pass reaches first.
+    /// Takes the gradients of inputs that the next node of the chain has left. The backward pass
+    /// reaches that node first.
     fn take_input_grads(&self, token: &Tensor) -> Result<Vec<Option<Tensor>>> {
         match self.input_grads.take(token)?.pop() {
             Some((_, grads)) => Ok(grads),
@@ -154,7 +155,7 @@ impl<B: MultiBackward<OUTPUTS>, const OUTPUTS: usize> SharedGradients<B, OUTPUTS
     }
 }
 
-/// Starts an output from the token.
+/// The node of an output; its only input is the token.
 struct OutputNode<B, const OUTPUTS: usize> {
     shared: Arc<SharedGradients<B, OUTPUTS>>,
     index: usize,
@@ -173,7 +174,7 @@ impl<B: MultiBackward<OUTPUTS>, const OUTPUTS: usize> Backward for OutputNode<B,
     }
 }
 
-/// Joins inputs to a token.
+/// A node that joins up to three tensors to a token.
 struct InputNode<B, const OUTPUTS: usize> {
     shared: Arc<SharedGradients<B, OUTPUTS>>,
     /// The index of its first input among all inputs of the operation.

@@ -106,7 +106,7 @@ impl<T: Float> ActivationCurve<T> for Silu {
     }
 }
 
-/// Returns 1 / (1 + e^−x) and its difference to 1, which a subtraction would round away.
+/// Returns 1 / (1 + e^−x), and 1 minus it, without the rounding error of a subtraction.
 #[inline(always)]
 fn logistic<T: Float>(x: T) -> (T, T) {
     let small = (-x.abs()).exp();
@@ -157,7 +157,7 @@ pub(crate) fn forward_in_place<T: Float>(activation: Activation, x: &mut [T]) {
     });
 }
 
-/// Returns the gradient of each element.
+/// Returns the gradient of each element of `x`, where `grad` is the gradient of its activation.
 pub(crate) fn backward<T: Float>(activation: Activation, x: &[T], grad: &[T]) -> Vec<T> {
     with_curve!(activation, |curve| {
         vec_of_blocks(x.len(), ELEMENTS_PER_BLOCK, |block, out: &mut FillBlock<'_, T>| {
@@ -180,7 +180,7 @@ pub(crate) fn backward_in_place<T: Float>(activation: Activation, x: &[T], grad:
     });
 }
 
-/// silu(gate) · up.
+/// Returns silu(gate) · up.
 pub(crate) fn swiglu<T: Float>(gate: &[T], up: &[T]) -> Vec<T> {
     vec_of_blocks(gate.len(), ELEMENTS_PER_BLOCK, |block, out: &mut FillBlock<'_, T>| {
         let gate = block_of(gate, block, ELEMENTS_PER_BLOCK);
