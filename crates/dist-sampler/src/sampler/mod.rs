@@ -572,7 +572,7 @@ fn unread_after(stage: &WorldStage, unread: UnreadPositions) -> Result<UnreadPos
         return Err(Error::StateConsumed { consumed: stage.consumed, len });
     }
     let shares = ShareRule::new(len, stage.world_size, stage.rule.clone())?;
-    Ok(unread.then(shares.unread_after(stage.consumed)))
+    Ok(unread.select(shares.unread_after(stage.consumed)))
 }
 
 fn check_equal<T: PartialEq + Debug>(what: &'static str, state: &T, sampler: &T) -> Result<()> {

@@ -241,7 +241,7 @@ impl<'a> Schedule<'a> {
             let info = self.plan.parameters()[param_idx].info();
             let dtype = dtype(&ParameterDtypes::new(&self.model, info));
             for shard in self.plan.shards(param_idx, rank)? {
-                bytes += dtype.bytes(shard.shard_size.into());
+                bytes += dtype.rounded_up_bytes(shard.shard_size.into());
             }
         }
         Ok(bytes)

@@ -146,14 +146,14 @@ impl<'a> PlanTally<'a> {
         for &position in members {
             let parameter = &plan.parameters()[position];
             let info = parameter.info();
-            let division = parameter.division();
-            self.add_payload(&mut unit, position, info, &division);
-            match (parameter.cut(), division) {
+            let prepared_cut = parameter.prepared_cut();
+            self.add_payload(&mut unit, position, info, &prepared_cut);
+            match (parameter.cut(), prepared_cut) {
                 // These are measured below, the whole unit at once.
                 (Cut::Ragged { .. }, PreparedCut::Ragged(parts)) => {
                     ragged_parts.push((info, parts));
                 }
-                (_, division) => self.add(&mut unit, info, parameter.cut(), division),
+                (_, prepared_cut) => self.add(&mut unit, info, parameter.cut(), prepared_cut),
             }
         }
         if !ragged_parts.is_empty() {
@@ -169,12 +169,12 @@ impl<'a> PlanTally<'a> {
         unit: &mut UnitTally<'_>,
         position: usize,
         info: &ParameterInfo,
-        division: &PreparedCut,
+        prepared_cut: &PreparedCut,
     ) {
         let pricing = ParameterDtypes::new(&self.model, info);
         let param_bytes = pricing.gather.bytes(info.numel().into());
         let grad_bytes = pricing.reduced_bytes(info.numel().into());
-        let reduced = match division {
+        let reduced = match prepared_cut {
             PreparedCut::Nothing => return,
             PreparedCut::Replicated { .. } => {
                 unit.replicated_bytes += param_bytes;
@@ -197,10 +197,10 @@ impl<'a> PlanTally<'a> {
         unit: &mut UnitTally<'_>,
         info: &ParameterInfo,
         cut: Cut,
-        division: PreparedCut,
+        prepared_cut: PreparedCut,
     ) {
         let pricing = ParameterDtypes::new(&self.model, info);
-        match division {
+        match prepared_cut {
             PreparedCut::Chunks(chunks) => self.add_chunks(unit, pricing, cut, chunks),
             PreparedCut::Ragged(parts) => {
                 for (owner, part) in parts.parts(self.shares, 0..info.numel()) {

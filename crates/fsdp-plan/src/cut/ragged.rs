@@ -120,7 +120,7 @@ impl RaggedCut {
     ) -> impl Iterator<Item = (u64, Range<u64>)> + use<'a> {
         // The granule of the first element may belong to any run that reaches into it, but not to a run that ends
         // before it.
-        let granule_start = self.dtype.block_bytes_for(range.start) / self.granule * self.granule;
+        let granule_start = self.dtype.bytes_of_blocks(range.start) / self.granule * self.granule;
         let point =
             mul_div(self.start.saturating_add(granule_start), shares.total(), self.buffer_bytes);
         let first = shares.position(point).saturating_sub(1);

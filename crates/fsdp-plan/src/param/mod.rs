@@ -232,7 +232,7 @@ impl ParameterInfo {
 
     /// Returns the number of bytes.
     pub fn bytes(&self) -> u64 {
-        let bytes = self.0.dtype.bytes(self.numel().into());
+        let bytes = self.0.dtype.rounded_up_bytes(self.numel().into());
         #[expect(clippy::expect_used, reason = "the constructor rejects larger parameters")]
         let bytes = u64::try_from(bytes).expect("the bytes of a parameter fit into 64 bits");
         bytes
@@ -248,7 +248,7 @@ impl ParameterInfo {
 fn fits(shape: &[u64], dtype: ElemType) -> bool {
     let numel =
         shape.iter().filter(|&&dim| dim > 0).try_fold(1_u64, |numel, &dim| numel.checked_mul(dim));
-    numel.is_some_and(|numel| dtype.bytes(numel.into()) <= u64::MAX.into())
+    numel.is_some_and(|numel| dtype.rounded_up_bytes(numel.into()) <= u64::MAX.into())
 }
 
 /// Parses the dtype of the tensor `name`.

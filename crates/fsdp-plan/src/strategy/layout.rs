@@ -154,11 +154,11 @@ fn cut_ragged(infos: &[(&ParameterInfo, Layout)]) -> Result<Vec<Cut>> {
 fn granule_bytes(info: &ParameterInfo, numel: Option<u64>) -> u64 {
     let dtype = info.dtype();
     let full_numel = info.numel().max(dtype.block_numel());
-    let full_bytes = dtype.block_bytes_for(full_numel);
+    let full_bytes = dtype.bytes_of_blocks(full_numel);
     let Some(numel) = numel.and_then(|numel| lcm(numel, dtype.block_numel())) else {
         return full_bytes;
     };
-    if numel == 0 || full_numel <= numel { full_bytes } else { dtype.block_bytes_for(numel) }
+    if numel == 0 || full_numel <= numel { full_bytes } else { dtype.bytes_of_blocks(numel) }
 }
 
 /// Returns the byte of a granule from which a bound rounds up, in the unit at position `unit`.

@@ -59,7 +59,7 @@ fn describe_gathering(plan: &ShardingPlan, unit: &str) -> String {
 /// Returns a line per run of ranks that hold equally many elements.
 fn holders(plan: &ShardingPlan, parameter: &PlannedParameter) -> Vec<String> {
     let info = parameter.info();
-    let parts = parameter.division().parts(plan.shares(), 0..info.numel());
+    let parts = parameter.prepared_cut().parts(plan.shares(), 0..info.numel());
     let mut lines = Vec::new();
     for run in parts.chunk_by(is_same_run) {
         let (first, range) = &run[0];
@@ -107,7 +107,8 @@ pub(super) fn rank(plan: &ShardingPlan, cost: &PlanCost, rank: &RankCost) -> Res
     while let Some((position, shard)) = shards.next_shard() {
         let (n_shards, bytes) = &mut owned[units.group_of_item[position]];
         *n_shards += 1;
-        *bytes += plan.parameters()[position].info().dtype().bytes(shard.shard_size.into());
+        *bytes +=
+            plan.parameters()[position].info().dtype().rounded_up_bytes(shard.shard_size.into());
     }
     let rows = units.names.iter().zip(owned).map(|(&unit, (n_shards, bytes))| {
         let name =
