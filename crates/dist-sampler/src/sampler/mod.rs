@@ -62,14 +62,15 @@ pub struct DistributedSampler {
     config: SamplerConfig,
     epoch: Epoch,
     samples: EpochOrder,
-    /// Other worlds that have read a part of the epoch, if this sampler was resumed from them.
+    /// Other worlds that have read a part of the epoch, if this sampler was resumed from their state.
     earlier: Vec<WorldStage>,
     /// Positions that these worlds have not read.
     unread: UnreadPositions,
     /// Assignment of the unread positions to this world.
     shares: ShareRule,
-    /// Positions of this rank, of which it has read `consumed`.
+    /// Positions of this rank.
     positions: RankPositions,
+    /// Number of positions that this rank has read.
     consumed: u64,
 }
 
@@ -522,7 +523,7 @@ impl DistributedSampler {
     }
 
     /// Returns the position of sample `index` in the order of the epoch over all ranks, or `None`
-    /// if it has none.
+    /// if the order does not contain the sample.
     ///
     /// # Complexity
     ///

@@ -8,7 +8,7 @@ use candle_core::{Device, Result, Tensor, WithDType};
 use crate::{
     batch::Batch,
     collate::{
-        layout::{TokenLayout, wrapped},
+        layout::{TokenLayout, wrap_error},
         segments::PackedSegments,
     },
     error::Error,
@@ -210,7 +210,7 @@ impl Collator {
         let row_len = layout.row_len();
         let segments = PackedSegments::new(layout.lengths()).ok_or_else(|| {
             let n_tokens = layout.lengths().sum();
-            wrapped(Error::RowOverflow { tokens: n_tokens, row_length: row_len as u64 })
+            wrap_error(Error::RowOverflow { tokens: n_tokens, row_length: row_len as u64 })
         })?;
         let ids = layout.lay_out(self.pad_id, tokens.iter().copied())?;
         let mut labels = vec![self.ignore_index; ids.len()];

@@ -55,7 +55,7 @@ pub enum Optimizer {
 impl Optimizer {
     /// Returns the state bytes of a tensor of `numel` elements stored as `dtype`.
     pub(super) fn state_bytes(self, dtype: ElemType, numel: u128) -> u128 {
-        let f32_bytes = |n_buffers| n_buffers * ElemType::F32.bytes(numel);
+        let f32_bytes = |n_buffers| n_buffers * ElemType::F32.rounded_up_bytes(numel);
         match self {
             Self::Adam => 2 * dtype.rounded_up_bytes(numel) + 4,
             Self::AdamMixed => f32_bytes(3) + 4,

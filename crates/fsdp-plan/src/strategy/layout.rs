@@ -144,7 +144,7 @@ fn cut_ragged(infos: &[(&ParameterInfo, Layout)]) -> Result<Vec<Cut>> {
     }
     Ok(buffers.cuts(|position, offset, unit_bytes| {
         let granule = granules[position];
-        let round_up_from = round_up_from(granule, buffers.units.group_of_item[position]);
+        let round_up_from = rounding_threshold(granule, buffers.units.group_of_item[position]);
         Cut::Ragged { offset, unit_bytes, granule, round_up_from }
     }))
 }
@@ -165,11 +165,11 @@ fn granule_bytes(info: &ParameterInfo, numel: Option<u64>) -> u64 {
 ///
 /// In the first unit a bound rounds to the nearer side. The thresholds of further units are spread
 /// as far apart as possible, so that the bounds of equal units round up and down equally often.
-fn round_up_from(granule: u64, unit: usize) -> u64 {
+fn rounding_threshold(granule: u64, unit: usize) -> u64 {
     let phase = (1_u64 << 63).wrapping_add(GOLDEN.wrapping_mul(unit as u64));
-    let fraction = (u128::from(granule) * u128::from(phase)) >> 64;
+    let wide_fraction = (u128::from(granule) * u128::from(phase)) >> 64;
     #[expect(clippy::expect_used, reason = "a phase is less than 2^64")]
-    let fraction = u64::try_from(fraction).expect("less than the granule");
+    let fraction = u64::try_from(wide_fraction).expect("less than the granule");
     granule - fraction
 }
 
