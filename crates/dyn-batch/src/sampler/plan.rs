@@ -91,8 +91,8 @@ impl<L: SequenceLengths> DynamicBatchSampler<L> {
         let mut admitted = Vec::new();
         for index in indices {
             let admission = self.limits().admit(self.measure(index.into())?)?;
-            // A skipped sequence is counted too, and is in no batch.
-            if report.count(admission).is_some() {
+            let admitted_sequence = report.count(admission);
+            if admitted_sequence.is_some() {
                 admitted.push(index);
             }
         }

@@ -165,7 +165,7 @@ fn category_lines(cost: &PlanCost, rank: &RankCost) -> Vec<String> {
         ("optimizer state", rank.optimizer_bytes.into(), ""),
         ("between steps", rank.total_bytes(), "the sum of these"),
     ];
-    let note = if rank.activation_bytes == 0 { "activations not with_noun" } else { "" };
+    let note = if rank.activation_bytes == 0 { "activations not counted" } else { "" };
     let peaks =
         [("at most", rank.peak_bytes(), note), ("at most on any rank", cost.peak_bytes(), "")];
     stored.into_iter().chain(within_step(rank)).chain(peaks).map(category_line).collect()

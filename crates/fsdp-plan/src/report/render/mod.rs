@@ -106,7 +106,7 @@ fn budget_line(budget: &BudgetReport, rank: &RankCost) -> String {
         missing => format!("{} ({}) are missing", with_noun(missing, "byte"), HumanBytes(missing)),
     };
     let [peak, bytes] = [budget.peak_bytes, budget.bytes.into()].map(with_separators);
-    let note = if rank.activation_bytes == 0 { ", activations not with_noun" } else { "" };
+    let note = if rank.activation_bytes == 0 { ", activations not counted" } else { "" };
     format!("a rank needs at most {peak} of {bytes} bytes{note}: {verdict}")
 }
 
