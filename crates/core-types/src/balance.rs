@@ -44,8 +44,8 @@ pub fn longest_first(weights: &[u64], owners: WorldSize) -> Vec<usize> {
     owner_of_item
 }
 
-/// Returns the owner of each of `weights` with equally many items per owner: heaviest first, in snake
-/// order from the first owner to the last and back.
+/// Returns the owner of each of `weights` with equally many items per owner: heaviest first, in
+/// snake order from the first owner to the last and back.
 ///
 /// Items of a shorter last round go to the first owners. Ties between weights keep the order of the
 /// slice.

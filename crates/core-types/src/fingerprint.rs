@@ -20,8 +20,8 @@ const PART_BYTES: usize = 1 << 20;
 /// weights, and processes compare their collectives. The order of words matters. The hash is not
 /// cryptographic: collisions can be constructed.
 ///
-/// Each word is hashed with its position, and the hashes are added. So no hash depends on an earlier
-/// one, and the processor computes several at once.
+/// Each word is hashed with its position, and the hashes are added. So no hash depends on an
+/// earlier one, and the processor computes several at once.
 ///
 /// # Determinism
 ///

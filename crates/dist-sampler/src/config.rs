@@ -62,8 +62,8 @@ pub enum Tail {
     /// The last rank reads the remainder in addition to its share.
     #[default]
     LastRank,
-    /// The first ranks read one sample of the remainder each: every sample is read once, and shares differ by
-    /// at most one.
+    /// The first ranks read one sample of the remainder each: every sample is read once, and shares
+    /// differ by at most one.
     Spread,
     /// Every rank reads equally many samples, and all are read: positions beyond the end repeat the
     /// order from its start (PyTorch's `drop_last = false`).

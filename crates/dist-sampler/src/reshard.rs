@@ -2,8 +2,9 @@
 //!
 //! In a contiguous partition a world leaves the ends of its ranks' ranges unread. Most of these
 //! ends have equal lengths and distances, so a few [`RangeRun`]s describe all ends. If several
-//! worlds read one epoch in turn, each world's unread ranges are stored as indexes into the positions
-//! that the previous world left unread. Stored as positions, they could need one range per rank.
+//! worlds read one epoch in turn, each world's unread ranges are stored as indexes into the
+//! positions that the previous world left unread. Stored as positions, they could need one range
+//! per rank.
 
 use std::ops::Range;
 

@@ -181,7 +181,8 @@ impl Search {
     }
 }
 
-/// Replaces `best` by `candidate` if there is no best candidate yet, or if `is_better` returns true.
+/// Replaces `best` by `candidate` if there is no best candidate yet, or if `is_better` returns
+/// true.
 fn keep_best(
     best: &mut Option<PlanCandidate>,
     candidate: PlanCandidate,

@@ -14,10 +14,10 @@ use crate::{
 ///
 /// candle's own custom operations have at most three inputs, and compute when they are applied.
 /// Here the caller has already computed `output`, from any number of inputs, on any device; the
-/// copy does not keep the history of `output`. Each backward pass of candle calls `backward` at most once, without a lock,
-/// with the output and its gradient. `backward` returns a gradient for each input in turn, of the
-/// input's shape. The gradient of an input that does not [track](Tensor::track_op) operations is
-/// dropped, and the gradient of a variable may be `None`.
+/// copy does not keep the history of `output`. Each backward pass of candle calls `backward` at
+/// most once, without a lock, with the output and its gradient. `backward` returns a gradient for
+/// each input in turn, of the input's shape. The gradient of an input that does not
+/// [track](Tensor::track_op) operations is dropped, and the gradient of a variable may be `None`.
 ///
 /// Several threads may differentiate the result at once, like any tensor of candle.
 ///

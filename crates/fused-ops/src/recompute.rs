@@ -15,8 +15,8 @@ const OP: &str = "checkpoint";
 /// Returns `f(x)` without keeping its intermediate results, which the backward pass recomputes:
 /// PyTorch's `torch.utils.checkpoint` and JAX's `jax.checkpoint`.
 ///
-/// Between the passes, only `x` and the result are stored. `f` must return the same result both times,
-/// so it must derive its random numbers from a key, as in [`dropout`](crate::dropout()). A
+/// Between the passes, only `x` and the result are stored. `f` must return the same result both
+/// times, so it must derive its random numbers from a key, as in [`dropout`](crate::dropout()). A
 /// checkpointed block computes its forward pass twice, and takes about a third more time in all.
 ///
 /// `vars` are the variables that `f` reads.

@@ -49,8 +49,8 @@ impl Route {
 
 /// Calls `$fused::<T>` for the type of the inputs, or evaluates the composed form.
 ///
-/// Inputs in half precision are converted to f32 by candle's differentiable conversion, so that their
-/// gradients have half precision too.
+/// Inputs in half precision are converted to f32 by candle's differentiable conversion, so that
+/// their gradients have half precision too.
 macro_rules! route {
     (
         $op:literal, [$($input:ident),+],

@@ -41,8 +41,8 @@ pub struct AtomicFile {
 impl AtomicFile {
     /// Creates an empty file in the folder of `target`, which need not exist.
     ///
-    /// If `target` is a link, the linked file is replaced, and the link stays. The new file gets the
-    /// permissions of the old one and, if the system allows it, its owner and group.
+    /// If `target` is a link, the linked file is replaced, and the link stays. The new file gets
+    /// the permissions of the old one and, if the system allows it, its owner and group.
     ///
     /// # Errors
     ///
@@ -117,8 +117,8 @@ impl AtomicFile {
         rename(&self.path, &self.target)
     }
 
-    /// Like [`persist`](Self::persist), for a target that must not exist: if several programs persist
-    /// the same target at once, one succeeds.
+    /// Like [`persist`](Self::persist), for a target that must not exist: if several programs
+    /// persist the same target at once, one succeeds.
     ///
     /// # Errors
     ///

@@ -18,8 +18,8 @@ const SUFFIX: &str = ".partial";
 /// Returns true if this is a name of an unfinished [`AtomicFile`](super::AtomicFile) or
 /// [`AtomicFolder`](super::AtomicFolder).
 ///
-/// If only one program writes to a folder, for example under a lock, it may remove such files, which
-/// interrupted programs left.
+/// If only one program writes to a folder, for example under a lock, it may remove such files,
+/// which interrupted programs left.
 ///
 /// # Examples
 ///

@@ -83,8 +83,8 @@ impl LaunchEnv {
     /// outer task starts at least one rank. A smaller inner world was inherited, or each task
     /// started a separate world; both are errors.
     ///
-    /// A rank without a size, or a size without a rank, is an error, too, unless a launcher with both
-    /// agrees with it: scripts that export only `WORLD_SIZE` and take the rank from Slurm are
+    /// A rank without a size, or a size without a rank, is an error, too, unless a launcher with
+    /// both agrees with it: scripts that export only `WORLD_SIZE` and take the rank from Slurm are
     /// common.
     ///
     /// # Errors
@@ -93,8 +93,8 @@ impl LaunchEnv {
     ///   empty value is an error, too: `RANK=$UNSET` must not make every process the only one.
     /// - [`Error::VariableMissing`] for a rank without a size, a size without a rank, or a local
     ///   rank or size without both.
-    /// - [`Error::SizeVariableOutOfRange`], [`Error::RankVariableOutOfRange`] if the world size, the
-    ///   rank, the local size or the local rank is out of range.
+    /// - [`Error::SizeVariableOutOfRange`], [`Error::RankVariableOutOfRange`] if the world size,
+    ///   the rank, the local size or the local rank is out of range.
     /// - [`Error::LaunchersDisagree`] if launchers disagree and the rules above do not allow it.
     ///
     /// # Examples
@@ -214,8 +214,8 @@ impl TryFrom<UncheckedLaunchEnv> for LaunchEnv {
     fn try_from(unchecked: UncheckedLaunchEnv) -> rank::Result<Self> {
         let UncheckedLaunchEnv { placement, launcher, local_rank, local_world_size } = unchecked;
         let world_size = placement.world_size();
-        // A local size above the world size is rejected, because the last local rank would be out of
-        // range for the world.
+        // A local size above the world size is rejected, because the last local rank would be out
+        // of range for the world.
         if let Some(size) = local_world_size {
             let last_local_rank = size.as_u64() - 1;
             Placement::new(last_local_rank, world_size.as_u64())?;

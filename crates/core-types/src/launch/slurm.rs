@@ -61,8 +61,8 @@ fn local_size(vars: &LaunchVars<'_>) -> Result<Option<NamedNumber>> {
     Ok(own_run.map(|(n_tasks, _)| NamedNumber { name, value: n_tasks }))
 }
 
-/// Parses a list of tasks per node such as `2(x3),1`, which means 2, 2, 2, 1. Returns for each entry
-/// the number of tasks and the first node after its nodes.
+/// Parses a list of tasks per node such as `2(x3),1`, which means 2, 2, 2, 1. Returns for each
+/// entry the number of tasks and the first node after its nodes.
 fn parse_runs(list: &str) -> Option<Vec<(u64, u64)>> {
     let mut runs = Vec::new();
     let mut end = 0_u64;

@@ -7,8 +7,8 @@ use core_types::human::Printable;
 /// The largest number of list items to show.
 const MAX_SHOWN: usize = 8;
 
-/// Displays the first items of a list, and the number of the remaining items. Names may come from a file, so
-/// control characters are escaped.
+/// Displays the first items of a list, and the number of the remaining items. Names may come from a
+/// file, so control characters are escaped.
 #[derive(Debug)]
 pub struct Listed<'a, T>(pub &'a [T]);
 

@@ -205,8 +205,8 @@ impl Checkpoint {
         }
     }
 
-    /// Reads a tensor of the shape of `like`: the items from the first item of `key` on, or the scalar
-    /// of the parameter if `like` is a scalar.
+    /// Reads a tensor of the shape of `like`: the items from the first item of `key` on, or the
+    /// scalar of the parameter if `like` is a scalar.
     ///
     /// # Errors
     ///

@@ -1,7 +1,8 @@
 //! The JSON of a run's state, checked so that the state is read as it was written.
 //!
 //! JSON has no infinities and no NaN. `serde_json` would write them as `null`, and reading `null`
-//! fails, or gives `None` for an `Option`. So this module rejects infinities and NaN before writing.
+//! fails, or gives `None` for an `Option`. So this module rejects infinities and NaN before
+//! writing.
 
 use serde::ser::{
     Error as _, Serialize, SerializeMap, SerializeSeq, SerializeStruct, SerializeStructVariant,

@@ -144,7 +144,7 @@ impl Checkpoints {
         Self { values: AllowedValues::Any, ..self }
     }
 
-    /// Returns the newest complete checkpoint, or `None` if none was ever written.
+    /// Returns the newest complete checkpoint, or `None` if no checkpoint was ever written.
     ///
     /// A checkpoint that is damaged or of another run is skipped if there is an earlier one; the
     /// log and [`Checkpoint::skipped`] contain a warning. This reads all bytes of the checkpoint.
@@ -176,10 +176,10 @@ impl Checkpoints {
     /// Every process of the mesh calls this, and all load the same checkpoint. If any process finds
     /// it damaged or cannot load it, all skip it, as in [`latest`](Self::latest).
     ///
-    /// Every process must call the same collectives. So in `load`, an operation that may fail on one
-    /// process alone, such as reading a private file, must not precede a collective: if it fails, the
-    /// other processes wait forever in the collective. Run such an operation before or after this
-    /// call.
+    /// Every process must call the same collectives. So in `load`, an operation that may fail on
+    /// one process alone, such as reading a private file, must not precede a collective: if it
+    /// fails, the other processes wait forever in the collective. Run such an operation before or
+    /// after this call.
     ///
     /// # Errors
     ///
@@ -286,9 +286,9 @@ impl Checkpoints {
     /// Writes a checkpoint after `step` steps: the tensors of all slots, and a serializable
     /// `state`. Returns when it is complete.
     ///
-    /// Every process of the mesh calls this, with the same folder, which all of them must see. Each
-    /// writes the files of its slots, and the first process writes the index and removes old
-    /// checkpoints. If one process fails, all return an error.
+    /// Every process of the mesh calls this, with the same folder, which all processes must see.
+    /// Each process writes the files of its slots, and the first process writes the index and
+    /// removes old checkpoints. If one process fails, all processes return an error.
     ///
     /// # Errors
     ///
@@ -344,10 +344,10 @@ fn skip(skipped: &mut Vec<SkippedCheckpoint>, path: PathBuf, error: Error) {
     skipped.push(checkpoint);
 }
 
-/// Returns true if the system failed to read in any process: other processes see only that one
-/// failed.
+/// Returns true if the system failed to read in any process. The processes exchange this, because
+/// the error of the other processes only says that one process failed.
 fn is_transient_anywhere(mesh: &DeviceMesh, error: &Error) -> Result<bool> {
-    let local = u64::from(Severity::from_error(error) == Severity::Transient);
-    let all = mesh.gather_numbers(&vec![[local]; mesh.local_slots().len()])?;
+    let local_number = u64::from(Severity::from_error(error) == Severity::Transient);
+    let all = mesh.gather_numbers(&vec![[local_number]; mesh.local_slots().len()])?;
     Ok(all.contains(&[1]))
 }

@@ -24,8 +24,8 @@ pub(super) fn partial_name(step: u64, writer_id: u64) -> String {
     format!("{}.{writer_id:016x}{PARTIAL}", complete_name(step))
 }
 
-/// Returns the name to which a foreign checkpoint is renamed if it has the name that a new checkpoint
-/// needs.
+/// Returns the name to which a foreign checkpoint is renamed if it has the name that a new
+/// checkpoint needs.
 pub(super) fn moved_name(step: u64, writer_id: u64) -> String {
     format!("{}.{writer_id:016x}.moved", complete_name(step))
 }

@@ -97,8 +97,8 @@ impl<'a> CheckpointWriter<'a> {
         Ok(state_json)
     }
 
-    /// Removes partial checkpoints of interrupted runs. A partial checkpoint that cannot be removed is
-    /// harmless.
+    /// Removes partial checkpoints of interrupted runs. A partial checkpoint that cannot be removed
+    /// is harmless.
     fn remove_partial(&self) -> Result<()> {
         for partial in names::find_partial(&self.checkpoints.folder)? {
             if !self.lock.has_ended(partial.writer_id) {
@@ -190,9 +190,9 @@ impl<'a> CheckpointWriter<'a> {
 
     /// Removes damaged checkpoints, and checkpoints beyond the number to keep.
     ///
-    /// A checkpoint that cannot be opened for another reason than damage stays, because it may belong
-    /// to another run. A checkpoint that cannot be removed stays with a warning in the log; the new
-    /// checkpoint is complete in any case.
+    /// A checkpoint that cannot be opened for another reason than damage stays, because it may
+    /// belong to another run. A checkpoint that cannot be removed stays with a warning in the log;
+    /// the new checkpoint is complete in any case.
     fn remove_old(&self) {
         let complete = match names::find_complete(&self.checkpoints.folder) {
             Ok(complete) => complete,

@@ -14,8 +14,8 @@
 
 use std::hint::black_box;
 
-/// Slots per batch, a multiple of the block of PyTorch's generator. Batches of half or twice the size
-/// are as fast; batches of a quarter or four times the size take a tenth longer.
+/// Slots per batch, a multiple of the block of PyTorch's generator. Batches of half or twice the
+/// size are as fast; batches of a quarter or four times the size take a tenth longer.
 pub(super) const BATCH: usize = 420 * 624;
 
 /// A part has 2^18 slots, 1 MiB; parts of 2^17 to 2^20 slots are equally fast.
@@ -53,8 +53,8 @@ fn swap_in_order(table: &mut [u32], start: usize, partners: &[u32]) {
 
 /// Makes swaps in order.
 ///
-/// The function reads all partners before the first swap, to bring them into the cache. These loads are
-/// independent, so the processor overlaps many of them; stores between the loads would prevent
+/// The function reads all partners before the first swap, to bring them into the cache. These loads
+/// are independent, so the processor overlaps many of them; stores between the loads would prevent
 /// that. 300 to 1,200 swaps at a time are equally fast. 16 at a time take half as long again, and
 /// 10,000 take a third longer, because they no longer fit into the cache.
 pub(super) fn swap_ahead(table: &mut [u32], swaps: impl Iterator<Item = (usize, usize)> + Clone) {
@@ -86,7 +86,8 @@ impl SwapParts {
         }
     }
 
-    /// Makes the swaps within a batch, sorts the other swaps, and returns the number of sorted swaps.
+    /// Makes the swaps within a batch, sorts the other swaps, and returns the number of sorted
+    /// swaps.
     #[expect(clippy::cast_possible_truncation, reason = "a table has at most 2^32 slots")]
     fn sort(&mut self, table: &mut [u32], start: usize, partners: &[u32]) -> usize {
         let end = start + partners.len();

@@ -236,8 +236,9 @@ fn scale_weight(weight: f64, total: f64) -> u64 {
 /// Distributes the masses over the slots; each slot initially has the mass of its own sample.
 ///
 /// One cursor visits the light samples, which leave space in their slots, and another cursor visits
-/// the heavy samples, which exceed their slots. A heavy sample fills light slots until its remaining
-/// mass fits its own slot. If that slot then has space left, the next heavy sample fills it.
+/// the heavy samples, which exceed their slots. A heavy sample fills light slots until its
+/// remaining mass fits its own slot. If that slot then has space left, the next heavy sample fills
+/// it.
 fn sweep(slots: &mut [u64], is_heavy: &[u64], layout: SlotLayout) {
     let n_slots = slots.len();
     let capacity = layout.capacity();

@@ -97,8 +97,8 @@ impl SortWindow {
         }
     }
 
-    /// Returns true if this window keeps the shortest sequences for the next one, and false if it keeps
-    /// the longest.
+    /// Returns true if this window keeps the shortest sequences for the next one, and false if it
+    /// keeps the longest.
     fn keeps_short(&self) -> bool {
         self.n_cut % 2 == 0
     }

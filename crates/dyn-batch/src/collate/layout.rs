@@ -8,8 +8,8 @@ use crate::{batch::Batch, collate::Collator, error::Error};
 
 /// Rows of equal length and the positions of their sequences.
 ///
-/// The layout stores the number of tokens of each sequence, to reject fields with a different number
-/// of items.
+/// The layout stores the number of tokens of each sequence, to reject fields with a different
+/// number of items.
 #[derive(Clone, Debug)]
 pub(crate) struct TokenLayout {
     rows: usize,

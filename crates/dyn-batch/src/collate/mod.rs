@@ -61,8 +61,8 @@ impl Default for Collator {
     }
 }
 
-/// The tensors of a batch, of shape `[rows, padded_length]`. `R` is [`PaddedRows`] or [`PackedRow`],
-/// with the tensors that only padded or only packed rows have.
+/// The tensors of a batch, of shape `[rows, padded_length]`. `R` is [`PaddedRows`] or
+/// [`PackedRow`], with the tensors that only padded or only packed rows have.
 ///
 /// # Examples
 ///
@@ -93,8 +93,8 @@ pub struct BatchTensors<R> {
     /// logits of token i with label i + 1. In a packed row the first token of each sequence also
     /// has the ignore index, because the token before it belongs to another sequence.
     pub labels: Tensor,
-    /// The tensors that depend on the kind of rows: the mask of [`PaddedRows`], or the segments of a
-    /// [`PackedRow`].
+    /// The tensors that depend on the kind of rows: the mask of [`PaddedRows`], or the segments of
+    /// a [`PackedRow`].
     pub rows: R,
     ignore_index: i64,
     layout: TokenLayout,
@@ -190,8 +190,8 @@ impl Collator {
         })
     }
 
-    /// Concatenates the sequences of a packed batch in its row; `tokens_of` returns the token ids of
-    /// an index.
+    /// Concatenates the sequences of a packed batch in its row; `tokens_of` returns the token ids
+    /// of an index.
     ///
     /// # Errors
     ///

@@ -48,8 +48,8 @@ impl CostParts {
     }
 
     /// Makes the best swap of the most expensive part with any other part: the swap after which the
-    /// larger sum of the two parts is smallest. Returns true if the part became cheaper; otherwise no
-    /// swap is made.
+    /// larger sum of the two parts is smallest. Returns true if the part became cheaper; otherwise
+    /// no swap is made.
     fn improve(&mut self) -> bool {
         let largest = self.most_expensive();
         let others = (0..self.sums.len()).filter(|&part| part != largest);

@@ -215,7 +215,8 @@ impl<'a, L: SequenceLengths> Steps<'a, L> {
         self.batches.len() / self.batches_per_step
     }
 
-    /// Returns the indices of the batches of a step: one per rank, or one that is dealt to all ranks.
+    /// Returns the indices of the batches of a step: one per rank, or one that is dealt to all
+    /// ranks.
     fn batch_indices_of_step(&self, step: usize) -> &[u32] {
         &self.batches[step * self.batches_per_step..][..self.batches_per_step]
     }
@@ -241,7 +242,8 @@ impl<'a, L: SequenceLengths> Steps<'a, L> {
         }
     }
 
-    /// Divides the sequences of a dealt step over the ranks, and returns the sequences of each rank.
+    /// Divides the sequences of a dealt step over the ranks, and returns the sequences of each
+    /// rank.
     fn deal(&self, step: usize) -> impl Iterator<Item = Vec<Sequence>> {
         let cost = self.sampler.config().cost;
         let batch = self.batch_indices_of_step(step)[0];

@@ -1,9 +1,9 @@
 //! Best-fit decreasing: each sequence, longest first, goes into the fullest row with enough space.
 //!
-//! The algorithm needs at most 11/9 of the optimum plus 6/9 of a row (Johnson et al., "Worst-case performance
-//! bounds for simple one-dimensional packing algorithms", 1974; Dósa, 2007). Sequences of equal
-//! length are placed together, and rows are indexed by free space, so it takes O(n + capacity)
-//! steps instead of O(n · rows).
+//! The algorithm needs at most 11/9 of the optimum plus 6/9 of a row (Johnson et al., "Worst-case
+//! performance bounds for simple one-dimensional packing algorithms", 1974; Dósa, 2007). Sequences
+//! of equal length are placed together, and rows are indexed by free space, so it takes O(n +
+//! capacity) steps instead of O(n · rows).
 
 #![expect(
     clippy::cast_possible_truncation,

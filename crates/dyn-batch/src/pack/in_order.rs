@@ -16,8 +16,8 @@ impl OpenRows {
         Self { empty, max_open, rows: Vec::new() }
     }
 
-    /// Puts a sequence into the fullest row with enough space, and passes full rows to `done`. If no
-    /// row has space and no more rows may be opened, the fullest row is passed to `done` first.
+    /// Puts a sequence into the fullest row with enough space, and passes full rows to `done`. If
+    /// no row has space and no more rows may be opened, the fullest row is passed to `done` first.
     pub(crate) fn push(&mut self, sequence: Sequence, mut done: impl FnMut(Vec<Sequence>)) {
         let index = match self.fullest(|space| space.capacity(sequence.length) > 0) {
             Some(index) => index,

@@ -106,8 +106,8 @@ impl<L: SequenceLengths> DynamicBatchSampler<L> {
         Batches::with_limits(sequences, self.limits.clone())
     }
 
-    /// Multiplies the limits and the batch size multiple by the world size, for batches of all ranks
-    /// together.
+    /// Multiplies the limits and the batch size multiple by the world size, for batches of all
+    /// ranks together.
     pub(crate) fn for_all_ranks(self, world_size: WorldSize) -> Result<Self> {
         let config = self.config().clone();
         match config.strategy {

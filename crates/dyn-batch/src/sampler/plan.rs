@@ -255,8 +255,8 @@ impl<'a, L: SequenceLengths> BatchPlan<'a, L> {
         indices.len() as u64 <= max_rows
     }
 
-    /// Repeats the sequences of a batch up to `len` sequences, and moves the batch to the end of the
-    /// plan.
+    /// Repeats the sequences of a batch up to `len` sequences, and moves the batch to the end of
+    /// the plan.
     pub(crate) fn repeat(&mut self, index: usize, len: usize) {
         let repeated: Vec<u32> = self.indices(index).iter().copied().cycle().take(len).collect();
         self.batches.remove(index);

@@ -3,8 +3,8 @@
 //! Most members are in the middle of a parameter, where a part has one of two sizes. The middles of
 //! units that differ only in rounding, like the blocks of a model, are added together. So only the
 //! edges of parameters take a step each, and each member takes one step per kind of unit: at most
-//! parameters + kinds × members steps. For t5-large on 16,384 ranks this takes at most 82,000 steps instead of
-//! 570,000.
+//! parameters + kinds × members steps. For t5-large on 16,384 ranks this takes at most 82,000 steps
+//! instead of 570,000.
 
 use std::{collections::BTreeMap, mem, ops::AddAssign};
 

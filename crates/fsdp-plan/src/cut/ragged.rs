@@ -69,8 +69,8 @@ impl GranuleStride {
     /// Returns for each member the number of `middles` in which it has one more granule. All
     /// `middles` must have this stride.
     ///
-    /// All remainders grow alike, so tracking one is enough: a middle gives one more granule whenever
-    /// the growth passes the distance from its first remainder to a full granule.
+    /// All remainders grow alike, so tracking one is enough: a middle gives one more granule
+    /// whenever the growth passes the distance from its first remainder to a full granule.
     pub(crate) fn granules(&self, middles: &[RaggedMiddle]) -> impl Iterator<Item = usize> + use<> {
         let Self { step, granule, .. } = *self;
         let mut distances: Vec<u64> = middles.iter().map(|middle| granule - middle.rest).collect();
@@ -158,8 +158,8 @@ impl RaggedCut {
     pub(crate) fn middle(&self, shares: &GroupShares) -> Option<RaggedMiddle> {
         let total = shares.total();
         let first = self.first_position(shares) + 1;
-        // A bound in the last granule is excluded, because that granule may be shorter than the other
-        // granules.
+        // A bound in the last granule is excluded, because that granule may be shorter than the
+        // other granules.
         let last = mul_div(self.end.checked_sub(self.granule)?, total, self.buffer_bytes);
         if shares.table().is_some() || first >= last {
             return None;

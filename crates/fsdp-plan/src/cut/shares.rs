@@ -144,8 +144,8 @@ impl GroupShares {
         Ok(Self { group, table: Some(ShareTable { total, runs }) })
     }
 
-    /// Splits the runs, stretched by `factor`, into kept runs with an owner and free runs without an
-    /// owner. Subtracts the kept lengths from the missing length of each member.
+    /// Splits the runs, stretched by `factor`, into kept runs with an owner and free runs without
+    /// an owner. Subtracts the kept lengths from the missing length of each member.
     fn keep_runs(&self, factor: u64, missing_lens: &mut [u64]) -> Vec<(u64, Option<u64>)> {
         let mut runs = Vec::new();
         for run in (0..self.len()).map(|position| self.run(position)) {

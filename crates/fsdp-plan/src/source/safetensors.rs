@@ -146,8 +146,8 @@ impl SafetensorsHeader {
             parse::<JsonEntries<HeaderEntry<'_>>>(HEADER, text)?;
         let mut tensor_entries = entries?;
         check_unique_parameters(tensor_entries.len(), |position| &tensor_entries[position].0)?;
-        // An empty tensor begins where the next tensor does; the stable sort keeps the two in the order
-        // of the text.
+        // An empty tensor begins where the next tensor does; the stable sort keeps the two in the
+        // order of the text.
         tensor_entries.sort_by_key(|&(_, offsets)| offsets);
         let mut data_len = 0;
         for (info, offsets) in &tensor_entries {

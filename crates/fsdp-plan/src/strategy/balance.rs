@@ -161,17 +161,17 @@ fn multifit(sorted: &[u64], n_bins: usize, mut capacities: Range<u128>) -> Optio
 ///
 /// Instead of searching a bin for each item, the loop fills one bin after another, with every
 /// remaining item that still fits; the result is the same. There are two reasons, which together
-/// halved the time. Items are found in the sorted weights, while a search for bins would need a tree.
-/// And the free space of a finished bin is final, so the loop stops as soon as the bins waste too
-/// much space.
+/// halved the time. Items are found in the sorted weights, while a search for bins would need a
+/// tree. And the free space of a finished bin is final, so the loop stops as soon as the bins waste
+/// too much space.
 ///
 /// # Complexity
 ///
 /// O(n log n) for n items.
 fn first_fit(sorted: &[u64], n_bins: usize, capacity: u128) -> Option<Vec<usize>> {
     let total: u128 = sorted.iter().copied().map(u128::from).sum();
-    // This cannot overflow: the result of `longest_first` is less than an even share plus the largest
-    // weight.
+    // This cannot overflow: the result of `longest_first` is less than an even share plus the
+    // largest weight.
     let mut spare = (capacity * n_bins as u128).checked_sub(total)?;
     let mut remaining = RemainingItems::all(sorted.len());
     let mut bins = vec![0; sorted.len()];
@@ -273,8 +273,8 @@ fn fill_empty_bins(sorted: &[u64], bins: &mut [usize], n_bins: usize) {
 fn least_capacity(weights: &[u64], prefix: &[u128], n_bins: usize) -> u128 {
     let Some(largest) = weights.iter().copied().max().map(u128::from) else { return 0 };
     let mut low = prefix[weights.len()].div_ceil(n_bins as u128).max(largest);
-    // This capacity always suffices: a run that has no space for the next item then has more than an
-    // even share.
+    // This capacity always suffices: a run that has no space for the next item then has more than
+    // an even share.
     let mut high = low + largest;
     while low < high {
         let capacity = u128::midpoint(low, high);

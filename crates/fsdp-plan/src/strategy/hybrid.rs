@@ -92,7 +92,8 @@ pub struct HybridRule {
 pub enum Choice {
     /// Cuts the parameter over all ranks, in this layout.
     Full(Layout),
-    /// Keeps the parameter whole on one rank, together with its layer, like the default [`LayerWise`].
+    /// Keeps the parameter whole on one rank, together with its layer, like the default
+    /// [`LayerWise`].
     LayerWise,
     /// Keeps a copy of the parameter on every rank.
     Replicate,

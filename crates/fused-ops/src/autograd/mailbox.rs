@@ -63,8 +63,8 @@ impl<T> Mailbox<T> {
         Ok(ticket)
     }
 
-    /// Takes the messages of this pass, each with the index of its sender. `grad` is the gradient of
-    /// the token, which contains the tickets of the messages.
+    /// Takes the messages of this pass, each with the index of its sender. `grad` is the gradient
+    /// of the token, which contains the tickets of the messages.
     pub(crate) fn take(&self, grad: &Tensor) -> Result<Vec<(usize, T)>> {
         // This pass has left at least one message, so a single message is its own. Without this
         // shortcut, each operation on a GPU would wait for its tickets to be copied to the

@@ -107,17 +107,19 @@ fn join_inputs<B: MultiBackward<OUTPUTS>, const OUTPUTS: usize>(
     inputs: &[&Tensor],
     shared: &Arc<SharedGradients<B, OUTPUTS>>,
 ) -> Result<Tensor> {
-    let join = |first, inputs: &[&Tensor], joins_token, is_last| {
+    let join = |first: usize, inputs: &[&Tensor], is_last| {
+        // Every node but the first joins the token of the previous node.
+        let joins_token = first > 0;
         let backward = InputNode { shared: Arc::clone(shared), first, joins_token, is_last };
         PrecomputedNode { output: NodeOutput::Token, shape: Shape::from(OUTPUTS), backward }
             .apply(inputs)
     };
     let (head, rest) = inputs.split_at(inputs.len().min(3));
-    let mut token = join(0, head, false, rest.is_empty())?;
-    let remaining = rest.len().div_ceil(2);
+    let mut token = join(0, head, rest.is_empty())?;
+    let n_later_nodes = rest.len().div_ceil(2);
     for (index, pair) in rest.chunks(2).enumerate() {
-        let joined: Vec<_> = [&token].into_iter().chain(pair.iter().copied()).collect();
-        token = join(head.len() + 2 * index, &joined, true, index + 1 == remaining)?;
+        let node_inputs: Vec<_> = [&token].into_iter().chain(pair.iter().copied()).collect();
+        token = join(head.len() + 2 * index, &node_inputs, index + 1 == n_later_nodes)?;
     }
     Ok(token)
 }

@@ -35,7 +35,7 @@ impl<T: Float> ActivationCurve<T> for Relu {
 struct Gelu;
 
 impl Gelu {
-    /// Returns the probability that a normal number is probability `x`, and the density at `x`.
+    /// Returns the probability that a standard normal number is below `x`, and the density at `x`.
     #[inline(always)]
     fn normal<T: Float>(x: T) -> (T, T) {
         let z = x.abs() * T::round_from_f64(std::f64::consts::FRAC_1_SQRT_2);
@@ -63,7 +63,8 @@ impl<T: Float> ActivationCurve<T> for Gelu {
 struct GeluTanh;
 
 impl GeluTanh {
-    /// (1 + tanh u) / 2 is the logistic function of 2u, here for u = √(2/π) · (x + 0.044715 x³).
+    /// Returns (1 + tanh u) / 2 for u = √(2/π) · (x + 0.044715 x³), and 1 minus it. The first is
+    /// the logistic function of 2u.
     #[inline(always)]
     fn gate<T: Float>(x: T) -> (T, T) {
         logistic(

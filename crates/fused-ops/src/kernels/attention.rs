@@ -5,8 +5,8 @@
 //! forward pass, a block of scores becomes weights relative to the largest score so far; a larger
 //! score shrinks the earlier sums (Milakov and Gimelshein, "Online normalizer calculation for
 //! softmax", arXiv 1805.02867; Dao et al., "FlashAttention", arXiv 2205.14135). For the backward
-//! pass it stores one number per query, the logarithm of the query's sum of exponentials, from which
-//! the weights are recomputed.
+//! pass it stores one number per query, the logarithm of the query's sum of exponentials, from
+//! which the weights are recomputed.
 //!
 //! A causal query sees no key after its own position, so blocks of later keys are skipped: about
 //! half of the work.
@@ -247,8 +247,8 @@ struct SharedOutput<T> {
     len: usize,
 }
 
-// SAFETY: The struct is an address and a length. Only `unsafe` methods access the memory, each for a
-// head that belongs to one task.
+// SAFETY: The struct is an address and a length. Only `unsafe` methods access the memory, each for
+// a head that belongs to one task.
 unsafe impl<T: Send> Send for SharedOutput<T> {}
 // SAFETY: as above.
 unsafe impl<T: Send> Sync for SharedOutput<T> {}
@@ -366,8 +366,8 @@ fn forward_head<T: Float>(
         let store = if first_key == 0 { StoreMode::Set } else { StoreMode::Add };
         let weights = MatrixView::contiguous(scores, queries, keys);
         let value = inputs.value.matrix(block.key_head(inputs), first_key, keys);
-        // SAFETY: The head belongs to this task alone. The block of the first keys writes these rows
-        // before any other block adds to them.
+        // SAFETY: The head belongs to this task alone. The block of the first keys writes these
+        // rows before any other block adds to them.
         unsafe {
             if store == StoreMode::Add {
                 for query in first_query..first_query + queries {

@@ -1,7 +1,7 @@
 //! Cross-entropy of rows of logits, with its gradient.
 //!
-//! For the backward pass, one number per row is stored, the logarithm of its sum of exponentials. The
-//! backward pass recomputes the probabilities.
+//! For the backward pass, one number per row is stored, the logarithm of its sum of exponentials.
+//! The backward pass recomputes the probabilities.
 
 use pulp::NullaryFnOnce;
 

@@ -3,8 +3,8 @@
 //!
 //! The generator is Philox 4×32 with ten rounds (Salmon, Moraes, Dror and Shaw, "Parallel random
 //! numbers: as easy as 1, 2, 3", 2011), as in PyTorch and JAX on GPUs. One counter gives four
-//! numbers. [`COUNTERS`] counters are processed together as a group; the numbers of a group are used
-//! in this order: the first of every counter, then the second of every counter, and so on.
+//! numbers. [`COUNTERS`] counters are processed together as a group; the numbers of a group are
+//! used in this order: the first of every counter, then the second of every counter, and so on.
 
 use std::iter;
 

@@ -1,4 +1,5 @@
-//! The number types of kernels, [`f32`] and [`f64`], with functions that the compiler can vectorize.
+//! The number types of kernels, [`f32`] and [`f64`], with functions that the compiler can
+//! vectorize.
 
 #![allow(clippy::excessive_precision, reason = "constants are written in full, and rounded once")]
 
@@ -165,7 +166,8 @@ float! {
         1.0 / 362_880.0, 1.0 / 40_320.0, 1.0 / 5_040.0, 1.0 / 720.0, 1.0 / 120.0, 1.0 / 24.0,
         1.0 / 6.0, 0.5,
     ],
-    // The same fit as above over t = (z − 3) / (z + 3), z from 0 to 28. Its error is at most 2.2e-18.
+    // The same fit as above over t = (z − 3) / (z + 3), z from 0 to 28. Its error is at most
+    // 2.2e-18.
     erfc: {
         center: 3.0,
         largest: 28.0,

@@ -75,8 +75,8 @@ pub fn attention(
     )
 }
 
-/// Applies [`attention`](crate::attention()) to queries, keys and values that one projection returns
-/// side by side in each row.
+/// Applies [`attention`](crate::attention()) to queries, keys and values that one projection
+/// returns side by side in each row.
 ///
 /// The backward pass writes one gradient for the entire projection. If the projection were sliced
 /// instead, it would pad and add three gradients.

@@ -29,8 +29,8 @@ const OP: &str = "linear";
 ///
 /// # Determinism
 ///
-/// On one processor model, results have the same bits for any number of threads, and for a row alone
-/// or among other rows. Matrix products differ between processor models.
+/// On one processor model, results have the same bits for any number of threads, and for a row
+/// alone or among other rows. Matrix products differ between processor models.
 ///
 /// # Errors
 ///
@@ -118,8 +118,8 @@ fn fused<T: Float>(inputs: &[&Tensor], activation: Option<Activation>) -> Result
     record(&inputs, y, shape, Linear { saved })
 }
 
-/// Returns the number of rows: the product of all dimensions but the last, since rows may have width
-/// 0.
+/// Returns the number of rows: the product of all dimensions but the last, since rows may have
+/// width 0.
 pub(crate) fn n_rows(x: &Tensor) -> usize {
     x.dims()[..x.rank() - 1].iter().product()
 }
@@ -236,7 +236,8 @@ struct Linear<T> {
 }
 
 impl<T: Float> Linear<T> {
-    /// Returns the gradient of x·weightᵀ + bias, or `None` without an activation: then it is `grad`.
+    /// Returns the gradient of x·weightᵀ + bias, or `None` without an activation: then it is
+    /// `grad`.
     fn pre_activation_grad(&self, y: &Tensor, grad: &[T]) -> Result<Option<Vec<T>>> {
         Ok(match &self.saved {
             SavedActivation::Identity => None,

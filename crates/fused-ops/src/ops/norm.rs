@@ -28,8 +28,8 @@ use crate::{
 /// # Determinism
 ///
 /// The same bits on every processor and for any number of threads. The bits of a row do not depend
-/// on the other rows. The gradient of `weight` is summed in blocks of rows whose size depends on `hidden`
-/// alone.
+/// on the other rows. The gradient of `weight` is summed in blocks of rows whose size depends on
+/// `hidden` alone.
 ///
 /// # Errors
 ///
@@ -116,8 +116,8 @@ pub fn layer_norm(
     )
 }
 
-/// Returns `x` + `residual` and the [`rms_norm`] of this sum, as at the start of a transformer's next
-/// block.
+/// Returns `x` + `residual` and the [`rms_norm`] of this sum, as at the start of a transformer's
+/// next block.
 ///
 /// The backward pass adds the gradient of the sum and the gradient through its norm in one loop.
 ///
@@ -249,8 +249,8 @@ fn add_in_f32(
     Ok((sum.to_dtype(half)?, y.to_dtype(half)?))
 }
 
-/// Returns x + residual and its norm. `inputs` are x, the residual, the weight and, if there is one,
-/// the bias.
+/// Returns x + residual and its norm. `inputs` are x, the residual, the weight and, if there is
+/// one, the bias.
 fn add_normalize<T: Float>(
     inputs: &[&Tensor],
     norm: Norm,

@@ -54,8 +54,8 @@ pub fn rope(x: &Tensor, cos: &Tensor, sin: &Tensor) -> Result<Tensor> {
     rotate_heads(x, cos, sin, PairLayout::Halves, RowLayout::HeadsFirst)
 }
 
-/// Rotates like [`rope`](crate::rope()), but a pair is two neighboring elements, as in GPT-J and the
-/// original paper.
+/// Rotates like [`rope`](crate::rope()), but a pair is two neighboring elements, as in GPT-J and
+/// the original paper.
 ///
 /// # Shapes
 ///

@@ -55,8 +55,8 @@ impl Mt19937 {
     }
 }
 
-/// Joins the top bit of `word` with the lower bits of `next`, and multiplies the result by the matrix
-/// of the recurrence.
+/// Joins the top bit of `word` with the lower bits of `next`, and multiplies the result by the
+/// matrix of the recurrence.
 fn twist(word: u32, next: u32) -> u32 {
     let joined = (word & 0x8000_0000) | (next & 0x7fff_ffff);
     (joined >> 1) ^ ((next & 1).wrapping_neg() & 0x9908_b0df)

@@ -5,8 +5,8 @@
 //! chooses slot i or a later one. For longer orders, where the remainder of one word would be too
 //! biased, two words choose slot i or an earlier one.
 //!
-//! Only the cost differs from PyTorch. An index takes 4 bytes, instead of 8 and a Python integer in a
-//! list, and [`swaps`] gets the slots of many steps at once, so that cache misses overlap.
+//! Only the cost differs from PyTorch. An index takes 4 bytes, instead of 8 and a Python integer in
+//! a list, and [`swaps`] gets the slots of many steps at once, so that cache misses overlap.
 
 mod mersenne;
 
@@ -59,7 +59,8 @@ fn swap_wide(table: &mut [u32], mut generator: Mt19937) {
         let n_slots = steps.len();
         for (slot, (i, pair)) in slots.iter_mut().zip(steps) {
             let draw = (u64::from(pair[0]) << 32) | u64::from(pair[1]);
-            // The cache misses take longer than the integer division, so floating point was no faster.
+            // The cache misses take longer than the integer division, so floating point was no
+            // faster.
             *slot = (i, (draw % (i + 1) as u64) as usize);
         }
         swaps::swap_ahead(table, slots[..n_slots].iter().copied());
@@ -69,8 +70,8 @@ fn swap_wide(table: &mut [u32], mut generator: Mt19937) {
 /// Computes `word % divisor` for a divisor below 2^31 by floating point, which processors
 /// vectorize.
 ///
-/// The error of the quotient is at most 2^-21. So the rounded quotient is exact or one too large, and the
-/// remainder is at least -divisor.
+/// The error of the quotient is at most 2^-21. So the rounded quotient is exact or one too large,
+/// and the remainder is at least -divisor.
 #[expect(
     clippy::cast_possible_truncation,
     clippy::cast_possible_wrap,
