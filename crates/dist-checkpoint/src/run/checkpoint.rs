@@ -46,14 +46,15 @@ impl Checkpoint {
         let (index, checksum) = Index::read(&path.join(INDEX))?;
         names::check_step(&path, index.step)?;
         let mut pieces: BTreeMap<ParameterAndKind, Vec<TensorPiece>> = BTreeMap::new();
-        for listed in &index.files {
-            let path = path.join(&listed.name);
-            for (parameter_and_kind, piece) in shard::read::open(&path, &index.expected(listed))? {
+        for file in &index.files {
+            let file_path = path.join(&file.name);
+            let expected = index.expected_file(file);
+            for (parameter_and_kind, piece) in shard::read::open(&file_path, &expected)? {
                 pieces.entry(parameter_and_kind).or_default().push(piece);
             }
         }
-        for pieces in pieces.values_mut() {
-            pieces.sort_by_key(|piece| piece.items().start);
+        for parameter_pieces in pieces.values_mut() {
+            parameter_pieces.sort_by_key(|piece| piece.items().start);
         }
         let values = AllowedValues::default();
         Ok(Self { path, index, checksum, pieces, values, skipped: Vec::new() })
@@ -69,7 +70,7 @@ impl Checkpoint {
         Self { values, ..self }
     }
 
-    /// Adds the newer checkpoints that were skipped.
+    /// Sets the newer checkpoints that were skipped.
     pub(super) fn with_skipped(self, skipped: Vec<SkippedCheckpoint>) -> Self {
         Self { skipped, ..self }
     }
@@ -84,7 +85,7 @@ impl Checkpoint {
         self.pieces.values().flatten().try_for_each(|piece| piece.verify(self.values))
     }
 
-    /// Returns its folder.
+    /// Returns the checkpoint's folder.
     pub fn path(&self) -> &Path {
         &self.path
     }
@@ -94,7 +95,8 @@ impl Checkpoint {
         self.index.step
     }
 
-    /// Returns the name of the run that wrote it, if it has one: see [`Checkpoints::run`].
+    /// Returns the name of the run that wrote the checkpoint, if the run has a name: see
+    /// [`Checkpoints::run`].
     ///
     /// [`Checkpoints::run`]: crate::Checkpoints::run
     pub fn run(&self) -> Option<&str> {
@@ -106,11 +108,11 @@ impl Checkpoint {
         &self.skipped
     }
 
-    /// Returns the state of the trainer that wrote it, if it has one.
+    /// Returns the state of the trainer that wrote the checkpoint, if it contains one.
     ///
     /// # Errors
     ///
-    /// [`Error::Json`] if it is not a `T`.
+    /// [`Error::Json`] if the state is not a `T`.
     pub fn trainer<T: DeserializeOwned>(&self) -> Result<Option<T>> {
         let Some(trainer) = &self.index.trainer else { return Ok(None) };
         match serde_json::from_str(trainer.get()) {
@@ -123,7 +125,7 @@ impl Checkpoint {
     ///
     /// # Errors
     ///
-    /// [`Error::Json`] if it is not a `T`.
+    /// [`Error::Json`] if the state is not a `T`.
     pub fn state<T: DeserializeOwned>(&self) -> Result<T> {
         T::deserialize(&self.index.state).map_err(|cause| json_error(&self.path.join(INDEX), cause))
     }
@@ -196,22 +198,22 @@ impl Checkpoint {
         let range = key.start..key.start + len;
         let pieces = self.pieces(key)?;
         if range.is_empty() {
-            // An empty range of a piece has the right dtype.
+            // Read an empty range of a piece to get a tensor of the right dtype.
             let start = pieces[0].items().start;
             return pieces[0].read(start..start, self.values);
         }
-        let mut reached = range.start;
+        let mut next_item = range.start;
         let mut parts = Vec::new();
         for piece in pieces {
             let items = piece.items();
             let end = items.end.min(range.end);
-            if items.start <= reached && reached < end {
-                parts.push(piece.read(reached..end, self.values)?);
-                reached = end;
+            if items.start <= next_item && next_item < end {
+                parts.push(piece.read(next_item..end, self.values)?);
+                next_item = end;
             }
         }
-        if reached < range.end {
-            return Err(incomplete(TensorKey { start: reached, ..key }));
+        if next_item < range.end {
+            return Err(incomplete_error(TensorKey { start: next_item, ..key }));
         }
         match &parts[..] {
             [only] => Ok(only.clone()),
@@ -219,8 +221,8 @@ impl Checkpoint {
         }
     }
 
-    /// Reads a tensor of the shape of `like`: items beginning with the first item of `key`, or the
-    /// scalar of the parameter.
+    /// Reads a tensor of the shape of `like`: the items from the first item of `key` on, or the
+    /// scalar of the parameter if `like` is a scalar.
     ///
     /// # Errors
     ///
@@ -246,8 +248,8 @@ impl Checkpoint {
     /// # Ok::<(), Box<dyn std::error::Error>>(())
     /// ```
     pub fn like(&self, key: TensorKey<'_>, like: &Tensor) -> Result<Tensor> {
-        // A slot without items of a parameter writes no scalar for it, so a parameter of size 0 has
-        // no scalar.
+        // A slot without items of a parameter writes no scalar for the parameter, so a parameter of
+        // size 0 has no scalar.
         if like.elem_count() == 0 || self.has_no_items(key.parameter) {
             return Tensor::zeros(like.dims(), like.dtype(), &Device::Cpu).doing(LOADING);
         }
@@ -269,16 +271,19 @@ impl Checkpoint {
         first.read(first.items(), self.values)?.reshape(()).doing(LOADING)
     }
 
-    /// Returns the pieces of the parameter and kind of a key; at least one.
+    /// Returns the pieces of the parameter and kind of a key; there is at least one.
     fn pieces(&self, key: TensorKey<'_>) -> Result<&[TensorPiece]> {
-        self.pieces.get(&key.parameter_and_kind()).map(Vec::as_slice).ok_or_else(|| incomplete(key))
+        self.pieces
+            .get(&key.parameter_and_kind())
+            .map(Vec::as_slice)
+            .ok_or_else(|| incomplete_error(key))
     }
 }
 
 const LOADING: &str = "loading a tensor of a checkpoint";
 
 /// Returns the error for a missing first item of a key.
-fn incomplete(key: TensorKey<'_>) -> Error {
+fn incomplete_error(key: TensorKey<'_>) -> Error {
     Error::Parameter(ParameterError::Incomplete {
         name: key.parameter.to_owned(),
         kind: key.kind.to_owned(),

@@ -24,11 +24,11 @@ pub fn add(mut text: Vec<u8>) -> Vec<u8> {
 ///
 /// [`Error::NoChecksum`], [`Error::Checksum`].
 pub fn check(path: &Path, text: &[u8]) -> Result<()> {
-    let Some((checked, expected)) = split(text) else {
+    let Some((covered_text, expected)) = split(text) else {
         let path = path.to_owned();
         return Err(Error::NoChecksum { path, part: FilePart::Index });
     };
-    let found = Checksum::compute(checked);
+    let found = Checksum::compute(covered_text);
     if found == expected {
         return Ok(());
     }
@@ -40,11 +40,13 @@ pub fn check(path: &Path, text: &[u8]) -> Result<()> {
     })
 }
 
+/// Splits a text into the part that the checksum covers and the checksum.
 fn split(text: &[u8]) -> Option<(&[u8], Checksum)> {
-    let text = text.strip_suffix(END)?;
-    let (text, digits) = text.split_at_checked(text.len().checked_sub(Checksum::DIGITS)?)?;
+    let without_end = text.strip_suffix(END)?;
+    let digits_start = without_end.len().checked_sub(Checksum::DIGITS)?;
+    let (with_begin, digits) = without_end.split_at_checked(digits_start)?;
     let checksum = Checksum::parse(str::from_utf8(digits).ok()?)?;
-    Some((text.strip_suffix(BEGIN)?, checksum))
+    Some((with_begin.strip_suffix(BEGIN)?, checksum))
 }
 
 #[cfg(test)]
