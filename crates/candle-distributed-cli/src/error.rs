@@ -69,10 +69,10 @@ pub(crate) enum ErrorKind {
     Stopped { done: u64, steps: u64 },
     /// The error of another process, reported by the first process.
     #[error("rank 0 reports the cause")]
-    SaidByFirst {
+    ReportedByFirst {
         exit_code: u8,
         /// Whether every process ends with this error after the same step.
-        is_of_all: bool,
+        ends_all_processes: bool,
     },
     /// The run needs more memory than this process may use.
     #[error(
@@ -150,19 +150,19 @@ impl Error {
     }
 
     /// Returns true if every process of a run ends with this error after the same step.
-    pub(crate) fn is_of_all(&self) -> bool {
+    pub(crate) fn ends_all_processes(&self) -> bool {
         matches!(
             *self.kind,
             ErrorKind::Stopped { .. }
                 | ErrorKind::Finetune(finetune::Error::Run(RunError::Diverged { .. }))
-                | ErrorKind::SaidByFirst { is_of_all: true, .. }
+                | ErrorKind::ReportedByFirst { ends_all_processes: true, .. }
         )
     }
 
     pub(crate) fn exit_code(&self) -> u8 {
         match &*self.kind {
             ErrorKind::Stopped { .. } => INTERRUPTED,
-            ErrorKind::SaidByFirst { exit_code, .. } => *exit_code,
+            ErrorKind::ReportedByFirst { exit_code, .. } => *exit_code,
             ErrorKind::Mesh(error) if is_bad_input(error) => BAD_INPUT,
             ErrorKind::Training(error) if is_bad_setting_or_file(error) => BAD_INPUT,
             ErrorKind::Mesh(_)

@@ -36,7 +36,7 @@ fn outcome(run_json: &[u8], metrics: &[u8]) -> Result<()> {
     }
     let args = TrainLine::parse_from(["--resume".as_ref(), "--out".as_ref(), run.as_os_str()]);
     let page = report::page(&run).map(drop);
-    page.and(train::start(&args.train))
+    page.and(train::prepare(&args.train))
 }
 
 /// Returns the settings with the name of the text replaced by its path.

@@ -116,7 +116,7 @@ const MEMORY: &str = "\
     --strategy full keeps one shard of the model on each device instead of all of it; a smaller \
     --world-size needs less memory in one process, a smaller --max-tokens or --batch-size and a \
     shorter --context in a step; --memory-limit overrides the limit of the system";
-pub(crate) const MEMORY_OF_PARTS: &str = "\
+pub(crate) const MEMORY_OF_SHARDED: &str = "\
     with more processes, --keep inputs, a smaller model or a shorter --context, each process needs \
     less memory; --memory-limit overrides the limit of the system";
 pub(crate) const WRITE_LATER: &str = "\
@@ -137,7 +137,7 @@ pub(crate) const STATE: &str = "candle-distributed sample … --save-state FILE 
 pub(crate) const BATCH_STATE: &str = "candle-distributed batch … --save-state FILE writes a state";
 
 /// Quotes a word of a command, such as a path, for a shell.
-#[expect(clippy::expect_used, reason = "says why it cannot fail")]
+#[expect(clippy::expect_used, reason = "the message says why it cannot fail")]
 pub(crate) fn in_shell(word: impl fmt::Display) -> String {
     let word = word.to_string();
     shlex::try_quote(&word).expect("arguments contain no NUL bytes").into_owned()
@@ -212,7 +212,7 @@ fn for_kind(kind: &ErrorKind) -> Option<Cow<'static, str>> {
         | ErrorKind::Read { .. }
         | ErrorKind::Json { .. }
         | ErrorKind::Stopped { .. }
-        | ErrorKind::SaidByFirst { .. }
+        | ErrorKind::ReportedByFirst { .. }
         | ErrorKind::Write { .. }
         | ErrorKind::Output(_)
         | ErrorKind::Chart(_)

@@ -85,7 +85,7 @@ pub fn main() -> ExitCode {
     match outcome {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
-            if !matches!(*error.kind, ErrorKind::SaidByFirst { .. }) {
+            if !matches!(*error.kind, ErrorKind::ReportedByFirst { .. }) {
                 output::error(&error);
             }
             ExitCode::from(error.exit_code())

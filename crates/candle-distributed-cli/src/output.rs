@@ -161,7 +161,7 @@ fn standard_stream(_: &Metadata) -> io::Result<Option<File>> {
 }
 
 /// Returns a progress bar of `n_steps`, drawn if stderr is a terminal.
-#[expect(clippy::expect_used, reason = "says why it cannot fail")]
+#[expect(clippy::expect_used, reason = "the message says why it cannot fail")]
 pub(crate) fn progress(n_steps: u64, template: &'static str) -> ProgressBar {
     let style = ProgressStyle::with_template(template).expect("templates are literals");
     ProgressBar::new(n_steps).with_style(style)

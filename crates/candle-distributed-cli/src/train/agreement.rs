@@ -39,7 +39,7 @@ fn first_reports(mesh: &DeviceMesh, error: impl FnOnce() -> Error) -> Error {
     if mesh.is_first_process() {
         error()
     } else {
-        ErrorKind::SaidByFirst { exit_code: error::BAD_INPUT, is_of_all: false }.into()
+        ErrorKind::ReportedByFirst { exit_code: error::BAD_INPUT, ends_all_processes: false }.into()
     }
 }
 

@@ -523,6 +523,6 @@ fn files_without_examples_cause_warnings() {
         command(&arguments.iter().map(String::as_str).collect::<Vec<_>>()).output().unwrap();
     let said = String::from_utf8(output.stderr).unwrap();
     assert!(output.status.success(), "{said}");
-    assert!(said.contains("warning: 1 file of --data skipped, as not UTF-8"), "{said}");
+    assert!(said.contains("warning: 1 file of --data skipped: not UTF-8"), "{said}");
     assert!(said.contains("warning: 1 file of --data not .jsonl"), "{said}");
 }

@@ -108,7 +108,7 @@ impl Workload<'_> {
     /// # Errors
     ///
     /// The errors of [`predict`](Self::predict).
-    #[expect(clippy::expect_used, reason = "says why it cannot fail")]
+    #[expect(clippy::expect_used, reason = "the message says why it cannot fail")]
     pub fn predict_largest(&self) -> Result<MemoryPrediction> {
         let n_ranks = self.ranks.1 - self.ranks.0;
         let firsts = (0..self.world_size).filter(|first| first.is_multiple_of(n_ranks));

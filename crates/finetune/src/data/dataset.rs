@@ -138,7 +138,7 @@ impl DataSet {
 }
 
 impl BatchTensors {
-    #[expect(clippy::expect_used, reason = "says why it cannot fail")]
+    #[expect(clippy::expect_used, reason = "the message says why it cannot fail")]
     fn packing(&self) -> &RowPacking {
         self.packing.as_ref().expect("packed rows have a layout")
     }

@@ -162,7 +162,7 @@ impl BatchSchedule {
 }
 
 /// Returns the remaining steps of an epoch.
-#[expect(clippy::expect_used, reason = "says why it cannot fail")]
+#[expect(clippy::expect_used, reason = "the message says why it cannot fail")]
 fn scheduled(mut steps: Steps<'_, Vec<u64>>) -> Vec<Result<ScheduledStep>> {
     let first = steps.state().step;
     let mut scheduled = Vec::with_capacity(steps.len());

@@ -20,7 +20,7 @@ use crate::{
 ///
 /// [`FolderError::Weights`] or [`FolderError::TensorMismatch`] if the weights are damaged or belong to
 /// another model, [`FolderError::AdapterMismatch`] if the adapters do.
-#[expect(clippy::expect_used, reason = "says why it cannot fail")]
+#[expect(clippy::expect_used, reason = "the message says why it cannot fail")]
 pub(super) fn load(folder: &Folder, llama: &Llama) -> Result<Units> {
     // Only layers named by adapters can be missing: all others follow from the configuration.
     let declared = declare(|vb| llama.declare(&vb), DType::F32, &Device::Cpu)
@@ -54,7 +54,7 @@ pub(super) fn load(folder: &Folder, llama: &Llama) -> Result<Units> {
     Ok(Units::by(llama.units(), |vb| llama.declare(&vb))(vb)?)
 }
 
-#[expect(clippy::expect_used, reason = "says why it cannot fail")]
+#[expect(clippy::expect_used, reason = "the message says why it cannot fail")]
 fn patterns(names: &[&str]) -> Vec<Pattern> {
     names.iter().map(|name| name.parse().expect("a name is a pattern")).collect()
 }

@@ -190,7 +190,7 @@ fn reason(fault: &minijinja::Error) -> String {
 /// Returns Jinja as transformers configures it for chat templates, without `strftime_now`: a text
 /// with the current date would have other tokens tomorrow, and the run could not be resumed.
 /// Templates that use the function have a default date.
-#[expect(clippy::expect_used, reason = "says why it cannot fail")]
+#[expect(clippy::expect_used, reason = "the message says why it cannot fail")]
 fn environment() -> Environment<'static> {
     let mut environment = Environment::new();
     let syntax = SyntaxConfig::builder().trim_blocks(true).lstrip_blocks(true).build();

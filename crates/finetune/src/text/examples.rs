@@ -52,9 +52,9 @@ pub struct Examples {
 #[non_exhaustive]
 pub struct FileCounts {
     /// Files with an example in each line.
-    pub of_lines: u64,
+    pub n_with_line_examples: u64,
     /// Files with an example in each paragraph.
-    pub of_texts: u64,
+    pub n_with_paragraph_examples: u64,
     /// Files that are not UTF-8.
     pub skipped: u64,
 }
@@ -228,7 +228,7 @@ impl Examples {
         })
     }
 
-    #[expect(clippy::expect_used, reason = "says why it cannot fail")]
+    #[expect(clippy::expect_used, reason = "the message says why it cannot fail")]
     fn example(&self, index: u64) -> &LabeledTokens {
         let index = usize::try_from(index).expect("examples in memory have indices of type usize");
         &self.examples[index]
@@ -253,8 +253,8 @@ impl FileCounts {
             }
             Ok(text) => {
                 let has_line_items = lines::has_line_items(file);
-                self.of_lines += u64::from(has_line_items);
-                self.of_texts += u64::from(!has_line_items);
+                self.n_with_line_examples += u64::from(has_line_items);
+                self.n_with_paragraph_examples += u64::from(!has_line_items);
                 Ok(Some(text))
             }
         }
@@ -304,7 +304,7 @@ fn truncate(mut example: LabeledTokens, n_tokens: usize) -> LabeledTokens {
 }
 
 /// Returns a flag per example, true for held-out examples: the first ones of a random order.
-#[expect(clippy::expect_used, reason = "says why it cannot fail")]
+#[expect(clippy::expect_used, reason = "the message says why it cannot fail")]
 fn held_out(n_examples: usize, n_held_out: usize, seed: Seed) -> Result<Vec<bool>> {
     let config = SamplerConfig::default().with_seed(seed);
     let order = DistributedSampler::new(n_examples as u64, Placement::SINGLE, config)?;
@@ -452,7 +452,8 @@ mod tests {
         write("picture.png", b"\x89PNG\xff");
         let examples = read().unwrap();
         assert_eq!(examples.len(), 3);
-        let files = FileCounts { of_lines: 1, of_texts: 1, skipped: 1 };
+        let files =
+            FileCounts { n_with_line_examples: 1, n_with_paragraph_examples: 1, skipped: 1 };
         assert_eq!(examples.files(), files);
         let (kept, held) = examples.split(0.4, Seed::new(0)).unwrap();
         assert_eq!((kept.files(), held.files()), (files, files));

@@ -85,7 +85,7 @@ struct Draws {
 }
 
 impl Draws {
-    #[expect(clippy::expect_used, reason = "says why it cannot fail")]
+    #[expect(clippy::expect_used, reason = "the message says why it cannot fail")]
     fn one_of<'a>(&mut self, words: &[&'a str]) -> &'a str {
         let random = self.seed.derive(self.n_drawn).as_u64();
         self.n_drawn += 1;

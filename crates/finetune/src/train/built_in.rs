@@ -12,7 +12,7 @@ use crate::{
 const CONFIG: &str = include_str!("built_in.json");
 
 /// Returns the `config.json` of the model with the sizes of a run.
-#[expect(clippy::expect_used, reason = "says why it cannot fail")]
+#[expect(clippy::expect_used, reason = "the message says why it cannot fail")]
 pub(super) fn config(options: &RunOptions) -> Result<Value> {
     let built_in = LlamaConfig::from_json(CONFIG).expect("it is the configuration of a Llama");
     check_heads(&built_in, options)?;

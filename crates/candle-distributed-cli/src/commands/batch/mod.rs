@@ -27,7 +27,7 @@ use crate::{
     output::{self, JsonLines},
 };
 
-#[expect(clippy::expect_used, reason = "says why it cannot fail")]
+#[expect(clippy::expect_used, reason = "the message says why it cannot fail")]
 pub(crate) fn run(args: &BatchArgs) -> Result<()> {
     args.check()?;
     let state = match args.format {

@@ -24,7 +24,7 @@ pub(super) enum ReadingOrder {
 
 impl ReadingOrder {
     /// Returns the sequences in order. Listed positions are read lazily.
-    #[expect(clippy::expect_used, reason = "says why it cannot fail")]
+    #[expect(clippy::expect_used, reason = "the message says why it cannot fail")]
     pub(super) fn sequences<'a>(
         &'a mut self,
         lengths: &'a SequenceLengthList,

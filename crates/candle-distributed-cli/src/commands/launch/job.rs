@@ -91,7 +91,7 @@ impl ProcessGroup {
     }
 
     /// Starts the threads that watch the last process.
-    #[expect(clippy::expect_used, reason = "says why it cannot fail")]
+    #[expect(clippy::expect_used, reason = "the message says why it cannot fail")]
     fn watch_last(&mut self) -> io::Result<()> {
         let rank = self.processes.len() - 1;
         let process = self.processes.last_mut().expect("a process has just been added");

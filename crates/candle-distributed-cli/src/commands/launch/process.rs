@@ -58,7 +58,7 @@ pub(super) struct Process {
 
 impl Process {
     /// Takes standard output and standard error. Call it once.
-    #[expect(clippy::expect_used, reason = "says why it cannot fail")]
+    #[expect(clippy::expect_used, reason = "the message says why it cannot fail")]
     pub(super) fn take_outputs(&mut self) -> (ChildStdout, ChildStderr) {
         let stdout = self.child.stdout.take().expect("piped at start, and taken only once");
         let stderr = self.child.stderr.take().expect("piped at start, and taken only once");

@@ -52,7 +52,7 @@ const NOTHING_FITS: &str =
     "more ranks, --param-dtype BF16 or --optimizer adam-8bit need less memory per rank";
 
 pub(crate) fn run(args: &PlanArgs) -> Result<()> {
-    let strategy = args.sharding.or_default()?;
+    let strategy = args.sharding.strategy_or_default()?;
     let parameters = read_model(args)?;
     let plan = make_plan(args, &parameters, &strategy)?;
     if let Some(path) = &args.against {

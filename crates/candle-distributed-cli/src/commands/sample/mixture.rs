@@ -109,7 +109,7 @@ fn starts(data_sets: &[DataSet]) -> Result<Vec<u64>> {
     Ok(starts)
 }
 
-#[expect(clippy::expect_used, reason = "says why it cannot fail")]
+#[expect(clippy::expect_used, reason = "the message says why it cannot fail")]
 fn entry(mixture: &Mixture, n: u64) -> (usize, u64) {
     mixture.get(n).expect("`SampleArgs::count` limits the numbers to the length of the mixture")
 }

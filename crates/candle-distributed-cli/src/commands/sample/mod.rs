@@ -19,7 +19,7 @@ use self::rows::RowWriter;
 use crate::{
     commands,
     error::{Error, Result, WithHint},
-    help::{examples, typed},
+    help::{cli_name, examples},
     hint, input, numbers, output,
 };
 
@@ -239,7 +239,7 @@ impl SampleArgs {
     }
 
     /// Makes the sampler at the start of its epoch.
-    #[expect(clippy::expect_used, reason = "says why it cannot fail")]
+    #[expect(clippy::expect_used, reason = "the message says why it cannot fail")]
     fn fresh_sampler(&self, placement: Placement) -> Result<DistributedSampler> {
         if let Some(path) = &self.classes {
             let labels = numbers::classes(path)?;
@@ -282,7 +282,7 @@ impl SampleArgs {
             if is_given && self.format == FormatArg::Npy {
                 return Err(Error::usage(format!(
                     "{option} needs --format text or json, not {}",
-                    typed(self.format)
+                    cli_name(self.format)
                 )));
             }
         }
@@ -427,7 +427,7 @@ fn print_rows<const WIDTH: usize>(
 }
 
 /// Returns true if entry `n` of the rank is padding.
-#[expect(clippy::expect_used, reason = "says why it cannot fail")]
+#[expect(clippy::expect_used, reason = "the message says why it cannot fail")]
 fn is_padding(sampler: &DistributedSampler, n: u64) -> bool {
     let (_, is_padding) =
         sampler.entry(n).expect("`SampleArgs::count` limits the numbers to the length");
