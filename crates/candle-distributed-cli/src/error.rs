@@ -47,7 +47,7 @@ pub(crate) enum ErrorKind {
     /// An error of training other than mesh and plan errors.
     #[error(transparent)]
     Training(train::Error),
-    #[error("{}", in_options(.0))]
+    #[error("{}", option_message(.0))]
     Finetune(finetune::Error),
     /// An invalid argument or input that only this program checks.
     #[error("{0}")]
@@ -241,8 +241,8 @@ impl fmt::Display for Error {
     }
 }
 
-/// Returns the message of an error, which names options as they are typed.
-fn in_options(error: &finetune::Error) -> String {
+/// Returns the message of an error. It names settings by their options.
+fn option_message(error: &finetune::Error) -> String {
     let finetune::Error::Spec(error) = error else { return error.to_string() };
     match error {
         SpecError::Setting { name, value, expected } => {
@@ -261,13 +261,13 @@ fn in_options(error: &finetune::Error) -> String {
             let path = Printable(path.display());
             format!("--{name} {path} is not UTF-8, and run.json cannot name it")
         }
-        SpecError::NoData => "--model needs --data, the texts to learn from".into(),
+        SpecError::NoData => "--model needs --data, the training texts".into(),
         SpecError::UnevenHeads { hidden, n_heads } => {
             format!("--hidden {hidden} does not split evenly over --n-heads {n_heads}")
         }
         SpecError::ClippedInBackward { max_grad_norm } => format!(
             "--optimizer-in-backward cannot be used with --max-grad-norm {max_grad_norm}: the norm \
-             of all gradients is known after the backward pass"
+             of all gradients is only known after the backward pass"
         ),
         error => error.to_string(),
     }

@@ -341,7 +341,7 @@ fn untrainable_models_are_rejected_by_name() {
     is_rejected(
         &model,
         &with(&["--context", "12"]),
-        &["and the context is 12", "--overlong truncate"],
+        &["more than the context of 12", "--overlong truncate"],
     );
     let new = model.path("new");
     rejects(&["train", "--model", &new, "--init", "3"], &["--model needs --data"]);

@@ -479,7 +479,7 @@ mod tests {
         let content = "\"abc\"\n\"abcdefghijkl\"\n";
         let fault = read("a.jsonl", content, 8, Overlong::Error).unwrap_err();
         assert!(fault.to_string().starts_with("line 2 of "), "{fault}");
-        assert!(fault.to_string().contains(" tokens, and the context is 8"), "{fault}");
+        assert!(fault.to_string().contains(" tokens, more than the context of 8"), "{fault}");
         assert!(matches!(fault, Error::Example(ExampleError::Overlong { context: 8, .. })));
         let whole = lines(content).unwrap();
         let cut = read("a.jsonl", content, 8, Overlong::Truncate).unwrap();

@@ -623,7 +623,7 @@ mod tests {
     #[test]
     fn dropout_is_rejected_padding_is_ignored() {
         let fault = rejection("llama", FILE, |file| file["model"]["dropout"] = json!(0.1));
-        assert!(fault.contains("with dropout 0.1, tokens are random"), "{fault}");
+        assert!(fault.contains("dropout is 0.1, must be null"), "{fault}");
         let copy = golden::changed("llama", FILE, |file| {
             file["truncation"] = json!({
                 "direction": "Right", "max_length": 4, "strategy": "LongestFirst", "stride": 0,
