@@ -37,8 +37,8 @@ impl Args {
             return Ok(());
         }
         let steps = run.steps()?;
-        let work = run.workload(&steps, place.ranks()).with_check(self.check);
-        let needed = work.predict()?.total();
+        let workload = run.workload(&steps, place.ranks()).with_check(self.check);
+        let needed = workload.predict()?.total();
         tracing::info!("this process will take about {}", HumanBytes(needed.into()));
         if let Some(limit) = self.limit(place)
             && limit.share() < needed
@@ -69,8 +69,8 @@ impl Args {
         run: &PreparedRun,
     ) -> Result<Option<u64>> {
         let steps = run.steps()?;
-        let work = run.workload(&steps, place.ranks()).with_check(self.check);
-        Ok(work.too_large_to_generate(self.limit(place).as_ref())?)
+        let workload = run.workload(&steps, place.ranks()).with_check(self.check);
+        Ok(workload.too_large_to_generate(self.limit(place).as_ref())?)
     }
 
     /// Returns the lowest memory limit of this process, if there is any. `--memory-limit` replaces

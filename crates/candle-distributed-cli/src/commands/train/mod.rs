@@ -156,7 +156,7 @@ impl Args {
         if self.check {
             let report = trainer.check()?;
             if let Some(journal) = &journal {
-                journal.show(&report);
+                journal.show_gradients(&report);
             }
         }
         let mut stopped_after = None;
