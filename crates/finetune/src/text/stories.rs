@@ -5,7 +5,7 @@
 
 use core_types::Seed;
 
-/// The number of stories, of about 310 bytes each: a short run repeats few of them.
+/// The number of stories, of about 310 bytes each: enough that a short run repeats few of them.
 const N_STORIES: u64 = 2300;
 
 const SEED: Seed = Seed::new(0);
@@ -48,7 +48,7 @@ const PARTS: [&[&str]; 10] = [
 
 /// Returns the stories, the same on every machine.
 pub(crate) fn stories() -> impl Iterator<Item = String> {
-    (0..N_STORIES).map(|index| story(SEED.derive(index)))
+    (0..N_STORIES).map(|index| generate_story(SEED.derive(index)))
 }
 
 /// Returns true if the grammar has this sentence.
@@ -57,22 +57,22 @@ pub(crate) fn parses(sentence: &str) -> bool {
     PARTS.iter().flat_map(|part| part.iter()).any(|pattern| has_form(sentence, pattern))
 }
 
-fn story(seed: Seed) -> String {
+fn generate_story(seed: Seed) -> String {
     let mut draws = Draws { seed, n_drawn: 0 };
-    let chosen: Vec<&str> = SLOTS.iter().map(|(_, words)| draws.one_of(words)).collect();
-    // Neighbors in `SLOTS` may share a list of words, and must not get the same word: the friend
-    // needs another name than the hero, and the place must not be the home.
-    if chosen.windows(2).any(|pair| pair[0] == pair[1]) {
-        return story(seed.derive(draws.n_drawn));
+    let words: Vec<&str> = SLOTS.iter().map(|(_, list)| draws.one_of(list)).collect();
+    // Neighbors in `SLOTS` that share a list of words must get different words: the friend needs
+    // another name than the hero, and the place must not be the home.
+    if words.windows(2).any(|pair| pair[0] == pair[1]) {
+        return generate_story(seed.derive(draws.n_drawn));
     }
-    let sentences = PARTS.map(|part| filled(draws.one_of(part), &chosen));
+    let sentences = PARTS.map(|part| fill_slots(draws.one_of(part), &words));
     sentences.join(" ")
 }
 
 /// Fills each slot of a pattern with its word.
-fn filled(pattern: &str, chosen: &[&str]) -> String {
+fn fill_slots(pattern: &str, words: &[&str]) -> String {
     let mut sentence = pattern.to_owned();
-    for ((slot, _), word) in SLOTS.iter().zip(chosen) {
+    for ((slot, _), word) in SLOTS.iter().zip(words) {
         sentence = sentence.replace(&format!("{{{slot}}}"), word);
     }
     sentence
