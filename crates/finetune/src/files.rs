@@ -1,4 +1,4 @@
-//! Files of folders: reading and listing.
+//! Reads files, and lists the files of folders.
 
 use std::{
     fs, io,
@@ -11,7 +11,7 @@ use crate::error::{Error, Result};
 /// The file with the sizes and properties of a model.
 pub(crate) const CONFIG: &str = "config.json";
 
-/// Size limit of a file that is read at once. A longer file is not a text, or is an endless device.
+/// Size limit of a file that is read into memory. No configuration or text is longer.
 const MAX_BYTES: u64 = 1 << 30;
 
 /// Reads a file, or returns `None` if it does not exist.
@@ -41,8 +41,8 @@ pub fn read_if_there(path: &Path) -> Result<Option<Vec<u8>>> {
     Ok(Some(bytes))
 }
 
-/// Lists the files under a folder, or the file itself, in the same order on every machine. Hidden
-/// files are left out.
+/// Lists the files under a folder in the same order on every machine, without hidden files. The list of
+/// a file is the file itself.
 pub(crate) fn list(path: &Path) -> Result<Vec<PathBuf>> {
     let mut files = Vec::new();
     add_files(path, &mut files)?;
@@ -53,7 +53,7 @@ pub(crate) fn list(path: &Path) -> Result<Vec<PathBuf>> {
 fn add_files(path: &Path, files: &mut Vec<PathBuf>) -> Result<()> {
     let metadata = fs::metadata(path).map_err(|cause| Error::io(path, cause))?;
     if !metadata.is_dir() {
-        // Pipes and devices may never end.
+        // Pipes and devices are left out, since they may never end.
         files.extend(metadata.is_file().then(|| path.to_path_buf()));
         return Ok(());
     }
