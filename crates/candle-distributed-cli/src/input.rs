@@ -10,7 +10,7 @@ use serde::de::DeserializeOwned;
 
 use crate::error::{Error, Result};
 
-/// The size limit of input that is read into memory. No real list is longer, so longer input comes
+/// The size limit of input that is read into memory. No real list is longer: longer input is probably
 /// from an endless device.
 const MAX_BYTES: u64 = 1 << 30;
 
@@ -49,8 +49,8 @@ pub(crate) fn read_json<T: DeserializeOwned>(path: &Path, what: &'static str) ->
 
 /// Quotes `text` for an error message, shortened to one line.
 pub(crate) fn excerpt(text: &str) -> String {
-    const SHOWN_CHARS: usize = 40;
-    let shown: String = text.chars().take(SHOWN_CHARS).collect();
-    let more = if shown.len() < text.len() { "…" } else { "" };
-    format!("{shown:?}{more}")
+    const MAX_CHARS: usize = 40;
+    let beginning: String = text.chars().take(MAX_CHARS).collect();
+    let ellipsis = if beginning.len() < text.len() { "…" } else { "" };
+    format!("{beginning:?}{ellipsis}")
 }

@@ -80,7 +80,7 @@ pub fn main() -> ExitCode {
             return ExitCode::from(error::BAD_INPUT);
         }
         // Requested help or version output is a result.
-        Err(page) => output::printed(page.print()),
+        Err(page) => output::check_printed(page.print()),
     };
     match outcome {
         Ok(()) => ExitCode::SUCCESS,

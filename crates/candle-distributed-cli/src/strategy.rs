@@ -181,34 +181,34 @@ impl StrategyArgs {
     }
 }
 
-/// Number of names after which a list is cut off.
+/// Maximum number of names in a list.
 const MAX_NAMES: usize = 8;
 
 /// Writes the number of parameters that each rule decides, and the names of parameters that match
 /// no rule or several.
 pub(crate) fn write_matches(rules: &Matches<'_>, out: &mut dyn Write) -> io::Result<()> {
-    let decided: Vec<_> =
+    let counts: Vec<_> =
         rules.decided.iter().enumerate().map(|(rule, n)| format!("{n} by rule {rule}")).collect();
     writeln!(
         out,
         "parameters decided: {}; {} by default",
-        decided.join(", "),
+        counts.join(", "),
         rules.unmatched.len()
     )?;
     if !rules.unmatched.is_empty() {
-        writeln!(out, "no rule matches {}", listed(&rules.unmatched))?;
+        writeln!(out, "no rule matches {}", join_names(&rules.unmatched))?;
     }
     if !rules.overlaps.is_empty() {
         let overlaps: Vec<_> = rules.overlaps.iter().map(|(name, _)| *name).collect();
-        writeln!(out, "several rules match {}; the first one decides", listed(&overlaps))?;
+        writeln!(out, "several rules match {}; the first one decides", join_names(&overlaps))?;
     }
     Ok(())
 }
 
-/// Joins names, up to [`MAX_NAMES`].
-fn listed(names: &[&str]) -> String {
-    let more = if names.len() > MAX_NAMES { ", …" } else { "" };
-    names[..names.len().min(MAX_NAMES)].join(", ") + more
+/// Joins up to [`MAX_NAMES`] names. More names are an ellipsis.
+fn join_names(names: &[&str]) -> String {
+    let ellipsis = if names.len() > MAX_NAMES { ", …" } else { "" };
+    names[..names.len().min(MAX_NAMES)].join(", ") + ellipsis
 }
 
 #[cfg(test)]

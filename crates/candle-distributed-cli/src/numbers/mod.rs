@@ -58,19 +58,20 @@ pub(crate) fn positions(path: &Path) -> Numbers<u64> {
 
 /// Reads the class of each sample from the file at `path`.
 pub(crate) fn classes(path: &Path) -> Result<Vec<u32>> {
-    collect("class", path, MemoryBudget::per_number(CLASS_BYTES))
+    read_all("class", path, MemoryBudget::per_number(CLASS_BYTES))
 }
 
 /// Reads the weight of each sample from the file at `path`.
 pub(crate) fn weights(path: &Path) -> Result<Vec<f64>> {
-    collect("weight", path, MemoryBudget::per_number(WEIGHT_BYTES))
+    read_all("weight", path, MemoryBudget::per_number(WEIGHT_BYTES))
 }
 
-fn collect<T: Number>(what: &'static str, path: &Path, budget: MemoryBudget) -> Result<Vec<T>> {
+/// Reads all numbers of a list into memory.
+fn read_all<T: Number>(what: &'static str, path: &Path, budget: MemoryBudget) -> Result<Vec<T>> {
     let list = NumberList { what, path: path.into(), hint: hint::NUMBERS };
     let mut numbers = Vec::new();
-    let read = list.read(None, RawNumbers::Never);
-    budget.load(read, path.display(), |number| push(&mut numbers, number))?;
+    let entries = list.read(None, RawNumbers::Never);
+    budget.load(entries, path.display(), |number| push(&mut numbers, number))?;
     Ok(numbers)
 }
 
@@ -104,10 +105,10 @@ struct NumberList {
 impl NumberList {
     /// Reads the numbers of the list, or of a field of its lines. An empty list is an error.
     fn read<T: Number>(self, field: Option<&str>, raw: RawNumbers) -> Numbers<T> {
-        let empty = self.error(format!("there is no {} in {}", self.what, self.name()));
+        let empty_error = self.error(format!("there is no {} in {}", self.what, self.name()));
         let source = self.open();
         match source.and_then(|source| self.numbers(source, field, raw)) {
-            Ok(numbers) => at_least_one(numbers, empty),
+            Ok(numbers) => at_least_one(numbers, empty_error),
             Err(error) => Box::new(iter::once(Err(error))),
         }
     }
@@ -180,14 +181,15 @@ pub(crate) fn is_stdin(path: &Path) -> bool {
 
 /// Returns true if another program may still be writing this input.
 pub(crate) fn is_live(path: &Path) -> bool {
-    is_stdin(path) || fs::metadata(path).is_ok_and(|known| !known.is_file())
+    is_stdin(path) || fs::metadata(path).is_ok_and(|metadata| !metadata.is_file())
 }
 
-/// Returns the numbers, or the error `empty` if the iterator is empty.
-fn at_least_one<T: 'static>(mut numbers: Numbers<T>, empty: Error) -> Numbers<T> {
-    let mut empty = Some(empty);
-    Box::new(iter::from_fn(move || match (numbers.next(), empty.take()) {
-        (None, Some(empty)) => Some(Err(empty)),
+/// Returns the numbers, or `empty_error` if there are none.
+fn at_least_one<T: 'static>(mut numbers: Numbers<T>, empty_error: Error) -> Numbers<T> {
+    // Taken before the first number.
+    let mut error_if_first = Some(empty_error);
+    Box::new(iter::from_fn(move || match (numbers.next(), error_if_first.take()) {
+        (None, Some(error)) => Some(Err(error)),
         (next, _) => next,
     }))
 }

@@ -13,7 +13,7 @@ use plotters::{
 use crate::{
     error::Result,
     picture::{
-        self, Area, BLUE, Drawn, FAINT, GREEN, HEADING, LEGEND, Mark, ORANGE, PURPLE, Ticks,
+        self, Area, BLUE, DrawResult, FAINT, GREEN, HEADING, LEGEND, Mark, ORANGE, PURPLE, Ticks,
     },
 };
 
@@ -178,8 +178,8 @@ fn document(
     let heights: Vec<u32> = heights.collect();
     let size = (WIDTH, HEADING + LEGEND + heights.iter().sum::<u32>());
     picture::document(size, |area| {
-        picture::heading(&area, title, figures, FAINT)?;
-        picture::legend(&area, (LEFT_OF_AXIS, HEADING.cast_signed() + 8), legend)?;
+        picture::draw_heading(&area, title, figures, FAINT)?;
+        picture::draw_legend(&area, (LEFT_OF_AXIS, HEADING.cast_signed() + 8), legend)?;
         let mut top = HEADING + LEGEND;
         for (n, ((quantity, series), height)) in panels.iter().zip(heights).enumerate() {
             let part = area.clone().shrink((0, top), (WIDTH, height));
@@ -196,7 +196,7 @@ fn draw_panel(
     runs: &[DrawnRun],
     series: &[Series],
     has_steps: bool,
-) -> Drawn {
+) -> DrawResult {
     let ends = runs.iter().filter_map(|run| run.steps.last());
     // An axis of no extent has no ticks.
     let last = ends.map(|step| step.metrics.end()).fold(1, u64::max);
@@ -228,7 +228,7 @@ fn axes<'a, 'b>(
     (low, high): (f64, f64),
     name: &str,
     has_steps: bool,
-) -> Drawn<Chart<'a, 'b>> {
+) -> DrawResult<Chart<'a, 'b>> {
     let [steps, values] = [last as f64, high].map(Ticks::up_to);
     let mut chart = ChartBuilder::on(area)
         .margin(10)
@@ -237,7 +237,7 @@ fn axes<'a, 'b>(
         .y_label_area_size(70)
         .build_cartesian_2d(0..last, low..high)?;
     let mut axes = chart.configure_mesh();
-    picture::plain(&mut axes);
+    picture::style_axes(&mut axes);
     if has_steps {
         axes.x_desc("steps");
     }

@@ -61,7 +61,7 @@ pub(crate) struct PlanArgs {
     /// Runtime to predict memory and traffic for
     #[arg(long, value_enum, default_value_t, help_heading = "Cost model")]
     runtime: RuntimeArg,
-    /// Number of units gathered ahead [default: 1 for torch, 0 for candle]
+    /// Number of units to gather in advance [default: 1 for torch, 0 for candle]
     #[arg(long, value_name = "UNITS", help_heading = "Cost model")]
     prefetch: Option<u64>,
     /// Number of tokens of a batch on each rank, to estimate the memory of activations
@@ -160,15 +160,16 @@ impl PlanArgs {
 
     /// Returns the rank to list the shards of.
     pub(super) fn rank(&self) -> Result<Option<Rank>> {
-        self.checked(self.rank)
+        self.placed_rank(self.rank)
     }
 
     /// Returns the rank to explain.
     pub(super) fn explain_rank(&self) -> Result<Option<Rank>> {
-        self.checked(self.explain_rank)
+        self.placed_rank(self.explain_rank)
     }
 
-    fn checked(&self, rank: Option<u64>) -> Result<Option<Rank>> {
+    /// Checks that a rank is below the number of ranks.
+    fn placed_rank(&self, rank: Option<u64>) -> Result<Option<Rank>> {
         Ok(rank.map(|rank| Placement::new(rank, self.world_size)).transpose()?.map(Placement::rank))
     }
 

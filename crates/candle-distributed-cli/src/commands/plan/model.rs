@@ -72,8 +72,8 @@ fn read_safetensors(path: &Path) -> Result<Vec<ParameterInfo>> {
 
 /// Opens the file at `path`. Rejects pipes, which could block forever.
 fn open(path: &Path) -> Result<File> {
-    let known = fs::metadata(path).map_err(|source| Error::read(path, source))?;
-    if !known.is_file() {
+    let metadata = fs::metadata(path).map_err(|source| Error::read(path, source))?;
+    if !metadata.is_file() {
         return Err(Error::usage(format!("{} is not a file", Printable(path.display()))));
     }
     input::open(path)

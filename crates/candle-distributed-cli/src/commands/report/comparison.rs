@@ -26,7 +26,7 @@ pub(super) fn page(runs: &[RunFacts]) -> Result<String> {
 /// Returns one row per figure, with a column per run.
 fn summary(runs: &[RunFacts]) -> Vec<Vec<String>> {
     let done = runs.iter().map(|facts| {
-        format!("{} of {}", markup::count(facts.done()), markup::count(facts.settings.steps))
+        format!("{} of {}", markup::count(facts.n_done()), markup::count(facts.settings.steps))
     });
     let mut rows = vec![row("steps", done)];
     let by_run: Vec<Option<[SummaryFigure; 6]>> = runs.iter().map(summary_figures).collect();

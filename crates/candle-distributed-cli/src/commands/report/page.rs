@@ -49,7 +49,7 @@ pub(super) fn page(facts: &RunFacts) -> Result<String> {
 
 /// Describes the progress of the run.
 fn state(facts: &RunFacts) -> String {
-    let done = count(facts.done());
+    let done = count(facts.n_done());
     let steps = count(facts.settings.steps);
     let devices = devices(facts.session());
     if facts.is_complete {

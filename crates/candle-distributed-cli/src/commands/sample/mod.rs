@@ -400,7 +400,7 @@ fn print_indices(args: &SampleArgs, sampler: &DistributedSampler) -> Result<()> 
             print_rows(args, sampler.data_set_len(), RowWriter { n_rows: count, fill })
         }
         FormatArg::Text | FormatArg::Npy => {
-            let fill = rows::from(printed.iter().map(|index| [index]));
+            let fill = rows::fill_from(printed.iter().map(|index| [index]));
             print_rows(args, sampler.data_set_len(), RowWriter { n_rows: count, fill })
         }
     }?;

@@ -138,7 +138,7 @@ impl Args {
             writing::warn_too_large(bytes);
             return Ok(());
         }
-        self.writing.write(&path, &prompt, &spec)
+        self.writing.write_sample(&path, &prompt, &spec)
     }
 
     /// Trains the remaining steps, and returns the folder of the run.

@@ -70,7 +70,7 @@ impl WritingArgs {
 
     /// Generates a sample with the model of the complete run in `path`, prints it, and saves it for
     /// the report. If generation fails, the command only warns, since the run is complete.
-    pub(super) fn write(&self, path: &Path, prompt: &str, spec: &Spec) -> Result<()> {
+    pub(super) fn write_sample(&self, path: &Path, prompt: &str, spec: &Spec) -> Result<()> {
         match self.generate(path, prompt, spec) {
             Ok(text) => output::text(|out| writeln!(out, "the model writes:\n{text}")),
             Err(error) => {
