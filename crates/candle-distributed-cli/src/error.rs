@@ -89,7 +89,7 @@ pub(crate) enum ErrorKind {
     #[error("cannot draw the chart")]
     Chart(#[from] DrawingAreaErrorKind<io::Error>),
     #[error("the computation failed")]
-    Train(#[from] candle_core::Error),
+    Tensor(#[from] candle_core::Error),
 }
 
 /// The exit code for bad arguments or input.
@@ -144,8 +144,8 @@ impl Error {
         Self { kind: Box::new(kind), advice: self.advice }
     }
 
-    /// Adds advice, which replaces the advice for the kind of error.
-    pub(crate) fn hinted(self, advice: impl Into<Cow<'static, str>>) -> Self {
+    /// Adds a hint, which replaces the hint for the kind of error.
+    pub(crate) fn with_hint(self, advice: impl Into<Cow<'static, str>>) -> Self {
         Self { advice: Some(advice.into()), ..self }
     }
 
@@ -174,7 +174,7 @@ impl Error {
             | ErrorKind::Finetune(
                 finetune::Error::Write { .. } | finetune::Error::Run(RunError::Diverged { .. }),
             )
-            | ErrorKind::Train(_) => FAILURE,
+            | ErrorKind::Tensor(_) => FAILURE,
             ErrorKind::Types(_)
             | ErrorKind::Launch(_)
             | ErrorKind::Sampler(_)
@@ -217,7 +217,7 @@ impl From<finetune::Error> for ErrorKind {
             Batch(error) => Self::Batch(error),
             Plan(error) => Self::Plan(error),
             Train(error) => (*error).into(),
-            Tensor(error) => Self::Train(error),
+            Tensor(error) => Self::Tensor(error),
             error => Self::Finetune(error),
         }
     }
@@ -308,6 +308,6 @@ pub(crate) trait WithHint {
 
 impl<T> WithHint for Result<T> {
     fn with_hint(self, hint: &'static str) -> Self {
-        self.map_err(|error| error.hinted(hint))
+        self.map_err(|error| error.with_hint(hint))
     }
 }

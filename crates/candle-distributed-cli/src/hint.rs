@@ -218,7 +218,7 @@ fn for_kind(kind: &ErrorKind) -> Option<Cow<'static, str>> {
         | ErrorKind::Write { .. }
         | ErrorKind::Output(_)
         | ErrorKind::Chart(_)
-        | ErrorKind::Train(_) => None,
+        | ErrorKind::Tensor(_) => None,
     }
 }
 

@@ -91,7 +91,9 @@ impl JsonLines {
 pub(crate) fn bytes(write: impl FnOnce(&mut dyn Write) -> io::Result<()>) -> Result<()> {
     if io::stdout().is_terminal() {
         let error = Error::usage("this --format is binary, and standard output is a terminal");
-        return Err(error.hinted("send it to a file or another program: … > FILE, or … | PROGRAM"));
+        return Err(
+            error.with_hint("send it to a file or another program: … > FILE, or … | PROGRAM")
+        );
     }
     enlarge_pipe(&io::stdout());
     text(write)

@@ -120,7 +120,7 @@ impl StrategyArgs {
         let mut given_options = String::new();
         for (name, value) in options {
             if let Some(value) = value {
-                given_options.extend([" --", name, " ", &value]);
+                given_options.extend([" --", name, " ", value.as_str()]);
             }
         }
         given_options

@@ -32,7 +32,8 @@ pub(super) fn read<T: Number>(list: &NumberList, source: impl Read) -> Result<Ve
             }
         })
     };
-    numbers.map_err(|fault| Error::json(&list.path, "a list of numbers", fault).hinted(list.hint))
+    numbers
+        .map_err(|fault| Error::json(&list.path, "a list of numbers", fault).with_hint(list.hint))
 }
 
 /// The output of `sample --format json`.

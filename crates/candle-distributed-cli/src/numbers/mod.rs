@@ -117,7 +117,7 @@ impl NumberList {
         if is_stdin(&self.path) {
             return Ok(Box::new(io::stdin()));
         }
-        let file = input::open(&self.path).map_err(|error| error.hinted(self.hint))?;
+        let file = input::open(&self.path).map_err(|error| error.with_hint(self.hint))?;
         Ok(Box::new(file))
     }
 
@@ -157,7 +157,7 @@ impl NumberList {
 
     /// Returns an error about the whole list.
     fn error(&self, message: impl Into<String>) -> Error {
-        Error::usage(message).hinted(self.hint)
+        Error::usage(message).with_hint(self.hint)
     }
 
     /// Returns an error about number `n`, counted from 1, which has the text `shown`.
@@ -168,7 +168,7 @@ impl NumberList {
 
     /// Returns an error for a failed read.
     fn unreadable(&self, source: io::Error) -> Error {
-        Error::read(&self.path, source).hinted(self.hint)
+        Error::read(&self.path, source).with_hint(self.hint)
     }
 }
 

@@ -18,7 +18,7 @@ pub(crate) fn compare(mesh: &DeviceMesh, facts: &[String]) -> Result<()> {
     }
     Err(report_on_first(mesh, || {
         let message = format!("the processes do not start the same run: {differences}");
-        Error::usage(message).hinted(hint::SAME_RUN)
+        Error::usage(message).with_hint(hint::SAME_RUN)
     }))
 }
 

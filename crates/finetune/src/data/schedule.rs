@@ -83,19 +83,20 @@ impl BatchSchedule {
     ///
     /// [`Error::Batch`] or [`Error::Sampler`] if there is no sequence, or if a sequence is too long.
     pub(crate) fn new(lengths: Vec<u64>, seed: Seed, batching: &Batching) -> Result<Self> {
-        let shuffle = SamplerConfig::default().with_seed(seed.derive(SEQUENCE_STREAM));
-        let sequences = DistributedSampler::new(lengths.len() as u64, Placement::SINGLE, shuffle)?;
-        let mut config = BatchConfig::default()
+        let sequence_config = SamplerConfig::default().with_seed(seed.derive(SEQUENCE_STREAM));
+        let sequences =
+            DistributedSampler::new(lengths.len() as u64, Placement::SINGLE, sequence_config)?;
+        let mut batch_config = BatchConfig::default()
             .with_strategy(batching.strategy.clone())
             .with_max_tokens(batching.max_tokens);
         if let Some(max_batch_size) = batching.max_batch_size {
-            config = config.with_max_batch_size(max_batch_size);
+            batch_config = batch_config.with_max_batch_size(max_batch_size);
         }
-        let batches = DynamicBatchSampler::new(lengths, config)?;
+        let batches = DynamicBatchSampler::new(lengths, batch_config)?;
         // The mesh divides a step later. The "ranks" of this sampler are the batches of a step.
         let placement = Placement::new(0, batching.n_batches)?;
-        let shuffle = DistributedConfig::default().with_shuffle(seed.derive(BATCH_STREAM));
-        let steps = DistributedBatchSampler::new(batches, placement, shuffle)?;
+        let step_config = DistributedConfig::default().with_shuffle(seed.derive(BATCH_STREAM));
+        let steps = DistributedBatchSampler::new(batches, placement, step_config)?;
         Ok(Self { sequences, steps })
     }
 

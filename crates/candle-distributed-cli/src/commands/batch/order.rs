@@ -46,7 +46,7 @@ impl ReadingOrder {
                     let message = format!(
                         "position {n} in {name} is {index}, out of range for {count} sequences"
                     );
-                    Err(Error::usage(message).hinted(hint::ORDER))
+                    Err(Error::usage(message).with_hint(hint::ORDER))
                 }))
             }
         }

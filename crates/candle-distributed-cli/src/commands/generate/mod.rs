@@ -118,7 +118,7 @@ impl GenerateArgs {
                     file.display(),
                     folder.display()
                 );
-                return Err(Error::usage(fault).hinted("name a file in another folder"));
+                return Err(Error::usage(fault).with_hint("name a file in another folder"));
             }
         }
         Ok(())

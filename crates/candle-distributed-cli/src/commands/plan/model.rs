@@ -23,7 +23,7 @@ const INDEX: &str = "model.safetensors.index.json";
 /// Reads the parameters of the model at `path`, a file or a folder.
 pub(crate) fn read(path: &Path) -> Result<Vec<ParameterInfo>> {
     read_by_name(path).map_err(|error| match *error.kind {
-        ErrorKind::Read { .. } => error.hinted(hint::MODEL),
+        ErrorKind::Read { .. } => error.with_hint(hint::MODEL),
         // Other errors are about the content of a file of the right kind.
         _ => error,
     })

@@ -43,7 +43,7 @@ impl RunFacts {
     /// Reads the facts about the run in the folder `path`.
     pub(super) fn read(path: &Path) -> Result<Self> {
         let settings = Spec::read(path)?.ok_or_else(|| {
-            Error::usage(format!("{} does not hold a run", path.display())).hinted(hint::RUN)
+            Error::usage(format!("{} does not hold a run", path.display())).with_hint(hint::RUN)
         })?;
         let is_complete = run::is_complete(path, &settings)?;
         let session = settings.session();

@@ -307,7 +307,7 @@ fn without_order(error: sampler::Error, advice: &'static str) -> Error {
         sampler::Error::TooLongToShuffle { .. } | sampler::Error::OutOfMemory { .. }
     );
     let error = Error::from(error);
-    if is_too_large { error.hinted(advice) } else { error }
+    if is_too_large { error.with_hint(advice) } else { error }
 }
 
 /// The JSON result. Indices are computed while they are written.

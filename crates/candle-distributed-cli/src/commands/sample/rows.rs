@@ -89,7 +89,7 @@ pub(super) fn check_npy(n_samples: u64) -> Result<()> {
     }
     let message =
         format!("{n_samples} samples are more than the limit of --format npy, {LIMIT} samples");
-    Err(Error::usage(message).hinted("--format text has no limit"))
+    Err(Error::usage(message).with_hint("--format text has no limit"))
 }
 
 #[cfg(test)]

@@ -45,7 +45,7 @@ impl Args {
         {
             let error = Error::from(ErrorKind::Memory { needed, limit });
             let is_sharded = run.sharding.is_some();
-            return Err(if is_sharded { error.hinted(hint::MEMORY_OF_SHARDED) } else { error });
+            return Err(if is_sharded { error.with_hint(hint::MEMORY_OF_SHARDED) } else { error });
         }
         // Only a warning: other processes may free memory, or swap may grow.
         let needed_here = needed.saturating_mul(place.processes_here());

@@ -100,7 +100,7 @@ impl Args {
     fn prepare(&self, place: Place) -> Result<Start> {
         self.check_limit()?;
         let world_size = place.placement.world_size();
-        let sharding = self.sharding.sharding(world_size)?;
+        let sharding = self.sharding.resolve(world_size)?;
         let options = RunOptions { sharding, ..self.run.clone() };
         let start = options.prepare(world_size).map_err(hint_if_unreadable)?;
         if let Start::Train(run) = &start {
@@ -185,7 +185,7 @@ impl Args {
         let options = self.option_string();
         let hint = format!("to resume: candle-distributed train --out {path} --resume{options}");
         let kind = ErrorKind::Stopped { done, steps: trainer.run().spec.steps };
-        report_on_first(Error::from(kind).hinted(hint), place)
+        report_on_first(Error::from(kind).with_hint(hint), place)
     }
 
     /// Explains an error of a step. If every process ends with it, the session is complete, and its
@@ -221,7 +221,7 @@ impl Args {
                      --resume{options} --check, try another --seed, or continue with \
                      --resume{options} --allow-non-finite"
                 );
-                report_on_first(Error::from(error).hinted(hint), place)
+                report_on_first(Error::from(error).with_hint(hint), place)
             }
             finetune::Error::Run(RunError::WentOn { .. } | RunError::NotShared { .. }) => {
                 report_on_first(error.into(), place)
@@ -299,7 +299,7 @@ fn hint_if_unreadable(error: finetune::Error) -> Error {
     match &*error.kind {
         ErrorKind::Training(train::Error::Checkpoint(
             CheckpointError::Io { .. } | CheckpointError::Header { .. },
-        )) => error.hinted(hint::UNREADABLE),
+        )) => error.with_hint(hint::UNREADABLE),
         _ => error,
     }
 }

@@ -32,7 +32,7 @@ pub(super) struct ShardingArgs {
 
 impl ShardingArgs {
     /// Returns the sharding over `world_size` devices, or `None` if every device has the whole model.
-    pub(super) fn sharding(&self, world_size: WorldSize) -> Result<Option<Sharding>> {
+    pub(super) fn resolve(&self, world_size: WorldSize) -> Result<Option<Sharding>> {
         let Some(strategy) = self.strategy.explicit_strategy()? else {
             return match self.given_sharding_option() {
                 Some(option) => Err(Error::usage(format!(
@@ -76,7 +76,7 @@ impl ShardingArgs {
             Some(per_copy) if per_copy < n_devices => {
                 builder.axis("replicas", n_devices / per_copy).axis("shards", per_copy)
             }
-            // `sharding` rejects a number of copies that does not divide the number of devices.
+            // `resolve` rejects a number of copies that does not divide the number of devices.
             Some(_) | None => builder.axis(DeviceMesh::AXIS, n_devices),
         }
     }
