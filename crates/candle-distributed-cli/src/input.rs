@@ -34,8 +34,8 @@ pub(crate) fn read_text(source: impl Read, path: &Path) -> Result<String> {
 /// Reads all bytes of `source`. Errors name `path`.
 pub(crate) fn read_bytes(source: impl Read, path: &Path) -> Result<Vec<u8>> {
     let mut bytes = Vec::new();
-    let read = source.take(MAX_BYTES + 1).read_to_end(&mut bytes);
-    read.map_err(|source| Error::read(path, source))?;
+    let outcome = source.take(MAX_BYTES + 1).read_to_end(&mut bytes);
+    outcome.map_err(|source| Error::read(path, source))?;
     if bytes.len() as u64 > MAX_BYTES {
         return Err(Error::usage(format!("{} is longer than {MAX_BYTES} bytes", path.display())));
     }

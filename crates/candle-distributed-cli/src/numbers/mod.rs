@@ -130,14 +130,14 @@ impl NumberList {
     ) -> Result<Numbers<T>> {
         let mut source = BufReader::with_capacity(BUFFER_BYTES, source);
         if let Some(field) = field {
-            return Ok(Box::new(json::field_of_lines(self, source, field.to_owned())));
+            return Ok(Box::new(json::read_field_of_lines(self, source, field.to_owned())));
         }
         // A program that writes text line by line may pause before its second line, so this reads
         // no more bytes than the check needs.
         let n_bytes = if raw == RawNumbers::Never { 1 } else { 8 };
         let mut first = Vec::new();
-        let read = source.by_ref().take(n_bytes).read_to_end(&mut first);
-        read.map_err(|fault| self.unreadable(fault))?;
+        let outcome = source.by_ref().take(n_bytes).read_to_end(&mut first);
+        outcome.map_err(|fault| self.read_error(fault))?;
         let source = io::Cursor::new(first.clone()).chain(source);
         // Raw numbers come first, since their first byte may look like any other format.
         if raw == RawNumbers::UnlessText && first.contains(&0) && !npy::is_array(&first) {
@@ -167,7 +167,7 @@ impl NumberList {
     }
 
     /// Returns an error for a failed read.
-    fn unreadable(&self, source: io::Error) -> Error {
+    fn read_error(&self, source: io::Error) -> Error {
         Error::read(&self.path, source).with_hint(self.hint)
     }
 }

@@ -415,7 +415,7 @@ impl BatchArgs {
     }
 
     /// Returns the configuration that shares the batches among ranks.
-    pub(super) fn distributed(&self) -> DistributedConfig {
+    pub(super) fn distributed_config(&self) -> DistributedConfig {
         let layout = match self.steps {
             None | Some(StepsArg::Grouped) => StepLayout::Grouped,
             Some(StepsArg::Dealt) => StepLayout::Dealt,
@@ -437,7 +437,7 @@ impl BatchArgs {
     }
 
     /// Returns the reading order of `len` sequences in an epoch.
-    pub(super) fn order(&self, len: u64, epoch: Epoch) -> Result<ReadingOrder> {
+    pub(super) fn reading_order(&self, len: u64, epoch: Epoch) -> Result<ReadingOrder> {
         if let Some(path) = &self.order {
             let positions = numbers::positions(path);
             return Ok(ReadingOrder::Listed { positions, path: path.clone() });

@@ -53,10 +53,10 @@ pub(crate) struct PlanArgs {
     #[arg(long, help_heading = "Cost model")]
     optimizer_in_backward: bool,
     /// Dtype of trained parameters [default: as in the file]
-    #[arg(long, value_name = "DTYPE", value_parser = dtype, help_heading = "Cost model")]
+    #[arg(long, value_name = "DTYPE", value_parser = parse_dtype, help_heading = "Cost model")]
     param_dtype: Option<ElemType>,
     /// Dtypes to gather parameters and reduce gradients in, such as BF16,F32 [default: as stored]
-    #[arg(long, value_name = "DTYPE,DTYPE", value_parser = dtypes, help_heading = "Cost model")]
+    #[arg(long, value_name = "DTYPE,DTYPE", value_parser = parse_dtypes, help_heading = "Cost model")]
     mixed_precision: Option<(ElemType, ElemType)>,
     /// Runtime to predict memory and traffic for
     #[arg(long, value_enum, default_value_t, help_heading = "Cost model")]
@@ -76,7 +76,7 @@ pub(crate) struct PlanArgs {
     pub(super) slots: Option<NonZeroUsize>,
     /// Link speeds, to estimate communication time: h100, or ranks per node and GB/s within and
     /// between nodes, such as 8:450:50
-    #[arg(long, value_parser = links, help_heading = "Cost model")]
+    #[arg(long, value_parser = parse_links, help_heading = "Cost model")]
     links: Option<Links>,
     /// Memory per device, such as 24GiB
     #[arg(long, value_name = "BYTES", value_parser = bytes::parse, help_heading = "Cost model")]
@@ -206,8 +206,8 @@ impl PlanArgs {
 
     fn activations(&self) -> Result<Option<Activations>> {
         let Some((tokens, width)) = self.tokens.zip(self.width) else { return Ok(None) };
-        let communicated = self.mixed_precision.map(|(param, _)| param);
-        let dtype = communicated.or(self.param_dtype).unwrap_or(ElemType::F32);
+        let gathered_dtype = self.mixed_precision.map(|(param, _)| param);
+        let dtype = gathered_dtype.or(self.param_dtype).unwrap_or(ElemType::F32);
         let runtime = self.runtime.into();
         Ok(Some(Activations::for_transformer(tokens, width, dtype, runtime)?))
     }
@@ -222,18 +222,18 @@ impl From<RuntimeArg> for Runtime {
     }
 }
 
-fn dtype(text: &str) -> Result<ElemType, String> {
+fn parse_dtype(text: &str) -> Result<ElemType, String> {
     ElemType::from_name(&text.to_uppercase())
         .ok_or_else(|| String::from("unknown dtype; examples are F32 and BF16"))
 }
 
-fn dtypes(text: &str) -> Result<(ElemType, ElemType), String> {
+fn parse_dtypes(text: &str) -> Result<(ElemType, ElemType), String> {
     let (param, reduce) =
         text.split_once(',').ok_or("expected two dtypes with a comma between them")?;
-    Ok((dtype(param)?, dtype(reduce)?))
+    Ok((parse_dtype(param)?, parse_dtype(reduce)?))
 }
 
-fn links(text: &str) -> Result<Links, String> {
+fn parse_links(text: &str) -> Result<Links, String> {
     if text.eq_ignore_ascii_case("h100") {
         return Ok(Links::H100);
     }
