@@ -205,7 +205,7 @@ pub(crate) fn write_matches(rules: &Matches<'_>, out: &mut dyn Write) -> io::Res
     Ok(())
 }
 
-/// Joins up to [`MAX_NAMES`] names. More names are an ellipsis.
+/// Joins up to [`MAX_NAMES`] names. An ellipsis stands for further names.
 fn join_names(names: &[&str]) -> String {
     let ellipsis = if names.len() > MAX_NAMES { ", …" } else { "" };
     names[..names.len().min(MAX_NAMES)].join(", ") + ellipsis

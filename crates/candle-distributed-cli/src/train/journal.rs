@@ -121,14 +121,14 @@ impl Journal {
     pub(crate) fn finish(&mut self, session: Option<&Session>) -> Result<()> {
         self.draw()?;
         self.bar.finish_and_clear();
-        let last_loss = self.recent.mean();
+        let recent = self.recent.mean();
         let memory = session.and_then(|session| PeakMemory::new(session, self.model_bytes));
         output::text(|out| {
             if let Some((step, loss)) = self.first {
                 let number = step + 1;
                 writeln!(
                     out,
-                    "loss {loss:.3} at step {number}, {last_loss:.3} over the last steps, in {:.1} s",
+                    "loss {loss:.3} at step {number}, {recent:.3} over the last steps, in {:.1} s",
                     self.seconds
                 )?;
             }

@@ -113,8 +113,8 @@ pub enum TokenizerError {
     },
     /// The chat template changes the text of earlier messages when a message is added.
     #[error(
-        "{}: the chat template does not append: message {message} or a later one changes the text of \
-         earlier messages",
+        "{}: the chat template does not append: message {message} or a later one changes the text \
+         of earlier messages",
         Printable(path.display())
     )]
     Rewrites {

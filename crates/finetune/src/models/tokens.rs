@@ -25,8 +25,8 @@ impl Tokens {
     }
 
     /// Makes the input for several sequences in each row: `ids`, `segment_ids` and `position_ids`
-    /// [rows, length], `u32`. A token attends to earlier tokens of its segment. `dyn_batch::Collator::pack` makes
-    /// such rows.
+    /// [rows, length], `u32`. A token attends to earlier tokens of its segment.
+    /// `dyn_batch::Collator::pack` makes such rows.
     pub fn packed(ids: Tensor, segment_ids: Tensor, position_ids: Tensor) -> Self {
         Self { ids, packing: Some(Packing { segment_ids, position_ids }) }
     }

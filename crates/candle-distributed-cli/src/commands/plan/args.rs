@@ -56,7 +56,12 @@ pub(crate) struct PlanArgs {
     #[arg(long, value_name = "DTYPE", value_parser = parse_dtype, help_heading = "Cost model")]
     param_dtype: Option<ElemType>,
     /// Dtypes to gather parameters and reduce gradients in, such as BF16,F32 [default: as stored]
-    #[arg(long, value_name = "DTYPE,DTYPE", value_parser = parse_dtypes, help_heading = "Cost model")]
+    #[arg(
+        long,
+        value_name = "DTYPE,DTYPE",
+        value_parser = parse_dtypes,
+        help_heading = "Cost model"
+    )]
     mixed_precision: Option<(ElemType, ElemType)>,
     /// Runtime to predict memory and traffic for
     #[arg(long, value_enum, default_value_t, help_heading = "Cost model")]
