@@ -91,7 +91,7 @@ fn title(metrics: &Metrics) -> String {
     format!("loss {:.3} → {:.3} nats per token, {steps}", first.loss, last_loss(metrics))
 }
 
-/// Returns the mean loss of the last tenth of the steps.
+/// Returns the mean loss over the last tenth of the steps.
 fn last_loss(metrics: &Metrics) -> f64 {
     metrics.last_loss((metrics.steps().len() / 10).max(1))
 }
@@ -153,29 +153,33 @@ const QUANTITIES: [Quantity; 4] = [
     },
 ];
 
+/// Draws a document with a panel per quantity, one below the other.
 fn document(
     [title, figures]: [&str; 2],
     legend: &[(Mark, RGBColor, &str)],
     runs: &[DrawnRun],
 ) -> Result<String> {
-    let all_series = |quantity: &Quantity| -> Vec<Series> {
-        let run_series = |run: &DrawnRun| Series {
-            held_out: run.held_out.iter().filter(|_| quantity.has_held_out).copied().collect(),
-            ..Series::new(&run.steps, quantity.ratio)
-        };
-        runs.iter().map(run_series).collect()
-    };
-    let panels = QUANTITIES.iter().map(|quantity| (quantity, all_series(quantity))).enumerate();
-    // The first panel, with the losses, is drawn even without values.
-    let is_drawn = |(n, (_, series)): &(usize, (&Quantity, Vec<Series>))| {
-        *n == 0 || series.iter().any(|series| !series.points.is_empty())
-    };
-    let panels: Vec<_> = panels.filter(is_drawn).map(|(_, panel)| panel).collect();
-    let heights = panels.iter().enumerate().map(|(n, _)| {
-        let steps = if n + 1 == panels.len() { STEPS_HEIGHT } else { 0 };
-        (if n == 0 { LOSS_HEIGHT } else { PANEL_HEIGHT }) + steps
-    });
-    let heights: Vec<u32> = heights.collect();
+    let mut panels = Vec::new();
+    for (n, quantity) in QUANTITIES.iter().enumerate() {
+        let mut all_series = Vec::new();
+        for run in runs {
+            let mut series = Series::new(&run.steps, quantity.ratio);
+            if quantity.has_held_out {
+                series.held_out.clone_from(&run.held_out);
+            }
+            all_series.push(series);
+        }
+        // The first panel, with the losses, is drawn even without values.
+        if n == 0 || all_series.iter().any(|series| !series.points.is_empty()) {
+            panels.push((quantity, all_series));
+        }
+    }
+    let mut heights: Vec<u32> = Vec::new();
+    for n in 0..panels.len() {
+        let panel_height = if n == 0 { LOSS_HEIGHT } else { PANEL_HEIGHT };
+        let steps_height = if n + 1 == panels.len() { STEPS_HEIGHT } else { 0 };
+        heights.push(panel_height + steps_height);
+    }
     let size = (WIDTH, HEADING + LEGEND + heights.iter().sum::<u32>());
     picture::document(size, |area| {
         picture::draw_heading(&area, title, figures, FAINT)?;
@@ -198,10 +202,10 @@ fn draw_panel(
     has_steps: bool,
 ) -> DrawResult {
     let ends = runs.iter().filter_map(|run| run.steps.last());
-    // An axis of no extent has no ticks.
+    // At least 1: an axis without an extent has no ticks.
     let last = ends.map(|step| step.metrics.end()).fold(1, u64::max);
-    let (low, high) = range(series, quantity.from_zero);
-    let mut chart = axes(area, last, (low, high), quantity.name, has_steps)?;
+    let (low, high) = value_range(series, quantity.from_zero);
+    let mut chart = draw_axes(area, last, (low, high), quantity.name, has_steps)?;
     for (run, series) in runs.iter().zip(series) {
         if run.is_alone {
             let resumed = run.steps.iter().filter(|step| step.is_resumed);
@@ -222,7 +226,7 @@ fn draw_panel(
 }
 
 /// Draws axes for steps up to `last` and values of this range.
-fn axes<'a, 'b>(
+fn draw_axes<'a, 'b>(
     area: &Area<'b>,
     last: u64,
     (low, high): (f64, f64),
@@ -302,7 +306,7 @@ impl Series {
 }
 
 /// Returns the range of an axis, with some space above and below.
-fn range(series: &[Series], from_zero: bool) -> (f64, f64) {
+fn value_range(series: &[Series], from_zero: bool) -> (f64, f64) {
     let mut low = f64::INFINITY;
     let mut high = f64::NEG_INFINITY;
     for &(_, value) in series.iter().flat_map(|series| series.points.iter().chain(&series.held_out))
@@ -367,14 +371,14 @@ pub(crate) mod tests {
         let unfinished = series(&[2.0, f32::NAN, f32::INFINITY, 1.0]);
         assert_eq!(unfinished.points, [(1, 2.0), (4, 1.0)]);
         assert!(series(&vec![1.0; 5500]).points.len() <= MAX_POINTS);
-        assert_eq!(range(&[series(&[])], false), (0.0, 1.0));
+        assert_eq!(value_range(&[series(&[])], false), (0.0, 1.0));
     }
 
     #[test]
     fn axes_hold_all_runs() {
         let both = [series(&[2.0, 1.0]), series(&[5.0])];
-        assert_eq!(range(&both, true), (0.0, 5.25));
-        let (low, high) = range(&both, false);
+        assert_eq!(value_range(&both, true), (0.0, 5.25));
+        let (low, high) = value_range(&both, false);
         assert!((0.8, 5.2) == (low, high), "{low} {high}");
     }
 
@@ -406,7 +410,7 @@ pub(crate) mod tests {
         let svg = draw(&metrics(&[3.0, 2.0]), &held_out).unwrap();
         assert!(svg.contains("\nheld-out examples\n"), "{svg}");
         let series = Series { held_out: vec![(2, 20.0)], ..series(&[2.0, 1.0]) };
-        assert_eq!(range(&[series], true), (0.0, 21.0));
+        assert_eq!(value_range(&[series], true), (0.0, 21.0));
         assert!(!draw(&metrics(&[3.0, 2.0]), &[]).unwrap().contains("held out"));
     }
 }

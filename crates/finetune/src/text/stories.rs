@@ -58,14 +58,14 @@ pub(crate) fn parses(sentence: &str) -> bool {
 }
 
 fn generate_story(seed: Seed) -> String {
-    let mut draws = Draws { seed, n_drawn: 0 };
-    let words: Vec<&str> = SLOTS.iter().map(|(_, list)| draws.one_of(list)).collect();
+    let mut draws = WordDraws { seed, n_drawn: 0 };
+    let words: Vec<&str> = SLOTS.iter().map(|(_, list)| draws.draw_from(list)).collect();
     // Neighbors in `SLOTS` that share a list of words must get different words: the friend needs
     // another name than the hero, and the place must not be the home.
     if words.windows(2).any(|pair| pair[0] == pair[1]) {
         return generate_story(seed.derive(draws.n_drawn));
     }
-    let sentences = PARTS.map(|part| fill_slots(draws.one_of(part), &words));
+    let sentences = PARTS.map(|part| fill_slots(draws.draw_from(part), &words));
     sentences.join(" ")
 }
 
@@ -79,18 +79,19 @@ fn fill_slots(pattern: &str, words: &[&str]) -> String {
 }
 
 /// Draws words that depend on a seed and on the number of words drawn before.
-struct Draws {
+struct WordDraws {
     seed: Seed,
     n_drawn: u64,
 }
 
-impl Draws {
+impl WordDraws {
     #[expect(clippy::expect_used, reason = "the message says why it cannot fail")]
-    fn one_of<'a>(&mut self, words: &[&'a str]) -> &'a str {
+    fn draw_from<'a>(&mut self, words: &[&'a str]) -> &'a str {
         let random = self.seed.derive(self.n_drawn).as_u64();
         self.n_drawn += 1;
-        let index = usize::try_from(random % words.len() as u64);
-        words[index.expect("an index below a length is a usize")]
+        let index = usize::try_from(random % words.len() as u64)
+            .expect("an index below a length is a usize");
+        words[index]
     }
 }
 
