@@ -23,7 +23,7 @@ impl Args {
             return Ok(());
         }
         Err(Error::usage(
-            "--memory-limit needs --device cpu, which uses the memory of the process: the memory use \
+            "--memory-limit is for --device cpu, which uses the memory of the process: the memory use \
              of other devices cannot be predicted",
         ))
     }
