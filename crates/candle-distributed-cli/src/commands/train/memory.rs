@@ -23,8 +23,8 @@ impl Args {
             return Ok(());
         }
         Err(Error::usage(
-            "--memory-limit is for --device cpu, which uses the memory of the process: the memory use \
-             of other devices cannot be predicted",
+            "--memory-limit is for --device cpu, which uses the memory of the process: the memory \
+             use of other devices cannot be predicted",
         ))
     }
 
