@@ -144,11 +144,11 @@ impl Place {
 impl DeviceArgs {
     /// Returns `--world-size` and `--device` as the user types them, each after a space, without
     /// unset options.
-    pub(crate) fn typed(&self) -> String {
+    pub(crate) fn option_string(&self) -> String {
         let world_size = self.world_size.map(|world_size| format!(" --world-size {world_size}"));
         let device = match self.device {
             DeviceArg::Cpu => None,
-            other => Some(format!(" --device {}", help::typed(other))),
+            other => Some(format!(" --device {}", help::cli_name(other))),
         };
         world_size.into_iter().chain(device).collect()
     }
@@ -220,7 +220,7 @@ impl DeviceArgs {
         }
         let mesh = self.open(builder)?;
         let outcome = place.agrees_with(&mesh).and_then(|()| job(&mesh));
-        if outcome.as_ref().is_err_and(|error| !error.is_of_all()) {
+        if outcome.as_ref().is_err_and(|error| !error.ends_all_processes()) {
             // Only this process may have failed. Dropping the last mesh of a process waits until
             // the other processes drop theirs, and they may be waiting for this process in a
             // collective, which would be a deadlock. Without the drop, this process exits and the

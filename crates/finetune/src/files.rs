@@ -1,4 +1,4 @@
-//! Files of folders: reading and listing.
+//! Reads files, and lists the files of folders.
 
 use std::{
     fs, io,
@@ -11,7 +11,7 @@ use crate::error::{Error, Result};
 /// The file with the sizes and properties of a model.
 pub(crate) const CONFIG: &str = "config.json";
 
-/// Size limit of a file that is read at once. A longer file is not a text, or is an endless device.
+/// Size limit of a file that is read into memory. No configuration or text is longer.
 const MAX_BYTES: u64 = 1 << 30;
 
 /// Reads a file, or returns `None` if it does not exist.
@@ -47,8 +47,9 @@ fn read(path: &Path) -> io::Result<Vec<u8>> {
     Ok(bytes)
 }
 
-/// Lists the files under a folder, or the file itself, in the same order on every machine. Hidden
-/// files and the folders of runs are left out: a run does not learn from its own files.
+/// Lists the files under a folder in the same order on every machine. Hidden files and the folders
+/// of runs are left out, since a run does not learn from its own files. The list of a file is the
+/// file itself.
 pub(crate) fn list(path: &Path) -> Result<Vec<PathBuf>> {
     let mut files = Vec::new();
     add_files(path, &mut files)?;
@@ -59,7 +60,7 @@ pub(crate) fn list(path: &Path) -> Result<Vec<PathBuf>> {
 fn add_files(path: &Path, files: &mut Vec<PathBuf>) -> Result<()> {
     let metadata = fs::metadata(path).map_err(|cause| Error::io(path, cause))?;
     if !metadata.is_dir() {
-        // Pipes and devices may never end.
+        // Pipes and devices are left out, since they may never end.
         files.extend(metadata.is_file().then(|| path.to_path_buf()));
         return Ok(());
     }

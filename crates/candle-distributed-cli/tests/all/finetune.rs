@@ -341,7 +341,7 @@ fn untrainable_models_are_rejected_by_name() {
     is_rejected(
         &model,
         &with(&["--context", "12"]),
-        &["and the context is 12", "--overlong truncate"],
+        &["more than the context of 12", "--overlong truncate"],
     );
     let new = model.path("new");
     rejects(&["train", "--model", &new, "--init", "3"], &["--model needs --data"]);
@@ -524,6 +524,6 @@ fn files_without_examples_cause_warnings() {
         command(&arguments.iter().map(String::as_str).collect::<Vec<_>>()).output().unwrap();
     let said = String::from_utf8(output.stderr).unwrap();
     assert!(output.status.success(), "{said}");
-    assert!(said.contains("warning: 1 file of --data skipped, as not UTF-8"), "{said}");
+    assert!(said.contains("warning: 1 file of --data skipped: not UTF-8"), "{said}");
     assert!(said.contains("warning: 1 file of --data not .jsonl"), "{said}");
 }

@@ -205,7 +205,7 @@ impl Spec {
                 strategy: DynamicBatchStrategy::Pack(Packing::BestFit),
                 max_tokens: context as u64,
                 max_batch_size: None,
-                batches: (self.max_tokens / context as u64).max(1),
+                n_batches: (self.max_tokens / context as u64).max(1),
             },
         }
     }

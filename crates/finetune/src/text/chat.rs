@@ -30,8 +30,8 @@ use crate::error::{Error, Result, tokenizer::TokenizerError};
 /// The role of answers.
 const ASSISTANT: &str = "assistant";
 
-/// The maximum number of instructions of a rendering: more than any template needs, to stop endless
-/// loops. Memory is not limited: a template is a program that must be trusted.
+/// The maximum number of instructions of a rendering. It is more than any template needs, and stops
+/// endless loops. Memory is not limited: a template is a program that must be trusted.
 const FUEL: u64 = 50_000_000;
 
 /// The length limit of a template. The longest one that is known has 13 KB.
@@ -44,7 +44,7 @@ const MAX_TEXT_BYTES: usize = 1 << 20;
 /// [`MAX_SOURCE_BYTES`] would overflow a stack of the usual size, which ends the process.
 const STACK_BYTES: usize = 256 << 20;
 
-/// The maximum indentation of JSON.
+/// The maximum indentation that a template may request for JSON.
 const MAX_INDENT: usize = 64;
 
 /// A message of a conversation.
@@ -81,7 +81,7 @@ pub(crate) struct ChatTemplate {
     path: PathBuf,
 }
 
-/// A conversation as a text.
+/// A rendered conversation.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) struct Rendered {
     pub(crate) text: String,
@@ -94,7 +94,7 @@ pub(crate) struct Rendered {
 struct Context<'a> {
     messages: &'a [Message],
     add_generation_prompt: bool,
-    // Templates test these for `none`.
+    // Never given, but templates compare both with `none`.
     tools: Option<()>,
     documents: Option<()>,
     #[serde(flatten)]
@@ -122,7 +122,8 @@ impl ChatTemplate {
         Ok(Self { source, compiled: OnceLock::new(), special, path })
     }
 
-    /// Returns the text of a conversation; with `add_generation_prompt`, up to the assistant's answer.
+    /// Returns the text of a conversation. With `add_generation_prompt` it ends where the assistant's
+    /// answer begins.
     ///
     /// # Errors
     ///
@@ -150,7 +151,7 @@ impl ChatTemplate {
             let mut environment = environment();
             match environment.add_template_owned(Self::NAME, self.source.clone()) {
                 Ok(()) => Ok(environment),
-                Err(fault) => Err(reason(&fault)),
+                Err(fault) => Err(error_message(&fault)),
             }
         });
         compiled.as_ref().map_err(|reason| TokenizerError::Template {
@@ -160,14 +161,18 @@ impl ChatTemplate {
     }
 
     fn render_here(&self, messages: &[Message], add_generation_prompt: bool) -> Result<String> {
-        let failed =
-            |fault| TokenizerError::Rendering { path: self.path.clone(), reason: reason(&fault) };
+        let rendering_error = |fault| TokenizerError::Rendering {
+            path: self.path.clone(),
+            reason: error_message(&fault),
+        };
         let special = &self.special;
         let context =
             Context { messages, add_generation_prompt, tools: None, documents: None, special };
-        let template = self.environment()?.get_template(Self::NAME).map_err(failed)?;
-        let mut text = Bounded(Vec::new());
-        template.render_captured_to(Value::from(Serde(&context)), &mut text).map_err(failed)?;
+        let template = self.environment()?.get_template(Self::NAME).map_err(rendering_error)?;
+        let mut text = BoundedWriter(Vec::new());
+        template
+            .render_captured_to(Value::from(Serde(&context)), &mut text)
+            .map_err(rendering_error)?;
         String::from_utf8(text.0).map_err(|fault| {
             Error::io(&self.path, io::Error::new(io::ErrorKind::InvalidData, fault))
         })
@@ -179,22 +184,22 @@ impl ChatTemplate {
     ///
     /// The errors of [`render`](Self::render), or [`TokenizerError::Rewrites`] if a message changes
     /// the text of earlier messages.
-    pub(crate) fn conversation(&self, messages: &[Message]) -> Result<Rendered> {
-        self.on_large_stack(|| self.conversation_here(messages))
+    pub(crate) fn render_with_answers(&self, messages: &[Message]) -> Result<Rendered> {
+        self.on_large_stack(|| self.render_with_answers_here(messages))
     }
 
-    fn conversation_here(&self, messages: &[Message]) -> Result<Rendered> {
+    fn render_with_answers_here(&self, messages: &[Message]) -> Result<Rendered> {
         let text = self.render_here(messages, false)?;
         let mut answers = Vec::new();
         for (turn, message) in messages.iter().enumerate() {
             if message.is_answer() {
-                let start = self.render_here(&messages[..turn], true)?;
-                let end = self.render_here(&messages[..=turn], false)?;
-                if !(end.starts_with(&start) && text.starts_with(&end)) {
+                let before = self.render_here(&messages[..turn], true)?;
+                let with_answer = self.render_here(&messages[..=turn], false)?;
+                if !(with_answer.starts_with(&before) && text.starts_with(&with_answer)) {
                     let path = self.path.clone();
                     return Err(TokenizerError::Rewrites { path, message: turn + 1 }.into());
                 }
-                answers.push(start.len()..end.len());
+                answers.push(before.len()..with_answer.len());
             }
         }
         Ok(Rendered { text, answers })
@@ -207,10 +212,10 @@ impl fmt::Debug for ChatTemplate {
     }
 }
 
-/// A text of limited length.
-struct Bounded(Vec<u8>);
+/// A writer into memory that fails beyond [`MAX_TEXT_BYTES`].
+struct BoundedWriter(Vec<u8>);
 
-impl Write for Bounded {
+impl Write for BoundedWriter {
     fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
         if bytes.len() > MAX_TEXT_BYTES - self.0.len() {
             return Err(io::Error::other(format!("it is longer than {MAX_TEXT_BYTES} bytes")));
@@ -224,17 +229,17 @@ impl Write for Bounded {
 }
 
 /// Returns the message of a template error, with its cause.
-fn reason(fault: &minijinja::Error) -> String {
+fn error_message(fault: &minijinja::Error) -> String {
     match fault.source() {
         Some(cause) => format!("{fault}: {cause}"),
         None => fault.to_string(),
     }
 }
 
-/// Returns Jinja as transformers configures it for chat templates, without `strftime_now`: a text
-/// with the current date would have other tokens tomorrow, and the run could not be resumed.
-/// Templates that use the function have a default date.
-#[expect(clippy::expect_used, reason = "says why it cannot fail")]
+/// Returns Jinja as transformers configures it for chat templates, but without `strftime_now`: a text
+/// with the current date would have different tokens tomorrow, and the run could not be resumed.
+/// Templates that use this function have a default date for programs without it.
+#[expect(clippy::expect_used, reason = "the message says why it cannot fail")]
 fn environment() -> Environment<'static> {
     let mut environment = Environment::new();
     let syntax = SyntaxConfig::builder().trim_blocks(true).lstrip_blocks(true).build();
@@ -247,7 +252,7 @@ fn environment() -> Environment<'static> {
     environment
 }
 
-/// Rejects a conversation.
+/// Fails with the reason why a template rejects a conversation.
 fn raise_exception(reason: String) -> std::result::Result<Value, minijinja::Error> {
     Err(minijinja::Error::new(ErrorKind::InvalidOperation, reason))
 }
@@ -259,10 +264,10 @@ fn to_json(value: &Value, options: Kwargs) -> std::result::Result<String, miniji
     options.assert_all_used()?;
     let mut out = Vec::new();
     let written = match indent {
-        None => value.serialize(&mut Serializer::with_formatter(&mut out, Spaced)),
+        None => value.serialize(&mut Serializer::with_formatter(&mut out, SpacedFormatter)),
         Some(width) if width > MAX_INDENT => {
-            let wide = format!("indent is {width}, must be at most {MAX_INDENT}");
-            return Err(minijinja::Error::new(ErrorKind::InvalidOperation, wide));
+            let message = format!("indent is {width}, must be at most {MAX_INDENT}");
+            return Err(minijinja::Error::new(ErrorKind::InvalidOperation, message));
         }
         Some(width) => {
             let indent = b" ".repeat(width);
@@ -270,15 +275,15 @@ fn to_json(value: &Value, options: Kwargs) -> std::result::Result<String, miniji
             value.serialize(&mut Serializer::with_formatter(&mut out, pretty))
         }
     };
-    let failed = |fault: String| minijinja::Error::new(ErrorKind::BadSerialization, fault);
-    written.map_err(|fault| failed(fault.to_string()))?;
-    String::from_utf8(out).map_err(|fault| failed(fault.to_string()))
+    let json_error = |fault: String| minijinja::Error::new(ErrorKind::BadSerialization, fault);
+    written.map_err(|fault| json_error(fault.to_string()))?;
+    String::from_utf8(out).map_err(|fault| json_error(fault.to_string()))
 }
 
-/// Writes a space after each comma and colon.
-struct Spaced;
+/// Formats JSON on one line, with a space after each comma and colon.
+struct SpacedFormatter;
 
-impl Formatter for Spaced {
+impl Formatter for SpacedFormatter {
     fn begin_array_value<W: ?Sized + Write>(&mut self, out: &mut W, first: bool) -> io::Result<()> {
         if first { Ok(()) } else { out.write_all(b", ") }
     }
@@ -329,7 +334,7 @@ mod tests {
              {% if add_generation_prompt %}a:{% endif %}",
         );
         let turns = [("user", "1"), ("assistant", "2"), ("user", "3"), ("assistant", "45")];
-        let found = template.conversation(&messages(&turns)).unwrap();
+        let found = template.render_with_answers(&messages(&turns)).unwrap();
         assert_eq!(found.text, "u:1;a:2;u:3;a:45;");
         let answers: Vec<&str> =
             found.answers.iter().map(|answer| &found.text[answer.clone()]).collect();
@@ -351,7 +356,7 @@ mod tests {
             "{% for m in messages %}{{ m.content }}{% endfor %}\
              {% if add_generation_prompt %}!{% endif %}",
         ] {
-            let fault = template(source).conversation(&messages(&turns)).unwrap_err();
+            let fault = template(source).render_with_answers(&messages(&turns)).unwrap_err();
             assert!(fault.to_string().contains("does not append"), "{source}: {fault}");
         }
     }
