@@ -37,7 +37,7 @@ impl ExitHandler {
     pub(super) fn end(&self, reason: &str) -> ! {
         #[cfg(feature = "mpi")]
         if let Some(session) = &self.session {
-            session.end(reason);
+            session.exit_all(reason);
         }
         processes::exit_process(self.slot, reason, || process::exit(1))
     }

@@ -304,13 +304,13 @@ fn bootstrap_by_mpi(
     // A process that cannot take part ends the program: the others wait for the ids and for its
     // description.
     if own_rank != place.rank().as_usize() || size != place.world_size().as_usize() {
-        session.end(&format!("this process is rank {own_rank} of {size}, not {place}"));
+        session.exit_all(&format!("this process is rank {own_rank} of {size}, not {place}"));
     }
-    let peer = peer.unwrap_or_else(|reason| session.end(&reason));
+    let peer = peer.unwrap_or_else(|reason| session.exit_all(&reason));
     let own_bytes = serde_json::to_vec(&peer).expect("numbers and a name have a form in JSON");
     let mut ids = [[0; size_of::<CommId>()]; 2];
     if place.rank() == Rank::ZERO {
-        ids = make().unwrap_or_else(|error| session.end(&error.to_string()));
+        ids = make().unwrap_or_else(|error| session.exit_all(&error.to_string()));
     }
     for id in &mut ids {
         session.broadcast(id, 0)?;
