@@ -250,8 +250,8 @@ impl Engine for Mpi {
         let mut sums = buffer(host.dtype(), host.elem_count())?;
         with_bytes(&host, |bytes| {
             let received = call.exchange_headers(slice::from_ref(&host), 0, bytes)?;
-            if received.headers[ctx.rank].inline {
-                let summands = received.all_inline(bytes, ctx.rank);
+            if received.headers[ctx.rank].is_inline {
+                let summands = received.all_inline_data(bytes, ctx.rank);
                 reduce::raw_items(host.dtype(), &summands, reduction, sums.bytes_mut())
             } else {
                 call.reduce(host.dtype(), bytes, sums.bytes_mut(), reduction)
@@ -297,7 +297,7 @@ impl Engine for Mpi {
 
     fn run(&self, ctx: &GroupContext, work: ListRequest) -> Result<Vec<Tensor>> {
         match ListProtocol::new(ctx, work)? {
-            ListProtocol::Round { round, tensors } => self.run_round(ctx, &tensors, round),
+            ListProtocol::Round { round, tensors } => self.run_collective(ctx, &tensors, round),
             ListProtocol::WantedTensors { list, own, reduction } => {
                 self.reduce_wanted(ctx, &list, &own, reduction)
             }
@@ -307,7 +307,7 @@ impl Engine for Mpi {
     fn start(&self, ctx: &GroupContext, work: ListRequest) -> Result<Box<dyn PendingCollective>> {
         Ok(match ListProtocol::new(ctx, work)? {
             ListProtocol::Round { round, tensors } => {
-                Box::new(self.start_round(ctx, &tensors, round)?)
+                Box::new(self.start_collective(ctx, &tensors, round)?)
             }
             // Nothing can be sent before the other ranks' wishes are known, so run it now.
             ListProtocol::WantedTensors { list, own, reduction } => {
