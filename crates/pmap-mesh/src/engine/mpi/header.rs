@@ -18,8 +18,8 @@ use crate::{
 /// The largest data, in bytes, that a member sends with its header. Every member then reduces all
 /// data alone, which costs less than a second exchange of messages.
 pub(super) const SMALL_BYTES: usize = 16 << 10;
-/// The largest part of inline data in the first message. Together with the header it is below the 4
-/// KB that Open MPI sends without a handshake.
+/// The largest part of inline data in the first message. With the header it is below the 4 KB that
+/// Open MPI sends without a handshake.
 const INLINE_BYTES: usize = 3584;
 const HEADER_WORDS: usize = 4;
 const HEADER_BYTES: usize = HEADER_WORDS * size_of::<u64>();
