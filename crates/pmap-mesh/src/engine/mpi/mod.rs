@@ -152,7 +152,7 @@ impl Mpi {
     }
 
     /// Returns the reductions of the tensors of a list that this rank wants, given their indexes.
-    #[expect(clippy::expect_used, reason = "groups of one are served by `replica::alone`")]
+    #[expect(clippy::expect_used, reason = "groups of one are served by `replica::single`")]
     fn reduce_wanted(
         &self,
         ctx: &GroupContext,

@@ -180,7 +180,7 @@ impl StoreFiles<'_> {
         // The local error is more precise.
         let peer = peer.map_err(nccl)?;
         let FinalRecord { ids, peers } =
-            roll.map_err(|reason| ProcessError::PeerInfo { slot: 0, reason })?;
+            roll.map_err(|reason| ProcessError::Peer { slot: 0, reason })?;
         if peers.get(self.place.rank().as_usize()) != Some(&peer) {
             return Err(stale(self.path));
         }
