@@ -21,7 +21,7 @@ fn gather(own: &[Tensor], layout: &RunLayout, device: &Device) -> Result<Vec<Ten
     let own = own.iter().map(|x| to_device(&to_contiguous(x)?.flatten_all()?, device));
     let own: Vec<Tensor> = own.collect::<Result<_>>()?;
     let mut leaves = Vec::with_capacity(layout.tensors().len());
-    for ((shape, dtype), owners) in layout.tensors().iter().zip(layout.owners()) {
+    for ((shape, dtype), owners) in layout.tensors().iter().zip(layout.by_tensor()) {
         let parts = owners.iter().map(|owned| (owned.items.start, &own[owned.index]));
         leaves.push(leaf_from_parts(shape, *dtype, device, parts)?.into_inner());
     }

@@ -137,7 +137,7 @@ impl LayoutGather {
             }
         }
         let mut leaves = Vec::with_capacity(layout.tensors().len());
-        for ((shape, dtype), owners) in layout.tensors().iter().zip(layout.owners()) {
+        for ((shape, dtype), owners) in layout.tensors().iter().zip(layout.by_tensor()) {
             let leaf = leaf_from_parts(
                 shape,
                 *dtype,
