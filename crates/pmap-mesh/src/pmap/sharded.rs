@@ -209,7 +209,7 @@ pub(crate) fn shard<I: TensorTree>(
     let mut shards = Vec::with_capacity(mesh.devices().len());
     for slot in mesh.local_slots() {
         shards.push(tree::try_map_indexed(arguments, |index, input| {
-            cuts[index].view(input, slot).map_err(Error::shard(index))
+            cuts[index].shard(input, slot).map_err(Error::shard(index))
         })?);
     }
     Ok((shards, cuts.into_iter().find(|cut| !cut.is_uncut()).map(Arc::new)))
