@@ -28,7 +28,7 @@ pub(crate) fn to_device(x: &Tensor, device: &Device) -> candle_core::Result<Tens
     if x.device().same_device(device) { Ok(x.clone()) } else { to_host(x)?.to_device(device) }
 }
 
-/// Waits for all pending work on a device, whichever thread started it.
+/// Waits for all pending work on a device, including the work of other threads.
 ///
 /// `Device::synchronize` is not enough on CUDA, because it waits for one stream: for devices of
 /// [`Device::new_cuda`], the stream of the calling thread. It does not wait for work of other

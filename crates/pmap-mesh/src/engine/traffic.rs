@@ -56,7 +56,7 @@ pub struct Traffic {
 pub struct Tally {
     /// The number of calls.
     pub calls: u64,
-    /// The bytes of the tensors that the slot contributed, however the engine sends them.
+    /// The bytes of the tensors that the slot contributed. The engine may send more or fewer bytes.
     pub bytes: u64,
 }
 

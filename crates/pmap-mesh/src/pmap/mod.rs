@@ -37,7 +37,7 @@ use crate::{
 ///
 /// # Determinism
 ///
-/// Results are joined in the order of the mesh, whichever device finishes first.
+/// Results are joined in the order of the mesh, independently of the order in which devices finish.
 ///
 /// # References
 ///

@@ -78,6 +78,7 @@ impl<T: Copy> SharedBuffer<T> {
         part: usize,
         write: impl FnOnce(&mut UnfilledPart<'_, T>) -> Result<(), E>,
     ) -> Result<Option<Vec<T>>, E> {
+        // Only one swap of a part returns false, so only one thread gets the part.
         assert!(
             !self.taken[part].swap(true, Ordering::AcqRel),
             "a part of a buffer is filled once"

@@ -41,8 +41,8 @@ use crate::{
 /// shape. On a mismatch the call fails with an error that names both calls. If a replica fails or
 /// returns early, the other replicas get an error instead of waiting forever.
 ///
-/// Sums are formed in rank order, whichever replica arrives first. Halves are summed in single
-/// precision; integers wrap.
+/// Sums are formed in rank order, independently of the order in which replicas arrive. Halves are
+/// summed in single precision; integers wrap.
 ///
 /// On a processor the replicas of a group may share one result: if a replica writes into it in
 /// place, with `slice_set`, the other replicas see the change. Write into a copy.

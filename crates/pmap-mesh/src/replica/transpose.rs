@@ -11,7 +11,7 @@ use crate::{engine::GroupContext, reduce::Reduction, replica::collectives::Colle
 /// The operation that turns the gradient of a collective's result into the gradient of its
 /// argument.
 ///
-/// Contexts and roots are those of the forward call, so errors name the forward operation and its
+/// Contexts and roots are from the forward call, so errors name the forward operation and its
 /// location.
 #[derive(Debug)]
 pub(crate) enum Transpose {

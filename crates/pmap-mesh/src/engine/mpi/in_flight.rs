@@ -157,7 +157,7 @@ impl MpiCall<'_> {
 }
 
 impl MpiInner {
-    /// Rejects a collective if its messages would exceed the request budget.
+    /// Rejects a collective if its requests and those in flight would exceed [`MAX_REQUESTS`].
     fn check_request_budget(&self, ctx: &GroupContext) -> Result<()> {
         let n_requests = |ctx: &GroupContext| 2 * (ctx.size() - 1);
         let in_flight = lock(&self.in_flight);
@@ -232,7 +232,7 @@ impl MpiInner {
         progress
     }
 
-    /// Waits for a started collective.
+    /// Waits for a started collective, and returns its results. Ends all processes at the deadline.
     fn wait_for(&self, ctx: &GroupContext, ticket: u64) -> Results {
         let mut backoff = WaitBackoff::new(self.deadline);
         loop {

@@ -174,7 +174,7 @@ impl MpiSession {
 
     /// Broadcasts the `bytes` of a rank to all processes.
     #[cfg(feature = "nccl")]
-    #[expect(clippy::expect_used, reason = "MPI counts its ranks in 32 bits")]
+    #[expect(clippy::expect_used, reason = "MPI ranks are 32-bit numbers")]
     pub(crate) fn broadcast(&self, bytes: &mut [u8], from: usize) -> Result<()> {
         let from = i32::try_from(from).expect("a rank of the program");
         self.world.broadcast(bytes, from).map_err(|error| mpi_error(error.to_string()))
@@ -254,7 +254,7 @@ fn mpi_error(reason: String) -> Error {
 }
 
 /// Converts a rank to MPI's type.
-#[expect(clippy::expect_used, reason = "a mesh has fewer slots than 32 bits count")]
+#[expect(clippy::expect_used, reason = "a mesh has fewer than 2^31 slots")]
 pub(super) fn rank_of(rank: usize) -> i32 {
     i32::try_from(rank).expect("ranks are below the number of slots")
 }

@@ -80,7 +80,9 @@ impl NcclCall<'_> {
         text: impl FnOnce() -> Vec<u8>,
     ) -> Result<Vec<i64>> {
         if let Some(reason) = self.channel.broken.get() {
-            bail!("{reason}, so no later collective can run: the others still wait for it");
+            bail!(
+                "{reason}, so no later collective can run: other processes still wait for its data"
+            );
         }
         let own = [agreement.to_le_bytes(), size_or_sender.to_le_bytes()].concat();
         let headers = self.exchange_messages(own);
@@ -107,7 +109,8 @@ impl NcclCall<'_> {
     pub(super) fn carry_out<T>(&self, steps: impl FnOnce() -> Result<T>) -> Result<T> {
         let outcome = catch(steps).unwrap_or_else(|panic| Err(candle_core::Error::msg(panic)));
         if let Err(error) = &outcome {
-            let reason = format!("{} has failed here: {}", self.ctx.call, one_line(error));
+            let reason =
+                format!("{} has failed in this process: {}", self.ctx.call, one_line(error));
             // `set` keeps the first failure: the other members wait for its data.
             drop(self.channel.broken.set(reason));
         }

@@ -512,7 +512,7 @@ fn items<'a, T: CudaDType>(storage: &'a Storage, layout: &Layout) -> Result<Cuda
 }
 
 /// Converts a rank to NCCL's type.
-#[expect(clippy::expect_used, reason = "a mesh has fewer slots than 32 bits count")]
+#[expect(clippy::expect_used, reason = "a mesh has fewer than 2^31 slots")]
 fn rank_of(rank: usize) -> i32 {
     i32::try_from(rank).expect("ranks are below the number of slots")
 }
