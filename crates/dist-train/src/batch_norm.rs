@@ -4,7 +4,7 @@ use candle_core::{Result, Tensor, Var, bail};
 use candle_nn::{BatchNorm, BatchNormConfig, ModuleT, VarBuilder, batch_norm};
 use pmap_mesh::{ALL, Replica};
 
-use crate::{agreement, grad::widened};
+use crate::{agreement, grad::widen};
 
 /// A batch norm that normalizes by the statistics of the whole batch instead of one shard, like
 /// PyTorch's `SyncBatchNorm`. It wraps candle's [`BatchNorm`], and its loss on W slots equals the
@@ -90,7 +90,7 @@ impl SyncBatchNorm {
         }
         let rows = real_rows(ctx, x.dim(0)?)?;
         let n_items = items_of_all(ctx, rows * x.dims()[2..].iter().product::<usize>())?;
-        let mut centered = widened(x)?;
+        let mut centered = widen(x)?;
         if self.remove_mean {
             let mean = mean_of_all(ctx, &centered.narrow(0, 0, rows)?, n_items)?;
             follow(self.norm.running_mean(), &mean, self.norm.momentum())?;
@@ -127,7 +127,7 @@ fn real_rows(ctx: &Replica, rows: usize) -> Result<usize> {
 
 /// Returns the number of items per feature over all replicas.
 fn items_of_all(ctx: &Replica, here: usize) -> Result<f64> {
-    let n_items: f64 = agreement::numbers(ctx, [here as f64])?.iter().flatten().sum();
+    let n_items: f64 = agreement::gather_numbers(ctx, [here as f64])?.iter().flatten().sum();
     if n_items > 1.0 {
         return Ok(n_items);
     }

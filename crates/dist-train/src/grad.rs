@@ -16,7 +16,7 @@ use crate::{
     batch::BatchShapes,
     error::{
         Doing, Result,
-        training::{Refusal, TrainingError},
+        training::{StepErrors, TrainingError},
     },
     loss::{Loss, ShardLoss},
     optim::clip,
@@ -131,7 +131,7 @@ impl<I: TensorTree> ValueAndGrad<I> {
         let sizes: Vec<u64> = self.params.iter().map(|var| var.elem_count() as u64).collect();
         // Every process gets the sums of all parameters, divided among its own slots.
         let owned = Arc::new(divide(&sizes, self.mesh.devices().len()));
-        let outcome: Arc<(Refusal, OnceLock<f64>)> = Arc::default();
+        let outcome: Arc<(StepErrors, OnceLock<f64>)> = Arc::default();
         let step = self.mesh.pmap({
             let shapes = BatchShapes::new(&batch);
             let loss = Arc::clone(&self.loss);
@@ -140,25 +140,25 @@ impl<I: TensorTree> ValueAndGrad<I> {
             let owned = Arc::clone(&owned);
             let outcome = Arc::clone(&outcome);
             move |ctx, shard: I| {
-                let (refusal, mean) = &*outcome;
+                let (errors, mean) = &*outcome;
                 let here = shapes.explain(shard, |shard| loss(ctx, shard))?;
                 let (mut here, ()) = here.into_shard(ctx)?;
-                let sums = here.agree(ctx, allow, refusal).and_then(|whole| {
-                    let whole = whole.with_weight(refusal)?;
+                let sums = here.agree(ctx, allow, errors).and_then(|whole| {
+                    let whole = whole.with_weight(errors)?;
                     mean.get_or_init(|| whole.mean());
                     let grads = differentiate(here, &params, whole.weight(), has_halves(&params))?;
-                    sums(ctx, &params, grads, &owned[ctx.local_index()], Precision::default())
+                    sum_grads(ctx, &params, grads, &owned[ctx.local_index()], Precision::default())
                 });
-                refusal.outcome(sums)
+                errors.none_if_agreed(sums)
             }
         });
         let step = step.in_axes(self.in_axes.clone()).uneven(self.uneven);
-        let (refusal, mean) = &*outcome;
+        let (errors, mean) = &*outcome;
         let results = step.call_sharded(batch).map(|results| {
             // If all replicas reject the step, none has sums.
             results.shards().iter().all(Option::is_some).then_some(results)
         });
-        let results = refusal.call_result(results)?;
+        let results = errors.call_result(results)?;
         let mut sums = BTreeMap::new();
         for (owned, slot_sums) in owned.iter().zip(results.shards()) {
             for (&index, sum) in owned.iter().zip(slot_sums.iter().flatten()) {
@@ -177,7 +177,8 @@ impl<I: TensorTree> ValueAndGrad<I> {
     }
 
     fn check_finite(&self, index: usize, gradient: &Tensor) -> Result<()> {
-        if self.allow_non_finite || clip::squares(gradient).doing("reading a gradient")?.is_finite()
+        if self.allow_non_finite
+            || clip::squared_norm(gradient).doing("reading a gradient")?.is_finite()
         {
             return Ok(());
         }
@@ -219,7 +220,7 @@ pub(crate) fn differentiate(
     let mut gradients = Vec::with_capacity(vars.len());
     for var in vars {
         gradients.push(match store.remove(var) {
-            Some(gradient) => Some(corrected(widened(&gradient)?, is_empty, rest)?),
+            Some(gradient) => Some(correct_gradient(widen(&gradient)?, is_empty, rest)?),
             None => None,
         });
     }
@@ -227,18 +228,18 @@ pub(crate) fn differentiate(
 }
 
 /// Corrects the gradient of a shard's backward pass for the factor left out of the shard's loss.
-pub(crate) fn corrected(
+pub(crate) fn correct_gradient(
     gradient: Tensor,
     is_empty: bool,
     rest: f64,
 ) -> candle_core::Result<Tensor> {
     let gradient = if is_empty { without_nan(gradient)? } else { gradient };
-    scaled(gradient, rest)
+    scale_gradient(gradient, rest)
 }
 
 /// Multiplies a gradient by a factor, without a pass over it if the factor is 1, as in most steps.
 #[expect(clippy::float_cmp, reason = "1 is exact, and the product by it the gradient itself")]
-pub(crate) fn scaled(gradient: Tensor, factor: f64) -> candle_core::Result<Tensor> {
+pub(crate) fn scale_gradient(gradient: Tensor, factor: f64) -> candle_core::Result<Tensor> {
     if factor == 1.0 { Ok(gradient) } else { gradient * factor }
 }
 
@@ -250,7 +251,7 @@ fn without_nan(gradient: Tensor) -> candle_core::Result<Tensor> {
 }
 
 /// Converts a gradient to the dtype in which gradients of its dtype are accumulated.
-pub(crate) fn widened(gradient: &Tensor) -> candle_core::Result<Tensor> {
+pub(crate) fn widen(gradient: &Tensor) -> candle_core::Result<Tensor> {
     gradient.to_dtype(widened_dtype(gradient.dtype()))
 }
 
@@ -260,7 +261,7 @@ pub(crate) fn has_halves(vars: &[Var]) -> bool {
 
 /// Sums the `wanted` gradients over all replicas; `None` if no replica has one. A replica without a
 /// gradient contributes zeros.
-pub(crate) fn sums(
+pub(crate) fn sum_grads(
     ctx: &Replica,
     vars: &[Var],
     grads: Vec<Option<Tensor>>,
@@ -269,11 +270,11 @@ pub(crate) fn sums(
 ) -> candle_core::Result<Vec<Option<Tensor>>> {
     let here: Vec<bool> = grads.iter().map(Option::is_some).collect();
     let somewhere = agreement::any(ctx, &here)?;
-    sums_of(ctx, vars, grads, &somewhere, wanted, precision)
+    sum_existing_grads(ctx, vars, grads, &somewhere, wanted, precision)
 }
 
-/// Like [`sums`], for replicas that have already agreed on the gradients that exist anywhere.
-pub(crate) fn sums_of(
+/// Like [`sum_grads`], for replicas that have already agreed on the gradients that exist anywhere.
+pub(crate) fn sum_existing_grads(
     ctx: &Replica,
     vars: &[Var],
     grads: Vec<Option<Tensor>>,
@@ -282,7 +283,7 @@ pub(crate) fn sums_of(
     precision: Precision,
 ) -> candle_core::Result<Vec<Option<Tensor>>> {
     let reduced = |(var, grad): (&Var, Option<Tensor>)| {
-        grad.map(|grad| grad.to_dtype(precision.reduced(var.dtype()))).transpose()
+        grad.map(|grad| grad.to_dtype(precision.reduce_dtype(var.dtype()))).transpose()
     };
     let reduced = vars.iter().zip(grads).map(reduced);
     let mut grads: Vec<Option<Tensor>> = reduced.collect::<candle_core::Result<_>>()?;
@@ -297,7 +298,9 @@ pub(crate) fn sums_of(
             positions[n] = Some(list.len());
             list.push(match gradient {
                 Some(gradient) => gradient,
-                None => Tensor::zeros(var.shape(), precision.reduced(var.dtype()), var.device())?,
+                None => {
+                    Tensor::zeros(var.shape(), precision.reduce_dtype(var.dtype()), var.device())?
+                }
             });
         }
     }

@@ -5,7 +5,7 @@ use pmap_mesh::{ALL, Replica, TensorTree};
 
 use crate::{
     agreement,
-    error::training::{Refusal, TrainingError},
+    error::training::{StepErrors, TrainingError},
     tree,
 };
 
@@ -138,11 +138,11 @@ impl Loss<Vec<Tensor>> {
         self,
         ctx: &Replica,
         allow_non_finite: bool,
-        refusal: &Refusal,
+        errors: &StepErrors,
     ) -> candle_core::Result<(BatchLoss, Vec<Tensor>)> {
         let (mut shard, aux) = self.into_shard(ctx)?;
-        let batch = shard.agree(ctx, allow_non_finite, refusal)?.with_weight(refusal)?;
-        Ok((batch, summed(ctx, aux)?))
+        let batch = shard.agree(ctx, allow_non_finite, errors)?.with_weight(errors)?;
+        Ok((batch, sum_over_replicas(ctx, aux)?))
     }
 }
 
@@ -204,26 +204,26 @@ impl ShardLoss {
         &mut self,
         ctx: &Replica,
         allow_non_finite: bool,
-        refusal: &Refusal,
+        errors: &StepErrors,
     ) -> candle_core::Result<BatchLoss> {
         let here = match self.unfit {
             Some((part, _)) => [part, 0.0, 0.0, 0.0],
             None => [FIT, scalar(&self.value)?, self.times, self.weight],
         };
-        let shards = agreement::numbers(ctx, here)?;
+        let shards = agreement::gather_numbers(ctx, here)?;
         if let Some(slot) = shards.iter().position(|&[part, ..]| part != FIT) {
-            return Err(refusal.agreed(self.not_scalar(ctx, slot, shards[slot][0])?));
+            return Err(errors.record_agreed(self.not_scalar(ctx, slot, shards[slot][0])?));
         }
         let mut batch = BatchLoss { sum: 0.0, weight: 0.0 };
         for (slot, &[_, value, times, weight]) in shards.iter().enumerate() {
             if !weight.is_finite() || weight < 0.0 {
-                return Err(refusal.agreed(TrainingError::Weight { slot, weight }));
+                return Err(errors.record_agreed(TrainingError::Weight { slot, weight }));
             }
             if weight == 0.0 {
                 continue;
             }
             if !value.is_finite() && !allow_non_finite {
-                return Err(refusal.agreed(TrainingError::NonFiniteLoss { slot, value }));
+                return Err(errors.record_agreed(TrainingError::NonFiniteLoss { slot, value }));
             }
             batch.sum += value * times;
             batch.weight += weight;
@@ -245,11 +245,11 @@ impl ShardLoss {
             None => (&[][..], ""),
         };
         let dims: Vec<u64> = dims.iter().map(|&size| size as u64).collect();
-        let shape = agreement::lists(ctx, &dims)?.swap_remove(slot);
+        let shape = agreement::gather_lists(ctx, &dims)?.swap_remove(slot);
         let shape = shape.into_iter().map(usize::try_from).collect::<Result<_, _>>();
         let shape = shape.map_err(candle_core::Error::wrap)?;
         let letters: Vec<u64> = dtype.chars().map(u64::from).collect();
-        let letters = agreement::lists(ctx, &letters)?.swap_remove(slot);
+        let letters = agreement::gather_lists(ctx, &letters)?.swap_remove(slot);
         let letters = letters.into_iter().map(u8::try_from).map(|letter| letter.map(char::from));
         let dtype = letters.collect::<Result<_, _>>().map_err(candle_core::Error::wrap)?;
         Ok(if part == WEIGHT {
@@ -302,8 +302,12 @@ impl BatchLoss {
     }
 
     /// Returns the loss unchanged, or an error if its weight is 0.
-    pub(crate) fn with_weight(self, refusal: &Refusal) -> candle_core::Result<Self> {
-        if self.weight == 0.0 { Err(refusal.agreed(TrainingError::NoWeight)) } else { Ok(self) }
+    pub(crate) fn with_weight(self, errors: &StepErrors) -> candle_core::Result<Self> {
+        if self.weight == 0.0 {
+            Err(errors.record_agreed(TrainingError::NoWeight))
+        } else {
+            Ok(self)
+        }
     }
 
     /// Returns the weighted mean.
@@ -318,7 +322,10 @@ impl BatchLoss {
 }
 
 /// Sums tensors over all replicas.
-pub(crate) fn summed(ctx: &Replica, leaves: Vec<Tensor>) -> candle_core::Result<Vec<Tensor>> {
+pub(crate) fn sum_over_replicas(
+    ctx: &Replica,
+    leaves: Vec<Tensor>,
+) -> candle_core::Result<Vec<Tensor>> {
     if leaves.is_empty() {
         return Ok(leaves);
     }

@@ -34,7 +34,7 @@ pub(crate) trait Checked {
     fn value(&self, var: usize) -> Result<Tensor>;
 
     /// Returns the dtype in which the loss computes with a variable stored as `stored`.
-    fn computed(&self, stored: DType) -> DType;
+    fn compute_dtype(&self, stored: DType) -> DType;
 
     /// Sets the value of a variable.
     fn set(&mut self, var: usize, value: &Tensor) -> Result<()>;
@@ -139,7 +139,7 @@ impl<'a> CheckedPart<'a> {
             at.push(value.doing(CHECKING)?);
         }
         let names = vars.iter().map(|&var| names[var]).collect();
-        let dtypes = at.iter().map(|at| model.computed(at.dtype())).collect();
+        let dtypes = at.iter().map(|at| model.compute_dtype(at.dtype())).collect();
         let mut part = Self { vars, names, at, dtypes, gradients: Vec::new() };
         part.gradients = part.on_host(gradients)?;
         Ok(part)
@@ -206,7 +206,7 @@ mod tests {
             Ok(self.vars[var].1.as_detached_tensor())
         }
 
-        fn computed(&self, stored: DType) -> DType {
+        fn compute_dtype(&self, stored: DType) -> DType {
             stored
         }
 
@@ -500,7 +500,7 @@ mod tests {
             Ok(vec![None])
         }
 
-        fn computed(&self, stored: DType) -> DType {
+        fn compute_dtype(&self, stored: DType) -> DType {
             stored
         }
 

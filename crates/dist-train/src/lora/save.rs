@@ -172,7 +172,7 @@ fn merged(
     parameters: &[ParameterInfo],
     whole: impl Fn(&str) -> Result<Tensor>,
 ) -> Result<Tensor> {
-    let matrices = matrices::layer_of(name).map(matrices::names_of);
+    let matrices = matrices::layer_of(name).map(matrices::matrix_names);
     let is_known = |name: &String| parameters.iter().any(|info| info.name() == name);
     let Some([a, b]) = matrices.filter(|[a, b]| is_known(a) && is_known(b)) else {
         return whole(name);
@@ -180,7 +180,7 @@ fn merged(
     // Gather all three before returning an error: gathering is collective, so all processes must do
     // it.
     let [weight, a, b] = [name, &a, &b].map(whole);
-    matrices::merged(&weight?, &a?, &b?, scale).doing("merging an adapter")
+    matrices::merge_adapter(&weight?, &a?, &b?, scale).doing("merging an adapter")
 }
 
 #[cfg(test)]

@@ -63,7 +63,7 @@ impl MetricsLog {
     ///
     /// # Errors
     ///
-    /// Returns [`Error::NoMetrics`] if the file contains something else, and
+    /// Returns [`Error::NoMetrics`] if the file has content that is not metrics, and
     /// [`CheckpointError::Io`](crate::CheckpointError::Io) if it cannot be opened or changed.
     pub fn open(path: impl Into<PathBuf>, done: u64) -> Result<Self> {
         let path = path.into();

@@ -150,8 +150,8 @@ where
         layout.parameter(inventory, slots, self.params[trained])
     }
 
-    fn computed(&self, stored: DType) -> DType {
-        self.model.precision.computed(stored)
+    fn compute_dtype(&self, stored: DType) -> DType {
+        self.model.precision.compute_dtype(stored)
     }
 
     /// Sets the value on every slot. Slots that share a variable set it several times to the same

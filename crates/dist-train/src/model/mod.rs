@@ -259,7 +259,7 @@ impl<M: Send, O: Optimizer + Send + 'static> DistributedModel<M, O> {
             }))
         });
         let call = self.options.cut(call).seed(seed);
-        let outcome = pass.rules().refusal.call_result(call.call_at(position, batch));
+        let outcome = pass.rules().errors.call_result(call.call_at(position, batch));
         pass.end(outcome.is_ok())?;
         let aux = outcome?;
         Ok((*report.get().expect("every replica has set the report"), aux))

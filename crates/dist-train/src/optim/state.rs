@@ -3,7 +3,7 @@
 use candle_core::{DType, Device, Result, Tensor, Var, backprop::GradStore, bail};
 
 use crate::{
-    device::moved,
+    device::move_to_device,
     optim::update::{MASTER, Variable},
 };
 
@@ -114,7 +114,7 @@ impl VariableState {
 
 /// Sets a tensor of a state from a tensor of any floating-point dtype on any device.
 fn assign(state: &Var, value: &Tensor) -> Result<()> {
-    state.set(&moved(value, state.device())?.to_dtype(state.dtype())?)
+    state.set(&move_to_device(value, state.device())?.to_dtype(state.dtype())?)
 }
 
 /// Reads a number of steps.

@@ -13,7 +13,7 @@ use pmap_mesh::{DeviceMesh, Replica};
 
 use self::{axes::PlanAxes, units::UnitCollectives};
 use crate::{
-    device::moved,
+    device::move_to_device,
     error::{Doing, Error, Result, sharding::ShardingError},
     precision::Precision,
 };
@@ -176,7 +176,7 @@ impl ShardedVars {
         }
         let device = &self.mesh.devices()[0];
         let here: candle_core::Result<Vec<_>> =
-            by_start.values().map(|run| moved(run, device)).collect();
+            by_start.values().map(|run| move_to_device(run, device)).collect();
         let here = here.doing("moving the shards of a parameter")?;
         self.joined(param_idx, &here, device)
     }
@@ -214,6 +214,6 @@ fn unknown(name: &str) -> Error {
 fn variable(items: &Tensor, device: &Device) -> Result<Var> {
     items
         .force_contiguous()
-        .and_then(|items| Var::from_tensor(&moved(&items, device)?))
+        .and_then(|items| Var::from_tensor(&move_to_device(&items, device)?))
         .doing("moving a shard of a parameter")
 }

@@ -170,10 +170,10 @@ impl UnitCollectives {
         Ok(Self {
             names,
             gathered: gathered
-                .map(|gathered| lists(gathered, &|held| precision.computed(held)))
+                .map(|gathered| lists(gathered, &|held| precision.compute_dtype(held)))
                 .transpose()?,
             reduced: reduced
-                .map(|reduced| lists(reduced, &|held| precision.reduced(held)))
+                .map(|reduced| lists(reduced, &|held| precision.reduce_dtype(held)))
                 .transpose()?,
             copies: copies.map_or_else(Vec::new, |copies| copies.parameters.clone()),
         })
@@ -264,7 +264,7 @@ impl ShardedVars {
         let own = parts.iter().filter(|part| part.param_idx == param_idx);
         let own: Vec<Tensor> = own.map(|part| part.var.as_detached_tensor()).collect();
         let whole = self.joined(param_idx, &own, ctx.device())?;
-        let dtype = self.precision.computed(whole.dtype());
+        let dtype = self.precision.compute_dtype(whole.dtype());
         Var::from_tensor(&whole.to_dtype(dtype)?)
     }
 
@@ -435,7 +435,7 @@ impl ShardedVars {
         let mut runs = Vec::with_capacity(positions.len());
         for position in positions {
             let part = parts[position].var.as_detached_tensor();
-            runs.push(part.to_dtype(self.precision.computed(part.dtype()))?);
+            runs.push(part.to_dtype(self.precision.compute_dtype(part.dtype()))?);
         }
         Ok(runs)
     }
@@ -456,7 +456,7 @@ impl ShardedVars {
             })?;
             ParameterError::check_shape(info.name(), found.dims(), &runs::shape(info))
                 .map_err(Error::from)?;
-            grads.push(found.to_dtype(self.precision.reduced(self.dtype(param_idx)?))?);
+            grads.push(found.to_dtype(self.precision.reduce_dtype(self.dtype(param_idx)?))?);
         }
         Ok(grads)
     }

@@ -102,7 +102,7 @@ impl Model {
         let parameters = self.vars.plan().parameters();
         parameters.iter().any(|parameter| {
             let held = dtype_of(parameter.info().dtype());
-            held.is_some_and(|held| is_half(self.precision.computed(held)))
+            held.is_some_and(|held| is_half(self.precision.compute_dtype(held)))
         })
     }
 

@@ -116,28 +116,28 @@ where
             {
                 // Builds a graph of this unit, so that parameters of other units in it can be
                 // detected.
-                let (_, result) = self.differentiable("forward")?;
+                let (_, result) = self.run_with_graph("forward")?;
                 tree::map(&result, Tensor::detach)
             }
             Keep::Gathered if is_recorded => {
-                let (graph, result) = self.differentiable("forward")?;
+                let (graph, result) = self.run_with_graph("forward")?;
                 *lock(&self.graph) = GraphState::Kept(graph);
                 tree::map(&result, Tensor::detach)
             }
             Keep::Graph if is_recorded => {
-                let (graph, result) = self.differentiable("forward")?;
-                let result = detached_result(&result, &graph.gathered)?;
+                let (graph, result) = self.run_with_graph("forward")?;
+                let result = detach_result(&result, &graph.gathered)?;
                 let pass = self.session.free_parameters(&self.name, &graph.gathered)?;
                 *lock(&self.graph) = GraphState::Freed(graph, pass);
                 result
             }
-            Keep::Inputs | Keep::Graph | Keep::Gathered => self.result(unit)?,
+            Keep::Inputs | Keep::Graph | Keep::Gathered => self.run_without_graph(unit)?,
         };
-        if is_recorded { self.recorded(&result, x) } else { Ok(result) }
+        if is_recorded { self.record(&result, x) } else { Ok(result) }
     }
 
     /// Records the result in the graph.
-    fn recorded(self, result: &R, x: &X) -> Result<R> {
+    fn record(self, result: &R, x: &X) -> Result<R> {
         self.session.expect_gradients(&self.name);
         let anchor = self.session.anchor().clone();
         let tracked = tree::each(x, Tensor::clone).into_iter().filter(Tensor::track_op);
@@ -149,18 +149,18 @@ where
     }
 
     /// Runs the function without a graph.
-    fn result(&self, unit: &Unit) -> Result<R> {
+    fn run_without_graph(&self, unit: &Unit) -> Result<R> {
         let gathered = self.session.gather(&self.name)?;
         let builder = self.session.builder(&self.name, unit, &gathered, false);
         let result = self.call(builder, &lock(&self.x), "forward")?;
         if tree::each(&result, Tensor::track_op).contains(&true) {
-            return Err(self.session.refuse_captured(&self.name, &[]));
+            return Err(self.session.record_captured(&self.name, &[]));
         }
         Ok(result)
     }
 
     /// Runs the function with a graph that ends at the unit's inputs and parameters.
-    fn differentiable(&self, pass: &str) -> Result<(UnitGraph, R)> {
+    fn run_with_graph(&self, pass: &str) -> Result<(UnitGraph, R)> {
         let gathered = self.session.gather(&self.name)?;
         let unit = self.session.find(&self.name)?;
         let leaf = |input: &UnitInput| {
@@ -175,9 +175,9 @@ where
         let builder = self.session.builder(&self.name, unit, &gathered, true);
         let result = self.call(builder, &x, pass)?;
         let graph = UnitGraph { gathered, inputs, outputs: tree::each(&result, Tensor::clone) };
-        let others = graph.others();
+        let others = graph.foreign_variables();
         if !others.is_empty() {
-            return Err(self.session.refuse_captured(&self.name, &others));
+            return Err(self.session.record_captured(&self.name, &others));
         }
         Ok((graph, result))
     }
@@ -201,20 +201,20 @@ where
         before: &[Tensor],
         grads: Vec<Option<Tensor>>,
     ) -> Result<Vec<Option<Tensor>>> {
-        self.session.check_under_way(&self.name)?;
+        self.session.check_started(&self.name)?;
         let state = mem::replace(&mut *lock(&self.graph), GraphState::Done);
         let UnitGraph { gathered, inputs, outputs } = match state {
             GraphState::Kept(graph) => graph,
             GraphState::Freed(graph, pass) => {
-                self.session.refill(&self.name, pass, &graph.gathered)?;
+                self.session.restore_parameters(&self.name, pass, &graph.gathered)?;
                 graph
             }
             GraphState::Later => {
-                let (graph, _) = self.differentiable("backward")?;
-                self.compare(before, &graph.outputs)?;
+                let (graph, _) = self.run_with_graph("backward")?;
+                self.check_repeatable(before, &graph.outputs)?;
                 graph
             }
-            GraphState::Done => return Err(self.session.differentiated(&self.name, "twice")),
+            GraphState::Done => return Err(self.session.differentiated_error(&self.name, "twice")),
         };
         let seeds =
             outputs.into_iter().zip(grads).filter_map(|(output, grad)| Some((output, grad?)));
@@ -233,17 +233,17 @@ where
     }
 
     /// Returns an error if recomputing gave another result than the forward pass.
-    fn compare(&self, before: &[Tensor], again: &[Tensor]) -> Result<()> {
+    fn check_repeatable(&self, before: &[Tensor], again: &[Tensor]) -> Result<()> {
         if !self.session.checks_determinism(&self.name) || all_bytes(before)? == all_bytes(again)? {
             return Ok(());
         }
-        Err(self.session.refuse(TrainingError::NotRepeatable { unit: self.name.clone() }))
+        Err(self.session.record_local(TrainingError::NotRepeatable { unit: self.name.clone() }))
     }
 }
 
 impl UnitGraph {
     /// Returns the variables in its graph that do not belong to the unit.
-    fn others(&self) -> Vec<&Tensor> {
+    fn foreign_variables(&self) -> Vec<&Tensor> {
         let mut others = Vec::new();
         for node in self.outputs.iter().flat_map(|output| output.sorted_nodes()) {
             let mut own = self.gathered.values().chain(self.inputs.iter().flatten());
@@ -257,7 +257,7 @@ impl UnitGraph {
 
 /// Detaches a unit's result from its parameters, whose memory will be freed. Views of a parameter
 /// are copied, without the rest of the parameter that `Tensor::copy` would copy too.
-fn detached_result<R: TensorTree>(result: &R, gathered: &BTreeMap<String, Var>) -> Result<R> {
+fn detach_result<R: TensorTree>(result: &R, gathered: &BTreeMap<String, Var>) -> Result<R> {
     result.try_map(&mut |output: &Tensor| {
         let is_view = gathered.values().any(|var| shares_memory(output, var));
         if is_view { output.detach().force_contiguous() } else { Ok(output.detach()) }
@@ -297,7 +297,7 @@ mod tests {
     fn views_are_copied_without_the_parameter() {
         let whole = Var::zeros((5, 4), DType::F32, &Device::Cpu).unwrap();
         let row = whole.t().unwrap().narrow(0, 1, 1).unwrap();
-        let kept = detached_result(&row, &BTreeMap::from([("w".to_owned(), whole)])).unwrap();
+        let kept = detach_result(&row, &BTreeMap::from([("w".to_owned(), whole)])).unwrap();
         assert_eq!(kept.dims(), row.dims());
         let (storage, _) = kept.storage_and_layout();
         let Storage::Cpu(CpuStorage::F32(items)) = &*storage else {

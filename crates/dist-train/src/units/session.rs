@@ -14,7 +14,7 @@ use pmap_mesh::Replica;
 use crate::{
     agreement::{self, halves},
     error::{Error, training::TrainingError},
-    grad::{corrected, widened},
+    grad::{correct_gradient, widen},
     loss::{Loss, ShardLoss},
     precision::is_half,
     sharded::units::PendingGather,
@@ -25,7 +25,7 @@ use crate::{
         freed::{FreedParams, UnitPass},
         keep::Keep,
         model::{Model, Unit, UnitMember},
-        outside::GivenParameters,
+        outside::RecordedLeaves,
         prefetch::{Order, PrefetchStep, Prefetcher},
         swap_storage::{free_storage, swap_storage},
     },
@@ -48,7 +48,7 @@ pub(crate) struct Session {
     prefetcher: Mutex<Prefetcher<PendingGather>>,
     backward: Mutex<BackwardState>,
     /// Leaves of units that no step has trained yet.
-    given: Mutex<GivenParameters>,
+    recorded_leaves: Mutex<RecordedLeaves>,
 }
 
 /// Data shared by the replicas of a process during a batch.
@@ -66,7 +66,7 @@ pub(crate) struct Gradients {
     /// The sums over all slots, for each of this slot's shards that is not updated yet.
     pub(crate) sums: Vec<Option<Tensor>>,
     /// Unreduced gradients.
-    pub(crate) whole: UnreducedGrads,
+    pub(crate) unreduced: UnreducedGrads,
     /// Whether each trained variable of the model has a gradient on this slot, in the order of
     /// names.
     pub(crate) used: Vec<bool>,
@@ -105,12 +105,12 @@ impl Session {
                 Arc::clone(&common.order),
             )),
             backward: Mutex::default(),
-            given: Mutex::default(),
+            recorded_leaves: Mutex::default(),
         }))
     }
 
     /// Returns a session for another run of this batch's loss, which frees no parameters.
-    pub(crate) fn search(&self) -> Result<Arc<Self>> {
+    pub(crate) fn search_session(&self) -> Result<Arc<Self>> {
         Self::with_search(&self.ctx, &self.common, None, true)
     }
 
@@ -121,7 +121,7 @@ impl Session {
     /// Returns the unit of this name, and records that it is entered.
     pub(crate) fn enter(&self, name: &str) -> Result<&Unit> {
         let unit = self.find(name)?;
-        self.backward().entered.insert(name.to_owned());
+        self.backward().entered_units.insert(name.to_owned());
         Ok(unit)
     }
 
@@ -129,7 +129,7 @@ impl Session {
     pub(crate) fn find(&self, name: &str) -> Result<&Unit> {
         self.model().units.get(name).ok_or_else(|| {
             let units = self.model().units.keys().cloned().collect();
-            self.refuse(TrainingError::UnknownUnit { unit: name.to_owned(), units })
+            self.record_local(TrainingError::UnknownUnit { unit: name.to_owned(), units })
         })
     }
 
@@ -167,19 +167,21 @@ impl Session {
 
     /// Returns an error if a loss uses a parameter outside the function of its unit.
     pub(crate) fn check_outside<A>(&self, loss: &Loss<A>) -> Result<()> {
-        let found = self.given().find_in_graph(loss.value());
-        found.map_or(Ok(()), |error| Err(self.refuse(error)))
+        let found = self.recorded_leaves().find_in_graph(loss.value());
+        found.map_or(Ok(()), |error| Err(self.record_local(error)))
     }
 
     /// Returns the error of a unit whose function uses variables that are not its own.
-    pub(crate) fn refuse_captured(&self, unit: &str, variables: &[&Tensor]) -> candle_core::Error {
-        let outside = self.given().find(variables.iter().copied());
-        self.refuse(outside.unwrap_or_else(|| TrainingError::Captured { unit: unit.to_owned() }))
+    pub(crate) fn record_captured(&self, unit: &str, variables: &[&Tensor]) -> candle_core::Error {
+        let outside = self.recorded_leaves().find(variables.iter().copied());
+        self.record_local(
+            outside.unwrap_or_else(|| TrainingError::Captured { unit: unit.to_owned() }),
+        )
     }
 
     /// Records an error that only this replica detects.
-    pub(crate) fn refuse(&self, error: TrainingError) -> candle_core::Error {
-        self.rules().refusal.alone(error)
+    pub(crate) fn record_local(&self, error: TrainingError) -> candle_core::Error {
+        self.rules().errors.record_local(error)
     }
 
     /// Gathers the full parameters of a unit, by name.
@@ -187,40 +189,40 @@ impl Session {
     /// Also starts the all-gathers of the next expected units if prefetching is on.
     pub(crate) fn gather(&self, unit: &str) -> Result<BTreeMap<String, Var>> {
         let Model { vars, .. } = self.model();
-        let PrefetchStep { begun, dropped, next } = self.prefetcher().enter_unit(unit);
+        let PrefetchStep { prefetched, unneeded, next } = self.prefetcher().enter_unit(unit);
         if !self.prefetcher().is_on() {
             return vars.gather_unit(&self.ctx, unit);
         }
-        self.drop_gathered(dropped)?;
-        let under_way = match begun {
-            Some(begun) => begun,
+        self.finish_unneeded(unneeded)?;
+        let in_flight = match prefetched {
+            Some(prefetched) => prefetched,
             None => vars.start_gather_unit(&self.ctx, unit)?,
         };
         for unit in &next {
-            let under_way = vars.start_gather_unit(&self.ctx, unit)?;
-            self.prefetcher().begin(under_way);
+            let in_flight = vars.start_gather_unit(&self.ctx, unit)?;
+            self.prefetcher().push_in_flight(in_flight);
         }
-        vars.finish_gather_unit(&self.ctx, under_way)
+        vars.finish_gather_unit(&self.ctx, in_flight)
     }
 
     /// Waits for unused prefetched units, because a started collective must be waited for.
-    fn drop_gathered(&self, dropped: Vec<PendingGather>) -> Result<()> {
+    fn finish_unneeded(&self, unneeded: Vec<PendingGather>) -> Result<()> {
         let vars = &self.model().vars;
-        dropped.into_iter().try_for_each(|unit| vars.finish_gather_unit(&self.ctx, unit).map(drop))
+        unneeded.into_iter().try_for_each(|unit| vars.finish_gather_unit(&self.ctx, unit).map(drop))
     }
 
     /// Ends the gathering of a batch by dropping prefetched units that were not used.
     pub(crate) fn finish_gathering(&self) -> Result<()> {
-        let rest = self.prefetcher().rest();
-        self.drop_gathered(rest)
+        let rest = self.prefetcher().take_in_flight();
+        self.finish_unneeded(rest)
     }
 
     /// Waits for all collectives in flight if all replicas end a batch early.
     pub(crate) fn abandon(&self) -> Result<()> {
         self.finish_gathering()?;
         // Taken first, so that the lock is not held while waiting.
-        let under_way = self.backward().under_way.take();
-        match under_way {
+        let in_flight = self.backward().in_flight.take();
+        match in_flight {
             Some(sums) => self.model().vars.finish_reduce_parts(&self.ctx, sums).map(drop),
             None => Ok(()),
         }
@@ -239,7 +241,7 @@ impl Session {
         for unit in order.iter() {
             fingerprint.write_bytes(unit.as_bytes());
         }
-        let orders = agreement::words(&self.ctx, &halves(fingerprint.finish()))?;
+        let orders = agreement::gather_words(&self.ctx, &halves(fingerprint.finish()))?;
         let group_size = self.model().vars.plan().shard_group().as_usize();
         let first_of_group = |slot: usize| slot / group_size * group_size;
         let other = (0..orders.len()).find(|&slot| orders[slot] != orders[first_of_group(slot)]);
@@ -258,7 +260,7 @@ impl Session {
             .iter()
             .map(|unit| names.binary_search(&unit).expect("a unit of the model") as u64)
             .collect();
-        let orders = agreement::lists(&self.ctx, &here)?;
+        let orders = agreement::gather_lists(&self.ctx, &here)?;
         let units_of = |slot: usize| {
             orders[slot]
                 .iter()
@@ -274,7 +276,7 @@ impl Session {
             right,
             right_units: units_of(right),
         };
-        Ok(self.rules().refusal.agreed(error))
+        Ok(self.rules().errors.record_agreed(error))
     }
 
     /// Returns the units that this batch gathered, in order.
@@ -291,7 +293,7 @@ impl Session {
     ) -> Result<UnitPass> {
         let vars = &self.model().vars;
         let sharing = vars.sharing(&self.ctx);
-        let pass = UnitPass { first: sharing[0], n_before: self.backward().next_freed() };
+        let pass = UnitPass { first: sharing[0], n_before: self.backward().next_freed_pass() };
         let (shared, own) = vars.split_shared(name, gathered)?;
         own.into_iter().try_for_each(|name| free_storage(&gathered[name]))?;
         let shared = shared.into_iter().map(|name| &gathered[name]);
@@ -300,7 +302,7 @@ impl Session {
     }
 
     /// Restores the memory of the parameters in a kept graph.
-    pub(crate) fn refill(
+    pub(crate) fn restore_parameters(
         &self,
         name: &str,
         pass: UnitPass,
@@ -327,7 +329,7 @@ impl Session {
             let var = &gathered[&names.name];
             let is_leaf = records && (trained.is_some() || self.is_search());
             if is_leaf && is_noted {
-                self.given().add(var, name, &names.name);
+                self.recorded_leaves().add(var, name, &names.name);
             }
             let tensor = if is_leaf { var.as_tensor().clone() } else { var.as_detached_tensor() };
             inner.push((names.inner_name.clone(), tensor));
@@ -337,15 +339,15 @@ impl Session {
     }
 
     /// Returns an error if the step has not started the backward pass of a unit.
-    pub(crate) fn check_under_way(&self, unit: &str) -> Result<()> {
-        if self.backward().is_under_way {
+    pub(crate) fn check_started(&self, unit: &str) -> Result<()> {
+        if self.backward().has_started {
             return Ok(());
         }
-        Err(self.differentiated(unit, "by the loss itself"))
+        Err(self.differentiated_error(unit, "by the loss itself"))
     }
 
-    pub(crate) fn differentiated(&self, unit: &str, how: &'static str) -> candle_core::Error {
-        self.refuse(TrainingError::Differentiated { unit: unit.to_owned(), how })
+    pub(crate) fn differentiated_error(&self, unit: &str, how: &'static str) -> candle_core::Error {
+        self.record_local(TrainingError::Differentiated { unit: unit.to_owned(), how })
     }
 
     /// Records a pass through a unit with gradients to reduce.
@@ -371,7 +373,7 @@ impl Session {
         drop((gathered, grads));
         self.backward().mark_used(own.keys());
         if self.defers_reduction() {
-            return self.backward().whole.add(unit, own);
+            return self.backward().unreduced.add(unit, own);
         }
         self.reduce(unit, own)
     }
@@ -384,7 +386,7 @@ impl Session {
         };
         // Made contiguous one at a time: gradients of linear weights may be transposed views, and
         // the reduction would otherwise copy all of them at once.
-        corrected(widened(grad)?.contiguous()?, is_empty, rest)
+        correct_gradient(widen(grad)?.contiguous()?, is_empty, rest)
     }
 
     /// Returns true if gradients stay unreduced until a later batch.
@@ -396,19 +398,19 @@ impl Session {
     /// Reduces the gradients of a unit's parameters over all slots, together with earlier unreduced
     /// gradients. With prefetching, the reduction overlaps with the backward pass.
     fn reduce(&self, unit: &str, mut own: BTreeMap<String, Tensor>) -> Result<()> {
-        let mut whole = mem::take(&mut self.backward().whole);
-        whole.units.remove(unit);
+        let mut unreduced = mem::take(&mut self.backward().unreduced);
+        unreduced.units.remove(unit);
         let mut all = BTreeMap::new();
         for (_, member) in self.model().units[unit].trained() {
             let name = &member.names.name;
-            let grad = match (whole.grads.remove(name), own.remove(name)) {
+            let grad = match (unreduced.grads.remove(name), own.remove(name)) {
                 (Some(before), Some(grad)) => (before + grad)?,
                 (Some(grad), None) | (None, Some(grad)) => grad,
                 (None, None) => Tensor::zeros(&*member.shape, member.dtype, self.ctx.device())?,
             };
             all.insert(name.clone(), grad);
         }
-        self.backward().whole = whole;
+        self.backward().unreduced = unreduced;
         let vars = &self.model().vars;
         if !self.prefetcher().is_on() {
             let sums = vars.reduce_parts(&self.ctx, unit, |name| all.remove(name))?;
@@ -416,16 +418,16 @@ impl Session {
         }
         // Only one reduction is in flight, so that only one unit's gradients wait in memory.
         self.finish_reducing()?;
-        let under_way = vars.start_reduce_parts(&self.ctx, unit, |name| all.remove(name))?;
-        self.backward().under_way = Some(under_way);
+        let in_flight = vars.start_reduce_parts(&self.ctx, unit, |name| all.remove(name))?;
+        self.backward().in_flight = Some(in_flight);
         Ok(())
     }
 
     /// Waits for the reduction in flight.
     fn finish_reducing(&self) -> Result<()> {
-        let Some(under_way) = self.backward().under_way.take() else { return Ok(()) };
-        let unit = under_way.unit.clone();
-        let sums = self.model().vars.finish_reduce_parts(&self.ctx, under_way)?;
+        let Some(in_flight) = self.backward().in_flight.take() else { return Ok(()) };
+        let unit = in_flight.unit.clone();
+        let sums = self.model().vars.finish_reduce_parts(&self.ctx, in_flight)?;
         self.apply_sums(&unit, sums)
     }
 
@@ -435,25 +437,25 @@ impl Session {
         match &self.updates {
             Some(updates) => {
                 self.backward().leave(unit);
-                let known = self.backward().known(self.model(), unit);
-                self.update(&**updates, &known)
+                let ready = self.backward().take_ready(self.model(), unit);
+                self.update(&**updates, &ready)
             }
             None => Ok(()),
         }
     }
 
-    /// Differentiates a shard's sum divided by `scale` through all units that it entered; `whole`
+    /// Differentiates a shard's sum divided by `scale` through all units that it entered; `unreduced`
     /// are unreduced gradients of earlier batches.
     pub(crate) fn differentiate(
         &self,
         shard: ShardLoss,
         scale: f64,
-        whole: UnreducedGrads,
+        unreduced: UnreducedGrads,
     ) -> Result<Gradients> {
         let halves = is_half(shard.dtype()) || self.model().has_halves();
         let is_empty = shard.is_empty();
         let (sum, rest) = shard.share(scale, halves)?;
-        self.backward().begin(whole, is_empty, rest);
+        self.backward().begin(unreduced, is_empty, rest);
         sum.backward()?;
         drop(sum);
         self.finish()?;
@@ -462,7 +464,7 @@ impl Session {
         Ok(Gradients {
             sums: (0..n_parts).map(|part| backward.sums.remove(&part)).collect(),
             used: backward.used_flags(self.model()),
-            whole: backward.whole,
+            unreduced: backward.unreduced,
         })
     }
 
@@ -471,13 +473,13 @@ impl Session {
         self.finish_gathering()?;
         if !self.defers_reduction() {
             // Units that only earlier batches entered.
-            let units = self.backward().whole.units.clone();
+            let units = self.backward().unreduced.units.clone();
             units.iter().try_for_each(|unit| self.reduce(unit, BTreeMap::new()))?;
         }
         self.finish_reducing()?;
         match &self.updates {
             Some(updates) => {
-                let rest = self.backward().rest_of(self.model());
+                let rest = self.backward().take_rest(self.model());
                 self.update(&**updates, &rest)?;
                 updates.finish()
             }
@@ -486,8 +488,8 @@ impl Session {
     }
 
     /// Updates the parameters with final gradients.
-    fn update(&self, updates: &dyn UpdatesInBackward, known: &ReadyGrads) -> Result<()> {
-        if known.trained.is_empty() {
+    fn update(&self, updates: &dyn UpdatesInBackward, ready: &ReadyGrads) -> Result<()> {
+        if ready.trained.is_empty() {
             return Ok(());
         }
         let mut sums = mem::take(&mut self.backward().sums);
@@ -504,15 +506,15 @@ impl Session {
     /// Returns an error for the first update if its batches did not enter all trained units;
     /// `entered` are the units of all these batches.
     pub(crate) fn check_entered(&self, entered: &BTreeSet<String>) -> Result<()> {
-        let is_first_update = self.rules().goal == Goal::Update && self.rules().all_used;
+        let is_first_update = self.rules().goal == Goal::Update && self.rules().must_use_all;
         let refused = is_first_update.then(|| self.model().not_entered(entered)).flatten();
         // All slots entered the same units, so all return the same error.
-        refused.map_or(Ok(()), |error| Err(self.rules().refusal.agreed(error)))
+        refused.map_or(Ok(()), |error| Err(self.rules().errors.record_agreed(error)))
     }
 
     /// Returns the names of the units that the loss entered.
-    pub(crate) fn entered(&self) -> Vec<String> {
-        self.backward().entered.iter().cloned().collect()
+    pub(crate) fn entered_units(&self) -> Vec<String> {
+        self.backward().entered_units.iter().cloned().collect()
     }
 
     /// Locks the prefetcher; never held during a collective.
@@ -521,8 +523,8 @@ impl Session {
     }
 
     /// Locks the recorded leaves, only to add or to search.
-    fn given(&self) -> MutexGuard<'_, GivenParameters> {
-        self.given.lock().unwrap_or_else(PoisonError::into_inner)
+    fn recorded_leaves(&self) -> MutexGuard<'_, RecordedLeaves> {
+        self.recorded_leaves.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Locks the state of the backward pass; never held during a computation or a wait.

@@ -68,7 +68,7 @@ pub(crate) fn build<M, O: Optimizer>(
         let computed: Vec<Var> =
             vars.iter().map(|(var, rounded)| rounded.as_ref().unwrap_or(var).clone()).collect();
         let built = |purpose| {
-            let computed_dtype = precision.computed(dtype);
+            let computed_dtype = precision.compute_dtype(dtype);
             model(vars::builder(&inventory, &computed, purpose, computed_dtype, device), dtype)
         };
         let models = [built(Use::Training)?, built(Use::Evaluation)?];
@@ -138,7 +138,7 @@ fn first_variables(
         }
         // Layers set buffers themselves, so a buffer has one copy, in the dtype the model computes in.
         let dtype = match role {
-            Role::Buffer => config.precision.computed(declared.dtype),
+            Role::Buffer => config.precision.compute_dtype(declared.dtype),
             Role::Trained(_) | Role::Frozen => declared.dtype,
         };
         let value = initial.tensor(declared, home)?;

@@ -10,7 +10,7 @@ use candle_nn::{Init, VarBuilder, VarMap, var_builder::SimpleBackend};
 use pmap_mesh::DeviceMesh;
 
 use crate::{
-    device::moved,
+    device::move_to_device,
     grad::divide,
     model::config::Sharing,
     precision::Precision,
@@ -114,7 +114,7 @@ impl VarSet {
     pub(super) fn rounded(&self, roles: &Roles, precision: Precision) -> Result<Vec<Option<Var>>> {
         let mut rounded = Vec::with_capacity(self.vars.len());
         for (var, &role) in self.vars.iter().zip(&roles.of) {
-            let dtype = precision.computed(var.dtype());
+            let dtype = precision.compute_dtype(var.dtype());
             rounded.push(if role == Role::Buffer || dtype == var.dtype() {
                 None
             } else {
@@ -127,7 +127,7 @@ impl VarSet {
 
 /// Copies a variable's value into a new variable on a device.
 fn copied(var: &Var, device: &Device) -> Result<Var> {
-    Var::from_tensor(&moved(&var.as_detached_tensor(), device)?)
+    Var::from_tensor(&move_to_device(&var.as_detached_tensor(), device)?)
 }
 
 /// Whether the model's results are differentiated.

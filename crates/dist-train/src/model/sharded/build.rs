@@ -166,7 +166,7 @@ impl Description<'_> {
             vars,
             units,
             inventory: Arc::new(inventory),
-            dtype: precision.computed(self.dtype()),
+            dtype: precision.compute_dtype(self.dtype()),
             precision,
             accumulation: sharding.reduction,
             updates_in_backward: sharding.updates_in_backward,
