@@ -49,7 +49,7 @@ impl FreedParams {
     ) -> Result<()> {
         self.with(pass, |progress| {
             progress.n_left += 1;
-            if progress.n_left < n_sharing {
+            if progress.n_left != n_sharing {
                 return Ok(());
             }
             shared.try_for_each(|var| free_storage(var))
