@@ -13,8 +13,8 @@ pub(crate) type Order = Arc<[String]>;
 pub(crate) struct Prefetcher<P> {
     /// Number of units to prefetch.
     depth: usize,
-    /// The order of an earlier batch; empty if there was no earlier batch, or if this batch deviates
-    /// from the order.
+    /// The order of an earlier batch; empty if there was no earlier batch, or if this batch
+    /// deviates from the order.
     expected: Order,
     /// Number of units in `expected` whose all-gathers were started.
     n_started: usize,
@@ -29,7 +29,8 @@ pub(crate) struct Prefetcher<P> {
 pub(crate) struct PrefetchStep<P> {
     /// The unit's all-gather, if it was prefetched.
     pub(crate) prefetched: Option<P>,
-    /// Prefetched units that this batch does not need now. Their all-gathers must still be finished.
+    /// Prefetched units that this batch does not need now. Their all-gathers must still be
+    /// finished.
     pub(crate) unneeded: Vec<P>,
     /// Units to prefetch, after the all-gather of this unit is started.
     pub(crate) next: Vec<String>,

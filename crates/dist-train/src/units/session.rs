@@ -444,8 +444,8 @@ impl Session {
         }
     }
 
-    /// Differentiates a shard's sum divided by `scale` through all units that it entered; `unreduced`
-    /// are unreduced gradients of earlier batches.
+    /// Differentiates a shard's sum divided by `scale` through all units that it entered;
+    /// `unreduced` are unreduced gradients of earlier batches.
     pub(crate) fn differentiate(
         &self,
         shard: ShardLoss,
