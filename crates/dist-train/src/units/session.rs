@@ -454,7 +454,7 @@ impl Session {
     ) -> Result<Gradients> {
         let halves = is_half(shard.dtype()) || self.model().has_halves();
         let is_empty = shard.is_empty();
-        let (sum, rest) = shard.share(scale, halves)?;
+        let (sum, rest) = shard.into_scaled_sum(scale, halves)?;
         self.backward().begin(unreduced, is_empty, rest);
         sum.backward()?;
         drop(sum);
