@@ -109,7 +109,7 @@ impl ShardingConfig {
         let option = match self {
             Self { plan_source: PlanSource::Strategy(_), .. } => "strategy",
             Self { plan_source: PlanSource::Ready(_), .. } => "plan",
-            Self { keeps, .. } if !keeps.is_silent() => "keep",
+            Self { keeps, .. } if !keeps.is_empty() => "keep",
             Self { n_prefetched: 1.., .. } => "prefetch",
             Self { reduction: Accumulation::ReduceLast, .. } => "accumulation",
             Self { updates_in_backward: true, .. } => "optimizer_in_backward",

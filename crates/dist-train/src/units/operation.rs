@@ -30,12 +30,13 @@ use crate::{
     },
 };
 
-/// A pass through a unit.
+/// A pass through a unit, as an operation in candle's graph.
 struct UnitOperation<X, F> {
     session: Arc<Session>,
     name: String,
     f: F,
-    /// The detached inputs in their tree. The mutex makes them `Sync`, which a tree need not be.
+    /// The detached inputs in their tree. The mutex makes the tree `Sync`, which a [`TensorTree`]
+    /// need not be.
     x: Mutex<X>,
     inputs: Vec<UnitInput>,
     graph: Mutex<GraphState>,
@@ -44,19 +45,19 @@ struct UnitOperation<X, F> {
 /// One detached tensor of the inputs.
 struct UnitInput {
     tensor: Tensor,
-    /// Whether it needs a gradient.
+    /// Whether the input needs a gradient.
     is_tracked: bool,
 }
 
 /// The state of the unit's own graph.
 enum GraphState {
-    /// Built in the backward pass.
+    /// The graph is built in the backward pass.
     Later,
-    /// Kept from the forward pass.
+    /// The graph is kept from the forward pass.
     Kept(UnitGraph),
-    /// Kept from the forward pass, with its parameters freed.
+    /// The graph is kept from the forward pass, with its parameters freed.
     Freed(UnitGraph, UnitPass),
-    /// Differentiated already.
+    /// The graph is differentiated already.
     Done,
 }
 
@@ -69,8 +70,8 @@ struct UnitGraph {
     outputs: Vec<Tensor>,
 }
 
-/// Applies `f` to `x` and the parameters of a unit, and records it in the graph if it must be
-/// differentiated.
+/// Applies `f` to `x` and the parameters of a unit, and records this operation in candle's graph if
+/// it must be differentiated.
 pub(crate) fn enter<X, R, F>(session: &Arc<Session>, name: &str, x: &X, f: F) -> Result<R>
 where
     X: TensorTree,
@@ -114,8 +115,7 @@ where
             Keep::Inputs
                 if is_recorded && (is_search || self.session.checks_determinism(&self.name)) =>
             {
-                // Builds a graph of this unit, so that parameters of other units in it can be
-                // detected.
+                // With a graph of this unit, so that parameters of other units are detected in it.
                 let (_, result) = self.run_with_graph("forward")?;
                 tree::map(&result, Tensor::detach)
             }
@@ -136,16 +136,16 @@ where
         if is_recorded { self.record(&result, x) } else { Ok(result) }
     }
 
-    /// Records the result in the graph.
+    /// Returns the result, recorded in candle's graph as an operation on the inputs.
     fn record(self, result: &R, x: &X) -> Result<R> {
         self.session.expect_gradients(&self.name);
         let anchor = self.session.anchor().clone();
         let tracked = tree::each(x, Tensor::clone).into_iter().filter(Tensor::track_op);
         let inputs: Vec<Tensor> = iter::once(anchor).chain(tracked).collect();
-        let inputs: Vec<&Tensor> = inputs.iter().collect();
+        let input_refs: Vec<&Tensor> = inputs.iter().collect();
         let outputs = tree::each(result, Tensor::clone);
         let backward = move |outputs: &[Tensor], grads| self.backward(outputs, grads);
-        Ok(loss::with_leaves(result, with_backward_many(&inputs, &outputs, backward)?))
+        Ok(loss::with_leaves(result, with_backward_many(&input_refs, &outputs, backward)?))
     }
 
     /// Runs the function without a graph.
@@ -167,38 +167,39 @@ where
             input.is_tracked.then(|| Var::from_tensor(&input.tensor)).transpose()
         };
         let inputs: Vec<Option<Var>> = self.inputs.iter().map(leaf).collect::<Result<_>>()?;
-        let with_leaves = self.inputs.iter().zip(&inputs).map(|(input, leaf)| match leaf {
+        let tensors = self.inputs.iter().zip(&inputs).map(|(input, leaf)| match leaf {
             Some(leaf) => leaf.as_tensor().clone(),
             None => input.tensor.clone(),
         });
-        let x = loss::with_leaves(&*lock(&self.x), with_leaves.collect());
+        let x = loss::with_leaves(&*lock(&self.x), tensors.collect());
         let builder = self.session.builder(&self.name, unit, &gathered, true);
         let result = self.call(builder, &x, pass)?;
         let graph = UnitGraph { gathered, inputs, outputs: tree::each(&result, Tensor::clone) };
-        let others = graph.foreign_variables();
-        if !others.is_empty() {
-            return Err(self.session.record_captured(&self.name, &others));
+        let foreign = graph.foreign_variables();
+        if !foreign.is_empty() {
+            return Err(self.session.record_captured(&self.name, &foreign));
         }
         Ok((graph, result))
     }
 
     /// Runs the function, and adds the unit and pass to its errors and panics.
     fn call(&self, builder: VarBuilder<'_>, x: &X, pass: &str) -> Result<R> {
-        let place = format!("unit {}, {pass} pass", self.name);
+        let context = format!("unit {}, {pass} pass", self.name);
         match catch_unwind(AssertUnwindSafe(|| (self.f)(builder, x))) {
-            Ok(result) => result.map_err(|error| error.context(place)),
-            // Resumed as the replica's own panic.
+            Ok(result) => result.map_err(|error| error.context(context)),
+            // The panic is resumed as the replica's own.
             Err(payload) => match panic_message(&*payload) {
-                Some(message) => resume_unwind(Box::new(format!("{place}: {message}"))),
+                Some(message) => resume_unwind(Box::new(format!("{context}: {message}"))),
                 None => resume_unwind(payload),
             },
         }
     }
 
-    /// Returns the gradients of the anchor, which is always `None`, and of the tracked inputs.
+    /// Returns the gradient of the anchor, which is always `None`, and the gradients of the tracked
+    /// inputs. `forward_outputs` are the outputs of the forward pass.
     fn backward(
         &self,
-        before: &[Tensor],
+        forward_outputs: &[Tensor],
         grads: Vec<Option<Tensor>>,
     ) -> Result<Vec<Option<Tensor>>> {
         self.session.check_started(&self.name)?;
@@ -211,7 +212,7 @@ where
             }
             GraphState::Later => {
                 let (graph, _) = self.run_with_graph("backward")?;
-                self.check_repeatable(before, &graph.outputs)?;
+                self.check_repeatable(forward_outputs, &graph.outputs)?;
                 graph
             }
             GraphState::Done => return Err(self.session.differentiated_error(&self.name, "twice")),
@@ -242,16 +243,16 @@ where
 }
 
 impl UnitGraph {
-    /// Returns the variables in its graph that do not belong to the unit.
+    /// Returns the variables in the graph that do not belong to the unit.
     fn foreign_variables(&self) -> Vec<&Tensor> {
-        let mut others = Vec::new();
+        let mut foreign = Vec::new();
         for node in self.outputs.iter().flat_map(|output| output.sorted_nodes()) {
             let mut own = self.gathered.values().chain(self.inputs.iter().flatten());
             if node.is_variable() && !own.any(|var| var.id() == node.id()) {
-                others.push(node);
+                foreign.push(node);
             }
         }
-        others
+        foreign
     }
 }
 

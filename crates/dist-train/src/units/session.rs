@@ -40,10 +40,10 @@ pub(crate) struct Session {
     common: Arc<PassContext>,
     /// Updates parameters as soon as their gradients are final.
     updates: Option<Arc<dyn UpdatesInBackward>>,
-    /// Whether the graph is recorded only to find parameters used outside their units.
+    /// Whether this run of the loss only searches for parameters that are used outside their units.
     is_search: bool,
-    /// An input of every operation that has gradients to reduce, because candle records no
-    /// operation if all inputs are integers or untracked.
+    /// An input of every operation with gradients to reduce. Without it, candle would not record an
+    /// operation whose inputs are all integers or untracked.
     anchor: Var,
     prefetcher: Mutex<Prefetcher<PendingGather>>,
     backward: Mutex<BackwardState>,
@@ -65,10 +65,10 @@ pub(crate) struct PassContext {
 pub(crate) struct Gradients {
     /// The sums over all slots, for each of this slot's shards that is not updated yet.
     pub(crate) sums: Vec<Option<Tensor>>,
-    /// Unreduced gradients.
+    /// Gradients that are not yet summed over the slots.
     pub(crate) unreduced: UnreducedGrads,
-    /// Whether each trained variable of the model has a gradient on this slot, in the order of
-    /// names.
+    /// For each trained variable of the model, in the order of names, whether it has a gradient on
+    /// this slot.
     pub(crate) used: Vec<bool>,
 }
 
@@ -149,15 +149,15 @@ impl Session {
         self.rules().goal.differentiates()
     }
 
-    /// Returns true if the unit's recomputation must be checked for the same result. The number of
-    /// steps does not decide, because a resumed run may have been trained by a model that does not
-    /// recompute units.
+    /// Returns true if recomputing the unit must be checked to give the same result: until a step
+    /// of this model has trained the unit. The number of steps does not decide, because a resumed
+    /// run may have been trained by a model that does not recompute units.
     pub(crate) fn checks_determinism(&self, unit: &str) -> bool {
         !self.model().is_repeatable(unit)
     }
 
-    /// Returns true if a pass through a unit that no step has trained yet may free its parameters.
-    pub(crate) fn may_free_unproven(&self) -> bool {
+    /// Returns true if this pass may free parameters of a unit that no step has trained yet.
+    pub(crate) fn may_free_untrained(&self) -> bool {
         if !self.is_training() || self.is_search() {
             return false;
         }
@@ -171,7 +171,8 @@ impl Session {
         found.map_or(Ok(()), |error| Err(self.record_local(error)))
     }
 
-    /// Returns the error of a unit whose function uses variables that are not its own.
+    /// Records and returns the error of a unit whose function uses variables that do not belong to
+    /// the unit.
     pub(crate) fn record_captured(&self, unit: &str, variables: &[&Tensor]) -> candle_core::Error {
         let outside = self.recorded_leaves().find(variables.iter().copied());
         self.record_local(
@@ -179,7 +180,7 @@ impl Session {
         )
     }
 
-    /// Records an error that only this replica detects.
+    /// Records an error that only this replica detects, and returns an error to fail with.
     pub(crate) fn record_local(&self, error: TrainingError) -> candle_core::Error {
         self.rules().errors.record_local(error)
     }
@@ -194,18 +195,18 @@ impl Session {
             return vars.gather_unit(&self.ctx, unit);
         }
         self.finish_unneeded(unneeded)?;
-        let in_flight = match prefetched {
-            Some(prefetched) => prefetched,
+        let pending = match prefetched {
+            Some(pending) => pending,
             None => vars.start_gather_unit(&self.ctx, unit)?,
         };
-        for unit in &next {
-            let in_flight = vars.start_gather_unit(&self.ctx, unit)?;
-            self.prefetcher().push_in_flight(in_flight);
+        for next_unit in &next {
+            let next_pending = vars.start_gather_unit(&self.ctx, next_unit)?;
+            self.prefetcher().push_in_flight(next_pending);
         }
-        vars.finish_gather_unit(&self.ctx, in_flight)
+        vars.finish_gather_unit(&self.ctx, pending)
     }
 
-    /// Waits for unused prefetched units, because a started collective must be waited for.
+    /// Finishes the all-gathers of unneeded units, because a started collective must be waited for.
     fn finish_unneeded(&self, unneeded: Vec<PendingGather>) -> Result<()> {
         let vars = &self.model().vars;
         unneeded.into_iter().try_for_each(|unit| vars.finish_gather_unit(&self.ctx, unit).map(drop))
@@ -244,17 +245,18 @@ impl Session {
         let orders = agreement::gather_words(&self.ctx, &halves(fingerprint.finish()))?;
         let group_size = self.model().vars.plan().shard_group().as_usize();
         let first_of_group = |slot: usize| slot / group_size * group_size;
-        let other = (0..orders.len()).find(|&slot| orders[slot] != orders[first_of_group(slot)]);
-        match other {
-            Some(slot) => Err(self.other_units(&order, first_of_group(slot), slot)?),
+        let different =
+            (0..orders.len()).find(|&slot| orders[slot] != orders[first_of_group(slot)]);
+        match different {
+            Some(slot) => Err(self.order_error(&order, first_of_group(slot), slot)?),
             None => Ok(()),
         }
     }
 
-    /// Exchanges the orders and returns the error of two slots that entered different units;
-    /// `order` is this slot's order.
+    /// Exchanges the orders, and returns the error of the slots `left` and `right`, which entered
+    /// different units; `order` is this slot's order.
     #[expect(clippy::expect_used, reason = "all slots send indices of the same units")]
-    fn other_units(&self, order: &Order, left: usize, right: usize) -> Result<candle_core::Error> {
+    fn order_error(&self, order: &Order, left: usize, right: usize) -> Result<candle_core::Error> {
         let names: Vec<&String> = self.model().units.keys().collect();
         let here: Vec<u64> = order
             .iter()
@@ -301,34 +303,35 @@ impl Session {
         Ok(pass)
     }
 
-    /// Restores the memory of the parameters in a kept graph.
+    /// Restores the memory of the parameters `kept` in a unit's graph, by gathering them again.
     pub(crate) fn restore_parameters(
         &self,
         name: &str,
         pass: UnitPass,
         kept: &BTreeMap<String, Var>,
     ) -> Result<()> {
-        let again = self.gather(name)?;
+        let gathered = self.gather(name)?;
         let (shared, own) = self.model().vars.split_shared(name, kept)?;
-        own.into_iter().try_for_each(|name| swap_storage(&kept[name], &again[name]))?;
-        let shared = shared.into_iter().map(|name| (&kept[name], &again[name]));
+        own.into_iter().try_for_each(|name| swap_storage(&kept[name], &gathered[name]))?;
+        let shared = shared.into_iter().map(|name| (&kept[name], &gathered[name]));
         self.common.freed.restore(pass, shared)
     }
 
-    /// Returns the builder of a unit's layers. Trained parameters are in the graph if `records`.
+    /// Returns the builder of a unit's layers. If `has_graph`, the trained parameters are leaves of
+    /// candle's graph.
     pub(crate) fn builder(
         &self,
         name: &str,
         unit: &Unit,
         gathered: &BTreeMap<String, Var>,
-        records: bool,
+        has_graph: bool,
     ) -> VarBuilder<'static> {
-        let is_noted = records && (self.checks_determinism(name) || self.is_search());
+        let records_leaves = self.checks_determinism(name) || self.is_search();
         let mut inner = Vec::new();
         for UnitMember { names, trained, .. } in &unit.members {
             let var = &gathered[&names.name];
-            let is_leaf = records && (trained.is_some() || self.is_search());
-            if is_leaf && is_noted {
+            let is_leaf = has_graph && (trained.is_some() || self.is_search());
+            if is_leaf && records_leaves {
                 self.recorded_leaves().add(var, name, &names.name);
             }
             let tensor = if is_leaf { var.as_tensor().clone() } else { var.as_detached_tensor() };
@@ -346,6 +349,7 @@ impl Session {
         Err(self.differentiated_error(unit, "by the loss itself"))
     }
 
+    /// Records and returns the error of a unit that is not differentiated exactly once by the step.
     pub(crate) fn differentiated_error(&self, unit: &str, how: &'static str) -> candle_core::Error {
         self.record_local(TrainingError::Differentiated { unit: unit.to_owned(), how })
     }
@@ -355,7 +359,8 @@ impl Session {
         *self.backward().expected.entry(unit.to_owned()).or_default() += 1;
     }
 
-    /// Takes the parameters of a pass through a unit, and their gradients on this slot.
+    /// Ends the backward pass of a unit: frees its parameters, and reduces their gradients or
+    /// stores them for a later batch.
     pub(crate) fn leave(
         &self,
         unit: &str,
@@ -366,7 +371,7 @@ impl Session {
         for (_, member) in self.model().units[unit].trained() {
             let name = &member.names.name;
             if let Some(grad) = grads.remove(&gathered[name]) {
-                own.insert(name.clone(), self.share(&grad)?);
+                own.insert(name.clone(), self.correct(&grad)?);
             }
         }
         // Freed as early as possible, because memory use peaks here.
@@ -378,8 +383,8 @@ impl Session {
         self.reduce(unit, own)
     }
 
-    /// Returns the contribution of a local gradient to the sum.
-    fn share(&self, grad: &Tensor) -> Result<Tensor> {
+    /// Returns the contribution of a local gradient to the sum over the slots.
+    fn correct(&self, grad: &Tensor) -> Result<Tensor> {
         let (is_empty, rest) = {
             let backward = self.backward();
             (backward.is_empty, backward.rest)
@@ -472,7 +477,7 @@ impl Session {
     fn finish(&self) -> Result<()> {
         self.finish_gathering()?;
         if !self.defers_reduction() {
-            // Units that only earlier batches entered.
+            // These are units that only earlier batches entered.
             let units = self.backward().unreduced.units.clone();
             units.iter().try_for_each(|unit| self.reduce(unit, BTreeMap::new()))?;
         }
@@ -504,12 +509,14 @@ impl Session {
     }
 
     /// Returns an error for the first update if its batches did not enter all trained units;
-    /// `entered` are the units of all these batches.
+    /// `entered` are the units that all these batches entered.
     pub(crate) fn check_entered(&self, entered: &BTreeSet<String>) -> Result<()> {
         let is_first_update = self.rules().goal == Goal::Update && self.rules().must_use_all;
-        let refused = is_first_update.then(|| self.model().not_entered(entered)).flatten();
-        // All slots entered the same units, so all return the same error.
-        refused.map_or(Ok(()), |error| Err(self.rules().errors.record_agreed(error)))
+        if is_first_update && let Some(error) = self.model().not_entered(entered) {
+            // All slots entered the same units, so all return the same error.
+            return Err(self.rules().errors.record_agreed(error));
+        }
+        Ok(())
     }
 
     /// Returns the names of the units that the loss entered.

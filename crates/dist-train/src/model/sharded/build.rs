@@ -105,7 +105,7 @@ impl Description<'_> {
             .collect();
         let plan = self.planned(&infos)?;
         let keeps = match &sharding.plan_source {
-            PlanSource::Ready(plan) if sharding.keeps.is_silent() => kept_by(plan, keeps),
+            PlanSource::Ready(plan) if sharding.keeps.is_empty() => kept_by(plan, keeps),
             _ => keeps,
         };
         let plan = with_kept_units(&plan, &keeps)?;

@@ -226,7 +226,7 @@ fn run_loss(
         session.check_outside(&shard_loss)?;
         Ok(shard_loss)
     };
-    if !session.may_free_unproven() {
+    if !session.may_free_untrained() {
         return run(session, ShardUse::Last);
     }
     match run(session, ShardUse::Repeated) {
