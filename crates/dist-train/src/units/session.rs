@@ -294,7 +294,7 @@ impl Session {
         gathered: &BTreeMap<String, Var>,
     ) -> Result<UnitPass> {
         let vars = &self.model().vars;
-        let sharing = vars.sharing(&self.ctx);
+        let sharing = vars.sharing_slots(&self.ctx);
         let pass = UnitPass { first: sharing[0], n_before: self.backward().next_freed_pass() };
         let (shared, own) = vars.split_shared(name, gathered)?;
         own.into_iter().try_for_each(|name| free_storage(&gathered[name]))?;
