@@ -46,7 +46,7 @@ impl<'a> AdapterDeclarer<'a> {
     /// Returns the declared matrices of all targets.
     pub(crate) fn into_adapters(self) -> Result<Vec<Declared>> {
         let found = self.found.into_inner().unwrap_or_else(PoisonError::into_inner);
-        self.lora.config.check_all_met(&found.targets)?;
+        self.lora.config.check_all_matched(&found.targets)?;
         Ok(found.adapters)
     }
 

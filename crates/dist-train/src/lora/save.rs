@@ -94,7 +94,7 @@ impl PretrainedFiles {
 ///
 /// Returns an error on all processes if one fails: the errors of `whole` and of
 /// [`ModelFolder::write`], and for adapters [`LoraError::NoAdapters`] and the errors of
-/// [`AdapterConfig::check_are_mine`].
+/// [`AdapterConfig::check_matrices`].
 pub(crate) fn save(
     mesh: &DeviceMesh,
     folder: &Path,
@@ -161,7 +161,7 @@ fn with_adapters<'a>(
     if adapters.is_empty() {
         return Err(LoraError::NoAdapters { parameters: parameters.len() });
     }
-    config.check_are_mine(&adapters)?;
+    config.check_matrices(&adapters)?;
     Ok((adapters, others))
 }
 

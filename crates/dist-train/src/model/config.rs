@@ -1,4 +1,4 @@
-//! Options of a builder, separate for all models and for sharded models.
+//! Options of a builder: the options of every model, and the options of sharded models.
 
 use std::path::PathBuf;
 
@@ -21,10 +21,10 @@ use crate::{
 /// Sharing of variables between slots on one device.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) enum Sharing {
-    /// Slots on one device share one set.
+    /// Slots on one device share the variables.
     #[default]
     PerDevice,
-    /// Each slot has its own set.
+    /// Each slot has its own variables.
     PerSlot,
 }
 

@@ -217,8 +217,8 @@ impl<M: Send, O: Optimizer + Send + 'static> DistributedModel<M, O> {
         Ok(outcome)
     }
 
-    /// Runs a batch of any kind through the replicas. The random numbers of its losses start at a
-    /// position in a seed's stream.
+    /// Runs a batch for any [`Goal`] through the replicas. The random numbers of its losses start
+    /// at `position` in the stream of `seed`.
     #[expect(clippy::expect_used, reason = "a call that succeeded has run every replica")]
     #[track_caller]
     fn run<I, A, L, F>(
@@ -247,21 +247,21 @@ impl<M: Send, O: Optimizer + Send + 'static> DistributedModel<M, O> {
                     ShardUse::Last => shard.take(),
                 };
                 let shard = shard.expect("the shard is taken by its last use only");
-                let loss = shapes.explain(shard, |shard| loss(ctx, model, shard))?.into();
-                let (loss, leafless) = loss.into_leaves();
-                form = Some(leafless);
-                Ok(loss)
+                let shard_loss = shapes.explain(shard, |shard| loss(ctx, model, shard))?.into();
+                let (shard_loss, aux_form) = shard_loss.into_leaves();
+                form = Some(aux_form);
+                Ok(shard_loss)
             })?;
-            Ok(outcome.map(|(of_all, sums)| {
-                report.get_or_init(|| of_all);
+            Ok(outcome.map(|(batch_report, sums)| {
+                report.get_or_init(|| batch_report);
                 let form = form.expect("a loss was evaluated");
                 loss::with_leaves(&form, sums)
             }))
         });
-        let call = self.options.cut(call).seed(seed);
-        let outcome = pass.rules().errors.call_result(call.call_at(position, batch));
-        pass.end(outcome.is_ok())?;
-        let aux = outcome?;
+        let call = self.options.configure(call).seed(seed);
+        let result = pass.rules().errors.call_result(call.call_at(position, batch));
+        pass.end(result.is_ok())?;
+        let aux = result?;
         Ok((*report.get().expect("every replica has set the report"), aux))
     }
 }

@@ -22,7 +22,8 @@ pub(crate) fn check_max_norm(max_norm: f64) -> TrainResult<()> {
     Error::check_setting(max_norm >= 0.0, name, max_norm, "at least 0")
 }
 
-/// Returns the sum of squares of a floating-point tensor's items, in double precision.
+/// Returns the squared norm of a floating-point tensor, the sum of its squared items, in double
+/// precision.
 ///
 /// On the CPU, the rounding error of each addition is added back, so the order of the items affects
 /// only the last digits of the sum. Nothing of the tensor's size is allocated.

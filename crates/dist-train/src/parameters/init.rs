@@ -52,7 +52,7 @@ pub(crate) fn seeded(
         }
         dtype => {
             let items = distribution.integers(dtype, range.len());
-            items.transpose().ok_or_else(|| refused(declared))?
+            items.transpose().ok_or_else(|| unsupported(declared))?
         }
     };
     items.and_then(|items| items.to_device(device)).doing("initializing a parameter")
@@ -113,7 +113,7 @@ impl Distribution {
         if distribution.is_finite() || declared.shape.elem_count() == 0 {
             return Ok(distribution);
         }
-        Err(refused(declared))
+        Err(unsupported(declared))
     }
 
     /// Returns the distribution of He et al., "Delving Deep into Rectifiers", 2015.
@@ -171,7 +171,7 @@ impl Distribution {
     }
 }
 
-fn refused(declared: &Declared) -> Error {
+fn unsupported(declared: &Declared) -> Error {
     Error::Init {
         name: declared.name.clone(),
         init: format!("{:?}", declared.init),
