@@ -107,15 +107,9 @@ impl VariableState {
             return Ok(true);
         }
         let mut tensors = self.tensors.iter();
-        let target = match tensors.find(|(other, _)| *other == name) {
-            Some((_, tensor)) => tensor,
-            None if name == MASTER
-                && let Some(master) = self.variable.master() =>
-            {
-                master
-            }
-            None => return Ok(false),
-        };
+        let named = tensors.find(|(other, _)| *other == name).map(|(_, tensor)| tensor);
+        let master = if name == MASTER { self.variable.master() } else { None };
+        let Some(target) = named.or(master) else { return Ok(false) };
         assign(target, value)?;
         Ok(true)
     }
