@@ -256,8 +256,8 @@ impl UnitGraph {
     }
 }
 
-/// Detaches a unit's result from its parameters, whose memory will be freed. Views of a parameter
-/// are copied, without the rest of the parameter that `Tensor::copy` would copy too.
+/// Detaches a unit's result from the unit's parameters, whose memory will be freed. Views of a
+/// parameter are copied, but not the rest of the parameter, which `Tensor::copy` would copy too.
 fn detach_result<R: TensorTree>(result: &R, gathered: &BTreeMap<String, Var>) -> Result<R> {
     result.try_map(&mut |output: &Tensor| {
         let is_view = gathered.values().any(|var| shares_memory(output, var));
@@ -282,8 +282,8 @@ fn panic_message(payload: &(dyn Any + Send)) -> Option<&str> {
     text.or_else(|| payload.downcast_ref::<&str>().copied())
 }
 
-/// Ignores poisoning: a panic with the lock held ends the step, so this operation is not used
-/// again.
+/// Locks state of an operation. Ignores poisoning: a panic with the lock held ends the step, so the
+/// operation is not used again.
 fn lock<T>(guarded: &Mutex<T>) -> MutexGuard<'_, T> {
     guarded.lock().unwrap_or_else(PoisonError::into_inner)
 }

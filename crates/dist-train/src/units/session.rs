@@ -231,8 +231,9 @@ impl Session {
 
     /// Returns an error on all slots if the slots of a shard group entered different units.
     ///
-    /// With prefetching, the collectives do not detect this: all slots start to gather a unit that
-    /// one slot skips, and the others prefetch the unit that this slot gathers instead.
+    /// With prefetching, the collectives do not detect this: if one slot skips a unit, it has
+    /// prefetched this unit like all slots, and the other slots prefetch the unit that it gathers
+    /// instead.
     pub(crate) fn check_order(&self) -> Result<()> {
         if !self.prefetcher().is_on() {
             return Ok(());
@@ -286,8 +287,8 @@ impl Session {
         self.prefetcher().order()
     }
 
-    /// Frees the parameters in a unit's kept graph as soon as no slot of this process computes with
-    /// them.
+    /// Frees the parameters in a unit's kept graph. Parameters that several slots of this process
+    /// share are freed by the last of these slots.
     pub(crate) fn free_parameters(
         &self,
         name: &str,

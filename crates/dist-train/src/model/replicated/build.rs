@@ -118,7 +118,7 @@ impl<M, O> SlotBuilder<'_, M, O> {
     }
 }
 
-/// State of a process before it communicates with others.
+/// State of a process before it communicates with other processes.
 struct Prepared {
     inventory: Inventory,
     /// The variables on the first device, in the order of names.
@@ -184,7 +184,7 @@ fn first_variables(
     Ok(vars)
 }
 
-/// Rejects a variable with two names, which would get its gradient under only one of them.
+/// Rejects a variable with two names, which would get its gradient under only one name.
 fn check_distinct(declared: &[Declared], existing: &[Option<Var>]) -> Result<(), TrainingError> {
     let named: Vec<(&Declared, &Var)> = declared
         .iter()

@@ -103,7 +103,7 @@ impl<'a, M, O> ReplicatedPass<'a, M, O> {
     }
 
     /// Returns the gradients of all trained parameters, after a differentiated batch.
-    #[expect(clippy::expect_used, reason = "every replica of a call that succeeded has set them")]
+    #[expect(clippy::expect_used, reason = "the first replica of a successful call has set them")]
     pub(crate) fn gradients(&self) -> Vec<Option<Tensor>> {
         self.gradients.get().cloned().expect("a differentiated batch has set the gradients")
     }

@@ -143,7 +143,7 @@ pub(super) enum ModelUse {
     Evaluation,
 }
 
-/// Returns a builder that contains the variables `vars` of one slot, and creates no others.
+/// Returns a builder that contains the variables `vars` of one slot, and creates no variables.
 pub(super) fn builder(
     inventory: &Inventory,
     vars: &[Var],

@@ -45,7 +45,7 @@ pub(crate) struct Description<'a> {
     pub(crate) declare: &'a dyn Fn(VarBuilder<'_>) -> CandleResult<()>,
 }
 
-/// State of a process before it communicates with others.
+/// State of a process before it communicates with other processes.
 struct Prepared {
     /// The declared parameters, in the order of names.
     declared: Vec<Declared>,
@@ -188,7 +188,7 @@ impl Description<'_> {
         let ranks = self.mesh.len() as u64;
         let world_size = WorldSize::new(ranks).map_err(fsdp_plan::Error::from)?;
         let plan = self.sharding.plan_source.plan(infos, world_size)?;
-        // A custom strategy may have planned other parameters than it was given.
+        // A custom strategy may have planned other parameters than `infos`.
         check_fits(&plan, infos)?;
         Ok(plan)
     }

@@ -120,7 +120,7 @@ impl<'a, O> ShardedPass<'a, O> {
 
     /// Returns the full gradients of all trained parameters, after a batch with
     /// [`Goal::Differentiate`].
-    #[expect(clippy::expect_used, reason = "every replica of a call that succeeded has set it")]
+    #[expect(clippy::expect_used, reason = "every replica of a successful call has set the flags")]
     pub(crate) fn gradients(&self) -> Result<Vec<Option<Tensor>>> {
         let Model { vars, inventory, .. } = &*self.layout.model;
         let sums: Vec<SlotSums> =
