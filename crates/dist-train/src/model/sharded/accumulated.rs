@@ -106,5 +106,5 @@ impl Accumulated {
 /// Returns the elementwise OR of two lists of flags; `before` may be empty.
 fn either(before: &[bool], flags: Vec<bool>) -> Vec<bool> {
     let was_set = before.iter().copied().chain(iter::repeat(false));
-    flags.into_iter().zip(was_set).map(|(is_set, was_set)| is_set || was_set).collect()
+    flags.into_iter().zip(was_set).map(|(flag, was_set)| flag || was_set).collect()
 }

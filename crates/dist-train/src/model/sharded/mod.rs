@@ -170,7 +170,7 @@ impl<O: Optimizer + Send + 'static> ShardedPass<'_, O> {
         Ok(outcome)
     }
 
-    /// Does with the loss of a slot's shard what the goal of the batch requires.
+    /// Evaluates or differentiates the loss of a slot's shard, depending on the goal of the batch.
     fn compute(
         &self,
         ctx: &Replica,
