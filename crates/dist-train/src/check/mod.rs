@@ -1,11 +1,11 @@
 //! Checks gradients against differences of the loss.
 //!
-//! A wrong backward pass trains without any error: an operation without a backward pass next to a
-//! residual still gives every earlier parameter a gradient, only a wrong one. The loss itself is
-//! the reference. It is evaluated at points along a direction through the variables, and its
-//! differences must match the gradients between these points. PyTorch's `gradcheck` does this for
-//! every input of one operation in f64. This module does it for a whole model during training, with
-//! two directions for each part of the model.
+//! A model with a wrong backward pass trains without any error: next to a residual, an operation
+//! without a backward pass still gives every earlier parameter a gradient, but a wrong one. The
+//! loss itself is the reference. It is evaluated at points along a direction through the variables,
+//! and its differences must match the gradients between these points. PyTorch's `gradcheck` does
+//! this for every input of one operation in f64. This module does it for a whole model during
+//! training, with two directions for each part of the model.
 
 mod derivative;
 mod direction;
@@ -34,7 +34,7 @@ pub(crate) trait Checked {
     fn value(&self, var: usize) -> Result<Tensor>;
 
     /// Returns the dtype in which the loss computes with a variable stored as `stored`.
-    fn computed(&self, stored: DType) -> DType;
+    fn compute_dtype(&self, stored: DType) -> DType;
 
     /// Sets the value of a variable.
     fn set(&mut self, var: usize, value: &Tensor) -> Result<()>;
@@ -54,9 +54,9 @@ pub(crate) fn check_gradients(
     names: &[&str],
     gradients: &[Option<Tensor>],
 ) -> Result<GradientReport> {
-    let [loss, again] = [model.loss()?, model.loss()?];
-    if loss.to_bits() != again.to_bits() {
-        return Err(GradientError::NotRepeatable { first: loss, second: again }.into());
+    let [loss, second] = [model.loss()?, model.loss()?];
+    if loss.to_bits() != second.to_bits() {
+        return Err(GradientError::NotRepeatable { first: loss, second }.into());
     }
     let mut prefixes = Vec::new();
     for (prefix, vars) in by_prefix(names)? {
@@ -76,8 +76,8 @@ fn by_prefix(names: &[&str]) -> Result<Vec<(String, Vec<usize>)>> {
     let mut prefixes: Vec<(String, Vec<usize>)> = Vec::new();
     for (var, &name) in names.iter().enumerate() {
         let info = ParameterInfo::new(name, [], ElemType::F32)?;
-        let prefix = [info.unit(), info.layer(), name];
-        let prefix = prefix.into_iter().find(|prefix| !prefix.is_empty()).unwrap_or(name);
+        let candidates = [info.unit(), info.layer()];
+        let prefix = candidates.into_iter().find(|prefix| !prefix.is_empty()).unwrap_or(name);
         match prefixes.iter_mut().find(|(other, _)| other == prefix) {
             Some((_, vars)) => vars.push(var),
             None => prefixes.push((prefix.to_owned(), vec![var])),
@@ -99,7 +99,7 @@ fn check_prefix(
     let mut worst = Derivative::default();
     for direction in [direction::steepest(&part)?, direction::random(&part)?] {
         let derivative = part.derivative(model, &direction);
-        // The values must be restored even if the derivative is an error.
+        // Before `?`, because the values must be restored even if the derivative is an error.
         part.restore(model)?;
         worst = worst.or_worse(derivative?);
     }
@@ -117,9 +117,9 @@ fn check_prefix(
 struct CheckedPart<'a> {
     vars: &'a [usize],
     names: Vec<&'a str>,
-    /// Values, on the host.
+    /// The variables' own values, on the host.
     at: Vec<Tensor>,
-    /// The dtypes in which the loss computes with them.
+    /// The dtypes in which the loss computes with the variables.
     dtypes: Vec<DType>,
     /// Gradients at these values, on the host and in double precision.
     gradients: Vec<Tensor>,
@@ -139,7 +139,7 @@ impl<'a> CheckedPart<'a> {
             at.push(value.doing(CHECKING)?);
         }
         let names = vars.iter().map(|&var| names[var]).collect();
-        let dtypes = at.iter().map(|at| model.computed(at.dtype())).collect();
+        let dtypes = at.iter().map(|at| model.compute_dtype(at.dtype())).collect();
         let mut part = Self { vars, names, at, dtypes, gradients: Vec::new() };
         part.gradients = part.on_host(gradients)?;
         Ok(part)
@@ -206,7 +206,7 @@ mod tests {
             Ok(self.vars[var].1.as_detached_tensor())
         }
 
-        fn computed(&self, stored: DType) -> DType {
+        fn compute_dtype(&self, stored: DType) -> DType {
             stored
         }
 
@@ -504,7 +504,7 @@ mod tests {
             Ok(vec![None])
         }
 
-        fn computed(&self, stored: DType) -> DType {
+        fn compute_dtype(&self, stored: DType) -> DType {
             stored
         }
 

@@ -105,7 +105,7 @@ impl PretrainedFiles {
 ///
 /// Returns an error on all processes if one fails: the errors of `whole` and of
 /// [`ModelFolder::write`], and for adapters [`LoraError::NoAdapters`] and the errors of
-/// [`AdapterConfig::check_are_mine`].
+/// [`AdapterConfig::check_matrices`].
 pub(crate) fn save(
     mesh: &DeviceMesh,
     folder: &Path,
@@ -175,7 +175,7 @@ fn with_adapters<'a>(
     if adapters.is_empty() {
         return Err(LoraError::NoAdapters { parameters: parameters.len() });
     }
-    config.check_are_mine(&adapters)?;
+    config.check_matrices(&adapters)?;
     Ok((adapters, others))
 }
 
@@ -186,7 +186,7 @@ fn merged(
     parameters: &[ParameterInfo],
     whole: impl Fn(&str) -> Result<Tensor>,
 ) -> Result<Tensor> {
-    let matrices = matrices::layer_of(name).map(matrices::names_of);
+    let matrices = matrices::layer_of(name).map(matrices::matrix_names);
     let is_known = |name: &String| parameters.iter().any(|info| info.name() == name);
     let Some([a, b]) = matrices.filter(|[a, b]| is_known(a) && is_known(b)) else {
         return whole(name);
@@ -194,7 +194,7 @@ fn merged(
     // Gather all three before returning an error: gathering is collective, so all processes must do
     // it.
     let [weight, a, b] = [name, &a, &b].map(whole);
-    matrices::merged(&weight?, &a?, &b?, scale).doing("merging an adapter")
+    matrices::merge_adapter(&weight?, &a?, &b?, scale).doing("merging an adapter")
 }
 
 #[cfg(test)]

@@ -9,7 +9,7 @@ use crate::step::rules::Step;
 
 /// The metrics of one step, one line of a [log](crate::MetricsLog).
 ///
-/// Every line has the fields that are not optional. Readers ignore unknown fields.
+/// Every line has all fields that are not optional. Readers ignore unknown fields.
 ///
 /// # Examples
 ///

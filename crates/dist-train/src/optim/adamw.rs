@@ -141,7 +141,7 @@ fn update(state: &mut VariableState, params: &ParamsAdamW, grad: &Tensor) -> Res
     Ok(())
 }
 
-/// The factors of a step, computed like candle's.
+/// The factors of a step, computed like in candle's AdamW.
 struct AdamRule {
     beta1: f64,
     beta2: f64,

@@ -134,7 +134,11 @@ fn mismatched_adapters_are_not_saved() {
     for (targets, rank, expected) in [
         (&["up"][..], 2, "1.down has an adapter, and no target names it"),
         (&["up", "down", "out"], 2, "no linear layer of the model is named out"),
-        (&["up", "down"], 8, "0.up.lora_A.weight has the shape [2, 4], which is not of rank 8"),
+        (
+            &["up", "down"],
+            8,
+            "0.up.lora_A.weight has the shape [2, 4], which does not fit adapters of LoRA rank 8",
+        ),
     ] {
         let lora = Lora::new(targets.iter().copied(), rank, 3.0).unwrap();
         for files in [lora.adapters(), lora.merged()] {
